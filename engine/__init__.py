@@ -1,0 +1,1 @@
+"""PyTorch inference with weights or KV cache outside the GPU; usable alone."""

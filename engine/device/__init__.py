@@ -1,0 +1,1 @@
+"""CUDA and CPU behind one interface."""

@@ -1,0 +1,1 @@
+"""KV blocks: accounting and tensors."""

@@ -1,0 +1,1 @@
+"""The functional decoder and its table of architectures."""

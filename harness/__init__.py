@@ -1,0 +1,1 @@
+"""One composed configuration in, one run record out."""

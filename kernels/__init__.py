@@ -1,0 +1,1 @@
+"""Operators on tensors: one door (ops), PyTorch twins (ref), Triton kernels."""

@@ -1,0 +1,1 @@
+"""PyTorch twins of every operator."""
