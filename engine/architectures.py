@@ -1,0 +1,32 @@
+"""The table of architecture differences, keyed by transformers' `model_type`; no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What sets one decoder family apart from the plain Llama layer."""
+
+    qkv_bias: bool | None = False
+    """Bias on q, k, v: always, never, or as the config's attention_bias says (None)."""
+    o_bias: bool | None = False
+    """Bias on the attention output: always, never, or as attention_bias says (None)."""
+    mlp_bias: bool | None = False
+    """Bias on the MLP: always, never, or as mlp_bias says (None)."""
+    qk_norm: str = "none"
+    """RMS norm of q and k before the rotation: none | head (per head) | full (all heads)."""
+    norms: str = "pre"
+    """pre: the norm's output enters the sub-layer; post: it is taken of the sub-layer's output."""
+    sliding_window: str = "never"
+    """never | config (when sliding_window is set) | flag (when use_sliding_window is true too)."""
+    window_default: int | None = None
+    """transformers' default of sliding_window where a config.json leaves it out."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(qkv_bias=None, o_bias=None, mlp_bias=None),
+    "mistral": Architecture(sliding_window="config", window_default=4096),
+    "qwen2": Architecture(qkv_bias=True, sliding_window="flag"),
+    "qwen3": Architecture(qkv_bias=None, o_bias=None, qk_norm="head", sliding_window="flag"),
+    "olmo2": Architecture(qkv_bias=None, o_bias=None, qk_norm="full", norms="post"),
+}

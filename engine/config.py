@@ -1,0 +1,194 @@
+"""What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.offload_config import (
+    OffloadConfig,
+    OffloadWarning,
+    PrefetchOffloadConfig,
+    UVAOffloadConfig,
+)
+from engine.sealed import Sealed, check_choice, check_number
+from engine.spec import DTYPES, ModelSpec
+
+__all__ = [
+    "EngineConfig",
+    "EngineSettings",
+    "GPUConfig",
+    "KVConfig",
+    "KVTransferConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "OffloadWarning",
+    "PrefetchOffloadConfig",
+    "UVAOffloadConfig",
+]
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+@dataclass(kw_only=True)
+class GPUConfig(Sealed):
+    """The device and its budget; the rates are for prediction only."""
+
+    name: str = "auto"
+    """What the report calls it."""
+    device: str = "auto"
+    """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
+    memory_gib: float | None = None
+    """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
+    gpu_memory_utilization. null: what the card has (CPU: half of the free host memory)."""
+    link_gb_s: float | None = None
+    """Host link, one direction, GB/s (10^9)."""
+    hbm_gb_s: float | None = None
+    """GPU memory bandwidth, GB/s."""
+    bf16_tflops: float | None = None
+    """Dense bf16 matrix rate, TFLOP/s."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        check_choice("gpu.device", self.device, ("auto", "cuda", "cpu"))
+        for name in ("memory_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops"):
+            value = getattr(self, name)
+            if value is not None:
+                check_number(f"gpu.{name}", value, low=0, low_open=True)
+
+
+@dataclass(kw_only=True)
+class KVConfig(Sealed):
+    """The paged KV cache."""
+
+    block_size: int = 16
+    """Tokens in a block: 8, 16, 32, 64 or 128."""
+    enable_prefix_caching: bool = False
+    """Share blocks of equal prefixes. Not available yet: true is refused."""
+    num_cpu_blocks: int | None = None
+    """Blocks of the host tier. Not available yet: a value is refused."""
+    cpu_gib: float | None = None
+    """Size of the host tier, GiB. Not available yet: a value is refused."""
+    swap_space: float = 0.0
+    """Host room, GiB: for weights that do not fit where no OffloadConfig was given."""
+    disable_sliding_window: bool = False
+    """Attend to the whole context where the checkpoint has a sliding window."""
+    pin_limit_gib: float | None = None
+    """Cap of pinned memory for KV blocks. Not available yet: a value is refused."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds or not available yet."""
+        if self.block_size not in {8, 16, 32, 64, 128}:
+            raise ConfigError(
+                f"kv.block_size: expected 8, 16, 32, 64 or 128 tokens, got {self.block_size!r}."
+            )
+        check_number("kv.swap_space", self.swap_space, low=0, hint="It is a size in GiB.")
+        if self.enable_prefix_caching:
+            raise ConfigError(
+                "kv.enable_prefix_caching: expected false (prefix caching is not available yet), "
+                "got true. Set it to false."
+            )
+        for name in ("num_cpu_blocks", "cpu_gib", "pin_limit_gib"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"kv.{name}: expected null (KV blocks in host memory are not available yet), "
+                    f"got {getattr(self, name)!r}. Remove it."
+                )
+
+
+@dataclass(kw_only=True)
+class KVTransferConfig(Sealed):
+    """The published way to ask for a host tier of KV blocks; not available yet."""
+
+    kv_connector: str | None = None
+    kv_role: str | None = None
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class EngineSettings(Sealed):
+    """Limits and switches of the engine."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that the engine may use, (0, 1]."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, tokens; null: the model's own limit."""
+    max_num_seqs: int = 64
+    """Sequences that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one step."""
+    enforce_eager: bool = False
+    """Run decode without CUDA graphs."""
+    dtype: str = "auto"
+    """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
+    seed: int = 0
+    """Seed of dummy weights and of requests that carry none."""
+    host_reserve_gib: float = 1.0
+    """Host memory that must stay free after the load, GiB."""
+    uva_stage_tokens: int = 257
+    """From this many tokens in a step on, uva weights are staged through GPU slots first."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        check_number(
+            "engine.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            low=0,
+            high=1,
+            low_open=True,
+            hint="It is a share of the GPU's memory.",
+        )
+        if self.max_model_len is not None:
+            check_number("engine.max_model_len", self.max_model_len, low=1, integer=True)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "uva_stage_tokens"):
+            check_number(f"engine.{name}", getattr(self, name), low=1, integer=True)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens: expected at least max_num_seqs="
+                f"{self.max_num_seqs}, got {self.max_num_batched_tokens}. Raise it, or lower "
+                "engine.max_num_seqs."
+            )
+        check_choice("engine.dtype", self.dtype, ("auto", *DTYPES))
+        check_number("engine.seed", self.seed, low=0, high=2**63 - 1, integer=True)
+        check_number("engine.host_reserve_gib", self.host_reserve_gib, low=0)
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Sealed):
+    """Where a model's weights come from and, where known beforehand, its sizes."""
+
+    name: str
+    """Short name."""
+    path: str | None = None
+    """Local folder with config.json (and weights unless load_format is dummy)."""
+    load_format: str = "auto"
+    """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
+    spec: ModelSpec | None = None
+    """Sizes; null: read from config.json in `path`."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.path is None and self.spec is None:
+            raise ConfigError(
+                f"model {self.name!r}: expected a folder (path) or its sizes (spec), got neither."
+            )
+        if self.path is None and self.load_format != "dummy":
+            raise ConfigError(
+                f"model {self.name!r}: expected a folder (path) for load_format="
+                f"{self.load_format}, got none. Set model.path, or load_format=dummy."
+            )
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Sealed):
+    """Everything that the engine is built from."""
+
+    model: ModelConfig
+    gpu: GPUConfig = field(default_factory=GPUConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return asdict(self)

@@ -1,0 +1,179 @@
+"""OffloadConfig: the published fields, bounds, errors, warnings and hash of weight offloading."""
+
+import hashlib
+import json
+import warnings
+from dataclasses import asdict, dataclass, field
+
+from engine.errors import ConfigError
+from engine.sealed import Sealed, check_choice, check_number
+
+BACKENDS = ("auto", "uva", "prefetch")
+
+
+class OffloadWarning(UserWarning):
+    """A setting of the offload configuration is ignored, or costs more than it brings."""
+
+
+def _check_selectors(name: str, value: object) -> None:
+    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+        raise ConfigError(
+            f"{name}: expected a list of parameter selectors such as ['mlp.down_proj'], "
+            f"got {value!r}. Put the selector into a list."
+        )
+    for item in value:
+        if not isinstance(item, str) or not item or any(not part for part in item.split(".")):
+            raise ConfigError(
+                f"{name}: expected non-empty dotted segments such as 'mlp.down_proj', "
+                f"got {item!r}. Remove empty segments."
+            )
+
+
+@dataclass(kw_only=True)
+class UVAOffloadConfig(Sealed):
+    """Weights that GPU kernels read in place from pinned host memory."""
+
+    cpu_offload_gb: float = 0.0
+    """GiB of weights per GPU that live in host memory; 0 turns it off."""
+    cpu_offload_params: list[str] = field(default_factory=list)
+    """Selectors of whole dotted segments of parameter names; empty selects every decoder layer."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        check_number(
+            "offload.uva.cpu_offload_gb",
+            self.cpu_offload_gb,
+            low=0,
+            hint="It is a size in GiB; 0 turns it off.",
+        )
+        _check_selectors("offload.uva.cpu_offload_params", self.cpu_offload_params)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether any field differs from its default."""
+        return self.cpu_offload_gb > 0 or bool(self.cpu_offload_params)
+
+
+@dataclass(kw_only=True)
+class PrefetchOffloadConfig(Sealed):
+    """Layers that are copied ahead of their use into slots on the GPU."""
+
+    offload_group_size: int = 0
+    """Layers in a group; 0 turns prefetch off."""
+    offload_num_in_group: int = 1
+    """How many of each group, its last ones, live in host memory."""
+    offload_prefetch_step: int = 1
+    """How many offloaded layers ahead the copies run."""
+    offload_params: list[str] = field(default_factory=list)
+    """Selectors of whole dotted segments of parameter names; empty selects whole layers."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        prefix = "offload.prefetch."
+        check_number(
+            prefix + "offload_group_size",
+            self.offload_group_size,
+            low=0,
+            integer=True,
+            hint="It counts layers; 0 turns prefetch off.",
+        )
+        check_number(
+            prefix + "offload_num_in_group",
+            self.offload_num_in_group,
+            low=1,
+            integer=True,
+            hint="To offload nothing set offload_group_size=0.",
+        )
+        check_number(
+            prefix + "offload_prefetch_step", self.offload_prefetch_step, low=0, integer=True
+        )
+        _check_selectors(prefix + "offload_params", self.offload_params)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether any field differs from its default."""
+        return (
+            self.offload_group_size > 0
+            or self.offload_num_in_group != 1
+            or self.offload_prefetch_step != 1
+            or bool(self.offload_params)
+        )
+
+
+@dataclass(kw_only=True)
+class OffloadConfig(Sealed):
+    """Which weights live in host memory and how they reach the compute."""
+
+    offload_backend: str = "auto"
+    """auto | uva | prefetch. auto takes prefetch if group_size > 0, else uva if gb > 0."""
+    uva: UVAOffloadConfig = field(default_factory=UVAOffloadConfig)
+    """Read in place."""
+    prefetch: PrefetchOffloadConfig = field(default_factory=PrefetchOffloadConfig)
+    """Copied ahead."""
+
+    def check(self) -> None:
+        """Raise ConfigError on a contradiction; warn about fields that are ignored."""
+        check_choice("offload.offload_backend", self.offload_backend, BACKENDS)
+        if self.offload_backend == "prefetch" or self.prefetch.offload_group_size > 0:
+            self._check_prefetch()
+        for message in self.ignored():
+            warnings.warn(message, OffloadWarning, stacklevel=4)
+
+    def _check_prefetch(self) -> None:
+        size, num = self.prefetch.offload_group_size, self.prefetch.offload_num_in_group
+        if num > size:
+            raise ConfigError(
+                "offload.prefetch.offload_num_in_group: expected at most offload_group_size="
+                f"{size}, got {num}. Lower offload_num_in_group or raise offload_group_size."
+            )
+        step = self.prefetch.offload_prefetch_step
+        if step < 1:
+            raise ConfigError(
+                "offload.prefetch.offload_prefetch_step: expected at least 1 while prefetch is on "
+                f"(offload_group_size={size}), got {step}. Set it to 1 or more."
+            )
+
+    @property
+    def backend(self) -> str:
+        """The backend in force: none | uva | prefetch."""
+        if self.offload_backend != "auto":
+            return self.offload_backend
+        if self.prefetch.offload_group_size > 0:
+            return "prefetch"
+        return "uva" if self.uva.cpu_offload_gb > 0 else "none"
+
+    def ignored(self) -> list[str]:
+        """The warnings: one sentence for each set of fields without effect."""
+        if self.offload_backend == "uva" and self.prefetch.is_set:
+            return [
+                "offload.prefetch: fields are set but offload_backend=uva, so they are ignored. "
+                "Remove them or set offload_backend=prefetch."
+            ]
+        if self.offload_backend == "prefetch" and self.uva.is_set:
+            return [
+                "offload.uva: fields are set but offload_backend=prefetch, so they are ignored. "
+                "Remove them or set offload_backend=uva."
+            ]
+        if (
+            self.offload_backend == "auto"
+            and self.prefetch.offload_group_size > 0
+            and self.uva.cpu_offload_gb > 0
+        ):
+            return [
+                "offload: both offload.uva.cpu_offload_gb and offload.prefetch.offload_group_size "
+                "are set with offload_backend=auto; prefetch is used and uva is ignored. "
+                "Set offload_backend, or remove one of the two."
+            ]
+        return []
+
+    def compute_hash(self) -> str:
+        """Hash every field; the same in every process (SHA-256, hexadecimal)."""
+        data = asdict(self)
+        for node in data.values():
+            if isinstance(node, dict):
+                for key, value in node.items():
+                    if isinstance(value, (list, tuple, set, frozenset)):
+                        node[key] = sorted(value)
+        data["uva"]["cpu_offload_gb"] = float(data["uva"]["cpu_offload_gb"])
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""The base of configuration classes: checked once, then read-only, and usable as Hydra schemas."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from engine.errors import ConfigError
+
+
+class Sealed:
+    """A dataclass base that runs `check` after construction and refuses changes afterwards.
+
+    Frozen dataclasses cannot be filled by OmegaConf, hence this class.
+    """
+
+    def __post_init__(self) -> None:
+        self.check()
+        object.__setattr__(self, "_sealed", True)
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if getattr(self, "_sealed", False):
+            raise AttributeError(f"{type(self).__name__} is sealed; cannot set {name!r}.")
+        if name not in {field.name for field in fields(self)}:  # type: ignore[arg-type]
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
+        super().__setattr__(name, value)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    integer: bool = False,
+    low_open: bool = False,
+    hint: str = "",
+) -> None:
+    """Raise ConfigError unless `value` is a finite number (or an integer) in [low, high].
+
+    Args:
+        name: The setting's full name, for the message.
+        value: What was given.
+        low: Smallest value allowed (not allowed itself if `low_open`).
+        high: Largest value allowed.
+        integer: Require an int.
+        low_open: The lower bound is exclusive.
+        hint: What to change, appended to the message.
+
+    Raises:
+        ConfigError: The value has the wrong type or is out of bounds.
+    """
+    kinds = (int,) if integer else (int, float)
+    kind = "an integer" if integer else "a number"
+    sign = ">" if low_open else ">="
+    bounds = f"{sign} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
+    ok = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > low if low_open else value >= low) and value <= high
+    if not ok:
+        tail = f" {hint}" if hint else ""
+        raise ConfigError(f"{name}: expected {kind} {bounds}, got {value!r}.{tail}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
+    """Raise ConfigError unless `value` is one of `choices`.
+
+    Raises:
+        ConfigError: The value is not among the choices.
+    """
+    if value not in choices:
+        tail = f" {hint}" if hint else ""
+        raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}.{tail}")
