@@ -1,0 +1,110 @@
+"""What each metric means, in one line; names are `area/quantity_unit[/statistic]`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "load": "one phase of load/total_s on the critical path; phases do not overlap",
+        "load/total_s": (
+            "t(first token on the host) - t(engine construction starts), in a fresh process;"
+            " equals the sum of its phases"
+        ),
+        "load/build_s": "time to resolve the configuration, the model's structure and the plan",
+        "load/read_s": "time the load waits for checkpoint bytes from storage or the page cache",
+        "load/convert_s": "time the load waits for dtype conversion and packing of weights",
+        "load/pin_s": "time to allocate, touch and register host memory with the device",
+        "load/copy_s": "time the load waits for copies from host to device",
+        "load/warmup_s": "time of warm-up steps and graph capture before the first request",
+        "load/first_token_s": "t(first token on the host) - t(submit) of the first request",
+        "load/busy": "time the phase was active; busy times overlap and do not sum to total_s",
+        "latency/ttft_ms": "time to first token: t(first token on the host) - t(submit)",
+        "latency/tpot_ms": (
+            "time per output token of a request: (E2E - TTFT) / (output tokens - 1);"
+            " missing below 2 output tokens"
+        ),
+        "latency/itl_ms": (
+            "inter-token latency: gap between consecutive tokens of a request,"
+            " all gaps pooled over requests; TTFT is not a gap"
+        ),
+        "latency/e2e_ms": "end to end: t(last token on the host) - t(submit)",
+        "throughput/output_tok_s": "sum(output tokens) / (t(last token) - t(first submit))",
+        "throughput/total_tok_s": (
+            "(sum(prompt tokens) + sum(output tokens)) / (t(last token) - t(first submit))"
+        ),
+        "throughput/prefill_tok_s": "sum(prompt tokens) / prefill wall time",
+        "throughput/decode_tok_s": "sum(output tokens - 1) / decode wall time, prefill left out",
+        "throughput/requests_s": "completed requests / (t(last token) - t(first submit))",
+        "throughput/wall_s": "t(last token) - t(first submit)",
+        "throughput/goodput_requests_s": (
+            "requests that met every latency bound / (t(last token) - t(first submit));"
+            " failed requests do not count"
+        ),
+        "throughput/goodput_share": "requests that met every latency bound / requests submitted",
+        "memory/gpu_peak_gib": "highest device memory in use by the run, in GiB (2^30 bytes)",
+        "memory/gpu_peak_alloc_gib": "highest bytes in live device allocations of the run, in GiB",
+        "memory/gpu_peak_reserved_gib": "highest bytes held by the run's device allocator, in GiB",
+        "memory/gpu_peak_global_gib": "highest device memory in use by all processes, in GiB",
+        "memory/gpu_budget_gib": "device memory the run was allowed, in GiB",
+        "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
+        "memory/host_pinned_gib": "host bytes registered with the device (engine's ledger), in GiB",
+        "memory/host_rss_peak_gib": "highest resident set of the worker process, in GiB",
+        "memory/host_anon_gib": "resident anonymous (pageable) memory of the worker, in GiB",
+        "memory/host_shmem_gib": "resident shared memory of the worker, pinned pages too, in GiB",
+        "link/h2d_gb_s": (
+            "host to device copy rate: median of 20 copies of 256 MiB from registered memory,"
+            " GB = 10^9 bytes, measured in this run"
+        ),
+        "link/d2h_gb_s": (
+            "device to host copy rate: median of 20 copies of 256 MiB to registered memory,"
+            " GB = 10^9 bytes, measured in this run"
+        ),
+        "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
+        "link/share": "(offload/bytes_per_step / decode step time) / link/h2d_gb_s",
+        "offload/bytes_per_step": "bytes that cross from host to device in one decode step",
+        "energy/j_per_token": (
+            "difference of the GPU's energy counter over the measured window / output tokens"
+        ),
+        "energy/total_j": "difference of the GPU's energy counter over the measured window",
+        "energy/mean_power_w": "energy/total_j / length of the measured window",
+        "stability/cv_pct": "100 * sample standard deviation (ddof=1) / mean over repeats",
+    }
+)
+"""Metric base name (or a prefix of it) -> definition."""
+
+STATISTIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "mean": "arithmetic mean",
+        "p50": "median; needs 11 samples",
+        "p90": "90th percentile; needs 64 samples",
+        "p95": "95th percentile; needs 130 samples",
+        "p99": "99th percentile; needs 662 samples",
+        "min": "smallest sample",
+        "max": "largest sample",
+        "std": "sample standard deviation (ddof=1); needs 2 samples",
+    }
+)
+"""Last part of a metric name -> what it means."""
+
+CONVENTIONS: Final[tuple[str, ...]] = (
+    "Percentiles interpolate linearly between the two nearest samples (numpy's default).",
+    "A percentile is n/a below its sample floor: p50 needs 11 samples, p90 64, p95 130, p99 662.",
+    "n/a means not measured or too few samples. It is never written as 0.",
+    "GiB is 2^30 bytes; GB is 10^9 bytes; tokens are counted from token ids.",
+    "The link bound of TPOT is offload bytes per step / measured host to device rate.",
+)
+
+
+def definition(metric: str) -> str | None:
+    """Return the definition of a metric name, looked up by its longest known prefix.
+
+    Args:
+        metric: a full name, such as `latency/ttft_ms/p50`.
+    """
+    parts = metric.split("/")
+    for length in range(len(parts), 0, -1):
+        text = METRIC_DEFINITIONS.get("/".join(parts[:length]))
+        if text is not None:
+            return text
+    return None
