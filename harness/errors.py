@@ -1,0 +1,31 @@
+"""Exit codes of `python -m harness`, and the one error that ends it before anything loads."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Final
+
+from engine.errors import ConfigError
+
+__all__ = [
+    "EXIT_BAD_CONFIG",
+    "EXIT_INTERRUPTED",
+    "EXIT_NOT_ALL_OK",
+    "EXIT_OK",
+    "ConfigError",
+    "did_you_mean",
+]
+
+EXIT_OK: Final = 0
+"""Every point has status ok."""
+EXIT_BAD_CONFIG: Final = 2
+"""The command line or a configuration file is wrong; nothing was loaded."""
+EXIT_NOT_ALL_OK: Final = 3
+"""At least one point has another status than ok."""
+EXIT_INTERRUPTED: Final = 130
+"""Ctrl-C."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return " Did you mean X?" for the closest choice, or an empty string."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""

