@@ -1,0 +1,275 @@
+"""What a user sends (Request), what the scheduler tracks (Sequence), and what comes back."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Integral
+from typing import Literal
+
+from engine.errors import RequestError
+from engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(kw_only=True)
+class Request:
+    """One prompt and how to answer it."""
+
+    request_id: str
+    """Unique among the unfinished requests of an engine."""
+    prompt: str | None = None
+    """The text, where there was one."""
+    prompt_token_ids: list[int]
+    """The prompt in tokens."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """How its tokens are chosen."""
+    arrival: int = 0
+    """Number in order of arrival; keys the draws of a request without a seed."""
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Sequence:
+    """One answer in the making: sequence `index` of the n of a request.
+
+    The scheduler alone changes it.
+    """
+
+    seq_id: int
+    """Unique in an engine."""
+    request: Request
+    """What it answers."""
+    index: int = 0
+    """Which of the n answers, 0 to n - 1."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """Tokens generated so far; kept over a preemption."""
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    num_computed_peak: int = 0
+    """The largest num_computed so far; tokens below it that run again were recomputed."""
+    block_table: list[int] = field(default_factory=list)
+    """KV blocks in order of position."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    """Where it stands."""
+    finish_reason: FinishReason | None = None
+    """Why it ended."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the model's own end of sequence."""
+    num_preemptions: int = 0
+    """How often its blocks were taken away."""
+    cumulative_logprob: float = 0.0
+    """Sum of the log-probabilities of its output tokens."""
+    logprobs: list[dict[int, float]] | None = None
+    """For each output token its own and the top log-probabilities, if asked for."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self.request.params
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The request's prompt in tokens."""
+        return self.request.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output, a new list."""
+        return self.request.prompt_token_ids + self.output_token_ids
+
+    @property
+    def last_token_id(self) -> int:
+        """The newest known token."""
+        return (self.output_token_ids or self.request.prompt_token_ids)[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it ended."""
+        return self.status is SequenceStatus.FINISHED
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Return the tokens at positions start to stop - 1 of prompt and output."""
+        prompt = self.request.prompt_token_ids
+        edge = len(prompt)
+        if start >= edge:
+            return self.output_token_ids[start - edge : stop - edge]
+        return prompt[start:stop] + self.output_token_ids[: max(0, stop - edge)]
+
+    def max_length(self, max_model_len: int) -> int:
+        """Return the most tokens that prompt and output together can reach."""
+        limit = self.params.max_tokens
+        if limit is None:
+            return max_model_len
+        return min(max_model_len, self.num_prompt_tokens + limit)
+
+    def completion(self, text: str) -> "CompletionOutput":
+        """Return what the user sees of it, with `text` as its decoded output."""
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=list(self.output_token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token chosen by the sampler."""
+
+    token_id: int
+    """The token."""
+    logprob: float
+    """Its log-probability under the model (before penalties and temperature)."""
+    top_logprobs: dict[int, float] | None = None
+    """Itself first, then the most probable tokens in order; None if not asked for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenEvent:
+    """One token of one sequence, as it became known."""
+
+    request_id: str
+    """Whose token."""
+    index: int
+    """Which of the n answers."""
+    token_id: int
+    """The token."""
+    position: int
+    """Its place in prompt and output, from 0."""
+    finish_reason: FinishReason | None = None
+    """Why the sequence ended with this token; None if it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token that ended it, if one did."""
+    logprob: float
+    """Its log-probability under the model."""
+    top_logprobs: dict[int, float] | None = None
+    """Itself first, then the most probable tokens in order; None if not asked for."""
+    time_s: float = math.nan
+    """When the token was on the host, seconds of the engine's clock; set by the core."""
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    """Which of the n answers."""
+    text: str
+    """The output decoded; empty without a tokenizer."""
+    token_ids: list[int]
+    """The output in tokens, with the token that ended it."""
+    cumulative_logprob: float | None
+    """Sum of the log-probabilities of its tokens under the model."""
+    logprobs: list[dict[int, float]] | None
+    """For each token its own log-probability first, then the most probable ones."""
+    finish_reason: FinishReason | None
+    """stop | length | abort | error; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the model's own end of sequence."""
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """What came of one request."""
+
+    request_id: str
+    """Whose output."""
+    prompt: str | None
+    """The text, where there was one."""
+    prompt_token_ids: list[int]
+    """The prompt in tokens."""
+    outputs: list[CompletionOutput]
+    """The n answers; empty if the request was refused."""
+    finished: bool
+    """Whether every answer ended."""
+    error: str | None = None
+    """Why the request failed; None if it did not."""
+
+
+def check_request(
+    request: Request,
+    max_model_len: int,
+    vocab_size: int,
+    *,
+    eos_token_ids: Collection[int] = (),
+) -> None:
+    """Return if the request can be served.
+
+    Args:
+        request: What was sent.
+        max_model_len: Most tokens of prompt and output.
+        vocab_size: Token ids are below it.
+        eos_token_ids: The model's end-of-sequence tokens.
+
+    Raises:
+        RequestError: The prompt is empty, too long or holds no valid token ids, or a sampling
+            parameter is unusable.
+    """
+    request.params.check()
+    _check_prompt(request.prompt_token_ids, max_model_len, vocab_size)
+    stops = set(request.params.stop_token_ids or ())
+    outside = sorted(token_id for token_id in stops if token_id >= vocab_size)
+    if outside:
+        raise RequestError(
+            f"stop_token_ids: expected ids below the vocabulary's {vocab_size}, got {outside[0]}. "
+            "Remove it."
+        )
+    if not request.params.ignore_eos:
+        stops.update(eos_token_ids)
+    if request.params.min_tokens > 0 and len(stops) >= vocab_size:
+        raise RequestError(
+            f"min_tokens={request.params.min_tokens}: expected at least one token that does not "
+            f"end the output, got {len(stops)} stop tokens in a vocabulary of {vocab_size}. "
+            "Remove some of stop_token_ids, or set min_tokens=0."
+        )
+
+
+def _check_prompt(token_ids: list[int], max_model_len: int, vocab_size: int) -> None:
+    if not isinstance(token_ids, list):
+        raise RequestError(
+            f"prompt: expected a list of token ids, got {type(token_ids).__name__}. "
+            "Pass a list of integers."
+        )
+    if not token_ids:
+        raise RequestError("prompt: expected at least one token, got none. Pass a longer prompt.")
+    if len(token_ids) > max_model_len - 1:
+        raise RequestError(
+            f"prompt: expected at most {max_model_len - 1} tokens (max_model_len={max_model_len} "
+            f"less one to generate), got {len(token_ids)}. Shorten the prompt or raise "
+            "engine.max_model_len."
+        )
+    for position, token_id in enumerate(token_ids):
+        ok = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not ok or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"prompt: expected token ids from 0 to {vocab_size - 1} (the vocabulary), got "
+                f"{token_id!r} at position {position}. Encode the prompt with this model's "
+                "tokenizer."
+            )

@@ -1,0 +1,158 @@
+"""SamplingParams: how the tokens of one request are chosen, and when it ends."""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from engine.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_N = 4096
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Construction checks nothing, so that a bad value fails its own request and no other; `check`
+    says what is wrong. Values are applied in this order: repetition_penalty, min_tokens (as a
+    mask), temperature, top_k, top_p (of what top_k left), min_p, then one draw. With
+    temperature=0 the most probable token after the first two is taken and the last three do
+    not matter.
+    """
+
+    n: int = 1
+    """Independent answers to the prompt."""
+    temperature: float = 1.0
+    """Divides the logits; 0: always the most probable token, the lowest id among equals."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens that holds this share, (0, 1]."""
+    top_k: int = 0
+    """Keep this many most probable tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one, [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in the prompt or the output are divided by it, others
+    multiplied; above 0, 1 changes nothing."""
+    seed: int | None = None
+    """Keys the draws; null: the engine's seed and the number of the request."""
+    stop: str | list[str] | None = None
+    """Strings that end the output; the text ends before them."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end the output, beside the model's own."""
+    max_tokens: int | None = 16
+    """Tokens of output at most; null: up to max_model_len."""
+    min_tokens: int = 0
+    """Tokens of output before an end-of-sequence token, a stop token or a stop string counts."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    logprobs: int | None = None
+    """Return the log-probability of each token and of this many most probable ones; null: none."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken without a draw."""
+        return self.temperature == 0
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def check(self) -> None:
+        """Return if every value is usable.
+
+        Raises:
+            RequestError: A value has the wrong type, is out of bounds or contradicts another.
+        """
+        _check_integer("n", self.n, low=1, high=MAX_N, hint="Send several requests.")
+        _check_number("temperature", self.temperature, low=0, hint="0 is greedy.")
+        _check_number("top_p", self.top_p, low=0, high=1, low_open=True, hint="1 turns it off.")
+        _check_integer("top_k", self.top_k, low=-1, hint="0 or -1 turns it off.")
+        _check_number("min_p", self.min_p, low=0, high=1, hint="0 turns it off.")
+        _check_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            low=0,
+            low_open=True,
+            hint="1 turns it off.",
+        )
+        if self.seed is not None:
+            _check_integer("seed", self.seed, low=-math.inf, hint="None takes the engine's seed.")
+        if self.logprobs is not None:
+            _check_integer(
+                "logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="None returns none."
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(
+                f"ignore_eos: expected True or False, got {self.ignore_eos!r}. Pass a bool."
+            )
+        self._check_lengths()
+        self._check_stops()
+
+    def _check_lengths(self) -> None:
+        _check_integer("min_tokens", self.min_tokens, low=0, hint="0 turns it off.")
+        if self.max_tokens is None:
+            return
+        _check_integer(
+            "max_tokens", self.max_tokens, low=1, hint="None goes on up to max_model_len."
+        )
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens: expected at most max_tokens={self.max_tokens}, got "
+                f"{self.min_tokens}. Lower min_tokens or raise max_tokens."
+            )
+
+    def _check_stops(self) -> None:
+        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
+            raise RequestError(
+                f"stop: expected a string or a list of strings, got {self.stop!r}. "
+                "Put the strings into a list."
+            )
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise RequestError(
+                    f"stop: expected strings of at least one character, got {text!r}. Remove it."
+                )
+        if self.stop_token_ids is None:
+            return
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise RequestError(
+                f"stop_token_ids: expected a list of token ids, got {self.stop_token_ids!r}. "
+                "Put the ids into a list."
+            )
+        for token_id in self.stop_token_ids:
+            _check_integer("stop_token_ids", token_id, low=0, hint="Pass token ids.")
+
+
+def _check_integer(name: str, value: Any, *, low: float, high: float = math.inf, hint: str) -> None:
+    ok = isinstance(value, Integral) and not isinstance(value, bool)
+    if not ok or not low <= int(value) <= high:
+        raise RequestError(
+            f"{name}: expected an integer{_bounds(low, high, '>=')}, got {value!r}. {hint}"
+        )
+
+
+def _check_number(
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    hint: str,
+) -> None:
+    ok = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > low if low_open else value >= low) and value <= high
+    if not ok:
+        bounds = _bounds(low, high, ">" if low_open else ">=")
+        raise RequestError(f"{name}: expected a finite number{bounds}, got {value!r}. {hint}")
+
+
+def _bounds(low: float, high: float, sign: str) -> str:
+    parts = [f"{sign} {low:g}"] if math.isfinite(low) else []
+    parts += [f"<= {high:g}"] if math.isfinite(high) else []
+    return " " + " and ".join(parts) if parts else ""
