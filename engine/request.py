@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
@@ -251,7 +251,7 @@ def check_request(
         )
 
 
-def _check_prompt(token_ids: list[int], max_model_len: int, vocab_size: int) -> None:
+def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
     if not isinstance(token_ids, list):
         raise RequestError(
             f"prompt: expected a list of token ids, got {type(token_ids).__name__}. "
@@ -266,7 +266,7 @@ def _check_prompt(token_ids: list[int], max_model_len: int, vocab_size: int) -> 
             "engine.max_model_len."
         )
     for position, token_id in enumerate(token_ids):
-        ok = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        ok = not isinstance(token_id, bool) and isinstance(token_id, Integral)
         if not ok or not 0 <= token_id < vocab_size:
             raise RequestError(
                 f"prompt: expected token ids from 0 to {vocab_size - 1} (the vocabulary), got "

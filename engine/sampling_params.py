@@ -1,6 +1,7 @@
 """SamplingParams: how the tokens of one request are chosen, and when it ends."""
 
 import math
+import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -9,6 +10,7 @@ from engine.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_N = 4096
+FLOAT_MAX = sys.float_info.max
 
 
 @dataclass(kw_only=True)
@@ -86,9 +88,10 @@ class SamplingParams:
             _check_integer(
                 "logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="None returns none."
             )
-        if not isinstance(self.ignore_eos, bool):
+        ignore_eos: Any = self.ignore_eos
+        if not isinstance(ignore_eos, bool):
             raise RequestError(
-                f"ignore_eos: expected True or False, got {self.ignore_eos!r}. Pass a bool."
+                f"ignore_eos: expected True or False, got {ignore_eos!r}. Pass a bool."
             )
         self._check_lengths()
         self._check_stops()
@@ -107,12 +110,14 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
-        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
+        stop: Any = self.stop
+        if stop is not None and not isinstance(stop, (str, list, tuple)):
             raise RequestError(
-                f"stop: expected a string or a list of strings, got {self.stop!r}. "
+                f"stop: expected a string or a list of strings, got {stop!r}. "
                 "Put the strings into a list."
             )
-        for text in self.stop_strings:
+        texts: list[Any] = list(self.stop_strings)
+        for text in texts:
             if not isinstance(text, str) or not text:
                 raise RequestError(
                     f"stop: expected strings of at least one character, got {text!r}. Remove it."
@@ -129,8 +134,7 @@ class SamplingParams:
 
 
 def _check_integer(name: str, value: Any, *, low: float, high: float = math.inf, hint: str) -> None:
-    ok = isinstance(value, Integral) and not isinstance(value, bool)
-    if not ok or not low <= int(value) <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise RequestError(
             f"{name}: expected an integer{_bounds(low, high, '>=')}, got {value!r}. {hint}"
         )
@@ -145,9 +149,8 @@ def _check_number(
     low_open: bool = False,
     hint: str,
 ) -> None:
-    ok = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    ok = ok and (value > low if low_open else value >= low) and value <= high
-    if not ok:
+    ok = not isinstance(value, bool) and isinstance(value, Real) and abs(value) <= FLOAT_MAX
+    if not ok or not low <= value <= high or (low_open and value == low):
         bounds = _bounds(low, high, ">" if low_open else ">=")
         raise RequestError(f"{name}: expected a finite number{bounds}, got {value!r}. {hint}")
 

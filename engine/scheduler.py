@@ -1,0 +1,375 @@
+"""Decide what runs in each step of the engine: continuous batching, chunked prefill, preemption.
+
+Pure bookkeeping over block ids; tensors and devices are elsewhere.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from engine.errors import EngineError, RequestError
+from engine.kv.blocks import BlockPool
+from engine.request import FinishReason, SampledToken, Sequence, SequenceStatus, TokenEvent
+from engine.scheduler_config import SchedulerConfig
+from engine.step_plan import ScheduledSequence, StepPlan
+
+__all__ = ["ScheduledSequence", "Scheduler", "SchedulerConfig", "SchedulerStats", "StepPlan"]
+
+
+@dataclass(kw_only=True)
+class SchedulerStats:
+    """Counts since the scheduler was made."""
+
+    num_steps: int = 0
+    """Steps committed."""
+    num_decode_tokens: int = 0
+    """Tokens run as decodes."""
+    num_prefill_tokens: int = 0
+    """Tokens run as prefills, recomputed ones included."""
+    num_recomputed_tokens: int = 0
+    """Tokens that ran once more because of a preemption."""
+    num_preemptions: int = 0
+    """Sequences whose blocks were taken away."""
+    num_stalls: int = 0
+    """Times that a running sequence sat out a step for want of a block."""
+    num_finished: int = 0
+    """Sequences that ended, aborted ones included."""
+    num_aborted: int = 0
+    """Sequences that were aborted."""
+    peak_running: int = 0
+    """Most sequences that ran at once."""
+    peak_blocks: int = 0
+    """Most blocks in use."""
+
+
+class Scheduler:
+    """First come, first served, over one pool of KV blocks.
+
+    In a step each running sequence decodes one token; what the token budget leaves goes to
+    prefills, running ones first. A waiting sequence is admitted if the blocks for all its known
+    tokens are free beside what running ones still need for theirs and one block for each of those
+    that can grow further; blocks are taken chunk by chunk. When a running sequence finds no free
+    block, the newest running one loses its blocks and waits at the front of the queue; its
+    output is kept and computed again. The newest itself waits in place, because losing its own
+    blocks would only lose work.
+
+    Args:
+        config: Limits of a step.
+        pool: Where blocks come from. Blocks taken from it before stay out of use.
+
+    Raises:
+        EngineError: The limits contradict each other, or the pool cannot hold one sequence of
+            max_model_len tokens.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        config.check(pool)
+        self.config = config
+        self.pool = pool
+        self.stats = SchedulerStats()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._unfinished: dict[str, list[Sequence]] = {}
+        self._planned: StepPlan | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that hold blocks, oldest first."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences in the queue, next first."""
+        return tuple(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence.
+
+        Raises:
+            RequestError: Its prompt can never run here.
+            EngineError: It is not new, or its seq_id is taken.
+        """
+        if sequence.status is not SequenceStatus.WAITING or sequence.num_computed:
+            raise EngineError(
+                f"scheduler: expected a new sequence, got {sequence.seq_id}, which is "
+                f"{sequence.status.value}."
+            )
+        siblings = self._unfinished.get(sequence.request.request_id, [])
+        if any(other.seq_id == sequence.seq_id for other in siblings):
+            raise EngineError(f"scheduler: sequence {sequence.seq_id} was added twice.")
+        limit = self.config.max_model_len - 1
+        if not 1 <= sequence.num_tokens <= limit:
+            raise RequestError(
+                f"prompt: expected 1 to {limit} tokens (max_model_len="
+                f"{self.config.max_model_len} less one to generate), got {sequence.num_tokens}. "
+                "Change the prompt or raise engine.max_model_len."
+            )
+        self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End the unfinished sequences of a request with reason abort and return them.
+
+        May be called between `plan_step` and `commit`; blocks are free at once, which is safe as
+        long as steps run in order on the device. An unknown or finished request is no error.
+        """
+        aborted = list(self._unfinished.get(request_id, ()))
+        for sequence in aborted:
+            self.finish(sequence, "abort")
+        self.stats.num_aborted += len(aborted)
+        return aborted
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a sequence and free its blocks; of one that ended already change the reasons only.
+
+        For decisions made outside, such as a stop string in the decoded text.
+
+        Raises:
+            EngineError: The sequence was never added.
+        """
+        if not sequence.is_finished:
+            self._release(sequence)
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+
+    def plan_step(self) -> StepPlan | None:
+        """Decide the next step and take its blocks; None if no sequence waits or runs.
+
+        Raises:
+            EngineError: The last plan was neither committed nor discarded.
+        """
+        if self._planned is not None:
+            raise EngineError(
+                f"scheduler: expected step {self._planned.step} to be committed or discarded "
+                "before the next is planned."
+            )
+        if not self.has_unfinished:
+            return None
+        preemptions = self.stats.num_preemptions
+        items = self._plan_running()
+        if self.stats.num_preemptions == preemptions:
+            items += self._admit(sum(item.num_tokens for item in items))
+        assert items, "the oldest running sequence can always take the blocks of newer ones"
+        self.stats.peak_running = max(self.stats.peak_running, len(self._running))
+        self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)
+        self._planned = StepPlan(
+            step=self.stats.num_steps,
+            decodes=tuple(item for item in items if _is_decode(item.sequence)),
+            prefills=tuple(item for item in items if not _is_decode(item.sequence)),
+        )
+        return self._planned
+
+    def discard(self, plan: StepPlan) -> None:
+        """Forget a plan that did not run; its sequences stay as they were, with their blocks.
+
+        Raises:
+            EngineError: It is not the plan in force.
+        """
+        self._check_plan(plan)
+        self._planned = None
+
+    def commit(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[int, SampledToken],
+        eos_token_ids: Collection[int],
+    ) -> list[TokenEvent]:
+        """Record that a planned step ran, append its tokens and end sequences that are done.
+
+        Args:
+            plan: The plan in force.
+            sampled: By seq_id the token of each sequence that samples; those of sequences that
+                ended since the plan was made may be absent and are ignored.
+            eos_token_ids: The model's end-of-sequence tokens.
+
+        Returns:
+            One event for each appended token, in the order of the plan.
+
+        Raises:
+            EngineError: It is not the plan in force, a token is missing, or one is for a sequence
+                that does not sample.
+        """
+        self._check_plan(plan)
+        open_ids = {i.sequence.seq_id for i in plan.sampling if not i.sequence.is_finished}
+        known_ids = {item.sequence.seq_id for item in plan.sampling}
+        if open_ids - sampled.keys() or sampled.keys() - known_ids:
+            raise EngineError(
+                f"scheduler: expected tokens for sequences {sorted(open_ids)} of step "
+                f"{plan.step}, got them for {sorted(sampled)}."
+            )
+        self._planned = None
+        self.stats.num_steps += 1
+        self.stats.num_decode_tokens += len(plan.decodes)
+        self.stats.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
+        events = []
+        for item in plan.scheduled:
+            if item.sequence.is_finished:
+                continue
+            self._advance(item)
+            if item.samples:
+                token = sampled[item.sequence.seq_id]
+                events.append(self._append(item.sequence, token, eos_token_ids))
+        return events
+
+    def _plan_running(self) -> list[ScheduledSequence]:
+        """Schedule running sequences, oldest first; newer ones may be preempted on the way."""
+        items: list[ScheduledSequence] = []
+        used = 0
+        position = 0
+        while position < len(self._running):
+            sequence = self._running[position]
+            position += 1
+            if _is_decode(sequence):
+                want = 1
+            else:
+                decodes = sum(_is_decode(newer) for newer in self._running[position:])
+                left = self.config.max_num_batched_tokens - used - decodes
+                want = min(left, sequence.num_tokens - sequence.num_computed)
+            granted = self._grow(sequence, want) if want > 0 else 0
+            if granted:
+                items.append(_schedule(sequence, granted))
+                used += granted
+        return items
+
+    def _admit(self, used: int) -> list[ScheduledSequence]:
+        """Move waiting sequences to the running ones while limits and blocks allow."""
+        items = []
+        while self._waiting and len(self._running) < self.config.max_num_seqs:
+            sequence = self._waiting[0]
+            left = self.config.max_num_batched_tokens - used
+            spare = self.pool.num_free - sum(self._reserve(other) for other in self._running)
+            if left < 1 or spare < self.pool.blocks_for(sequence.num_tokens):
+                break
+            self._waiting.popleft()
+            self._running.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            granted = self._grow(sequence, min(left, sequence.num_tokens))
+            items.append(_schedule(sequence, granted))
+            used += granted
+        return items
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence lacks for its known tokens, and one if it can grow."""
+        known = self.pool.blocks_for(sequence.num_tokens)
+        # The last token of the longest output is never computed.
+        most = self.pool.blocks_for(sequence.max_length(self.config.max_model_len) - 1)
+        return max(0, min(most, known + 1) - len(sequence.block_table))
+
+    def _grow(self, sequence: Sequence, want: int) -> int:
+        """Give a running sequence blocks for up to `want` more tokens; return for how many."""
+        table, size = sequence.block_table, self.pool.block_size
+        while True:
+            room = (len(table) + self.pool.num_free) * size - sequence.num_computed
+            granted = min(want, room)
+            if granted > 0:
+                need = self.pool.blocks_for(sequence.num_computed + granted) - len(table)
+                table.extend(self.pool.allocate(max(0, need)))
+                return granted
+            newest = self._running[-1]
+            if newest is sequence:
+                self.stats.num_stalls += 1
+                return 0
+            self._preempt(newest)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the newest running sequence's blocks and put it at the front of the queue."""
+        self._running.remove(sequence)
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self._waiting.appendleft(sequence)
+        self.stats.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take a sequence out of its list, mark it finished and free its blocks."""
+        request_id = sequence.request.request_id
+        siblings = self._unfinished.get(request_id, [])
+        if sequence not in siblings:
+            raise EngineError(
+                f"scheduler: expected a sequence that was added, got {sequence.seq_id} of request "
+                f"{request_id!r}."
+            )
+        siblings.remove(sequence)
+        if not siblings:
+            del self._unfinished[request_id]
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.status = SequenceStatus.FINISHED
+        self.stats.num_finished += 1
+
+    def _advance(self, item: ScheduledSequence) -> None:
+        """Count a part as computed."""
+        sequence = item.sequence
+        again = min(item.stop, sequence.num_computed_peak) - item.start
+        self.stats.num_recomputed_tokens += max(0, again)
+        sequence.num_computed = item.stop
+        sequence.num_computed_peak = max(sequence.num_computed_peak, item.stop)
+
+    def _append(
+        self, sequence: Sequence, token: SampledToken, eos_token_ids: Collection[int]
+    ) -> TokenEvent:
+        """Append a token, and end the sequence if it is done."""
+        sequence.output_token_ids.append(token.token_id)
+        sequence.cumulative_logprob += token.logprob
+        if token.top_logprobs is not None:
+            if sequence.logprobs is None:
+                sequence.logprobs = []
+            sequence.logprobs.append(token.top_logprobs)
+        reason, stop_reason = self._finish_reason(sequence, token.token_id, eos_token_ids)
+        if reason is not None:
+            self.finish(sequence, reason, stop_reason)
+        return TokenEvent(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_id=token.token_id,
+            position=sequence.num_tokens - 1,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprob=token.logprob,
+            top_logprobs=token.top_logprobs,
+        )
+
+    def _finish_reason(
+        self, sequence: Sequence, token_id: int, eos_token_ids: Collection[int]
+    ) -> tuple[FinishReason | None, int | None]:
+        """Why the sequence ends with its newest token (None: it goes on), and the stop token."""
+        params = sequence.params
+        # The stop token itself does not count towards min_tokens.
+        if sequence.num_output_tokens > params.min_tokens:
+            if token_id in eos_token_ids and not params.ignore_eos:
+                return "stop", None
+            if token_id in (params.stop_token_ids or ()):
+                return "stop", token_id
+        if sequence.num_tokens >= sequence.max_length(self.config.max_model_len):
+            return "length", None
+        return None, None
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        if plan is not self._planned:
+            raise EngineError(
+                f"scheduler: expected the plan in force, got that of step {plan.step}."
+            )
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    """Whether all tokens but the last are computed, and the last was generated."""
+    return bool(sequence.output_token_ids) and sequence.num_computed == sequence.num_tokens - 1
+
+
+def _schedule(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    start = sequence.num_computed
+    samples = start + num_tokens == sequence.num_tokens
+    return ScheduledSequence(sequence, start, num_tokens, samples)
