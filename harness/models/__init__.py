@@ -1,0 +1,1 @@
+"""Checkpoints on this machine: fetched once, converted once, found again by name."""

@@ -1,0 +1,66 @@
+"""`python -m harness.models fetch NAME ...`: put checkpoints on this machine ahead of a run."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, did_you_mean
+from harness.models.home import tightfit_home
+from harness.models.resolve import ModelUnavailableError, ensure_model
+
+_CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
+
+
+def load_source(name: str, folder: Path = _CONF) -> dict[str, Any]:
+    """Return the `source` node of conf/model/NAME.yaml.
+
+    Args:
+        name: a model of that folder.
+        folder: the folder of model files.
+
+    Raises:
+        ValueError: no such model, or its file has no source.
+    """
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in folder.glob("*.yaml"))
+        raise ValueError(
+            f"model: expected one of {', '.join(known)}, got {name!r}.{did_you_mean(name, known)}"
+        )
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    source = content.get("source") if isinstance(content, dict) else None
+    if isinstance(source, dict):
+        return source
+    raise ValueError(f"{path.name}: expected a node `source`, found none.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fetch each named model; return 0, 3 when one cannot be had, 2 for a wrong name."""
+    parser = argparse.ArgumentParser(prog="python -m harness.models", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    fetch = commands.add_parser("fetch", help=f"fetch into {tightfit_home()} what is not there")
+    fetch.add_argument("names", nargs="+", metavar="NAME", help="a file name in conf/model")
+    chosen = parser.parse_args(arguments)
+    try:
+        sources = {name: load_source(name) for name in chosen.names}
+        for name, source in sources.items():
+            print(f"{name}: {ensure_model(name, source, report=_say)}")
+    except ModelUnavailableError as error:
+        _say(str(error))
+        return EXIT_NOT_ALL_OK
+    except ValueError as error:
+        _say(str(error))
+        return EXIT_BAD_CONFIG
+    return EXIT_OK
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

