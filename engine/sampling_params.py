@@ -149,8 +149,10 @@ def _check_number(
     low_open: bool = False,
     hint: str,
 ) -> None:
-    ok = not isinstance(value, bool) and isinstance(value, Real) and abs(value) <= FLOAT_MAX
-    if not ok or not low <= value <= high or (low_open and value == low):
+    is_number = not isinstance(value, bool) and isinstance(value, Real)
+    # NaN and integers beyond float compare false here.
+    is_finite = is_number and -FLOAT_MAX <= value <= FLOAT_MAX
+    if not is_finite or not low <= value <= high or (low_open and value == low):
         bounds = _bounds(low, high, ">" if low_open else ">=")
         raise RequestError(f"{name}: expected a finite number{bounds}, got {value!r}. {hint}")
 
