@@ -1,0 +1,56 @@
+"""`python -m reports FOLDER [--out DIR]`: rebuilds the reports of a run or of a sweep."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from reports.load import is_run_folder, load_points
+from reports.record import RecordError
+from reports.render import write_report, write_sweep_report
+
+EXIT_BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the reports, print their paths, return the exit code (0, or 2 on bad input)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m reports",
+        description="Rebuild the report of a run, or of a sweep and all its points.",
+    )
+    parser.add_argument("folder", type=Path, help="the folder of a run or of a sweep")
+    parser.add_argument("--out", type=Path, help="where to write (default: beside the records)")
+    options = parser.parse_args(arguments)
+    try:
+        if is_run_folder(options.folder):
+            _print_paths(write_report(options.folder, options.out))
+            return 0
+        return _sweep(options.folder, options.out)
+    except (RecordError, OSError) as error:
+        sys.stderr.write(f"reports: {error}\n")
+        return EXIT_BAD_INPUT
+
+
+def _sweep(folder: Path, out: Path | None) -> int:
+    """Write each point's report and the sweep's; name the points that cannot be read."""
+    problems = []
+    for point in load_points(folder):
+        if point.record is None:
+            problems.append(f"{point.folder}: {point.problem}")
+            continue
+        target = None if out is None else out / point.folder.relative_to(folder)
+        _print_paths(write_report(point.folder, target))
+    _print_paths(write_sweep_report(folder, out))
+    for problem in problems:
+        sys.stderr.write(f"reports: {problem}\n")
+    return EXIT_BAD_INPUT if problems else 0
+
+
+def _print_paths(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.suffix != ".png":
+            sys.stdout.write(f"{path}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

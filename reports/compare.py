@@ -1,0 +1,181 @@
+"""Figures of a sweep: one bar a point, and output rate against what it costs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
+
+from reports import facts, theme
+from reports.record import RunRecord
+from reports.sweep import Row, statistic
+from reports.text import number
+from reports.theme import THEMES, Theme, ThemeName
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_BARS: Final = 60
+OUTPUT: Final = "throughput/output_tok_s"
+
+
+def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> bytes | None:
+    """Draw output rate and TPOT of each point; a point without a figure shows its status."""
+    colours = THEMES[theme_name]
+    shown = list(rows[:MAX_BARS])
+    records = [row.record for row in rows if row.record]
+    tpot = statistic(records, "latency/tpot_ms")
+    panels = [
+        (OUTPUT, "output (tok/s), more is better"),
+        (tpot, f"TPOT {tpot.rsplit('/', 1)[-1]} (ms), less is better"),
+    ]
+    panels = [(name, label) for name, label in panels if any(_value(r, name) for r in shown)]
+    if not panels:
+        return None
+    cut = f", first {MAX_BARS} of {len(rows)}" if len(rows) > MAX_BARS else ""
+    height_in = 1.3 + 0.34 * len(shown)
+    figure = theme.new_figure(colours, height_in, f"Points compared{cut}", _note(records))
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, (name, label) in zip(grid.flat, panels, strict=True):
+        is_output = name == OUTPUT
+        _draw_bars(axes, colours, shown, name, colours.accent if is_output else colours.second)
+        axes.set_xlabel(label)
+    labels = [theme.plain(_short(row)) for row in shown]
+    grid[0, 0].set_yticks(range(len(shown)), labels)
+    grid[0, 0].set_ylim(len(shown) - 0.4, -0.6)
+    return theme.to_png(figure)
+
+
+def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> bytes | None:
+    """Draw output rate over the rate of one request, and over GPU peak; points by number.
+
+    The line joins the points that no other point beats in both.
+    """
+    colours = THEMES[theme_name]
+    records = [row.record for row in rows if row.record]
+    tpot = statistic(records, "latency/tpot_ms")
+    speed, memory = [], []
+    for row in rows:
+        output, gap_ms = _value(row, OUTPUT), _value(row, tpot)
+        peak_gib = _value(row, "memory/gpu_peak_gib")
+        if output is not None and gap_ms:
+            speed.append((row.place, 1000 / gap_ms, output))
+        if output is not None and peak_gib is not None:
+            memory.append((row.place, peak_gib, output))
+    panels = [
+        (speed, "tokens/s of one request (1000 / TPOT)", 1),
+        (memory, "GPU peak (GiB)", -1),
+    ]
+    panels = [panel for panel in panels if len(panel[0]) >= 2]
+    if not panels:
+        return None
+    figure = theme.new_figure(colours, 3.9, "Output rate against its cost", _note(records))
+    grid = figure.subplots(1, len(panels), squeeze=False)
+    for axes, (points, label, sign) in zip(grid.flat, panels, strict=True):
+        _draw_scatter(axes, colours, points, sign)
+        axes.set_xlabel(label)
+    grid[0, 0].set_ylabel("output (tok/s)")
+    return theme.to_png(figure)
+
+
+def frontier(
+    points: Sequence[tuple[int, float, float]], sign: int
+) -> list[tuple[int, float, float]]:
+    """Return the (place, x, y) that no other beats in both, ordered by x.
+
+    Args:
+        points: (place, x, y), where more of y is better.
+        sign: 1 where more of x is better, -1 where less is.
+    """
+    best: list[tuple[int, float, float]] = []
+    for point in sorted(points, key=lambda item: (-sign * item[1], -item[2])):
+        if not best or point[2] > best[-1][2]:
+            best.append(point)
+    return sorted(best, key=lambda item: item[1])
+
+
+Draw = Callable[[Sequence[Row], ThemeName], bytes | None]
+
+SWEEP_FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
+    {
+        "comparison": comparison_figure,
+        "tradeoff": tradeoff_figure,
+    }
+)
+"""Name (also of the PNG file) -> figure of a sweep."""
+
+
+def _value(row: Row, name: str) -> float | None:
+    return row.record.metrics.get(name) if row.record else None
+
+
+def _short(row: Row) -> str:
+    return row.title if len(row.title) <= 34 else f"{row.title[:31]}..."
+
+
+def _note(records: Sequence[RunRecord]) -> str:
+    return facts.EMULATED if any(facts.is_emulated(record) for record in records) else ""
+
+
+def _draw_bars(axes: "Axes", colours: Theme, rows: Sequence[Row], name: str, colour: str) -> None:
+    theme.style_axes(axes, colours)
+    values = [_value(row, name) for row in rows]
+    longest = max(value for value in values if value is not None)
+    axes.set_xlim(0, longest * 1.25 or 1)
+    axes.locator_params(axis="x", nbins=5)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        is_bad = value is None and row.status != "ok"
+        text = row.status if is_bad else number(value)
+        if value is not None:
+            axes.barh(place, value, height=0.62, color=colour)
+        axes.annotate(
+            text,
+            (value or 0, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colours.alarm if is_bad else colours.ink,
+        )
+
+
+def _draw_scatter(
+    axes: "Axes", colours: Theme, points: Sequence[tuple[int, float, float]], sign: int
+) -> None:
+    theme.style_axes(axes, colours, grid="both")
+    best = frontier(points, sign)
+    axes.plot([x for _, x, _ in best], [y for _, _, y in best], color=colours.muted, linewidth=1)
+    best_places = {place for place, _, _ in best}
+    for place, x, y in points:
+        is_best = place in best_places
+        axes.plot(
+            [x],
+            [y],
+            "o",
+            markersize=8,
+            color=colours.accent if is_best else colours.background,
+            markeredgecolor=colours.accent,
+        )
+        axes.annotate(
+            str(place),
+            (x, y),
+            xytext=(6, 5),
+            textcoords="offset points",
+            fontsize=9.5,
+            color=colours.ink,
+        )
+    axes.margins(0.14)
+    _set_scale(axes, "x", [x for _, x, _ in points])
+    _set_scale(axes, "y", [y for _, _, y in points])
+
+
+def _set_scale(axes: "Axes", axis: Literal["x", "y"], values: Sequence[float]) -> None:
+    """Make an axis logarithmic where its values differ 10-fold, else let it start at 0."""
+    set_scale, set_limits = (
+        (axes.set_xscale, axes.set_xlim) if axis == "x" else (axes.set_yscale, axes.set_ylim)
+    )
+    low, high = min(values), max(values)
+    if low > 0 and high / low > 10:
+        set_scale("log")
+        set_limits(low / 2, high * 2.5)
+    else:
+        set_limits(0, high * 1.18 or 1)
+        axes.locator_params(axis=axis, nbins=5)

@@ -1,0 +1,153 @@
+"""Answers about one record that figures and pages share; missing keys are None, never an error."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from reports.record import RunRecord
+from reports.text import GIB, number
+
+EMULATED: Final = "CPU emulation: not a GPU's figures"
+GPU_ITEMS: Final = (
+    "weights",
+    "prefetch_slots",
+    "staging_slots",
+    "kv_cache",
+    "activations",
+    "logits",
+    "graphs",
+    "runtime",
+)
+HOST_ITEMS: Final = ("pinned_weights", "pageable_weights")
+
+
+def dig(tree: object, path: str) -> object:
+    """Return the value at a dotted path of nested mappings, None where a key is absent."""
+    for key in path.split("."):
+        if not isinstance(tree, Mapping):
+            return None
+        tree = tree.get(key)
+    return tree
+
+
+def dig_number(tree: object, path: str) -> float | None:
+    """Return the number at a dotted path, None where there is none."""
+    value = dig(tree, path)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def dig_text(tree: object, *paths: str) -> str | None:
+    """Return the first text that is not empty at one of the dotted paths."""
+    for path in paths:
+        value = dig(tree, path)
+        if isinstance(value, str) and value:
+            return value
+    return None
+
+
+def is_emulated(record: RunRecord) -> bool:
+    """Return whether the run's tiers were emulated on the CPU."""
+    return record.environment.get("emulated") is True
+
+
+def gpu_name(record: RunRecord) -> str | None:
+    """Return the name of the card that the run used."""
+    return dig_text(record.environment, "gpu.name", "gpu_name", "device_name")
+
+
+def card_bytes(record: RunRecord) -> float | None:
+    """Return the memory of the card that the run used."""
+    return dig_number(record.environment, "gpu.memory_bytes")
+
+
+def model_name(record: RunRecord) -> str | None:
+    """Return the name of the model that the configuration chose."""
+    return dig_text(record.config, "model.name", "model.source", "model")
+
+
+def offload_name(record: RunRecord) -> str | None:
+    """Return the offload choice: its group option, else the backend."""
+    for override in record.overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") == "offload":
+            return value
+    return dig_text(record.config, "offload.name", "offload.offload_backend")
+
+
+def budget_title(record: RunRecord) -> str | None:
+    """Return `budget 16.0 GiB on NVIDIA H200`, or None where no budget is known.
+
+    The words `budget ... on` appear only where the budget is not the whole card.
+    """
+    budget_gib = dig_number(record.config, "gpu.memory_gib")
+    if budget_gib is None:
+        planned = dig_number(record.plan, "gpu.budget_bytes")
+        budget_gib = None if planned is None else planned / GIB
+    if budget_gib is None:
+        return None
+    if is_emulated(record):
+        return f"budget {number(budget_gib)} GiB, emulated on the CPU"
+    card = gpu_name(record)
+    if card is None:
+        return f"budget {number(budget_gib)} GiB"
+    whole = card_bytes(record)
+    if whole is not None and budget_gib * GIB >= 0.98 * whole:
+        return f"{card}, {number(budget_gib)} GiB"
+    return f"budget {number(budget_gib)} GiB on {card}"
+
+
+def items(plan: Mapping[str, object] | None, side: str) -> dict[str, float]:
+    """Return name -> bytes of a plan's `gpu` or `host` items, the known names first."""
+    found = dig(plan, f"{side}.items")
+    if not isinstance(found, Mapping):
+        return {}
+    known = GPU_ITEMS if side == "gpu" else HOST_ITEMS
+    names = [name for name in known if name in found]
+    names += [name for name in found if name not in known]
+    sizes = {str(name): dig_number(found, name) for name in names if "." not in str(name)}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def total_bytes(plan: Mapping[str, object] | None, side: str) -> float | None:
+    """Return a plan's total on one side: as recorded, else the sum of its items."""
+    total = dig_number(plan, f"{side}.total_bytes")
+    if total is not None:
+        return total
+    parts = items(plan, side)
+    return sum(parts.values()) if parts else None
+
+
+def over_budget_bytes(plan: Mapping[str, object] | None) -> float:
+    """Return by how much a plan's GPU total is over its budget, 0 where it fits."""
+    total, budget = total_bytes(plan, "gpu"), dig_number(plan, "gpu.budget_bytes")
+    if total is None or budget is None:
+        return 0.0
+    return max(0.0, total - budget)
+
+
+def link_bound_ms(record: RunRecord) -> float | None:
+    """Return the step time in ms that the measured link allows, None where it is unknown."""
+    step_bytes = record.metrics.get("offload/bytes_per_step")
+    if step_bytes is None:
+        step_bytes = dig_number(record.plan, "bytes_per_step")
+    link_gb_s = record.metrics.get("link/h2d_gb_s")
+    if not step_bytes or not link_gb_s or is_emulated(record):
+        return None
+    return step_bytes / link_gb_s / 1e6
+
+
+def rows(record: RunRecord, scenario: str) -> list[Mapping[str, object]]:
+    """Return the sample rows of a scenario that holds a list of objects."""
+    found = record.samples.get(scenario)
+    return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+
+
+def latency_values(record: RunRecord, key: str) -> list[float]:
+    """Return one latency column of the samples, `itl_ms` pooled over requests; nulls left out."""
+    values: list[float] = []
+    for row in rows(record, "latency"):
+        found = row.get(key)
+        cells = found if isinstance(found, list) else [found]
+        values += [
+            cell for cell in cells if isinstance(cell, int | float) and not isinstance(cell, bool)
+        ]
+    return values

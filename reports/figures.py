@@ -1,0 +1,331 @@
+"""Figures of one run, each a function from a record to PNG bytes, or None without its data."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from reports import facts, theme
+from reports.record import RunRecord, summarise
+from reports.text import GIB, number
+from reports.theme import THEMES, Theme, ThemeName
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LATENCY_PANELS: Final = (
+    ("ttft_ms", "TTFT (ms)"),
+    ("tpot_ms", "TPOT (ms)"),
+    ("itl_ms", "ITL, pooled (ms)"),
+    ("e2e_ms", "E2E (ms)"),
+)
+RATES: Final = (
+    ("throughput/prefill_tok_s", "prefill"),
+    ("throughput/decode_tok_s", "decode"),
+    ("throughput/output_tok_s", "output"),
+    ("throughput/total_tok_s", "prompt + output"),
+)
+PHASE_ORDER: Final = ("build", "read", "convert", "pin", "copy", "warmup", "first_token")
+
+
+def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+    """Draw the share of requests within each latency (TTFT, TPOT, ITL, E2E)."""
+    colours = THEMES[theme_name]
+    columns = {key: facts.latency_values(record, key) for key, _ in LATENCY_PANELS}
+    panels = [(key, label) for key, label in LATENCY_PANELS if columns[key]]
+    if not panels:
+        return None
+    num_rows = (len(panels) + 1) // 2
+    count = len(facts.rows(record, "latency"))
+    title = f"Latency of {count} requests: share at or below"
+    figure = theme.new_figure(colours, 0.7 + 2.3 * num_rows, title, _note(record))
+    grid = figure.subplots(num_rows, min(2, len(panels)), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (key, label) in zip(grid.flat, panels, strict=False):
+        bound_ms = facts.link_bound_ms(record) if key == "tpot_ms" else None
+        _draw_distribution(axes, colours, columns[key], label, bound_ms)
+    return theme.to_png(figure)
+
+
+def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+    """Draw the planned GPU bytes by part against the budget, with the host's bytes below."""
+    colours = THEMES[theme_name]
+    plan = record.plan
+    gpu, host = facts.items(plan, "gpu"), facts.items(plan, "host")
+    if not gpu and not host:
+        return None
+    title = "Planned memory by part"
+    budget = facts.budget_title(record)
+    figure = theme.new_figure(
+        colours, 3.5, f"{title}, {budget}" if budget else title, _note(record)
+    )
+    axes = figure.subplots()
+    theme.style_axes(axes, colours)
+    budget_gib = _to_gib(facts.dig_number(plan, "gpu.budget_bytes"))
+    limit_gib = _to_gib(facts.dig_number(plan, "host.limit_bytes"))
+    end = max(
+        budget_gib or 0, *(sum(side.values()) / GIB for side in (gpu, host)), _peak(record) or 0
+    )
+    axes.set_xlim(0, end * 1.12 or 1)
+    axes.set_ylim(-0.75, 1.75)
+    axes.set_yticks([1, 0], ["GPU", "host"])
+    axes.set_xlabel("GiB")
+    _draw_parts(axes, colours, gpu, 1, budget_gib)
+    _draw_parts(axes, colours, host, 0, limit_gib)
+    is_whole = budget_gib == facts.dig_number(record.config, "gpu.memory_gib")
+    _draw_limit(axes, colours, budget_gib, 1, "budget" if is_whole else "usable")
+    _draw_limit(axes, colours, limit_gib, 0, "limit")
+    peak_gib = _peak(record)
+    if peak_gib is not None:
+        axes.plot([peak_gib], [1], "D", color=colours.background, markeredgecolor=colours.ink)
+        axes.annotate(
+            f"measured peak {number(peak_gib)}",
+            (peak_gib, 1),
+            xytext=(0, -31),
+            textcoords="offset points",
+            ha="right" if peak_gib > end / 2 else "left",
+            fontsize=9,
+            color=colours.ink,
+        )
+    theme.draw_legend(figure, axes, colours)
+    return theme.to_png(figure)
+
+
+def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+    """Draw the token rates: bars, or points on a logarithmic axis where they differ 30-fold."""
+    colours = THEMES[theme_name]
+    found = [(label, record.metrics.get(name)) for name, label in RATES]
+    rates = [(label, value) for label, value in found if value is not None and value > 0]
+    if not rates:
+        return None
+    values = [value for _, value in rates]
+    is_log = max(values) / min(values) > 30
+    title = "Tokens per second" + (" (logarithmic axis)" if is_log else "")
+    figure = theme.new_figure(colours, 1.1 + 0.42 * len(rates), title, _note(record))
+    axes = figure.subplots()
+    theme.style_axes(axes, colours)
+    places = list(range(len(rates)))
+    if is_log:
+        axes.set_xscale("log")
+        axes.set_xlim(min(values) / 3, max(values) * 4)
+        axes.hlines(places, min(values) / 3, values, color=colours.grid, linewidth=2)
+        axes.plot(values, places, "o", color=colours.accent, markersize=9)
+    else:
+        axes.barh(places, values, height=0.58, color=colours.accent)
+        axes.set_xlim(0, max(values) * 1.16)
+    axes.set_yticks(places, [label for label, _ in rates])
+    axes.set_ylim(len(rates) - 0.4, -0.6)
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(
+            number(value),
+            (value, place),
+            xytext=(9 if is_log else 5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
+            color=colours.ink,
+        )
+    return theme.to_png(figure)
+
+
+def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+    """Draw the critical-path phases of each start as one stacked bar."""
+    colours = THEMES[theme_name]
+    starts = [(str(row.get("start", "start")), _phases(row)) for row in facts.rows(record, "load")]
+    starts = [(label, phases) for label, phases in starts if phases]
+    if not starts:
+        return None
+    names = phase_names([phases for _, phases in starts])
+    title = "Load: phases of the critical path"
+    figure = theme.new_figure(colours, 1.55 + 0.45 * len(starts), title, _note(record))
+    axes = figure.subplots()
+    theme.style_axes(axes, colours)
+    end = max(sum(phases.values()) for _, phases in starts)
+    palette = theme.part_colours(names)
+    left = [0.0] * len(starts)
+    for name in names:
+        widths = [phases.get(name, 0.0) for _, phases in starts]
+        axes.barh(
+            range(len(starts)),
+            widths,
+            left=left,
+            height=0.58,
+            color=palette[name],
+            label=theme.plain(phase_label(name)),
+        )
+        for place, width in enumerate(widths):
+            if width > end * 0.07:
+                _inside_text(axes, left[place] + width / 2, place, number(width), palette[name])
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, total in enumerate(left):
+        axes.text(
+            total + end * 0.012,
+            place,
+            f"{number(total)} s",
+            va="center",
+            color=colours.ink,
+            fontsize=9.5,
+        )
+    axes.set_xlim(0, end * 1.14 or 1)
+    axes.set_ylim(len(starts) - 0.5, -0.5)
+    axes.set_yticks(range(len(starts)), [theme.plain(label) for label, _ in starts])
+    axes.set_xlabel("seconds since the engine's construction starts")
+    theme.draw_legend(figure, axes, colours, min(6, len(names)))
+    return theme.to_png(figure)
+
+
+Draw = Callable[[RunRecord, ThemeName], bytes | None]
+
+FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
+    {
+        "memory": memory_figure,
+        "latency": latency_figure,
+        "throughput": throughput_figure,
+        "load": load_figure,
+    }
+)
+"""Name (also of the PNG file) -> figure of one run."""
+
+
+def phase_names(starts: list[dict[str, float]]) -> list[str]:
+    """Return the phases of several starts, known ones in the order in which they happen."""
+    found = list(dict.fromkeys(name for phases in starts for name in phases))
+    return sorted(
+        found,
+        key=lambda name: (
+            PHASE_ORDER.index(name.removesuffix("_s"))
+            if name.removesuffix("_s") in PHASE_ORDER
+            else len(PHASE_ORDER)
+        ),
+    )
+
+
+def phase_label(name: str) -> str:
+    """Return a phase's or part's name as people read it."""
+    return {"warmup": "warm-up"}.get(name.removesuffix("_s"), name.removesuffix("_s")).replace(
+        "_", " "
+    )
+
+
+def _note(record: RunRecord) -> str:
+    return facts.EMULATED if facts.is_emulated(record) else ""
+
+
+def _to_gib(num_bytes: float | None) -> float | None:
+    return None if num_bytes is None else num_bytes / GIB
+
+
+def _peak(record: RunRecord) -> float | None:
+    return record.metrics.get("memory/gpu_peak_gib")
+
+
+def _phases(row: Mapping[str, object]) -> dict[str, float]:
+    found = row.get("phases")
+    if not isinstance(found, Mapping):
+        return {}
+    return {str(key): float(value) for key, value in found.items() if value}
+
+
+def _draw_distribution(
+    axes: "Axes", colours: Theme, values: list[float], label: str, bound_ms: float | None
+) -> None:
+    ordered = sorted(values)
+    shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
+    theme.style_axes(axes, colours, grid="both")
+    xs, ys = [ordered[0], *ordered], [0.0, *shares]
+    axes.step(xs, ys, where="post", color=colours.accent, linewidth=2)
+    axes.fill_between(xs, ys, step="post", color=colours.accent, alpha=0.13, linewidth=0)
+    if len(ordered) <= 100:
+        axes.plot(ordered, shares, "o", color=colours.accent, markersize=3.2)
+    axes.set_ylim(0, 104)
+    axes.set_yticks([0, 50, 90, 100], ["0 %", "50 %", "90 %", "100 %"])
+    axes.set_xlabel(label)
+    axes.margins(x=0.08)
+    axes.locator_params(axis="x", nbins=5)
+    median = summarise(values)["p50"]
+    if median is not None:
+        axes.axvline(median, color=colours.muted, linewidth=1, linestyle=":")
+        _side_text(axes, median, 6, f"p50 {number(median)}", colours.ink)
+    if bound_ms is not None:
+        axes.axvline(bound_ms, color=colours.second, linewidth=1.6, linestyle="--")
+        _side_text(axes, bound_ms, 18, f"link bound {number(bound_ms)}", colours.second)
+
+
+def _side_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None:
+    """Write beside a vertical line, on the side that has more room."""
+    low, high = axes.get_xlim()
+    is_right = x < (low + high) / 2
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(4 if is_right else -4, 0),
+        textcoords="offset points",
+        ha="left" if is_right else "right",
+        fontsize=9,
+        color=colour,
+    )
+
+
+def _draw_parts(
+    axes: "Axes", colours: Theme, parts: Mapping[str, float], place: int, limit_gib: float | None
+) -> None:
+    """Stack one bar; what lies beyond the limit is hatched in the alarm colour."""
+    palette = theme.part_colours(list(parts))
+    prefix = "" if place else "host "
+    left = 0.0
+    for name, size in parts.items():
+        width = size / GIB
+        if width > 0:
+            axes.barh(
+                place,
+                width,
+                left=left,
+                height=0.56,
+                color=palette[name],
+                edgecolor=colours.background,
+                linewidth=0.6,
+                label=theme.plain(f"{prefix}{phase_label(name)} {number(width)}"),
+            )
+            if width > axes.get_xlim()[1] * 0.06:
+                _inside_text(axes, left + width / 2, place, number(width), palette[name])
+        left += width
+    if limit_gib is not None and left > limit_gib:
+        over = left - limit_gib
+        axes.barh(
+            place,
+            over,
+            left=limit_gib,
+            height=0.56,
+            color=colours.alarm,
+            edgecolor=colours.background,
+            hatch="////",
+            linewidth=0,
+            label=f"over {'budget' if place else 'limit'} {number(over)}",
+        )
+
+
+def _draw_limit(
+    axes: "Axes", colours: Theme, limit_gib: float | None, place: int, word: str
+) -> None:
+    if limit_gib is None:
+        return
+    end = axes.get_xlim()[1]
+    text = f"{word} {number(limit_gib)}"
+    if limit_gib > end:
+        note = f"{text}, beyond the axis"
+        axes.text(0, place - 0.48, note, fontsize=9, color=colours.muted)
+        return
+    axes.plot([limit_gib] * 2, [place - 0.38, place + 0.38], color=colours.ink, linewidth=2)
+    axes.text(
+        limit_gib,
+        place + 0.44,
+        text,
+        ha="right" if limit_gib > end * 0.8 else "center",
+        fontsize=9,
+        color=colours.ink,
+    )
+
+
+def _inside_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None:
+    ink = theme.ink_on(colour)
+    axes.text(x, y, text, ha="center", va="center", fontsize=9, color=ink, fontweight="bold")

@@ -1,0 +1,90 @@
+"""Finds and reads the records in a run's folder, or in all run folders below a sweep's folder."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from reports.record import RESULT_NAME, RecordError, RunRecord
+
+STATE_NAME = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run folder of a sweep: its record, or the reason why there is none."""
+
+    folder: Path
+    record: RunRecord | None
+    problem: str | None = None
+    """Set exactly where record is None."""
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether the folder holds a `result.json` of its own."""
+    return (folder / RESULT_NAME).is_file()
+
+
+def load_run(folder: Path) -> RunRecord:
+    """Return the record of one run folder.
+
+    Raises:
+        RecordError: when the folder or its record is absent or cannot be read.
+    """
+    _require_folder(folder)
+    return RunRecord.read(folder / RESULT_NAME)
+
+
+def load_points(folder: Path) -> list[Point]:
+    """Return every run below a folder, ordered by path (numbers in names by value).
+
+    A run folder's own subfolders are not searched. A run whose record cannot be read, or that
+    left a `state.json` and no record, is a point with a problem instead of a record.
+
+    Raises:
+        RecordError: when the folder is absent or holds no run.
+    """
+    _require_folder(folder)
+    points = [_load_point(path) for path in _run_folders(folder)]
+    if not points:
+        raise RecordError(
+            f"{folder}: no {RESULT_NAME} here or in any folder below."
+            " Give a run's folder or a sweep's folder."
+        )
+    return sorted(points, key=lambda point: _natural(point.folder.relative_to(folder)))
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise RecordError(f"{folder}: no such folder.")
+    if not folder.is_dir():
+        raise RecordError(
+            f"{folder}: expected a folder, got a file. Give the folder that holds it."
+        )
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    found = []
+    for path, subfolders, files in os.walk(folder):
+        if RESULT_NAME in files or STATE_NAME in files:
+            found.append(Path(path))
+            subfolders.clear()
+    return found
+
+
+def _load_point(folder: Path) -> Point:
+    if not is_run_folder(folder):
+        problem = f"no {RESULT_NAME}: the run has not ended, or its harness was ended."
+        return Point(folder=folder, record=None, problem=problem)
+    try:
+        return Point(folder=folder, record=RunRecord.read(folder / RESULT_NAME))
+    except RecordError as error:
+        return Point(folder=folder, record=None, problem=str(error))
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Return a sort key in which 2_x comes before 10_x."""
+    key = []
+    for part in path.parts:
+        digits = len(part) - len(part.lstrip("0123456789"))
+        key.append((int(part[:digits] or 0), part))
+    return key

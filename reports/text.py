@@ -1,0 +1,118 @@
+"""Numbers and names as people read them: one rule for digits, one for units."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+ABSENT: Final = "n/a"
+GIB: Final = 2**30
+
+_UNITS: Final = (
+    ("requests_s", "requests/s"),
+    ("tok_s", "tok/s"),
+    ("gb_s", "GB/s"),
+    ("bytes_per_step", "GiB/step"),
+    ("j_per_token", "J/token"),
+    ("share", "%"),
+    ("_pct", "%"),
+    ("_gib", "GiB"),
+    ("_bytes", "GiB"),
+    ("_ms", "ms"),
+    ("_s", "s"),
+    ("_j", "J"),
+    ("_w", "W"),
+)
+"""Ending of a metric's quantity -> unit; the first match counts."""
+
+
+def number(value: float | None) -> str:
+    """Return a number with three or four significant digits, `n/a` for None."""
+    if value is None:
+        return ABSENT
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.095:
+        return f"{value:.2f}"
+    return f"{value:.3g}" if value else "0"
+
+
+def gib(num_bytes: float | None) -> str:
+    """Return bytes as GiB with its unit, as MiB below 0.1 GiB."""
+    if num_bytes is None:
+        return ABSENT
+    if 0 < abs(num_bytes) < GIB / 10:
+        return f"{number(num_bytes / 2**20)} MiB"
+    return f"{number(num_bytes / GIB)} GiB"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as `12.3 s`, `4 min 05 s` or `2 h 03 min`."""
+    if seconds is None:
+        return ABSENT
+    if seconds < 100:
+        return f"{number(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def base_name(metric: str) -> str:
+    """Return `area/quantity_unit` of a metric name."""
+    return "/".join(metric.split("/")[:2])
+
+
+def unit(metric: str) -> str:
+    """Return the unit in which `metric_text` shows a metric, empty where its name has none."""
+    quantity = base_name(metric).rsplit("/", 1)[-1]
+    quantity = metric.rsplit("/", 1)[-1] if metric.startswith("load/busy/") else quantity
+    for ending, text in _UNITS:
+        if quantity.endswith(ending):
+            return text
+    return ""
+
+
+def metric_number(metric: str, value: float | None) -> str:
+    """Return a metric's value in the unit of `unit`, without the unit."""
+    if value is None:
+        return ABSENT
+    quantity = base_name(metric)
+    if quantity.endswith("share"):
+        return number(100 * value)
+    if quantity.endswith(("bytes_per_step", "_bytes")):
+        return number(value / GIB)
+    return number(value)
+
+
+def metric_text(metric: str, value: float | None) -> str:
+    """Return a metric's value with its unit."""
+    text = metric_number(metric, value)
+    return text if value is None else f"{text} {unit(metric)}".rstrip()
+
+
+def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, leaf) of nested mappings; empty mappings and lists are leaves."""
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, name)
+        else:
+            yield name, value
+
+
+def leaf(value: object) -> str:
+    """Return one configuration or environment value as text, JSON for all but text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return the text on one line of at most `length` characters, cut in the middle."""
+    line = " ".join(text.split())
+    if len(line) <= length:
+        return line
+    head = (length - 3 + 1) // 2
+    tail = length - 3 - head
+    return f"{line[:head]}...{line[len(line) - tail :]}"

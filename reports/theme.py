@@ -1,0 +1,156 @@
+"""Colours and the drawing surface that all figures share; matplotlib is imported when drawing."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ThemeName = Literal["light", "dark"]
+
+WIDTH_IN: Final = 7.6
+DPI: Final = 144
+
+
+@dataclass(frozen=True, kw_only=True)
+class Theme:
+    """Colours of a page and of the figures on it, as #rrggbb."""
+
+    background: str
+    ink: str
+    muted: str
+    grid: str
+    accent: str
+    second: str
+    alarm: str
+
+
+THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
+    {
+        "light": Theme(
+            background="#ffffff",
+            ink="#1c2024",
+            muted="#60646c",
+            grid="#e0e3e8",
+            accent="#2f62c9",
+            second="#c2790b",
+            alarm="#d0342c",
+        ),
+        "dark": Theme(
+            background="#16191d",
+            ink="#e8eaed",
+            muted="#a0a6ae",
+            grid="#30353c",
+            accent="#7aa2f7",
+            second="#e8ab4c",
+            alarm="#ff6b63",
+        ),
+    }
+)
+
+PART_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "weights": "#4269d0",
+        "prefetch_slots": "#3ca951",
+        "staging_slots": "#8fd19e",
+        "kv_cache": "#e0a30c",
+        "activations": "#a463f2",
+        "logits": "#e377b5",
+        "graphs": "#9c6b4e",
+        "runtime": "#9498a0",
+        "pinned_weights": "#4269d0",
+        "pageable_weights": "#97b4f5",
+        "kv_blocks": "#e0a30c",
+        "read": "#4269d0",
+        "convert": "#97b4f5",
+        "pin": "#a463f2",
+        "copy": "#3ca951",
+        "warmup": "#e0a30c",
+        "first_token": "#e377b5",
+        "build": "#9498a0",
+    }
+)
+"""A part has one colour in every figure and table."""
+
+SPARE_COLOURS: Final = ("#6cc5b0", "#9c6b4e", "#c8a2e8", "#7f8790", "#b5bd3c", "#d98880")
+
+
+def part_colours(names: list[str]) -> dict[str, str]:
+    """Return a colour for each part, spare ones for names that have none of their own."""
+    unknown = [name for name in names if name.removesuffix("_s") not in PART_COLOURS]
+    spare = {name: SPARE_COLOURS[i % len(SPARE_COLOURS)] for i, name in enumerate(unknown)}
+    return {
+        name: spare[name] if name in spare else PART_COLOURS[name.removesuffix("_s")]
+        for name in names
+    }
+
+
+def plain(text: str) -> str:
+    """Return text that a figure can draw: one line, no formula signs, no missing glyphs."""
+    line = " ".join(text.split())
+    latin = line.encode("latin-1", "replace").decode("latin-1")
+    return "".join(c if c.isprintable() else "?" for c in latin).replace("$", r"\$")
+
+
+def new_figure(theme: Theme, height_in: float, title: str, note: str = "") -> "Figure":
+    """Return an empty figure with a title on the left and a note on the line below it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout=layout)
+    FigureCanvasAgg(figure)
+    figure.set_facecolor(theme.background)
+    lines = plain(title) + (f"\n{plain(note)}" if note else "")
+    figure.suptitle(lines, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=theme.ink)
+    return figure
+
+
+def style_axes(axes: "Axes", theme: Theme, *, grid: Literal["x", "y", "both"] = "x") -> None:
+    """Give axes the theme's colours, a light grid and no frame."""
+    axes.set_facecolor(theme.background)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom" or (side == "left" and grid != "x"))
+        spine.set_color(theme.grid)
+    axes.tick_params(colors=theme.muted, labelsize=9, length=3, color=theme.grid)
+    axes.xaxis.label.set_color(theme.muted)
+    axes.yaxis.label.set_color(theme.muted)
+    axes.xaxis.label.set_fontsize(9)
+    axes.yaxis.label.set_fontsize(9)
+    axes.grid(visible=True, axis=grid, color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def draw_legend(figure: "Figure", axes: "Axes", theme: Theme, num_columns: int = 4) -> None:
+    """Draw the legend of axes along the figure's lower edge, without a frame."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower left",
+        ncols=num_columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=theme.ink,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.4,
+    )
+
+
+def ink_on(colour: str) -> str:
+    """Return black or white, whichever is easier to read on a #rrggbb colour."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else "#16191d"
+
+
+def to_png(figure: "Figure") -> bytes:
+    """Return the figure as PNG bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor())
+    return buffer.getvalue()
