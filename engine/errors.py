@@ -1,4 +1,4 @@
-"""Errors of the engine. Messages say what was wrong, what was expected, what was got, what to change."""
+"""Errors of the engine: what was wrong, what was expected, what was got, what to change."""
 
 
 class EngineError(Exception):
@@ -19,6 +19,10 @@ class CapacityError(EngineError):
     def __init__(self, message: str, plan: dict[str, object] | None = None) -> None:
         super().__init__(message)
         self.plan = plan
+
+
+class PinningError(CapacityError):
+    """Host memory could not be registered with the device."""
 
 
 class CheckpointError(EngineError):

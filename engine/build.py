@@ -1,0 +1,215 @@
+"""Build an engine from its configuration: read sizes, plan, place weights, capture."""
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.clock import LoadReport, PhaseClock
+from engine.config import EngineConfig, ModelConfig
+from engine.core import EngineCore
+from engine.device.base import Device
+from engine.device.select import open_device
+from engine.errors import CheckpointError, PinningError
+from engine.kv.cache import KVCache
+from engine.models.decoder import Decoder
+from engine.models.rotary import rotary_table
+from engine.offload_config import OffloadWarning
+from engine.plan import DeviceFacts, MemoryPlan
+from engine.planner import plan_memory
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from engine.sizes import pad_batch
+from engine.spec import ModelSpec
+from engine.tokenizer import eos_token_ids, load_tokenizer
+from engine.weights.checkpoint import CheckpointReader, check_checkpoint, read_headers
+from engine.weights.dummy import fill_dummy
+from engine.weights.store import WeightStore
+from kernels import ops
+
+Progress = Callable[[str, int, int], None]
+"""Called with the phase, the bytes done and the bytes in all."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The parts of a built engine."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    plan: MemoryPlan
+    device: Device
+    store: WeightStore
+    cache: KVCache
+    runner: ModelRunner
+    core: EngineCore
+    tokenizer: Any | None
+    load_report: LoadReport
+    reference: bool
+
+
+def read_spec(model: ModelConfig) -> ModelSpec:
+    """Return the model's sizes: from its folder, or as given.
+
+    Raises:
+        CheckpointError: There is no config.json, or it contradicts the sizes that were given.
+    """
+    if model.path is None:
+        assert model.spec is not None
+        return model.spec
+    file = Path(model.path) / "config.json"
+    if not file.is_file():
+        if model.spec is not None and model.load_format == "dummy":
+            return model.spec
+        raise CheckpointError(f"{model.path}: expected a folder with config.json, found none.")
+    try:
+        found = ModelSpec.from_hf_config(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file}: not JSON ({error}).") from error
+    if model.spec is not None:
+        _check_same(model, found)
+    return found
+
+
+def _check_same(model: ModelConfig, found: ModelSpec) -> None:
+    given = model.spec
+    for name in (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "tie_word_embeddings",
+        "rope_theta",
+    ):
+        if getattr(given, name) != getattr(found, name):
+            raise CheckpointError(
+                f"{model.path}: config.json has {name}={getattr(found, name)!r}, model "
+                f"{model.name!r} says {getattr(given, name)!r}. Is this the folder of that model?"
+            )
+
+
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, *, reference: bool = False
+) -> Engine:
+    """Build an engine; every byte is planned before the first is allocated.
+
+    Args:
+        config: What was asked.
+        progress: Called as weights come into place.
+        reference: Ignore the offload settings: every layer on demand, eager.
+
+    Returns:
+        An engine ready for its first request.
+
+    Raises:
+        CapacityError: It does not fit.
+        CheckpointError: The checkpoint is absent or does not match.
+    """
+    clock = PhaseClock()
+    with clock.phase("plan"):
+        spec = read_spec(config.model)
+        device = open_device(config.gpu.device)
+        plan = plan_memory(config, spec, device.facts(), reference=reference)
+    with clock.phase("tokenizer"):
+        folder = None if config.model.path is None else Path(config.model.path)
+        tokenizer = load_tokenizer(folder)
+    device.enforce_budget(plan.gpu_budget_bytes)
+    try:
+        plan, store = _place(config, spec, device, plan, clock, reference=reference)
+        for note in plan.notes:
+            warnings.warn(note, OffloadWarning, stacklevel=3)
+        _load(config, spec, device, store, clock, progress)
+        with clock.phase("allocate"):
+            cache = KVCache(plan, spec, device)
+            runner = _runner(spec, plan, device, store, cache)
+        eager = reference or config.engine.enforce_eager
+        with clock.phase("warm_up"):
+            runner.warm_up(plan.max_num_batched_tokens)
+            if not eager:
+                runner.capture()
+    except BaseException:
+        device.close()
+        raise
+    core = EngineCore(
+        plan,
+        runner,
+        Sampler(spec.vocab_size, device.torch_device),
+        seed=config.engine.seed,
+        eos_token_ids=eos_token_ids(folder),
+    )
+    return Engine(
+        config, spec, plan, device, store, cache, runner, core, tokenizer, clock.report(), reference
+    )
+
+
+def _place(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: Device,
+    plan: MemoryPlan,
+    clock: PhaseClock,
+    *,
+    reference: bool,
+) -> tuple[MemoryPlan, WeightStore]:
+    """Allocate the weights' places; where pinning fails, plan again without it."""
+    try:
+        with clock.phase("pin"):
+            return plan, WeightStore(plan, device)
+    except PinningError as error:
+        facts: DeviceFacts = replace(
+            device.facts(), can_pin=False, can_uva=False, reason=str(error)
+        )
+        with clock.phase("plan"):
+            plan = plan_memory(config, spec, facts, reference=reference)
+        with clock.phase("pin"):
+            return plan, WeightStore(plan, device)
+
+
+def _load(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: Device,
+    store: WeightStore,
+    clock: PhaseClock,
+    progress: Progress | None,
+) -> None:
+    total, done = spec.weight_bytes(store.plan.dtype), 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress("load", done, total)
+
+    if config.model.load_format == "dummy":
+        with clock.phase("convert"):
+            fill_dummy(store.parameters(), config.engine.seed, advance)
+            device.synchronize()
+        return
+    folder = Path(config.model.path or "")
+    with clock.phase("read"):
+        stored = read_headers(folder)
+        check_checkpoint(stored, spec, folder)
+    total = sum(stored[part.name].num_bytes for part, _ in store.parameters())
+    with clock.phase("read"):
+        CheckpointReader(device, clock, advance).read(store.parameters(), stored)
+
+
+def _runner(
+    spec: ModelSpec, plan: MemoryPlan, device: Device, store: WeightStore, cache: KVCache
+) -> ModelRunner:
+    workspace = ops.decode_workspace(
+        pad_batch(plan.max_num_seqs),
+        spec.num_attention_heads,
+        spec.head_dim,
+        plan.max_model_len,
+        device.torch_device,
+    )
+    rotary = rotary_table(spec, plan.max_model_len, device.torch_device)
+    return ModelRunner(plan, Decoder(spec, store, cache, rotary, workspace), device)

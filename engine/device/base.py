@@ -1,0 +1,96 @@
+"""The interface between the engine and a device: memory, streams, facts."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from engine.plan import DeviceFacts
+
+
+class HostBuffer(Protocol):
+    """Host memory of an exact size, pinned or not, released by `close` or with its last view."""
+
+    tensor: torch.Tensor
+    """uint8 [num_bytes] on the CPU."""
+    pinned: bool
+
+    def close(self) -> None:
+        """Unregister and release; views must no longer be used."""
+
+
+class CopyStream(Protocol):
+    """A queue of copies beside the compute stream."""
+
+    def after_compute(self) -> None:
+        """Let later copies wait for everything enqueued on the compute stream so far."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue a copy; `src` must stay unchanged until it has run."""
+
+    def record(self) -> Any:
+        """Return an event that is done when the copies enqueued so far are."""
+
+    def compute_after(self, event: Any) -> None:
+        """Let later work on the compute stream wait for the event."""
+
+
+class Device(Protocol):
+    """CUDA, or the CPU with the GPU tier emulated in host memory."""
+
+    kind: str
+    """cuda | cpu."""
+    torch_device: torch.device
+    name: str
+
+    def facts(self) -> DeviceFacts:
+        """Return what a plan must know, read now."""
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Allocate uint8 [num_bytes] of GPU memory, counted by `allocated_bytes`."""
+
+    def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
+        """Allocate host memory of exactly that size; pinned where asked.
+
+        Raises:
+            CapacityError: Pinning failed.
+        """
+
+    def in_place(self, buffer: HostBuffer, view: torch.Tensor) -> torch.Tensor:
+        """Return the view of a pinned buffer as a tensor that compute can read in place."""
+
+    def copy_stream(self) -> CopyStream:
+        """Create a copy stream."""
+
+    def upload_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a host tensor that `copy_(…, non_blocking=True)` reads at full speed."""
+
+    def enforce_budget(self, num_bytes: int) -> None:
+        """Make allocations beyond the budget fail."""
+
+    def peak_bytes(self) -> int:
+        """Return the most GPU memory that was in use, context included, bytes."""
+
+    def allocated_bytes(self) -> int:
+        """Return GPU memory in use now, bytes."""
+
+    def new_graph(self, run: Callable[[], torch.Tensor]) -> "Graph | None":
+        """Capture `run` as a graph; None where the device has none."""
+
+    def wait_compute(self) -> None:
+        """Block until what is enqueued on the compute stream is done."""
+
+    def synchronize(self) -> None:
+        """Wait for all work; for start-up and measurement only."""
+
+    def close(self) -> None:
+        """Release what the device holds."""
+
+
+class Graph(Protocol):
+    """A captured step."""
+
+    output: torch.Tensor
+
+    def replay(self) -> None:
+        """Enqueue the captured work on the compute stream."""

@@ -1,0 +1,142 @@
+"""The CPU as a device: the GPU tier is emulated by host memory, the code path is the same.
+
+Copies are real. The copy stream runs a copy as late as it may (when compute waits for it), so that
+a missing wait shows up as wrong tokens; `eager_copies` runs it as early as it may instead.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from engine.device.base import HostBuffer
+from engine.device.host import MappedBuffer, available_bytes, capabilities
+from engine.errors import CapacityError
+from engine.plan import DeviceFacts
+
+
+class EmulatedPinnedBuffer(MappedBuffer):
+    """Host memory that counts as pinned in emulation; nothing is registered with a driver."""
+
+    pinned = True
+
+
+class LazyCopyStream:
+    """A queue of copies that run when an event after them is waited for."""
+
+    def __init__(self, *, eager: bool = False) -> None:
+        self._eager = eager
+        self._queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._enqueued = 0
+        self._done = 0
+
+    def after_compute(self) -> None:
+        """Compute on the CPU is done when its call returns."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue a copy."""
+        self._enqueued += 1
+        self._queue.append((dst, src))
+        if self._eager:
+            self.compute_after(self._enqueued)
+
+    def record(self) -> int:
+        """Return the number of copies enqueued so far."""
+        return self._enqueued
+
+    def compute_after(self, event: int) -> None:
+        """Run the copies that the event stands for."""
+        while self._done < event:
+            dst, src = self._queue.popleft()
+            dst.copy_(src)
+            self._done += 1
+
+
+class CPUDevice:
+    """Emulates a GPU of a given budget in host memory."""
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, *, eager_copies: bool = False) -> None:
+        self.name = "CPU emulation"
+        self._eager = eager_copies
+        self._allocated = 0
+        self._budget: int | None = None
+
+    def facts(self) -> DeviceFacts:
+        """Return host figures; half of the free memory may stand in for a card."""
+        available = available_bytes()
+        can_pin, can_uva, reason = capabilities()
+        return DeviceFacts(
+            kind=self.kind,
+            name=self.name,
+            total_bytes=available // 2,
+            free_bytes=available,
+            host_available_bytes=min(available, psutil.virtual_memory().total),
+            can_pin=can_pin,
+            can_uva=can_uva,
+            reason=reason,
+        )
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Allocate emulated GPU memory.
+
+        Raises:
+            CapacityError: The budget would be exceeded.
+        """
+        if self._budget is not None and self._allocated + num_bytes > self._budget:
+            raise CapacityError(
+                f"emulated GPU: {num_bytes} bytes more than {self._allocated} exceed the budget of "
+                f"{self._budget} bytes. This is a fault of the plan."
+            )
+        self._allocated += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
+        """Allocate host memory of exactly that size."""
+        return EmulatedPinnedBuffer(num_bytes) if pin else MappedBuffer(num_bytes)
+
+    def in_place(self, buffer: HostBuffer, view: torch.Tensor) -> torch.Tensor:
+        """Return the view itself: compute runs where the memory is.
+
+        Raises:
+            CapacityError: The buffer is pageable, which a GPU could not read in place.
+        """
+        if not buffer.pinned:
+            raise CapacityError("in-place reads: expected pinned memory, got pageable memory.")
+        return view
+
+    def copy_stream(self) -> LazyCopyStream:
+        """Create a copy stream."""
+        return LazyCopyStream(eager=self._eager)
+
+    def upload_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a host tensor."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def enforce_budget(self, num_bytes: int) -> None:
+        """Make allocations beyond the budget fail."""
+        self._budget = num_bytes
+
+    def peak_bytes(self) -> int:
+        """Return the emulated GPU memory in use; it does not shrink."""
+        return self._allocated
+
+    def allocated_bytes(self) -> int:
+        """Return the emulated GPU memory in use."""
+        return self._allocated
+
+    def new_graph(self, run: Callable[[], torch.Tensor]) -> None:  # noqa: ARG002
+        """Return None: a CPU has no graphs."""
+        return
+
+    def wait_compute(self) -> None:
+        """Return at once: compute is done when its call returns."""
+
+    def synchronize(self) -> None:
+        """Return at once: nothing runs asynchronously."""
+
+    def close(self) -> None:
+        """Return at once: memory goes with its tensors."""

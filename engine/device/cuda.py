@@ -1,0 +1,211 @@
+"""One CUDA device: exact pinned slabs, views of host memory, a copy stream, graphs."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.device.base import Graph, HostBuffer
+from engine.device.host import MappedBuffer, available_bytes, capabilities
+from engine.errors import CapacityError, ConfigError, PinningError
+from engine.plan import DeviceFacts
+
+
+def _unregister(address: int, keep: object) -> None:  # noqa: ARG001
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+class RegisteredBuffer(MappedBuffer):
+    """Host memory of an exact size, registered with CUDA once."""
+
+    pinned = True
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        address = self.tensor.data_ptr()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, max(1, num_bytes), 0))  # type: ignore[no-untyped-call]
+        if code != 0:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # collects the error that CUDA remembers
+            raise PinningError(
+                f"pinning: cudaHostRegister of {num_bytes} bytes failed with CUDA error {code}. "
+                "Free host memory, raise the memlock limit, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 "
+                "to run from pageable memory."
+            )
+        # The finalizer holds the mapping, so registered pages outlive every use of the buffer.
+        self._finalizer = weakref.finalize(self, _unregister, address, self._map)
+
+    def close(self) -> None:
+        """Unregister now; views must no longer be used."""
+        self._finalizer()
+        super().close()
+
+
+class _HostArray:
+    """Tells torch where pinned host memory lies; keeps its buffer alive."""
+
+    def __init__(self, buffer: HostBuffer, view: torch.Tensor) -> None:
+        self._buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": (view.numel() * view.element_size(),),
+            "typestr": "|u1",
+            "data": (view.data_ptr(), False),
+            "version": 2,
+        }
+
+
+class CUDACopyStream:
+    """A CUDA stream for copies; every method only enqueues."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def after_compute(self) -> None:
+        """Let later copies wait for the compute stream's work so far."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue a copy on the copy stream."""
+        with torch.cuda.stream(self._stream):
+            dst.copy_(src, non_blocking=True)
+
+    def record(self) -> torch.cuda.Event:
+        """Return an event after the copies enqueued so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def compute_after(self, event: torch.cuda.Event) -> None:
+        """Let the compute stream wait for the event."""
+        torch.cuda.current_stream().wait_event(event)
+
+
+class CUDAGraph:
+    """A captured step."""
+
+    def __init__(self, run: Callable[[], torch.Tensor], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.output = run()
+
+    def replay(self) -> None:
+        """Enqueue the captured work on the compute stream."""
+        self._graph.replay()
+
+
+class CUDADevice:
+    """The current CUDA device."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("gpu.device: expected a CUDA device, found none. Set gpu.device=cpu.")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        index = torch.cuda.current_device()
+        self.torch_device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+        free, self._total = torch.cuda.mem_get_info(index)
+        self._foreign = self._total - free - torch.cuda.memory_reserved(index)
+        self._pool: Any = None
+        torch.cuda.reset_peak_memory_stats(index)
+
+    def facts(self) -> DeviceFacts:
+        """Return what the card and the host have now."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        can_pin, can_uva, reason = capabilities()
+        return DeviceFacts(
+            kind=self.kind,
+            name=self.name,
+            total_bytes=total,
+            free_bytes=free,
+            host_available_bytes=available_bytes(),
+            can_pin=can_pin,
+            can_uva=can_uva,
+            reason=reason,
+        )
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Allocate GPU memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
+        """Allocate host memory of exactly that size, registered where asked."""
+        return RegisteredBuffer(num_bytes) if pin else MappedBuffer(num_bytes)
+
+    def in_place(self, buffer: HostBuffer, view: torch.Tensor) -> torch.Tensor:
+        """Return a CUDA tensor over pinned host memory; it keeps the buffer alive.
+
+        Raises:
+            CapacityError: The buffer is pageable, or its device address differs.
+        """
+        if not buffer.pinned:
+            raise CapacityError("in-place reads: expected pinned memory, got pageable memory.")
+        if view.numel() == 0:
+            return torch.empty(view.shape, dtype=view.dtype, device=self.torch_device)
+        flat = torch.as_tensor(_HostArray(buffer, view), device=self.torch_device)
+        if flat.data_ptr() != view.data_ptr():
+            raise CapacityError(
+                "in-place reads: this device maps host memory to another address. "
+                "Set TIGHTFIT_DISABLE_UVA=1."
+            )
+        return flat.view(view.dtype).view(view.shape)
+
+    def copy_stream(self) -> CUDACopyStream:
+        """Create a copy stream."""
+        return CUDACopyStream()
+
+    def upload_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a pinned host tensor."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def enforce_budget(self, num_bytes: int) -> None:
+        """Bound torch's allocator by the budget less what lies outside it."""
+        share = max(0.0, min(1.0, (num_bytes - self._context_bytes()) / self._total))
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    def _context_bytes(self) -> int:
+        """Memory of this process outside torch's allocator: context, modules, libraries."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device) - self._base())
+
+    def _base(self) -> int:
+        """Memory that other processes held when this device was opened (an estimate)."""
+        return max(0, self._foreign - CONTEXT_BYTES)
+
+    def peak_bytes(self) -> int:
+        """Return the allocator's peak plus what lies outside it."""
+        return torch.cuda.max_memory_reserved(self.torch_device) + self._context_bytes()
+
+    def allocated_bytes(self) -> int:
+        """Return bytes of live tensors."""
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def new_graph(self, run: Callable[[], torch.Tensor]) -> Graph:
+        """Capture `run`; all graphs share one memory pool."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return CUDAGraph(run, self._pool)
+
+    def wait_compute(self) -> None:
+        """Block on one event after the compute stream's work so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(self.torch_device)  # noqa: TID251
+
+    def close(self) -> None:
+        """Give cached memory back and lift the budget."""
+        self._pool = None
+        torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+        torch.cuda.empty_cache()
+
+
+CONTEXT_BYTES = 560 * 2**20
+"""A context's memory, about; used only to tell other processes' memory from ours."""

@@ -1,0 +1,213 @@
+"""LLM: the synchronous door to the engine."""
+
+import contextlib
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
+from typing import Any
+
+from engine.build import Engine, Progress, build_engine
+from engine.clock import LoadReport
+from engine.config import EngineConfig
+from engine.core import StepStats
+from engine.effective import describe
+from engine.errors import EngineError
+from engine.keywords import config_from_keywords
+from engine.plan import MemoryPlan
+from engine.request import RequestOutput, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.sessions import Prompt, Sessions
+from engine.spec import ModelSpec
+
+
+class LLM:
+    """Loads a model within a GPU budget and answers prompts.
+
+    Use `LLM(model=..., ...)` with the keywords of engine.keywords.config_from_keywords, or
+    `LLM.from_config`. One engine must be used by one thread.
+    """
+
+    def __init__(self, model: str, **keywords: Any) -> None:
+        """Build an engine from keywords.
+
+        Args:
+            model: Folder with config.json, and safetensors unless load_format="dummy".
+            **keywords: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
+                gpu_memory_utilization, gpu_memory_gib, cpu_offload_gb, cpu_offload_params,
+                offload_backend, offload_group_size, offload_num_in_group, offload_prefetch_step,
+                offload_params, offload_config, swap_space, kv_transfer_config,
+                disable_sliding_window, enforce_eager, enable_prefix_caching, seed, load_format,
+                tensor_parallel_size, host_reserve_gib, device.
+
+        Raises:
+            ConfigError: A keyword is unknown, out of bounds or would have no effect.
+            CapacityError: The model does not fit; the message has the figures.
+            CheckpointError: The folder is not a supported checkpoint.
+        """
+        self._open(build_engine(config_from_keywords(model, keywords)))
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, progress: Progress | None = None, *, reference: bool = False
+    ) -> "LLM":
+        """Build an engine from a configuration.
+
+        Args:
+            config: What is asked.
+            progress: Called with phase, bytes done and bytes in all while weights load.
+            reference: Ignore the offload settings: every layer is copied on demand, eagerly. The
+                yardstick of equality.
+
+        Returns:
+            The engine.
+        """
+        llm = cls.__new__(cls)
+        llm._open(build_engine(config, progress, reference=reference))  # noqa: SLF001
+        return llm
+
+    def _open(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._sessions = Sessions(engine.core, engine.tokenizer, engine.spec.vocab_size)
+
+    @property
+    def _live(self) -> Engine:
+        engine = getattr(self, "_engine", None)
+        if engine is None:
+            raise EngineError("LLM: it was closed. Build a new one.")
+        return engine
+
+    @property
+    def config(self) -> EngineConfig:
+        """What was asked."""
+        return self._live.config
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The memory plan in force."""
+        return self._live.plan
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes of the model."""
+        return self._live.spec
+
+    @property
+    def load_report(self) -> LoadReport:
+        """Where the time of the load went."""
+        return self._live.load_report
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The tokenizer, or None: prompts must be token ids then."""
+        return self._live.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, tokens."""
+        return self._live.plan.max_model_len
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """What the newest step did."""
+        return self._live.core.last_step
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer prompts; a prompt that cannot be served fails alone.
+
+        Args:
+            prompts: A string, a list of token ids, or a list of either.
+            sampling_params: One for all, or one for each prompt; None: the defaults.
+            use_tqdm: Show a progress bar of finished prompts.
+
+        Returns:
+            One output for each prompt, in order. One that cannot be served has `error` set and
+            finish_reason "error".
+
+        Raises:
+            ConfigError: The number of sampling params differs from that of prompts.
+        """
+        return self._requests.generate(prompts, sampling_params, self.step, use_tqdm=use_tqdm)
+
+    @property
+    def _requests(self) -> Sessions:
+        assert self._live is not None
+        return self._sessions
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue a prompt; its tokens come from `step`.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
+        return self._requests.add(prompt, params, request_id).request.request_id
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step of the engine; return the tokens that became known."""
+        return self._requests.apply(self._live.core.step())
+
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self._live.core.scheduler.has_unfinished
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; unknown and finished ids are ignored."""
+        self._requests.abort(request_id)
+
+    def effective(self) -> dict[str, Any]:
+        """Return what is really used: device, dtype, placements, graphs, fallbacks."""
+        return describe(self._live)
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the load."""
+        core = self._live.core
+        return {
+            "steps": core.num_steps,
+            "graph_steps": core.runner.graph_steps,
+            "h2d_bytes": core.runner.copied_bytes,
+            "in_place_bytes": core.runner.in_place_bytes,
+            **{
+                name.removeprefix("num_"): value
+                for name, value in asdict(core.scheduler.stats).items()
+                if name != "num_steps"
+            },
+            "free_blocks": core.pool.num_free,
+            "num_blocks": core.pool.num_blocks,
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes on both sides, from the engine's own ledger and the device."""
+        engine = self._live
+        pinned, pageable = engine.store.host_bytes()
+        return {
+            "gpu_peak_bytes": engine.device.peak_bytes(),
+            "gpu_budget_bytes": engine.plan.gpu_budget_bytes,
+            "gpu_allocated_bytes": engine.device.allocated_bytes(),
+            "host_pinned_bytes": pinned,
+            "host_pageable_bytes": pageable,
+        }
+
+    def close(self) -> None:
+        """Release GPU and host memory; the engine cannot be used afterwards."""
+        engine, self._engine = getattr(self, "_engine", None), None
+        if engine is None:
+            return
+        engine.device.synchronize()
+        engine.runner.close()
+        engine.cache.close()
+        engine.store.close()
+        device = engine.device
+        del engine, self._sessions
+        device.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

@@ -1,0 +1,172 @@
+"""The decoder: functions of batch, weights and cache; families differ by the architecture table.
+
+T tokens, N query heads, K KV heads, H head size, D hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import Batch
+from engine.kv.cache import KVCache
+from engine.spec import ModelSpec
+from engine.weights.store import WeightStore
+from kernels import ops
+from kernels.workspace import DecodeWorkspace
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What every step needs beside its batch."""
+
+    spec: ModelSpec
+    weights: WeightStore
+    cache: KVCache
+    rotary: torch.Tensor
+    """float32 [max_model_len, H]."""
+    workspace: DecodeWorkspace
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Run one step; return float32 logits [R, V] of the wanted rows.
+
+        Stream: everything is enqueued on the current stream; copies of offloaded weights run
+        beside it and are joined before this returns. Keys and values are written to the cache.
+        """
+        spec, store = self.spec, self.weights
+        store.begin_step(batch.num_tokens)
+        hidden = ops.embedding(batch.input_ids, store.outer("model.embed_tokens.weight"))
+        run = _pre_norm_layer if spec.architecture.norms == "pre" else _post_norm_layer
+        residual: torch.Tensor | None = None
+        for index in range(spec.num_hidden_layers):
+            weights = store.acquire(index)
+            hidden, residual = run(self, batch, weights, index, hidden, residual)
+            store.release(index)
+        if batch.logits_rows is not None and batch.logits_rows.numel() == 0:
+            logits = torch.empty((0, spec.vocab_size), device=hidden.device)
+        else:
+            logits = self._logits(batch, hidden, residual)
+        store.end_step()
+        return logits
+
+    def _logits(
+        self, batch: Batch, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        if batch.logits_rows is not None:
+            hidden = hidden.index_select(0, batch.logits_rows)
+            if residual is not None:
+                residual = residual.index_select(0, batch.logits_rows)
+        norm, eps = self.weights.outer("model.norm.weight"), self.spec.rms_norm_eps
+        if residual is None:
+            hidden = ops.rms_norm(hidden, norm, eps)
+        else:
+            hidden = ops.add_rms_norm(hidden, residual, norm, eps)
+        head = "model.embed_tokens.weight" if self.spec.tie_word_embeddings else "lm_head.weight"
+        return ops.linear(hidden, self.weights.outer(head)).float()
+
+
+def _pre_norm_layer(
+    model: Decoder,
+    batch: Batch,
+    weights: Weights,
+    index: int,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Norms before the sub-layers; `hidden` is not yet added to `residual`."""
+    eps = model.spec.rms_norm_eps
+    norm = weights["input_layernorm.weight"]
+    if residual is None:
+        residual, hidden = hidden, ops.rms_norm(hidden, norm, eps)
+    else:
+        hidden = ops.add_rms_norm(hidden, residual, norm, eps)
+    hidden = _attention(model, batch, weights, index, hidden)
+    hidden = ops.add_rms_norm(hidden, residual, weights["post_attention_layernorm.weight"], eps)
+    return _mlp(weights, hidden), residual
+
+
+def _post_norm_layer(
+    model: Decoder,
+    batch: Batch,
+    weights: Weights,
+    index: int,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Norms of the sub-layers' outputs; `hidden` is the whole stream."""
+    eps = model.spec.rms_norm_eps
+    out = _attention(model, batch, weights, index, hidden)
+    hidden = hidden + ops.rms_norm(out, weights["post_attention_layernorm.weight"], eps)
+    out = _mlp(weights, hidden)
+    hidden = hidden + ops.rms_norm(out, weights["post_feedforward_layernorm.weight"], eps)
+    return hidden, residual
+
+
+def _attention(
+    model: Decoder, batch: Batch, weights: Weights, index: int, hidden: torch.Tensor
+) -> torch.Tensor:
+    spec = model.spec
+    qkv = _linear(weights, "self_attn.qkv_proj", hidden)
+    q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+    if spec.architecture.qk_norm == "full":
+        q = ops.rms_norm(q, weights["self_attn.q_norm.weight"], spec.rms_norm_eps)
+        k = ops.rms_norm(k, weights["self_attn.k_norm.weight"], spec.rms_norm_eps)
+    q_TNH = q.unflatten(-1, (spec.num_attention_heads, spec.head_dim))
+    k_TKH = k.unflatten(-1, (spec.num_key_value_heads, spec.head_dim))
+    v_TKH = v.unflatten(-1, (spec.num_key_value_heads, spec.head_dim))
+    if spec.architecture.qk_norm == "head":
+        q_TNH = ops.rms_norm(q_TNH, weights["self_attn.q_norm.weight"], spec.rms_norm_eps)
+        k_TKH = ops.rms_norm(k_TKH, weights["self_attn.k_norm.weight"], spec.rms_norm_eps)
+    ops.rotary_(q_TNH, k_TKH, model.rotary, batch.positions)
+    k_cache, v_cache = model.cache.layer(index)
+    ops.write_kv(k_TKH, v_TKH, k_cache, v_cache, batch.slots)
+    out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    _attend(model, batch, q_TNH, k_cache, v_cache, out)
+    return _linear(weights, "self_attn.o_proj", out.flatten(-2))
+
+
+def _attend(
+    model: Decoder,
+    batch: Batch,
+    q_TNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Decodes by the split kernel, prefills by the varlen one; both read the cache."""
+    scale, edge = model.spec.head_dim**-0.5, batch.num_decodes
+    if edge:
+        ops.paged_decode_attention(
+            q_TNH[:edge],
+            k_cache,
+            v_cache,
+            batch.block_tables[:edge],
+            batch.seq_lens[:edge],
+            scale,
+            max_seq_len=batch.max_decode_len,
+            out=out[:edge],
+            workspace=model.workspace,
+        )
+    if batch.prefill_starts is not None:
+        ops.paged_prefill_attention(
+            q_TNH[edge:],
+            k_cache,
+            v_cache,
+            batch.block_tables[edge:],
+            batch.prefill_starts,
+            batch.seq_lens[edge:],
+            scale,
+            max_query_len=batch.max_prefill_tokens,
+            out=out[edge:],
+        )
+
+
+def _mlp(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    gate_up = _linear(weights, "mlp.gate_up_proj", hidden)
+    return _linear(weights, "mlp.down_proj", ops.silu_mul(gate_up))
+
+
+def _linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    return ops.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))

@@ -1,0 +1,179 @@
+"""Policies: which tensor lives where, and how it reaches the compute. No torch, no bytes moved."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.errors import ConfigError
+from engine.offload_config import OffloadConfig
+from engine.selectors import check_selectors, selected, widened
+from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
+
+
+class Placement(StrEnum):
+    """Where one tensor lives and how it reaches the compute."""
+
+    RESIDENT = "resident"
+    """In GPU memory."""
+    UVA = "uva"
+    """In pinned host memory, read in place (staged through slots in large steps)."""
+    PREFETCH = "prefetch"
+    """In pinned host memory, copied ahead into a slot."""
+    ON_DEMAND = "on_demand"
+    """In host memory, copied when its layer runs."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A placement for every tensor, and what a reader of the record must know about it."""
+
+    placements: dict[str, Placement]
+    lookahead: int = 1
+    """Offloaded layers that are copied ahead (prefetch)."""
+    notes: list[str] = field(default_factory=list)
+
+
+def assign_resident(spec: ModelSpec) -> Assignment:
+    """Place everything on the GPU."""
+    return Assignment({tensor.name: Placement.RESIDENT for tensor in spec.tensors()})
+
+
+def assign_layers_on_demand(spec: ModelSpec) -> Assignment:
+    """Place every layer in host memory, copied when it runs: the reference of equality checks."""
+    placements = assign_resident(spec).placements
+    for layer in range(spec.num_hidden_layers):
+        for tensor in spec.layer_tensors(layer):
+            placements[tensor.name] = Placement.ON_DEMAND
+    return Assignment(placements, notes=["reference: every layer is copied on demand"])
+
+
+def assign_uva(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment:
+    """Place tensors in layer order until their bytes reach cpu_offload_gb.
+
+    The last tensor may overshoot the budget; a product joined of several parameters counts as one.
+
+    Raises:
+        ConfigError: A selector matches nothing, or nothing would move.
+    """
+    setting = "offload.uva.cpu_offload_params"
+    selectors = config.uva.cpu_offload_params
+    budget = config.uva.cpu_offload_gb * 2**30
+    layers = [t for i in range(spec.num_hidden_layers) for t in spec.layer_tensors(i)]
+    candidates = layers
+    if selectors:
+        outer = [t for t in spec.outer_tensors() if not _is_tied_embedding(spec, t)]
+        check_selectors(setting, selectors, [*layers, *outer])
+        candidates = [t for t in [*layers, *outer] if selected(t, selectors)]
+    if budget <= 0:
+        raise ConfigError(
+            "offload.uva.cpu_offload_gb: expected more than 0 GiB with "
+            f"offload_backend={config.offload_backend}"
+            f"{' and cpu_offload_params set' if selectors else ''}, "
+            f"got {config.uva.cpu_offload_gb:g}: nothing would move. Set a size, or offload=none."
+        )
+    placements = assign_resident(spec).placements
+    taken, size = 0.0, DTYPE_BYTES[dtype]
+    last: TensorSpec | None = None
+    for tensor in candidates:
+        if taken >= budget:
+            break
+        placements[tensor.name] = Placement.UVA
+        taken += tensor.numel * size
+        last = tensor
+    notes = _widened_notes(setting, candidates, selectors)
+    if last is not None and taken > budget and len(last.parts) > 1:
+        notes.append(
+            f"offload.uva.cpu_offload_gb: the budget ends inside {last.name}, which is one product "
+            f"and is taken whole ({taken / 2**30:.3f} of {budget / 2**30:.3f} GiB)."
+        )
+    return Assignment(placements, notes=notes)
+
+
+def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
+    """Place the last num_in_group layers of each group in host memory, copied ahead.
+
+    Raises:
+        ConfigError: A selector matches nothing, or nothing would move.
+    """
+    setting = "offload.prefetch.offload_params"
+    node = config.prefetch
+    size, num, selectors = node.offload_group_size, node.offload_num_in_group, node.offload_params
+    check_selectors(setting, selectors, spec.layer_tensors(0))
+    layers = [i for i in range(spec.num_hidden_layers) if i % size >= size - num]
+    if not layers:
+        raise ConfigError(
+            f"offload.prefetch: expected at least one offloaded layer, got none: "
+            f"offload_group_size={size} with offload_num_in_group={num} takes layers from "
+            f"{size - num} on, and the model has {spec.num_hidden_layers}. Lower the group size."
+        )
+    tensors = [t for i in layers for t in spec.layer_tensors(i)]
+    if selectors:
+        tensors = [t for t in tensors if selected(t, selectors)]
+    placements = assign_resident(spec).placements
+    placements |= {tensor.name: Placement.PREFETCH for tensor in tensors}
+    step = node.offload_prefetch_step
+    notes = _widened_notes(setting, tensors, selectors)
+    if step + 1 >= len(layers):
+        notes.append(
+            f"offload.prefetch.offload_prefetch_step={step} gives {len(layers)} slots for "
+            f"{len(layers)} offloaded layers: all of them stay on the GPU after the load, so "
+            "nothing is streamed and no GPU memory is saved."
+        )
+    return Assignment(placements, lookahead=step, notes=notes)
+
+
+def assign_spread(spec: ModelSpec, num_layers: int) -> Assignment:
+    """Place `num_layers` layers, spread evenly, in host memory, copied one ahead."""
+    total = spec.num_hidden_layers
+    placements = assign_resident(spec).placements
+    for layer in range(total):
+        if (layer + 1) * num_layers // total > layer * num_layers // total:
+            for tensor in spec.layer_tensors(layer):
+                placements[tensor.name] = Placement.PREFETCH
+    return Assignment(placements)
+
+
+def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: str) -> Assignment:
+    """Replace placements that this machine cannot serve; every change is noted.
+
+    Args:
+        assignment: What was asked.
+        can_pin: Host memory can be pinned.
+        can_uva: The GPU can read pinned host memory in place.
+        reason: Why not, for the note.
+
+    Returns:
+        The assignment that can be served.
+    """
+    lost = set()
+    if not can_pin:
+        lost = {Placement.UVA, Placement.PREFETCH}
+    elif not can_uva:
+        lost = {Placement.UVA}
+    changed = {name for name, place in assignment.placements.items() if place in lost}
+    if not changed:
+        return assignment
+    kinds = sorted({assignment.placements[name].value for name in changed})
+    memory = "pinned" if can_pin else "pageable"
+    note = (
+        f"fallback: {', '.join(kinds)} is not possible ({reason}); {len(changed)} tensors are "
+        f"copied on demand from {memory} host memory."
+    )
+    placements = {
+        name: Placement.ON_DEMAND if name in changed else place
+        for name, place in assignment.placements.items()
+    }
+    return Assignment(placements, assignment.lookahead, [*assignment.notes, note])
+
+
+def _is_tied_embedding(spec: ModelSpec, tensor: TensorSpec) -> bool:
+    return spec.tie_word_embeddings and tensor.name == "model.embed_tokens.weight"
+
+
+def _widened_notes(
+    setting: str, tensors: Sequence[TensorSpec], selectors: Sequence[str]
+) -> list[str]:
+    names = sorted({name.split(".", 3)[-1] for name in widened(tensors, selectors)})
+    if not names:
+        return []
+    return [f"{setting}: {', '.join(names)} is one product and is taken whole."]

@@ -1,0 +1,233 @@
+"""MemoryPlan: every byte on both sides before anything is allocated. Pure arithmetic, no torch."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from engine.placement import Assignment, Placement
+from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
+
+ALIGNMENT = 256
+"""Every tensor of a slab starts at a multiple of this, bytes."""
+
+
+def align(num_bytes: int) -> int:
+    """Round up to the alignment of tensors in a slab."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What a plan must know of a machine."""
+
+    kind: str
+    """cuda | cpu."""
+    name: str
+    total_bytes: int
+    """Memory of the card (CPU: what may serve as an emulated card)."""
+    free_bytes: int
+    """Of it, free now."""
+    host_available_bytes: int
+    """Host memory that can be taken: the least of free memory and cgroup limit."""
+    can_pin: bool = True
+    can_uva: bool = True
+    reason: str = ""
+    """Why pinning or in-place reads are not possible."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the GPU tier is host memory standing in for a card."""
+        return self.kind == "cpu"
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Tensors laid out one after another, aligned."""
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: list[TensorSpec], dtype_bytes: int) -> "Slab":
+        """Lay the tensors out in order."""
+        offsets, total = [], 0
+        for tensor in tensors:
+            offsets.append(total)
+            total += align(tensor.numel * dtype_bytes)
+        return cls(tuple(tensors), tuple(offsets), total)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer's resident slab and offloaded slab."""
+
+    index: int
+    resident: Slab
+    offloaded: Slab
+    placement: Placement
+    """Of the offloaded slab; RESIDENT where it is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Placement of every tensor, KV blocks, and every other byte on each side."""
+
+    dtype: str
+    placements: dict[str, Placement]
+    layers: tuple[LayerPlan, ...]
+    outer_resident: Slab
+    outer_offloaded: Slab
+    lookahead: int
+    num_slots: int
+    """Slots on the GPU that offloaded layers are copied into (prefetch, on demand, staging)."""
+    slot_bytes: int
+    outer_slot_bytes: int
+    """Scratch for tensors outside the layers that are copied on demand."""
+    stage_tokens: int | None
+    """From this many tokens in a step on, uva layers are staged; None: never."""
+    block_size: int
+    block_bytes: int
+    num_gpu_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    graph_sizes: tuple[int, ...]
+    """Decode batch sizes captured as CUDA graphs; both graph and eager steps pad to them."""
+    pin: bool
+    """Offloaded slabs are pinned."""
+    gpu_budget_bytes: int
+    gpu_items: dict[str, int]
+    host_limit_bytes: int
+    host_items: dict[str, int]
+    notes: tuple[str, ...] = ()
+    swap_space_bytes: int = 0
+    facts: DeviceFacts = field(repr=False)
+
+    @cached_property
+    def gpu_total_bytes(self) -> int:
+        """Bytes that the plan takes on the GPU."""
+        return sum(self.gpu_items.values())
+
+    @property
+    def host_total_bytes(self) -> int:
+        """Bytes that the plan takes in host memory."""
+        return sum(self.host_items.values())
+
+    def placed_bytes(self) -> dict[str, int]:
+        """Weight bytes by placement."""
+        size = DTYPE_BYTES[self.dtype]
+        totals = {place.value: 0 for place in Placement}
+        slabs = [(layer.offloaded, layer.placement) for layer in self.layers]
+        slabs += [(layer.resident, Placement.RESIDENT) for layer in self.layers]
+        for slab, place in slabs:
+            totals[place.value] += sum(t.numel for t in slab.tensors) * size
+        for slab in (self.outer_resident, self.outer_offloaded):
+            for tensor in slab.tensors:
+                totals[self.placements[tensor.name].value] += tensor.numel * size
+        return totals
+
+    @property
+    def offloaded_layers(self) -> tuple[LayerPlan, ...]:
+        """Layers with an offloaded slab, in order."""
+        return tuple(layer for layer in self.layers if layer.offloaded.num_bytes)
+
+    def bytes_per_step(self) -> int:
+        """Weight bytes that cross the link in one decode step (table rows not counted)."""
+        embed = "model.embed_tokens.weight"
+        size = DTYPE_BYTES[self.dtype]
+        total = sum(
+            tensor.numel * size
+            for tensor in self.outer_offloaded.tensors
+            if tensor.name != embed or self.placements[embed] is Placement.ON_DEMAND
+        )
+        copied = [layer for layer in self.offloaded_layers if layer.placement is not Placement.UVA]
+        if len(copied) > self.num_slots:
+            total += sum(layer.offloaded.num_bytes for layer in copied)
+        for layer in self.offloaded_layers:
+            if layer.placement is Placement.UVA:
+                total += sum(t.numel for t in layer.offloaded.tensors) * size
+        return total
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the GPU holds."""
+        return self.num_gpu_blocks * self.block_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return {
+            "dtype": self.dtype,
+            "gpu": {
+                "budget_bytes": self.gpu_budget_bytes,
+                "items": dict(self.gpu_items),
+                "total_bytes": self.gpu_total_bytes,
+                "free_bytes": self.gpu_budget_bytes - self.gpu_total_bytes,
+            },
+            "host": {
+                "limit_bytes": self.host_limit_bytes,
+                "items": dict(self.host_items),
+                "total_bytes": self.host_total_bytes,
+            },
+            "kv": {
+                "num_gpu_blocks": self.num_gpu_blocks,
+                "block_size": self.block_size,
+                "block_bytes": self.block_bytes,
+                "tokens": self.kv_tokens,
+                "max_model_len": self.max_model_len,
+                "max_concurrency": self.kv_tokens / self.max_model_len,
+            },
+            "placements": self.placed_bytes(),
+            "num_slots": self.num_slots,
+            "slot_bytes": self.slot_bytes,
+            "lookahead": self.lookahead,
+            "stage_tokens": self.stage_tokens,
+            "graph_sizes": list(self.graph_sizes),
+            "bytes_per_step": self.bytes_per_step(),
+            "offloaded_layers": [layer.index for layer in self.offloaded_layers],
+            "swap_space": {
+                "asked_bytes": self.swap_space_bytes,
+                "weights_bytes": sum(x.offloaded.num_bytes for x in self.layers)
+                if self.swap_space_bytes
+                else 0,
+                "kv_bytes": 0,
+            },
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Slabs of an assignment."""
+
+    layers: tuple[LayerPlan, ...]
+    outer_resident: Slab
+    outer_offloaded: Slab
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of resident slabs."""
+        return sum(x.resident.num_bytes for x in self.layers) + self.outer_resident.num_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of offloaded slabs."""
+        return sum(x.offloaded.num_bytes for x in self.layers) + self.outer_offloaded.num_bytes
+
+
+def lay_out(spec: ModelSpec, assignment: Assignment, dtype: str) -> WeightLayout:
+    """Lay every tensor out in a resident or an offloaded slab."""
+    size, places = DTYPE_BYTES[dtype], assignment.placements
+    layers = []
+    for index in range(spec.num_hidden_layers):
+        tensors = spec.layer_tensors(index)
+        resident = [t for t in tensors if places[t.name] is Placement.RESIDENT]
+        moved = [t for t in tensors if places[t.name] is not Placement.RESIDENT]
+        place = places[moved[0].name] if moved else Placement.RESIDENT
+        layers.append(LayerPlan(index, Slab.of(resident, size), Slab.of(moved, size), place))
+    outer = spec.outer_tensors()
+    return WeightLayout(
+        tuple(layers),
+        Slab.of([t for t in outer if places[t.name] is Placement.RESIDENT], size),
+        Slab.of([t for t in outer if places[t.name] is not Placement.RESIDENT], size),
+    )

@@ -1,0 +1,243 @@
+"""Sessions: from prompts to requests, and from token events to text and outputs."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from engine.core import EngineCore
+from engine.detokenizer import IncrementalDetokenizer
+from engine.errors import ConfigError, RequestError
+from engine.request import (
+    CompletionOutput,
+    Request,
+    RequestOutput,
+    Sequence,
+    TokenEvent,
+    check_request,
+)
+from engine.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+"""Text, or token ids."""
+
+
+@dataclass
+class Session:
+    """One request with its sequences and their text."""
+
+    request: Request
+    sequences: list[Sequence]
+    detokenizers: list[IncrementalDetokenizer | None]
+    texts: list[str]
+
+    def output(self) -> RequestOutput:
+        """Return what the user sees of it."""
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=list(self.request.prompt_token_ids),
+            outputs=[
+                sequence.completion(text)
+                for sequence, text in zip(self.sequences, self.texts, strict=True)
+            ],
+            finished=all(sequence.is_finished for sequence in self.sequences),
+            error=None,
+        )
+
+
+class Sessions:
+    """Tracks unfinished requests and decodes their text.
+
+    Args:
+        core: The engine's core.
+        tokenizer: A transformers tokenizer, or None.
+        vocab_size: Size of the model's vocabulary.
+    """
+
+    def __init__(self, core: EngineCore, tokenizer: Any | None, vocab_size: int) -> None:
+        self.core = core
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._open: dict[str, Session] = {}
+        self._arrivals, self._seq_ids = count(), count()
+
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None
+    ) -> Session:
+        """Check and queue a prompt.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
+        arrival = next(self._arrivals)
+        params = SamplingParams() if params is None else params
+        name = f"request-{arrival}" if request_id is None else request_id
+        if name in self._open:
+            raise RequestError(f"request_id: expected an unused one, got {name!r}. Choose another.")
+        request = Request(
+            request_id=name,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=self._token_ids(prompt),
+            params=params,
+            arrival=arrival,
+        )
+        check_request(request, self.core.scheduler.config.max_model_len, self._vocab_size)
+        stop = params.stop_strings
+        if stop and self._tokenizer is None:
+            raise RequestError(
+                f"stop: expected no stop strings, got {stop!r}: this model has no tokenizer. "
+                "Use stop_token_ids."
+            )
+        sequences = [
+            Sequence(seq_id=next(self._seq_ids), request=request, index=index)
+            for index in range(params.n)
+        ]
+        decoders: list[IncrementalDetokenizer | None] = [
+            None if self._tokenizer is None else IncrementalDetokenizer(self._tokenizer, stop)
+            for _ in sequences
+        ]
+        session = Session(request, sequences, decoders, ["" for _ in sequences])
+        for sequence in sequences:
+            self.core.scheduler.add(sequence)
+        self._open[name] = session
+        return session
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    "prompt: expected token ids, got text: this model has no tokenizer. "
+                    "Pass a list of token ids."
+                )
+            return list(self._tokenizer(prompt)["input_ids"])
+        if not isinstance(prompt, list):
+            raise RequestError(
+                f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}."
+            )
+        return prompt
+
+    def apply(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Decode new tokens, end sequences at stop strings, forget finished requests."""
+        for event in events:
+            session = self._open.get(event.request_id)
+            if session is None:
+                continue
+            self._decode(session, event)
+            if all(sequence.is_finished for sequence in session.sequences):
+                del self._open[event.request_id]
+        return events
+
+    def _decode(self, session: Session, event: TokenEvent) -> None:
+        decoder = session.detokenizers[event.index]
+        sequence = session.sequences[event.index]
+        if decoder is None:
+            return
+        session.texts[event.index] += decoder.append(event.token_id)
+        hit = decoder.stopped_by
+        if hit is not None and event.finish_reason != "stop":
+            event.finish_reason, event.stop_reason = "stop", hit
+            if sequence.is_finished:
+                sequence.finish_reason, sequence.stop_reason = "stop", hit
+            else:
+                self.core.scheduler.finish(sequence, "stop", hit)
+        elif event.finish_reason is not None:
+            session.texts[event.index] += decoder.finish()
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        if self._open.pop(request_id, None) is not None:
+            self.core.scheduler.abort(request_id)
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
+        step: Callable[[], list[TokenEvent]],
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Queue prompts, step until they are done, return their outputs in order."""
+        many = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(many))
+        entries: list[Session | RequestOutput] = []
+        for prompt, each in zip(many, params, strict=True):
+            try:
+                entries.append(self.add(prompt, each))
+            except RequestError as error:
+                entries.append(_failed(prompt, error))
+        waiting = {x.request.request_id for x in entries if isinstance(x, Session)}
+        try:
+            with _bar(len(many), use_tqdm) as bar:
+                bar.update(len(many) - len(waiting))
+                while waiting:
+                    step()
+                    done = waiting - self._open.keys()
+                    bar.update(len(done))
+                    waiting -= done
+        except BaseException:
+            for request_id in waiting:
+                self.abort(request_id)
+            raise
+        return [x.output() if isinstance(x, Session) else x for x in entries]
+
+
+def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and all(isinstance(item, int) for item in many):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def _as_params(
+    params: SamplingParams | SequenceOf[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    many = list(params)
+    if len(many) != count:
+        raise ConfigError(
+            f"sampling_params: expected one, or one for each of {count} prompts, got {len(many)}."
+        )
+    return many
+
+
+def _failed(prompt: Prompt, error: RequestError) -> RequestOutput:
+    return RequestOutput(
+        request_id="",
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(prompt) if isinstance(prompt, list) else [],
+        outputs=[
+            CompletionOutput(
+                index=0,
+                text="",
+                token_ids=[],
+                cumulative_logprob=None,
+                logprobs=None,
+                finish_reason="error",
+            )
+        ],
+        finished=True,
+        error=str(error),
+    )
+
+
+class _NoBar:
+    def __enter__(self) -> "_NoBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def update(self, _: int) -> None:
+        """Show nothing."""
+
+
+def _bar(total: int, use_tqdm: bool) -> Any:
+    if not use_tqdm:
+        return _NoBar()
+    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is wanted
+
+    return tqdm(total=total, desc="prompts", unit="prompt")

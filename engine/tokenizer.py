@@ -1,0 +1,29 @@
+"""The tokenizer and the end-of-sequence tokens of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(folder: Path | None) -> Any | None:
+    """Return the folder's transformers tokenizer, or None if it has no tokenizer files."""
+    if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer  # slow, and not needed for ids
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def eos_token_ids(folder: Path | None) -> frozenset[int]:
+    """Return the end-of-sequence tokens that generation_config.json or config.json names."""
+    if folder is None:
+        return frozenset()
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if file.is_file():
+            value = json.loads(file.read_text()).get("eos_token_id")
+            if value is not None:
+                return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()
