@@ -1,0 +1,62 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check lint types arch fmt test-gpu bench report ui wheelhouse
+
+PYTHON ?= python3
+PY ?= .venv/bin/python
+DEMO := smollm2_135m
+# One stamp for each content of the two files: an unchanged environment is not touched again.
+INSTALLED := .venv/installed-$(firstword $(shell cat constraints.txt pyproject.toml | cksum))
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+$(INSTALLED):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "Python 3.11 or 3.12 is needed, $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	rm -f .venv/installed-* && touch $@
+
+setup: $(INSTALLED) ## create .venv with the pinned packages (PYTHON=python3.12 selects)
+
+run: setup ## fetch the demo model once and run it (ARGS="offload=uva" adds choices)
+	$(PY) -m harness.models fetch $(DEMO)
+	$(PY) -m harness $(ARGS)
+
+test: setup ## run the tests that need no GPU
+	$(PY) -m harness.models fetch glass
+	$(PY) -m pytest -m "not gpu and not weights" $(ARGS)
+
+check: lint types arch test ## everything that must pass before a commit
+
+lint: setup ## ruff, codespell, yamllint; changes nothing
+	$(PY) -m ruff check && $(PY) -m ruff format --check
+	.venv/bin/codespell && .venv/bin/yamllint --strict conf
+
+types: setup ## mypy, strict
+	$(PY) -m mypy
+
+arch: setup ## import contracts
+	.venv/bin/lint-imports
+
+fmt: setup ## sort imports, mend what ruff can, format; the only target that rewrites code
+	$(PY) -m ruff check --fix && $(PY) -m ruff format
+
+test-gpu: ## run the GPU tests (on a machine with its own torch: make test-gpu PY=python3)
+	$(PY) -m pytest -m gpu --require-gpu $(ARGS)
+
+bench: ## time single operators on this GPU
+	$(PY) -m kernels.bench $(ARGS)
+
+report: ## rebuild the report of a run folder: make report DIR=...
+	$(PY) -m reports $(DIR)
+
+ui: setup ## open MLflow on the database of all runs
+	.venv/bin/mlflow ui --backend-store-uri "sqlite:///$$($(PY) -m harness.models home)/mlflow.db"
+
+wheelhouse: setup ## collect what an offline GPU machine lacks, for Python 3.12
+	rm -rf wheelhouse
+	$(PY) -m pip wheel --no-deps -w wheelhouse -c constraints.txt antlr4-python3-runtime
+	$(PY) -m pip download -d wheelhouse -c constraints.txt --find-links wheelhouse --only-binary=:all: \
+	  --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -r requirements-offline.txt
+	du -sh wheelhouse
