@@ -1,4 +1,4 @@
-"""`python -m harness.models fetch NAME ...`: put checkpoints on this machine ahead of a run."""
+"""`python -m harness.models`: put checkpoints on this machine ahead of a run, show the folder."""
 
 import argparse
 import sys
@@ -12,10 +12,10 @@ from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, did_you_me
 from harness.models.home import tightfit_home
 from harness.models.resolve import ModelUnavailableError, ensure_model
 
-_CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
+CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
 
 
-def load_source(name: str, folder: Path = _CONF) -> dict[str, Any]:
+def load_source(name: str, folder: Path) -> dict[str, Any]:
     """Return the `source` node of conf/model/NAME.yaml.
 
     Args:
@@ -39,14 +39,18 @@ def load_source(name: str, folder: Path = _CONF) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch each named model; return 0, 3 when one cannot be had, 2 for a wrong name."""
+    """Carry out one command; return 0, 3 when a model cannot be had, 2 for a wrong name."""
     parser = argparse.ArgumentParser(prog="python -m harness.models", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fetch = commands.add_parser("fetch", help=f"fetch into {tightfit_home()} what is not there")
     fetch.add_argument("names", nargs="+", metavar="NAME", help="a file name in conf/model")
+    commands.add_parser("home", help="print the folder of models, runs and database")
     chosen = parser.parse_args(arguments)
+    if chosen.command == "home":
+        print(tightfit_home())
+        return EXIT_OK
     try:
-        sources = {name: load_source(name) for name in chosen.names}
+        sources = {name: load_source(name, CONF) for name in chosen.names}
         for name, source in sources.items():
             print(f"{name}: {ensure_model(name, source, report=_say)}")
     except ModelUnavailableError as error:

@@ -1,0 +1,45 @@
+"""The gate of GPU tests, and Triton's interpreter on machines without a GPU."""
+
+import ctypes
+import functools
+import os
+
+import pytest
+
+pytest_plugins = ["tests.conftest_models"]
+
+NO_DEVICE = "no CUDA device"
+
+
+@functools.cache
+def has_cuda_device() -> bool:
+    """Tell whether torch can use a GPU; imports torch only where a driver is installed."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Triton reads the variable when a kernel is decorated, its own library's included, and any test
+# may be the first to import Triton; so it is set before the first test module is imported.
+if not has_cuda_device():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail tests marked gpu where there is no CUDA device, instead of skipping them",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None or has_cuda_device():
+        return
+    if item.config.getoption("--require-gpu"):
+        pytest.fail(NO_DEVICE, pytrace=False)
+    pytest.skip(NO_DEVICE)

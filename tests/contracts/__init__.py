@@ -1,0 +1,1 @@
+"""Tests of what the project promises: commands, names, file sizes, texts."""

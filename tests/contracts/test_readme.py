@@ -1,0 +1,56 @@
+"""Every command that the README shows is one that works."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.project import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def _commands() -> list[str]:
+    """The lines of the README's ```sh blocks, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    lines = [shlex.join(shlex.split(line, comments=True)) for line in "".join(blocks).splitlines()]
+    return [line for line in lines if line]
+
+
+COMMANDS = _commands()
+HARNESS = [line for line in COMMANDS if line.startswith("python -m harness")]
+MAKE = [line for line in COMMANDS if line.startswith("make ")]
+
+
+def test_every_command_is_of_a_kind_that_is_checked() -> None:
+    assert HARNESS
+    assert MAKE
+    assert sorted(HARNESS + MAKE) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("line", MAKE)
+def test_make_target_exists(line: str) -> None:
+    target = line.split()[1]
+    assert re.search(rf"^{target}:.*## \S", MAKEFILE, flags=re.MULTILINE), target
+
+
+@pytest.mark.parametrize("line", HARNESS)
+def test_harness_command_composes(line: str, tmp_path: Path) -> None:
+    command = [sys.executable, *shlex.split(line)[1:], "--cfg", "job"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TIGHTFIT_HOME": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "offload:" in done.stdout
+
+
+def test_linked_files_exist() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []

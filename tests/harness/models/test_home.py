@@ -1,0 +1,32 @@
+"""The folder that everything is kept in."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.models.home import models_folder, tightfit_home
+
+
+def test_tightfit_home_is_taken_when_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "here"))
+    assert tightfit_home() == tmp_path / "here"
+    assert models_folder() == tmp_path / "here" / "models"
+    assert not (tmp_path / "here").exists()
+
+
+def test_user_data_directory_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", " ")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert tightfit_home() == tmp_path / "tightfit"
+    monkeypatch.delenv("TIGHTFIT_HOME")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tightfit_home() == tmp_path / ".local" / "share" / "tightfit"
+
+
+def test_relative_home_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIGHTFIT_HOME", "store")
+    assert tightfit_home() == tmp_path / "store"

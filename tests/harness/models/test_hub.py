@@ -1,0 +1,168 @@
+"""Looking up and refusing hub models; every call into the hub library is replaced."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from harness.models import disk
+from harness.models.errors import ModelUnavailableError
+from harness.models.hub import HubSource, ensure_hub_model, missing_files
+
+SOURCE = HubSource(repo="owner/name", revision="main")
+GIB = 1 << 30
+
+
+def _snapshot(folder: Path, *, shards: int = 2, absent: int = 0) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    names = [f"model-{index}.safetensors" for index in range(shards)]
+    weight_map = {f"w{index}": name for index, name in enumerate(names)}
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in names[: shards - absent]:
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+class Hub:
+    """Stands for the hub library: what is cached, what the hub lists, what it refuses."""
+
+    def __init__(self) -> None:
+        self.cached: dict[str, Path] = {}
+        self.files = {
+            "config.json": 1000,
+            "model-0.safetensors": 3 * GIB,
+            "tokenizer.json": 1000,
+            "consolidated.safetensors": 9 * GIB,
+            "original/params.json": 9 * GIB,
+            "pytorch_model.bin": 9 * GIB,
+        }
+        self.error: Exception | None = None
+        self.downloaded: Path | None = None
+        self.lookups = 0
+
+    def model_info(self, repo: str, **options: Any) -> SimpleNamespace:
+        self.lookups += 1
+        assert options["timeout"] <= 10
+        if self.error is not None:
+            raise self.error
+        siblings = [SimpleNamespace(rfilename=n, size=size) for n, size in self.files.items()]
+        return SimpleNamespace(sha="c0ffee", siblings=siblings)
+
+    def snapshot_download(self, repo: str, **options: Any) -> str:
+        if options.get("local_files_only"):
+            key = "ours" if options["cache_dir"] else "theirs"
+            if key not in self.cached:
+                raise errors.LocalEntryNotFoundError("not cached")
+            return str(self.cached[key])
+        assert options["revision"] == "c0ffee"
+        assert self.downloaded is not None, "nothing may be downloaded here"
+        return str(self.downloaded)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    fake = Hub()
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    return fake
+
+
+def _http_error(kind: type[errors.HfHubHTTPError]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = ("refused",)
+    return error
+
+
+def test_missing_files_names_absent_shards(tmp_path: Path) -> None:
+    folder = _snapshot(tmp_path / "a", absent=1)
+    assert missing_files(folder) == ["model-1.safetensors"]
+    (folder / "model-1.safetensors").write_bytes(b"")
+    assert missing_files(folder) == []
+    assert missing_files(tmp_path) == ["config.json", "*.safetensors"]
+
+
+@pytest.mark.parametrize("where", ["ours", "theirs"])
+def test_a_complete_snapshot_in_either_cache_is_used(hub: Hub, tmp_path: Path, where: str) -> None:
+    hub.cached[where] = _snapshot(tmp_path / "snap")
+    assert ensure_hub_model("m", SOURCE) == tmp_path / "snap"
+    assert hub.lookups == 0
+
+
+def test_an_incomplete_snapshot_is_not_used(hub: Hub, tmp_path: Path) -> None:
+    hub.cached["theirs"] = _snapshot(tmp_path / "snap", absent=1)
+    hub.downloaded = _snapshot(tmp_path / "fresh")
+    lines: list[str] = []
+    assert ensure_hub_model("m", SOURCE, report=lines.append) == tmp_path / "fresh"
+    assert lines == [f"m: downloading owner/name (3.0 GiB) into {tmp_path / 'home' / 'hub'}"]
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (
+            ConnectionError("x"),
+            ["cannot be reached (ConnectionError)", "fetch m`", "model.path=FOLDER"],
+        ),
+        (errors.OfflineModeIsEnabled("x"), ["cannot be reached", "model.load_format=dummy"]),
+        (_http_error(errors.HfHubHTTPError), ["cannot be reached (HfHubHTTPError)"]),
+        (_http_error(errors.GatedRepoError), ["gated", "hf auth login", "HF_TOKEN"]),
+        (_http_error(errors.RepositoryNotFoundError), ["no such repository", "model.source.repo"]),
+        (
+            _http_error(errors.RevisionNotFoundError),
+            ["no revision 'main'", "model.source.revision"],
+        ),
+    ],
+)
+def test_refusals_name_reason_and_remedy(hub: Hub, error: Exception, parts: list[str]) -> None:
+    hub.error = error
+    with pytest.raises(ModelUnavailableError) as caught:
+        ensure_hub_model("m", SOURCE)
+    assert [part for part in parts if part not in str(caught.value)] == []
+    assert caught.value.__cause__ is None
+    assert hub.lookups == 1
+
+
+def test_transport_errors_of_the_http_client_are_caught(hub: Hub) -> None:
+    base = errors.HfHubHTTPError.__mro__[1]
+    hub.error = type("ConnectTimeout", (base,), {})("timed out")
+    with pytest.raises(ModelUnavailableError, match=r"cannot be reached \(ConnectTimeout\)"):
+        ensure_hub_model("m", SOURCE)
+
+
+def test_only_wanted_files_count_for_the_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * GIB))
+    with pytest.raises(
+        ModelUnavailableError, match=r"expected 3\.5 GiB free at .*, found 3\.0 GiB"
+    ):
+        ensure_hub_model("m", SOURCE)
+
+
+def test_bytes_that_are_there_already_count(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = tmp_path / "home" / "hub" / "models--owner--name" / "blobs"
+    blobs.mkdir(parents=True)
+    with (blobs / "part").open("wb") as stream:
+        stream.truncate(GIB)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * GIB))
+    hub.downloaded = _snapshot(tmp_path / "fresh")
+    assert ensure_hub_model("m", SOURCE) == tmp_path / "fresh"
+
+
+def test_a_repository_without_safetensors_is_refused(hub: Hub) -> None:
+    hub.files = {"config.json": 1, "pytorch_model.bin": 5}
+    with pytest.raises(ModelUnavailableError, match="expected weights in safetensors, found none"):
+        ensure_hub_model("m", SOURCE)
+
+
+def test_an_incomplete_download_is_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.downloaded = _snapshot(tmp_path / "fresh", absent=2)
+    with pytest.raises(ModelUnavailableError, match=r"lacks model-0\.safetensors, model-1"):
+        ensure_hub_model("m", SOURCE)

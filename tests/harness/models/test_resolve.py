@@ -1,0 +1,78 @@
+"""The one door, and the command line before it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.models import __main__ as command
+from harness.models.resolve import ModelUnavailableError, ensure_model
+
+
+def test_a_folder_with_a_checkpoint_is_returned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert ensure_model("mine", {"kind": "folder", "path": str(tmp_path)}) == tmp_path
+
+
+def test_a_folder_that_lacks_files_names_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelUnavailableError, match=r"lacks \*\.safetensors\. What helps"):
+        ensure_model("mine", {"kind": "folder", "path": str(tmp_path)})
+    with pytest.raises(ModelUnavailableError, match="expected a folder, found none at"):
+        ensure_model("mine", {"kind": "folder", "path": str(tmp_path / "no")})
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("../x", {"kind": "folder", "path": "/"}, "model name: expected letters"),
+        ("x", {"kind": "torrent"}, "hub, package or folder, got 'torrent'"),
+        ("x", {}, "hub, package or folder, got 'None'"),
+        ("x", {"kind": "hub"}, r"model\.source\.repo: expected a value for kind 'hub', got None"),
+        ("x", {"kind": "hub", "repo": "a b/c"}, r"OWNER/NAME, got 'a b/c'"),
+        ("x", {"kind": "package", "package": "p", "version": "1"}, r"model\.source\.sha256"),
+        ("x", {"kind": "folder"}, r"model\.source\.path"),
+    ],
+)
+def test_an_unusable_source_is_a_value_error(
+    name: str, source: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ensure_model(name, source)
+
+
+def test_fetch_prints_the_folder_and_refuses_unknown_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text(f"source: {{kind: folder, path: {tmp_path}}}\n")
+    (tmp_path / "conf" / "bare.yaml").write_text("name: bare\n")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(command, "CONF", tmp_path / "conf")
+
+    assert command.main(["fetch", "mine"]) == 3
+    assert "lacks *.safetensors" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert command.main(["fetch", "mine"]) == 0
+    assert capsys.readouterr().out == f"mine: {tmp_path}\n"
+    assert command.main(["fetch", "mime"]) == 2
+    assert "expected one of bare, mine, got 'mime'. Did you mean mine?" in capsys.readouterr().err
+    assert command.main(["fetch", "bare"]) == 2
+    assert "bare.yaml: expected a node `source`" in capsys.readouterr().err
+
+
+def test_home_prints_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    assert command.main(["home"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+
+
+def test_the_package_loads_no_heavy_library() -> None:
+    heavy = "{'torch', 'transformers', 'huggingface_hub', 'gguf', 'tokenizers', 'mlflow', 'hydra'}"
+    code = f"import sys, harness.models.__main__; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
