@@ -1,0 +1,75 @@
+"""Turn what Hydra and OmegaConf raise into one ConfigError that says what to change."""
+
+import re
+
+from omegaconf.errors import (
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+from yaml import YAMLError
+
+from harness.errors import ConfigError, did_you_mean
+from harness.keys import describe_type, key_types, unknown_key
+from harness.schema import RunConfig
+
+__all__ = ["explain"]
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    chain = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
+    key = getattr(error, "full_key", None) or ""
+    hint = dict(key_types(RunConfig)).get(key)
+    if isinstance(error, ConfigKeyError) and key and hint is None:
+        if key.split(".")[0] == "hydra":
+            return ConfigError(f"{key}: Hydra has no such key.")
+        return unknown_key(key)
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(f"{key}: expected a value, got none. Set {key}=...")
+    text = _first_line(error)
+    if isinstance(error, ValidationError) and hint is not None:
+        return ConfigError(f"{key}: expected {describe_type(hint)}. {text}.")
+    return ConfigError(f"{key}: {text}." if key else f"{text}.")
+
+
+def _of_missing_option(text: str) -> str | None:
+    match = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+    listed = re.search(r"Available options in '[^']+':\n((?:\s+\S+\n?)+)", text)
+    if match is None or listed is None:
+        return None
+    options = listed[1].split()
+    hint = did_you_mean(match[2], options)
+    return f"{match[1]}: expected one of {', '.join(options)}, got {match[2]!r}.{hint}"
+
+
+def explain(error: Exception) -> ConfigError:
+    """Return one message for an error of composing, without Hydra's own vocabulary.
+
+    Args:
+        error: What Hydra, OmegaConf or the YAML reader raised.
+    """
+    chain = _causes(error)
+    for item in chain:
+        if isinstance(item, ConfigError):
+            return item
+    for item in chain:
+        if isinstance(item, OmegaConfBaseException):
+            return _of_omegaconf(item)
+    for item in chain:
+        if isinstance(item, YAMLError):
+            return ConfigError("YAML: " + " ".join(str(item).split()))
+    return ConfigError(_of_missing_option(str(error)) or " ".join(str(error).split()))

@@ -1,0 +1,266 @@
+"""Compose conf/ and a command line's overrides into RunConfigs, all of them before any runs."""
+
+import copy
+import secrets
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import setup_globals
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from engine.offload_config import OffloadWarning
+from harness.complaints import explain
+from harness.errors import ConfigError
+from harness.keys import check_known_keys
+from harness.models.home import tightfit_home
+from harness.overrides import check_overrides, is_group, is_hydra, normalise
+from harness.schema import RunConfig
+
+__all__ = ["CONF", "DEMO_MODEL", "Composer", "Plan", "Point", "to_run_config"]
+
+CONF: Final = Path(__file__).resolve().parents[1] / "conf"
+CONFIG_NAME: Final = "config"
+DEMO_MODEL: Final = "smollm2_135m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One composed and checked configuration."""
+
+    overrides: list[str]
+    composed: DictConfig
+    config: RunConfig
+    warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a command line asks for: the overrides in Hydra's spelling and every point."""
+
+    overrides: list[str]
+    multirun: bool
+    points: list[Point]
+    is_demo: bool
+    """No model was chosen, so the demo model was taken."""
+
+
+def _stamp() -> str:
+    now = datetime.now(UTC).astimezone()
+    return f"{now:%Y%m%d-%H%M%S-%f}-{secrets.token_hex(3)}"
+
+
+def register() -> None:
+    """Make the schema and the resolvers of conf/config.yaml known to Hydra; may be repeated."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="tightfit")
+    OmegaConf.register_new_resolver(
+        "tightfit_runs", lambda: str(tightfit_home() / "runs"), replace=True
+    )
+    OmegaConf.register_new_resolver("tightfit_stamp", _stamp, use_cache=True, replace=True)
+    setup_globals()
+
+
+def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
+    """Turn one composition (with or without Hydra's node) into a RunConfig and its warnings.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a value out of bounds.
+    """
+    task = copy.deepcopy(composed)
+    with read_write(task), open_dict(task):
+        task.pop("hydra", None)
+    try:
+        check_known_keys(OmegaConf.to_container(task))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", OffloadWarning)
+            config = OmegaConf.to_object(task)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise explain(error) from error
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"expected a RunConfig, got {type(config).__name__}")
+    messages = [str(item.message) for item in caught if issubclass(item.category, OffloadWarning)]
+    return config, list(dict.fromkeys(messages))
+
+
+class Composer:
+    """Hydra's composition of conf/ and a user's folder; runs nothing and writes nothing."""
+
+    def __init__(self, config_dir: Path | None = None) -> None:
+        register()
+        search_path = create_config_search_path(str(CONF))
+        if config_dir is not None:
+            search_path.prepend(
+                provider="command-line",
+                path=f"file://{config_dir.resolve()}",
+                anchor=SearchPathQuery(provider="schema"),
+            )
+        self._loader = ConfigLoaderImpl(config_search_path=search_path)
+
+    def plan(self, typed: Sequence[str], *, multirun: bool = False) -> Plan:
+        """Compose and check every point that a command line asks for.
+
+        Args:
+            typed: Overrides; `model=x`, `+model=x` and `++model=x` are the same here.
+            multirun: -m was given.
+
+        Raises:
+            ConfigError: the first thing that is wrong, in any point.
+        """
+        parsed = self._parse(typed)
+        check_overrides(parsed, self._loader.get_group_options)
+        overrides = normalise(parsed)
+        try:
+            return self._plan_model(overrides, multirun=multirun)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise explain(error) from error
+
+    def _parse(self, typed: Sequence[str]) -> list[Override]:
+        parser = OverridesParser.create(config_loader=self._loader)
+        parsed = []
+        for text in typed:
+            try:
+                parsed.extend(parser.parse_overrides([text]))
+            except HydraException as error:
+                raise ConfigError(
+                    f"{text}: expected key=value or group=option. Quote a value that holds "
+                    "brackets, commas or spaces."
+                ) from error
+        return parsed
+
+    def _plan_model(self, overrides: list[str], *, multirun: bool) -> Plan:
+        """Find the spelling of the model that composes: appended, or in an experiment's place."""
+        chosen = [item for item in overrides if item.startswith("+model=")]
+        is_demo = not chosen and not self._chooses_model(overrides, multirun=multirun)
+        if is_demo:
+            overrides = [f"+model={DEMO_MODEL}", *overrides]
+        try:
+            points, multirun = self._compose_all(overrides, multirun=multirun)
+        except ConfigCompositionException as error:
+            if "Multiple values for model" not in str(error):
+                raise
+            overrides = [item.removeprefix("+") if item in chosen else item for item in overrides]
+            points, multirun = self._compose_replaced(overrides, multirun=multirun)
+        return self._check_all(overrides, points, multirun=multirun, is_demo=is_demo)
+
+    def _chooses_model(self, overrides: list[str], *, multirun: bool) -> bool:
+        """Return whether an experiment (or Hydra's sweep in it) chooses the model."""
+        groups = [item for item in self._parse(overrides) if is_hydra(item) or is_group(item)]
+        lines = [str(item.input_line) for item in groups]
+        points, _ = self._compose_all(lines, multirun=multirun)
+        have = [item[1].hydra.runtime.choices.get("model") is not None for item in points]
+        if any(have) and not all(have):
+            raise ConfigError(
+                "model: some experiments of this sweep choose a model and others do not. Run them "
+                "apart."
+            )
+        return any(have)
+
+    def _compose_replaced(
+        self, overrides: list[str], *, multirun: bool
+    ) -> tuple[list[tuple[list[str], DictConfig]], bool]:
+        try:
+            return self._compose_all(overrides, multirun=multirun)
+        except ConfigCompositionException as error:
+            if "Could not override 'model'" not in str(error):
+                raise
+            raise ConfigError(
+                "model: some experiments of this sweep choose a model and others do not, so one "
+                "model=NAME cannot hold for all. Run them apart."
+            ) from error
+
+    def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
+        try:
+            return self._load_raw(overrides, mode)
+        except Exception:
+            self._check_parents(overrides)
+            raise
+
+    def _load_raw(self, overrides: list[str], mode: RunMode) -> DictConfig:
+        return self._loader.load_configuration(
+            config_name=CONFIG_NAME,
+            overrides=overrides,
+            run_mode=mode,
+            validate_sweep_overrides=False,
+        )
+
+    def _check_parents(self, overrides: list[str]) -> None:
+        """Refuse a value below a node that is null, which OmegaConf reports without its name."""
+        parsed = self._parse(overrides)
+        groups = [str(item.input_line) for item in parsed if is_hydra(item) or is_group(item)]
+        base = self._load_raw(groups, RunMode.MULTIRUN)
+        for item in parsed:
+            key = item.key_or_group
+            node = key if isinstance(item.value(), dict) else key.rpartition(".")[0]
+            if node and not is_hydra(item) and OmegaConf.select(base, node) is None:
+                raise ConfigError(
+                    f"{key}: {node} is null in this configuration, so it has no keys. Choose an "
+                    f"option of {node.split('.')[0]} that sets it."
+                )
+
+    def _compose_all(
+        self, overrides: list[str], *, multirun: bool
+    ) -> tuple[list[tuple[list[str], DictConfig]], bool]:
+        several = [item for item in self._parse(overrides) if item.is_sweep_override()]
+        if not multirun and not several:
+            single = self._load(overrides, RunMode.RUN)
+            _check_hydra(single)
+            if single.hydra.mode != RunMode.MULTIRUN:
+                return [(overrides, single)], False
+        master = self._load(overrides, RunMode.MULTIRUN)
+        _check_hydra(master)
+        if not multirun and master.hydra.mode != RunMode.MULTIRUN:
+            raise ConfigError(
+                f"{several[0].input_line}: several values make a sweep. Add -m, or quote the value "
+                "if the comma belongs to it."
+            )
+        params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
+        task = params + list(master.hydra.overrides.task)
+        batches = BasicSweeper.split_arguments(self._parse(task), None)
+        own = list(master.hydra.overrides.hydra)
+        return [(batch, self._load(own + batch, RunMode.RUN)) for batch in batches[0]], True
+
+    def _check_all(
+        self,
+        overrides: list[str],
+        composed: list[tuple[list[str], DictConfig]],
+        *,
+        multirun: bool,
+        is_demo: bool,
+    ) -> Plan:
+        points: list[Point] = []
+        for own, config in composed:
+            try:
+                run, messages = to_run_config(config)
+            except ConfigError as error:
+                where = f" (point {len(points)} of the sweep: {' '.join(own)})" if multirun else ""
+                raise ConfigError(f"{error}{where}") from error
+            points.append(Point(overrides=own, composed=config, config=run, warnings=messages))
+        if not points:
+            raise ConfigError("sweep: expected at least one point, got none. Check the ranges.")
+        return Plan(overrides=overrides, multirun=multirun, points=points, is_demo=is_demo)
+
+
+def _check_hydra(master: DictConfig) -> None:
+    for name in ("launcher", "sweeper"):
+        choice = master.hydra.runtime.choices.get(f"hydra/{name}")
+        if choice != "basic":
+            raise ConfigError(
+                f"hydra/{name}: expected basic (points run one after another, each in a process of "
+                f"its own), got {choice!r}. Remove it."
+            )

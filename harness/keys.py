@@ -1,0 +1,101 @@
+"""The keys of RunConfig: their dotted paths and types, and messages about wrong ones."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Final
+
+from harness.errors import ConfigError, did_you_mean
+from harness.schema import RunConfig
+
+__all__ = [
+    "GROUPS",
+    "check_known_keys",
+    "describe_type",
+    "is_known_key",
+    "key_types",
+    "unknown_key",
+]
+
+GROUPS: Final = ("model", "gpu", "offload", "kv", "scenario", "tracking", "experiment")
+"""Groups of files in conf/; each but experiment fills the node of its name."""
+
+_NAMES: Final = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def _without_null(hint: Any) -> Any:
+    if typing.get_origin(hint) in {types.UnionType, typing.Union}:
+        return next(item for item in typing.get_args(hint) if item is not type(None))
+    return hint
+
+
+def key_types(node: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, type hint) of every field of a dataclass and of those below it."""
+    hints = typing.get_type_hints(node)
+    for item in dataclasses.fields(node):
+        path = f"{prefix}{item.name}"
+        yield path, hints[item.name]
+        inner = _without_null(hints[item.name])
+        if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+            yield from key_types(inner, f"{path}.")
+
+
+def is_known_key(path: str, known: dict[str, Any]) -> bool:
+    """Return whether a dotted path is a field, or lies in a free mapping such as rope_scaling."""
+    return path in known or is_free_key(path, known)
+
+
+def is_free_key(path: str, known: dict[str, Any]) -> bool:
+    """Return whether a dotted path is a free mapping, or lies in one."""
+    parts = path.split(".")
+    above = (known.get(".".join(parts[:count])) for count in range(1, len(parts) + 1))
+    return any(hint is Any or typing.get_origin(_without_null(hint)) is dict for hint in above)
+
+
+def describe_type(hint: Any) -> str:
+    """Return the type of a key in words, such as "an integer or null"."""
+    inner = _without_null(hint)
+    if dataclasses.is_dataclass(inner):
+        words = "a mapping with the keys " + ", ".join(f.name for f in dataclasses.fields(inner))
+    elif typing.get_origin(inner) is list:
+        words = "a list such as [mlp.down_proj]"
+    else:
+        words = _NAMES.get(inner, "a mapping")
+    return words if inner is hint else f"{words} or null"
+
+
+def unknown_key(path: str) -> ConfigError:
+    """Return the error for a key that RunConfig does not have, with the closest one that it has."""
+    known = [name for name, _ in key_types(RunConfig)]
+    parent, _, last = path.rpartition(".")
+    siblings = [name for name in known if name.rpartition(".")[0] == parent]
+    if parent and siblings:
+        names = {name.rpartition(".")[2]: name for name in siblings}
+        hint = did_you_mean(last, names)
+        listed = f" Keys of {parent}: {', '.join(names)}."
+        return ConfigError(f"{path}: there is no such key.{hint}{listed}")
+    choices = [*GROUPS, *(name for name in known if "." not in name or parent)]
+    hint = did_you_mean(path, choices)
+    if not hint and parent:
+        by_last = [name for name in known if name.rpartition(".")[2] == last]
+        hint = f" Did you mean {by_last[0]}?" if by_last else ""
+    roots = ", ".join(dict.fromkeys(name for name in choices if "." not in name))
+    return ConfigError(f"{path}: there is no such key or group.{hint} There are: {roots}.")
+
+
+def check_known_keys(content: Any, prefix: str = "") -> None:
+    """Check that a composed configuration (plain data) has only keys of RunConfig.
+
+    OmegaConf lets `+key=value` pass a schema, hence this check.
+
+    Raises:
+        ConfigError: naming the first unknown key and the closest known one.
+    """
+    known = dict(key_types(RunConfig))
+    for key, value in content.items():
+        path = f"{prefix}{key}"
+        if not is_known_key(path, known):
+            raise unknown_key(path)
+        if isinstance(value, dict):
+            check_known_keys(value, f"{path}.")
