@@ -11,6 +11,17 @@ from engine.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_N = 4096
 FLOAT_MAX = sys.float_info.max
+SAMPLER_GREEDY_ELEMENTS = 2**23
+"""Logits that the sampler takes at once where it only looks for the largest."""
+SAMPLER_SORT_ELEMENTS = 2**21
+"""Logits that the sampler takes at once where it draws, masks or ranks."""
+
+
+def sampler_workspace_bytes(vocab_size: int) -> int:
+    """Return the most bytes that the sampler uses for a while on the logits' device."""
+    greedy = max(SAMPLER_GREEDY_ELEMENTS, vocab_size) * 16
+    drawing = max(SAMPLER_SORT_ELEMENTS, vocab_size) * 80
+    return max(greedy, drawing)
 
 
 @dataclass(kw_only=True)
