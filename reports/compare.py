@@ -13,7 +13,7 @@ from reports.theme import THEMES, Theme, ThemeName
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_BARS: Final = 60
+MAX_BARS: Final = 40
 OUTPUT: Final = "throughput/output_tok_s"
 
 
@@ -38,7 +38,7 @@ def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> b
         is_output = name == OUTPUT
         _draw_bars(axes, colours, shown, name, colours.accent if is_output else colours.second)
         axes.set_xlabel(label)
-    labels = [theme.plain(_short(row)) for row in shown]
+    labels = [theme.plain(row.title, 34) for row in shown]
     grid[0, 0].set_yticks(range(len(shown)), labels)
     grid[0, 0].set_ylim(len(shown) - 0.4, -0.6)
     return theme.to_png(figure)
@@ -105,10 +105,6 @@ SWEEP_FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
 
 def _value(row: Row, name: str) -> float | None:
     return row.record.metrics.get(name) if row.record else None
-
-
-def _short(row: Row) -> str:
-    return row.title if len(row.title) <= 34 else f"{row.title[:31]}..."
 
 
 def _note(records: Sequence[RunRecord]) -> str:

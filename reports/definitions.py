@@ -8,16 +8,20 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "load": "one phase of load/total_s on the critical path; phases do not overlap",
         "load/total_s": (
-            "t(first token on the host) - t(engine construction starts), in a fresh process;"
-            " equals the sum of its phases"
+            "t(first token on the host) - t(start of the process); mean over the warm starts,"
+            " equals the sum of the phases"
         ),
-        "load/build_s": "time to resolve the configuration, the model's structure and the plan",
+        "load/import_s": "t(engine construction starts) - t(start of the process)",
+        "load/plan_s": "time to read the model's sizes, open the device and plan every byte",
+        "load/tokenizer_s": "time to load the tokenizer",
+        "load/pin_s": "time to allocate, touch and register the weights' places in host memory",
         "load/read_s": "time the load waits for checkpoint bytes from storage or the page cache",
-        "load/convert_s": "time the load waits for dtype conversion and packing of weights",
-        "load/pin_s": "time to allocate, touch and register host memory with the device",
-        "load/copy_s": "time the load waits for copies from host to device",
-        "load/warmup_s": "time of warm-up steps and graph capture before the first request",
-        "load/first_token_s": "t(first token on the host) - t(submit) of the first request",
+        "load/convert_s": "time the load waits for dtype conversion, packing or random weights",
+        "load/copy_s": "time the load waits for copies of weights into their place",
+        "load/allocate_s": "time to allocate the KV cache and the work buffers",
+        "load/warm_up_s": "time of warm-up steps and graph capture before the first request",
+        "load/build_s": "rest of the engine's construction that no other phase names",
+        "load/first_token_s": "t(first token on the host) - t(engine is built), one short prompt",
         "load/busy": "time the phase was active; busy times overlap and do not sum to total_s",
         "latency/ttft_ms": "time to first token: t(first token on the host) - t(submit)",
         "latency/tpot_ms": (
@@ -61,8 +65,15 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
             " GB = 10^9 bytes, measured in this run"
         ),
         "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
-        "link/share": "(offload/bytes_per_step / decode step time) / link/h2d_gb_s",
-        "offload/bytes_per_step": "bytes that cross from host to device in one decode step",
+        "link/in_place_gb_s": "rate at which a kernel reads registered host memory in place",
+        "link/hbm_copy_gb_s": "copy within device memory, bytes read + bytes written",
+        "link/share": (
+            "(bytes moved host to device in the steps that only decode / wall time of those steps)"
+            " / link/h2d_gb_s"
+        ),
+        "offload/bytes_per_step": (
+            "bytes host to device, copied or read in place, per step that only decodes"
+        ),
         "energy/j_per_token": (
             "difference of the GPU's energy counter over the measured window / output tokens"
         ),
@@ -96,6 +107,10 @@ CONVENTIONS: Final[tuple[str, ...]] = (
 )
 
 
+COLD: Final = "cold_"
+"""Prefix of a load quantity measured with the checkpoint dropped from the page cache."""
+
+
 def definition(metric: str) -> str | None:
     """Return the definition of a metric name, looked up by its longest known prefix.
 
@@ -103,6 +118,10 @@ def definition(metric: str) -> str | None:
         metric: a full name, such as `latency/ttft_ms/p50`.
     """
     parts = metric.split("/")
+    if parts[0] == "load" and parts[-1].startswith(COLD):
+        warm = definition("/".join([*parts[:-1], parts[-1].removeprefix(COLD)])) or ""
+        warm = warm.replace("warm starts", "cold starts")
+        return f"{warm}; the checkpoint was dropped from the page cache first"
     for length in range(len(parts), 0, -1):
         text = METRIC_DEFINITIONS.get("/".join(parts[:length]))
         if text is not None:

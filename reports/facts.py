@@ -46,7 +46,7 @@ def dig_text(tree: object, *paths: str) -> str | None:
 
 def is_emulated(record: RunRecord) -> bool:
     """Return whether the run's tiers were emulated on the CPU."""
-    return record.environment.get("emulated") is True
+    return True in {record.environment.get("emulated"), record.effective.get("emulated")}
 
 
 def gpu_name(record: RunRecord) -> str | None:
@@ -65,34 +65,30 @@ def model_name(record: RunRecord) -> str | None:
 
 
 def offload_name(record: RunRecord) -> str | None:
-    """Return the offload choice: its group option, else the backend."""
-    for override in record.overrides:
-        key, _, value = override.partition("=")
-        if key.lstrip("+") == "offload":
-            return value
-    return dig_text(record.config, "offload.name", "offload.offload_backend")
+    """Return the backend that moves weights: none, uva or prefetch."""
+    backend = dig_text(record.config, "offload.offload_backend")
+    if backend != "auto":
+        return backend
+    if dig_number(record.config, "offload.prefetch.offload_group_size"):
+        return "prefetch"
+    return "uva" if dig_number(record.config, "offload.uva.cpu_offload_gb") else "none"
 
 
 def budget_title(record: RunRecord) -> str | None:
-    """Return `budget 16.0 GiB on NVIDIA H200`, or None where no budget is known.
+    """Return `budget 16.0 GiB on NVIDIA H200`, or the card alone where no budget was set.
 
-    The words `budget ... on` appear only where the budget is not the whole card.
+    None where neither is known.
     """
-    budget_gib = dig_number(record.config, "gpu.memory_gib")
-    if budget_gib is None:
-        planned = dig_number(record.plan, "gpu.budget_bytes")
-        budget_gib = None if planned is None else planned / GIB
-    if budget_gib is None:
-        return None
+    card, whole = gpu_name(record), card_bytes(record)
+    asked_gib = dig_number(record.config, "gpu.memory_gib")
     if is_emulated(record):
-        return f"budget {number(budget_gib)} GiB, emulated on the CPU"
-    card = gpu_name(record)
-    if card is None:
-        return f"budget {number(budget_gib)} GiB"
-    whole = card_bytes(record)
-    if whole is not None and budget_gib * GIB >= 0.98 * whole:
-        return f"{card}, {number(budget_gib)} GiB"
-    return f"budget {number(budget_gib)} GiB on {card}"
+        planned = dig_number(record.plan, "gpu.budget_bytes")
+        asked_gib = planned / GIB if asked_gib is None and planned is not None else asked_gib
+        size = "" if asked_gib is None else f"budget {number(asked_gib)} GiB, "
+        return f"{size}emulated on the CPU"
+    if asked_gib is None or (whole is not None and asked_gib * GIB >= 0.98 * whole):
+        return card if whole is None or card is None else f"{card}, {number(whole / GIB)} GiB"
+    return f"budget {number(asked_gib)} GiB" + (f" on {card}" if card else "")
 
 
 def items(plan: Mapping[str, object] | None, side: str) -> dict[str, float]:
@@ -141,10 +137,15 @@ def rows(record: RunRecord, scenario: str) -> list[Mapping[str, object]]:
     return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
 
 
+def complete_rows(record: RunRecord) -> list[Mapping[str, object]]:
+    """Return the latency rows of the requests that did not fail."""
+    return [row for row in rows(record, "latency") if row.get("error") is None]
+
+
 def latency_values(record: RunRecord, key: str) -> list[float]:
-    """Return one latency column of the samples, `itl_ms` pooled over requests; nulls left out."""
+    """Return one latency column of the requests that did not fail, `itl_ms` pooled."""
     values: list[float] = []
-    for row in rows(record, "latency"):
+    for row in complete_rows(record):
         found = row.get(key)
         cells = found if isinstance(found, list) else [found]
         values += [

@@ -24,7 +24,19 @@ RATES: Final = (
     ("throughput/output_tok_s", "output"),
     ("throughput/total_tok_s", "prompt + output"),
 )
-PHASE_ORDER: Final = ("build", "read", "convert", "pin", "copy", "warmup", "first_token")
+PHASE_ORDER: Final = (
+    "import",
+    "plan",
+    "tokenizer",
+    "pin",
+    "read",
+    "convert",
+    "copy",
+    "allocate",
+    "warm_up",
+    "build",
+    "first_token",
+)
 
 
 def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
@@ -35,7 +47,7 @@ def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes 
     if not panels:
         return None
     num_rows = (len(panels) + 1) // 2
-    count = len(facts.rows(record, "latency"))
+    count = len(facts.complete_rows(record))
     title = f"Latency of {count} requests: share at or below"
     figure = theme.new_figure(colours, 0.7 + 2.3 * num_rows, title, _note(record))
     grid = figure.subplots(num_rows, min(2, len(panels)), squeeze=False)
@@ -169,7 +181,7 @@ def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | N
     axes.set_xlim(0, end * 1.14 or 1)
     axes.set_ylim(len(starts) - 0.5, -0.5)
     axes.set_yticks(range(len(starts)), [theme.plain(label) for label, _ in starts])
-    axes.set_xlabel("seconds since the engine's construction starts")
+    axes.set_xlabel("seconds since the process started")
     theme.draw_legend(figure, axes, colours, min(6, len(names)))
     return theme.to_png(figure)
 
@@ -202,9 +214,7 @@ def phase_names(starts: list[dict[str, float]]) -> list[str]:
 
 def phase_label(name: str) -> str:
     """Return a phase's or part's name as people read it."""
-    return {"warmup": "warm-up"}.get(name.removesuffix("_s"), name.removesuffix("_s")).replace(
-        "_", " "
-    )
+    return name.removesuffix("_s").replace("_", " ")
 
 
 def _note(record: RunRecord) -> str:

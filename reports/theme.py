@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
+from reports.text import shorten
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -89,9 +91,9 @@ def part_colours(names: list[str]) -> dict[str, str]:
     }
 
 
-def plain(text: str) -> str:
-    """Return text that a figure can draw: one line, no formula signs, no missing glyphs."""
-    line = " ".join(text.split())
+def plain(text: str, length: int = 30) -> str:
+    """Return text that a figure can draw: short, one line, no formulas, no missing glyphs."""
+    line = shorten(text, length)
     latin = line.encode("latin-1", "replace").decode("latin-1")
     return "".join(c if c.isprintable() else "?" for c in latin).replace("$", r"\$")
 
@@ -106,7 +108,7 @@ def new_figure(theme: Theme, height_in: float, title: str, note: str = "") -> "F
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout=layout)
     FigureCanvasAgg(figure)
     figure.set_facecolor(theme.background)
-    lines = plain(title) + (f"\n{plain(note)}" if note else "")
+    lines = plain(title, 90) + (f"\n{plain(note, 90)}" if note else "")
     figure.suptitle(lines, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=theme.ink)
     return figure
 

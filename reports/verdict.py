@@ -71,7 +71,7 @@ def _error_lines(record: RunRecord) -> list[str]:
 
 def _notes(record: RunRecord) -> list[str]:
     notes = []
-    for key, word in (("fallbacks", "Fallback"), ("warnings", "Warning")):
+    for key, word in (("fallbacks", "Fallback"), ("warnings", "Warning"), ("notes", "Note")):
         found = record.effective.get(key)
         notes += [f"{word}: {leaf(item)}" for item in found] if isinstance(found, list) else []
     return notes

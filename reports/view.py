@@ -29,6 +29,7 @@ HEADLINES: Final = (
     ("latency/tpot_ms", "TPOT"),
     ("latency/ttft_ms", "TTFT"),
     ("load/total_s", "Load"),
+    ("load/cold_total_s", "Load, cold"),
     ("memory/gpu_peak_gib", "GPU peak"),
     ("memory/host_pinned_gib", "Host pinned"),
     ("link/share", "Share of the link"),

@@ -29,7 +29,7 @@ def config(offload="uva", gpu="rtx4080_16gb", memory_gib=16.0):
     }
 
 
-def plan(weights=5.61, kv=6.2, budget=13.6):
+def plan(weights=5.61, kv=6.2, budget=13.6, pinned=8.01):
     gpu = {
         "weights": gib(weights),
         "prefetch_slots": 0,
@@ -42,7 +42,7 @@ def plan(weights=5.61, kv=6.2, budget=13.6):
     }
     total = sum(gpu.values())
     budget_bytes = gib(budget)
-    host = {"pinned_weights": gib(8.01), "pageable_weights": 0}
+    host = {"pinned_weights": gib(pinned), "pageable_weights": 0}
     return {
         "gpu": {
             "budget_bytes": budget_bytes,
@@ -53,12 +53,12 @@ def plan(weights=5.61, kv=6.2, budget=13.6):
         "host": {"limit_bytes": gib(118), "items": host, "total_bytes": sum(host.values())},
         "kv": {"num_gpu_blocks": 793, "block_size": 16, "tokens": 12688, "max_concurrency": 3.1},
         "placements": {
-            "resident": gib(5.61),
-            "uva": gib(8.01),
+            "resident": gib(weights),
+            "uva": gib(pinned),
             "prefetch": 0,
             "on_demand": 0,
         },
-        "bytes_per_step": gib(8.01),
+        "bytes_per_step": gib(pinned),
     }
 
 
@@ -83,29 +83,36 @@ def latency_rows(count=20, ttft_ms=210.0, tpot_ms=157.0, seed=1):
     for _ in range(count):
         first = ttft_ms * draw.uniform(0.96, 1.12)
         gaps = [tpot_ms * draw.lognormvariate(0, 0.02) for _ in range(31)]
-        rows.append({
-            "ttft_ms": first,
-            "tpot_ms": sum(gaps) / len(gaps),
-            "e2e_ms": first + sum(gaps),
-            "itl_ms": gaps,
-            "num_prompt_tokens": 128,
-            "num_output_tokens": 32,
-        })
+        rows.append(
+            {
+                "ttft_ms": first,
+                "tpot_ms": sum(gaps) / len(gaps),
+                "e2e_ms": first + sum(gaps),
+                "itl_ms": gaps,
+                "num_prompt_tokens": 128,
+                "num_output_tokens": 32,
+            }
+        )
     return rows
 
 
 def load_rows():
-    cold = {"read": 9.8, "convert": 0.0, "pin": 0.71, "copy": 0.4, "warmup": 3.9, "first_token": 0.2}
-    warm = {"read": 2.1, "convert": 0.0, "pin": 0.7, "copy": 0.4, "warmup": 3.8, "first_token": 0.2}
-    return [
-        {
-            "start": name,
-            "phases": phases,
-            "busy": {"read": phases["read"], "copy": 2.2},
-            "total_s": sum(phases.values()),
-        }
-        for name, phases in (("cold", cold), ("warm", warm))
-    ]
+    """Two starts whose phases sum to 16.9 and 9.1 seconds."""
+    shared = {"import": 1.3, "plan": 0.2, "tokenizer": 0.4, "pin": 0.7, "convert": 0.0}
+    rest = {"copy": 0.4, "allocate": 0.1, "warm_up": 3.8, "build": 0.0, "first_token": 0.2}
+    rows = []
+    for start, read_s in (("cold", 9.8), ("warm", 2.0)):
+        phases = {**shared, "read": read_s, **rest}
+        rows.append(
+            {
+                "start": start,
+                "is_cold": start == "cold",
+                "phases": phases,
+                "busy": {"read": read_s, "copy": 2.2},
+                "total_s": sum(phases.values()),
+            }
+        )
+    return rows
 
 
 def latency_metrics(rows):
@@ -140,9 +147,10 @@ def ok_record(**changes):
             "warnings": [],
         },
         "metrics": {
-            "load/total_s": loads[0]["total_s"],
-            "load/read_s": 9.8,
-            "load/pin_s": 0.71,
+            "load/total_s": loads[1]["total_s"],
+            "load/cold_total_s": loads[0]["total_s"],
+            "load/read_s": 2.0,
+            "load/pin_s": 0.7,
             "load/busy/copy_s": 2.2,
             **latency_metrics(latency),
             "throughput/output_tok_s": 402.7,
@@ -165,7 +173,7 @@ def ok_record(**changes):
 
 def no_fit_record(**changes):
     """The resident plan of the same model: over its budget, nothing measured."""
-    refused = plan(weights=13.6, kv=0.5)
+    refused = plan(weights=13.6, kv=0.5, pinned=0)
     fields = {
         "run_id": "20261127-101200-77aa",
         "name": "olmo7b-none-rtx4080_16gb",

@@ -1,0 +1,81 @@
+"""Digits, units and names."""
+
+import pytest
+
+from reports.text import duration, flatten, gib, leaf, metric_text, number, shorten, unit
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "n/a"),
+        (0, "0"),
+        (0.0, "0"),
+        (0.01234, "0.0123"),
+        (0.1, "0.10"),
+        (5.516, "5.52"),
+        (90.5, "90.5"),
+        (176.84, "176.8"),
+        (11876.4, "11,876"),
+        (-3.14159, "-3.14"),
+    ],
+)
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_bytes_and_durations():
+    assert gib(None) == "n/a"
+    assert gib(0) == "0 GiB"
+    assert gib(8.01 * GIB) == "8.01 GiB"
+    assert gib(64 * 2**20) == "64.0 MiB"
+    assert duration(None) == "n/a"
+    assert duration(12.34) == "12.3 s"
+    assert duration(312.4) == "5 min 12 s"
+    assert duration(7380) == "2 h 03 min"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("throughput/output_tok_s", 402.7, "402.7 tok/s"),
+        ("throughput/requests_s", 3.15, "3.15 requests/s"),
+        ("latency/ttft_ms/p50", 223.66, "223.7 ms"),
+        ("load/total_s", 15.01, "15.0 s"),
+        ("load/busy/read_s", 2.0, "2.00 s"),
+        ("memory/gpu_peak_gib", 12.94, "12.9 GiB"),
+        ("link/h2d_gb_s", 55.5, "55.5 GB/s"),
+        ("link/share", 0.985, "98.5 %"),
+        ("offload/bytes_per_step", 8 * GIB, "8.00 GiB/step"),
+        ("energy/j_per_token", 1.5, "1.50 J/token"),
+        ("energy/j_per_token", None, "n/a"),
+        ("other/count", 3, "3.00"),
+    ],
+)
+def test_metrics_carry_their_unit(name, value, text):
+    assert metric_text(name, value) == text
+
+
+def test_unit_of_a_name_without_one_is_empty():
+    assert not unit("other/count")
+
+
+def test_trees_are_flattened_to_leaves():
+    tree = {"a": {"b": 1, "c": {}}, "d": [1, 2], "e": None}
+    assert dict(flatten(tree)) == {"a.b": 1, "a.c": {}, "d": [1, 2], "e": None}
+    assert [leaf(value) for value in ("x", None, True, [1], {})] == [
+        "x",
+        "null",
+        "true",
+        "[1]",
+        "{}",
+    ]
+
+
+def test_long_text_is_cut_in_the_middle():
+    assert shorten("a  b\nc", 10) == "a b c"
+    cut = shorten("0123456789" * 3, 11)
+    assert cut == "0123...6789"
+    assert len(cut) == 11
