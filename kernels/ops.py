@@ -1,0 +1,360 @@
+"""The operators: each is described here, checks its arguments, and runs where its tensors are.
+
+CUDA tensors go to Triton kernels (embedding and linear to torch's own), CPU tensors to the PyTorch
+twins in kernels.ref. All take float32, bfloat16 and float16 and accumulate in float32. On a GPU
+every operator enqueues on the current stream, waits for nothing, and can be captured in a CUDA
+graph; its arguments must stay alive until that work is done.
+
+Shape letters: T tokens, S sequences, M blocks per sequence, B blocks, P tokens per block,
+N query heads, K KV heads, H head size, D hidden, F feed-forward, V vocabulary, R rotated elements
+of a head.
+"""
+
+import torch
+
+from kernels.checks import (
+    KernelArgumentError,
+    check_attention,
+    check_dims,
+    check_float,
+    check_tensor,
+    check_workspace,
+)
+from kernels.ref import activation as ref_activation
+from kernels.ref import attention as ref_attention
+from kernels.ref import kv as ref_kv
+from kernels.ref import linear as ref_linear
+from kernels.ref import norm as ref_norm
+from kernels.ref import rotary as ref_rotary
+from kernels.sizes import DECODE_SPLIT_TOKENS, decode_workspace_bytes
+from kernels.workspace import DecodeWorkspace, decode_workspace
+
+__all__ = [
+    "DECODE_SPLIT_TOKENS",
+    "DecodeWorkspace",
+    "KernelArgumentError",
+    "add_rms_norm",
+    "decode_workspace",
+    "decode_workspace_bytes",
+    "embedding",
+    "linear",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "rms_norm",
+    "rotary_",
+    "silu_mul",
+    "write_kv",
+]
+
+# Triton is imported by the first call on a GPU: machines without one need not have it.
+# ruff: noqa: PLC0415
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row by its root mean square and multiply by a weight, rounding once.
+
+    Args:
+        x: [..., D], stride 1 in the last dimension; the others may be strided, as the heads of a
+            fused projection are.
+        weight: [D], dtype of x.
+        eps: added to the mean square.
+
+    Returns:
+        A new contiguous tensor, shape and dtype of x.
+    """
+    check_float("rms_norm.x", x)
+    if x.dim() == 0:
+        raise KernelArgumentError("rms_norm.x", "one dimension or more", "none")
+    check_tensor("rms_norm.x", x, x.shape, x.dtype, x.device)
+    check_tensor("rms_norm.weight", weight, (x.shape[-1],), x.dtype, x.device)
+    if x.is_cuda:
+        from kernels.triton import norm
+
+        return norm.rms_norm(x, weight, eps)
+    return ref_norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add x to residual in place, and return the rms_norm of the sum as it is stored.
+
+    Args:
+        x: [T, D], stride 1 in the last dimension.
+        residual: [T, D], dtype of x; overwritten.
+        weight: [D], dtype of x.
+        eps: added to the mean square.
+
+    Returns:
+        A new contiguous tensor [T, D], dtype of x.
+    """
+    check_float("add_rms_norm.x", x)
+    check_dims("add_rms_norm.x", x, "TD")
+    check_tensor("add_rms_norm.x", x, x.shape, x.dtype, x.device)
+    check_tensor("add_rms_norm.residual", residual, x.shape, x.dtype, x.device)
+    check_tensor("add_rms_norm.weight", weight, (x.shape[1],), x.dtype, x.device)
+    if x.is_cuda:
+        from kernels.triton import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps)
+    return ref_norm.add_rms_norm(x, residual, weight, eps)
+
+
+def rotary_(
+    q_TNH: torch.Tensor, k_TKH: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Rotate the first R elements of every head in place by its token's position.
+
+    Element i of the first half pairs with element i of the second half of the R elements.
+
+    Args:
+        q_TNH: queries; may be a strided view of a fused projection.
+        k_TKH: keys, dtype of q; may be a view of the same tensor.
+        cos_sin: [max_positions, R] float32, R / 2 cosines and then R / 2 sines.
+        positions: [T] int64, 0 to max_positions - 1; not checked, as that would wait for the GPU.
+    """
+    check_float("rotary_.q", q_TNH)
+    check_dims("rotary_.q", q_TNH, "TNH")
+    num_tokens, _, head_size = q_TNH.shape
+    device = q_TNH.device
+    check_tensor("rotary_.q", q_TNH, (num_tokens, None, head_size), q_TNH.dtype, device)
+    check_tensor("rotary_.k", k_TKH, (num_tokens, None, head_size), q_TNH.dtype, device)
+    check_tensor("rotary_.cos_sin", cos_sin, (None, None), torch.float32, device)
+    check_tensor("rotary_.positions", positions, (num_tokens,), torch.int64, device)
+    rotated = cos_sin.shape[1]
+    if rotated % 2 or not 0 < rotated <= head_size:
+        raise KernelArgumentError(
+            "rotary_.cos_sin", f"an even number of columns, 2 to {head_size} (H)", f"{rotated}"
+        )
+    if q_TNH.is_cuda:
+        from kernels.triton import rotary
+
+        rotary.rotary_(q_TNH, k_TKH, cos_sin, positions)
+        return
+    ref_rotary.rotary_(q_TNH, k_TKH, cos_sin, positions)
+
+
+def write_kv(
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Copy each token's keys and values to its slot of the cache.
+
+    Args:
+        k_TKH: keys; may be a strided view.
+        v_TKH: values, shape and dtype of k; may be a strided view.
+        k_cache: [B, K, P, H], dtype of k, stride 1 in the last dimension, other strides free.
+        v_cache: [B, K, P, H], as k_cache.
+        slots: [T] int64, block * P + offset, or -1 for a token that is not written. No slot twice,
+            and none beyond the cache: neither is checked.
+    """
+    check_float("write_kv.k", k_TKH)
+    check_dims("write_kv.k", k_TKH, "TKH")
+    num_tokens, num_heads, head_size = k_TKH.shape
+    dtype, device = k_TKH.dtype, k_TKH.device
+    check_tensor("write_kv.k", k_TKH, (num_tokens, num_heads, head_size), dtype, device)
+    check_tensor("write_kv.v", v_TKH, (num_tokens, num_heads, head_size), dtype, device)
+    check_tensor("write_kv.slots", slots, (num_tokens,), torch.int64, device)
+    check_tensor("write_kv.k_cache", k_cache, (None, num_heads, None, head_size), dtype, device)
+    check_tensor("write_kv.v_cache", v_cache, k_cache.shape, dtype, device)
+    if k_TKH.is_cuda:
+        from kernels.triton import kv
+
+        kv.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots)
+        return
+    ref_kv.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots)
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up of a fused projection, rounding once.
+
+    Args:
+        gate_up_T2F: [T, 2F], F columns of gate and then F of up, stride 1 in the last dimension.
+
+    Returns:
+        A new contiguous tensor [T, F], dtype of the argument.
+    """
+    check_float("silu_mul.gate_up", gate_up_T2F)
+    check_dims("silu_mul.gate_up", gate_up_T2F, "TF")
+    num_tokens, width = gate_up_T2F.shape
+    if width % 2:
+        raise KernelArgumentError("silu_mul.gate_up", "an even number of columns", f"{width}")
+    check_tensor(
+        "silu_mul.gate_up", gate_up_T2F, (num_tokens, width), gate_up_T2F.dtype, gate_up_T2F.device
+    )
+    if gate_up_T2F.is_cuda:
+        from kernels.triton import activation
+
+        return activation.silu_mul(gate_up_T2F)
+    return ref_activation.silu_mul(gate_up_T2F)
+
+
+def paged_decode_attention(
+    q_SNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables_SM: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    scale: float,
+    *,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """Attend from one query a sequence to all keys of that sequence in a paged cache.
+
+    A sequence's result depends on nothing else in the batch. With out and workspace given, a call
+    on a GPU allocates nothing.
+
+    Args:
+        q_SNH: queries, N a multiple of K, H from 16 to 256; may be a strided view.
+        k_cache: [B, K, P, H], dtype of q, stride 1 in the last dimension, other strides free.
+        v_cache: [B, K, P, H], as k_cache.
+        block_tables_SM: int32; row s names the blocks of sequence s in order. Entries beyond the
+            sequence's length are not read.
+        seq_lens_S: int32, keys of each sequence; 0 gives a row of zeros.
+        scale: multiplies the scores.
+        max_seq_len: no sequence is longer; sizes the grid and the workspace, not checked against
+            seq_lens_S.
+        out: [S, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
+        workspace: from decode_workspace, for at least S sequences of max_seq_len; allocated if
+            None. Read by no other call until this one is done. The CPU needs none.
+
+    Returns:
+        out, [S, N, H].
+    """
+    name = "paged_decode_attention"
+    check_attention(name, q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, out)
+    if seq_lens_S.shape[0] != q_SNH.shape[0]:
+        raise KernelArgumentError(
+            f"{name}.seq_lens", f"{q_SNH.shape[0]} lengths", f"{seq_lens_S.shape[0]}"
+        )
+    if workspace is not None:
+        check_workspace(name, q_SNH, workspace, max_seq_len)
+    if q_SNH.is_cuda:
+        from kernels.triton import decode_attention
+
+        return decode_attention.paged_decode_attention(
+            q_SNH,
+            k_cache,
+            v_cache,
+            block_tables_SM,
+            seq_lens_S,
+            scale,
+            max_seq_len=max_seq_len,
+            out=out,
+            workspace=workspace,
+        )
+    return ref_attention.paged_decode_attention(
+        q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, scale, out=out
+    )
+
+
+def paged_prefill_attention(
+    q_TNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables_SM: torch.Tensor,
+    query_starts_S1: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend causally from the last tokens of each sequence to its keys in a paged cache.
+
+    Sequence s has the queries query_starts[s] to query_starts[s + 1]; they are the last n of its
+    seq_lens[s] tokens, and query i sees the keys 0 to seq_lens[s] - n + i. The keys and values of
+    these tokens are already in the cache.
+
+    Args:
+        q_TNH: queries, N a multiple of K, H from 16 to 256; may be a strided view.
+        k_cache: [B, K, P, H], dtype of q, stride 1 in the last dimension, other strides free.
+        v_cache: [B, K, P, H], as k_cache.
+        block_tables_SM: int32; row s names the blocks of sequence s in order. Entries beyond the
+            sequence's length are not read.
+        query_starts_S1: [S + 1] int32, ascending, the last at most T; not checked.
+        seq_lens_S: int32, keys of each sequence, at least its number of queries; not checked.
+        scale: multiplies the scores.
+        max_query_len: no sequence has more queries; sizes the grid, not checked.
+        out: [T, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
+
+    Returns:
+        out, [T, N, H]. Rows that belong to no sequence are undefined.
+    """
+    name = "paged_prefill_attention"
+    check_attention(name, q_TNH, k_cache, v_cache, block_tables_SM, seq_lens_S, out)
+    num_seqs = seq_lens_S.shape[0]
+    check_tensor(
+        f"{name}.query_starts", query_starts_S1, (num_seqs + 1,), torch.int32, q_TNH.device
+    )
+    if q_TNH.is_cuda:
+        from kernels.triton import prefill_attention
+
+        return prefill_attention.paged_prefill_attention(
+            q_TNH,
+            k_cache,
+            v_cache,
+            block_tables_SM,
+            query_starts_S1,
+            seq_lens_S,
+            scale,
+            max_query_len=max_query_len,
+            out=out,
+        )
+    return ref_attention.paged_prefill_attention(
+        q_TNH,
+        k_cache,
+        v_cache,
+        block_tables_SM,
+        query_starts_S1,
+        seq_lens_S,
+        scale,
+        out=out,
+    )
+
+
+def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
+    """Return the table's rows for these ids.
+
+    Args:
+        ids_T: int64, 0 to V - 1.
+        table_VD: on a GPU also a CUDA tensor over pinned host memory, of which only the rows asked
+            for cross the link.
+
+    Returns:
+        A new tensor [T, D], dtype of the table.
+    """
+    check_dims("embedding.table", table_VD, "VD")
+    check_float("embedding.table", table_VD)
+    check_tensor("embedding.ids", ids_T, (None,), torch.int64, table_VD.device)
+    return ref_linear.embedding(ids_T, table_VD)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    Args:
+        x: [..., in].
+        weight: [out, in], dtype of x; on a GPU also a CUDA tensor over pinned host memory.
+        bias: [out], dtype of x, or None.
+
+    Returns:
+        A new tensor [..., out], dtype of x.
+    """
+    check_float("linear.x", x)
+    check_tensor(
+        "linear.weight",
+        weight,
+        (None, x.shape[-1]),
+        x.dtype,
+        x.device,
+        last_contiguous=False,
+    )
+    if bias is not None:
+        check_tensor("linear.bias", bias, (weight.shape[0],), x.dtype, x.device)
+    return ref_linear.linear(x, weight, bias)

@@ -1,0 +1,10 @@
+"""Twin of the gated activation. T tokens, F feed-forward."""
+
+import torch
+from torch.nn import functional
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Twin of kernels.ops.silu_mul."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return (functional.silu(gate.float()) * up.float()).to(gate_up_T2F.dtype)

@@ -1,0 +1,100 @@
+"""Twins of paged attention: one sequence after the other, scores and sums in float32.
+
+Shape letters: T tokens, S sequences, M blocks per sequence, N query heads, K KV heads,
+H head size, L keys of one sequence.
+"""
+
+import torch
+from torch.nn import functional
+
+QUERY_CHUNK_TOKENS = 128
+"""Queries that prefill attends at a time; bounds the mask and skips keys that none may see."""
+
+
+def paged_decode_attention(
+    q_SNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables_SM: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    scale: float,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Twin of kernels.ops.paged_decode_attention."""
+    out = torch.empty_like(q_SNH, memory_format=torch.contiguous_format) if out is None else out
+    num_kv_heads, head_size = k_cache.shape[1], k_cache.shape[3]
+    for index, seq_len in enumerate(seq_lens_S.tolist()):
+        if seq_len == 0:
+            out[index] = 0
+            continue
+        table = block_tables_SM[index]
+        keys = _gather(k_cache, table, seq_len)
+        values = _gather(v_cache, table, seq_len)
+        # All query heads of one KV head attend as rows of one product: no key is repeated.
+        query = q_SNH[index].float().reshape(1, num_kv_heads, -1, head_size)
+        attended = functional.scaled_dot_product_attention(query, keys, values, scale=scale)
+        out[index] = attended.reshape(-1, head_size)
+    return out
+
+
+def paged_prefill_attention(
+    q_TNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables_SM: torch.Tensor,
+    query_starts_S1: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    scale: float,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Twin of kernels.ops.paged_prefill_attention."""
+    if out is None:
+        out = torch.zeros(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    starts = query_starts_S1.tolist()
+    for index, seq_len in enumerate(seq_lens_S.tolist()):
+        begin, end = starts[index], starts[index + 1]
+        if begin == end:
+            continue
+        table = block_tables_SM[index]
+        keys = _gather(k_cache, table, seq_len)
+        values = _gather(v_cache, table, seq_len)
+        first_position = seq_len - (end - begin)
+        for chunk in range(begin, end, QUERY_CHUNK_TOKENS):
+            stop = min(chunk + QUERY_CHUNK_TOKENS, end)
+            out[chunk:stop] = _attend_causal(
+                q_TNH[chunk:stop], keys, values, first_position + chunk - begin, scale
+            )
+    return out
+
+
+def _attend_causal(
+    q_TNH: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first_position: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend to keys 0 to the query's own position; the first query is at first_position."""
+    num_keys = first_position + q_TNH.shape[0]
+    positions = torch.arange(first_position, num_keys, device=q_TNH.device)
+    visible = torch.arange(num_keys, device=q_TNH.device) <= positions[:, None]
+    attended = functional.scaled_dot_product_attention(
+        q_TNH.float().transpose(0, 1)[None],
+        keys[:, :, :num_keys],
+        values[:, :, :num_keys],
+        attn_mask=visible,
+        scale=scale,
+        enable_gqa=q_TNH.shape[1] != keys.shape[1],
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _gather(cache: torch.Tensor, table_M: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Read one sequence's keys or values as float32 [1, K, L, H]."""
+    num_kv_heads, tokens_per_block, head_size = cache.shape[1:]
+    num_blocks = -(-seq_len // tokens_per_block)
+    blocks = cache.index_select(0, table_M[:num_blocks])
+    rows = blocks.transpose(0, 1).reshape(1, num_kv_heads, -1, head_size)
+    return rows[:, :, :seq_len].float()

@@ -1,0 +1,31 @@
+"""Sizes of the operators' scratch memory; pure arithmetic, so that planning needs no torch."""
+
+DECODE_SPLIT_TOKENS = 256
+"""Keys that one partial result of decode attention covers.
+
+Fixed, so that a sequence's result depends on neither the batch nor the grid.
+"""
+
+_FLOAT32_BYTES = 4
+
+
+def decode_num_splits(max_seq_len: int) -> int:
+    """Return the number of partial results of a sequence of this many tokens.
+
+    Args:
+        max_seq_len: tokens, 0 or more.
+    """
+    return -(-max_seq_len // DECODE_SPLIT_TOKENS)
+
+
+def decode_workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_seq_len: int) -> int:
+    """Return the bytes that kernels.ops.decode_workspace allocates for the same arguments.
+
+    Args:
+        num_seqs: sequences in a step at most.
+        num_heads: query heads.
+        head_dim: elements of a head.
+        max_seq_len: tokens of a sequence at most.
+    """
+    partials = num_seqs * num_heads * max(1, decode_num_splits(max_seq_len))
+    return partials * (head_dim + 1) * _FLOAT32_BYTES

@@ -1,0 +1,241 @@
+"""Decode attention over a paged cache: partial results of fixed splits, then their sum.
+
+Shape letters: S sequences, M blocks per sequence, N query heads, K KV heads, G query heads of one
+KV head, H head size, P tokens per block, C splits of a sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.sizes import DECODE_SPLIT_TOKENS, decode_num_splits
+from kernels.triton.tiles import decode_tile
+from kernels.workspace import DecodeWorkspace, decode_workspace
+
+_LOG2_E = 1.4426950408889634
+_MIN_DOT_ROWS = 16
+_MAX_DOT_ROWS = 32
+_MAX_PROGRAMS = 8192
+"""A larger grid gets fewer programs a sequence, each of which then takes several splits in turn:
+programs that find nothing to do are not free where max_seq_len is far above the actual lengths."""
+_SPLITS_PER_STEP = 16
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    seq_lens,
+    partial,
+    logsumexp,
+    scale_log2,
+    stride_q_seq,
+    stride_q_head,
+    stride_k_block,
+    stride_k_head,
+    stride_k_token,
+    stride_v_block,
+    stride_v_head,
+    stride_v_token,
+    stride_table,
+    stride_partial_seq,
+    stride_partial_head,
+    stride_partial_split,
+    stride_lse_seq,
+    stride_lse_head,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    H: tl.constexpr,
+    H_PADDED: tl.constexpr,
+    P: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = (tl.program_id(1) // ROW_TILES).to(tl.int64)
+    first_split = tl.program_id(2)
+    seq_len = tl.load(seq_lens + seq)
+    num_splits = tl.cdiv(seq_len, SPLIT)
+    if first_split >= num_splits:
+        return
+
+    rows = (tl.program_id(1) % ROW_TILES) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, H_PADDED)
+    is_row = rows < G
+    is_column = columns < H
+    heads = kv_head * G + rows
+    q_at = q + seq * stride_q_seq + heads[:, None] * stride_q_head + columns[None, :]
+    query = tl.load(q_at, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    table = block_tables + seq * stride_table
+    k_start = k_cache + kv_head * stride_k_head
+    v_start = v_cache + kv_head * stride_v_head
+
+    for split in range(first_split, num_splits, tl.num_programs(2)):
+        start = split * SPLIT
+        end = tl.minimum(start + SPLIT, seq_len)
+        row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([ROWS], dtype=tl.float32)
+        acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
+        for first_key in range(start, end, KEYS):
+            keys = first_key + tl.arange(0, KEYS)
+            is_key = keys < end
+            block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
+            offset = keys % P
+            k_rows = k_start + block * stride_k_block + offset * stride_k_token
+            v_rows = v_start + block * stride_v_block + offset * stride_v_token
+            mask = is_key[:, None] & is_column[None, :]
+            key = tl.load(k_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+            value = tl.load(v_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+            shrink = tl.exp2(row_max - new_max)
+            weights = tl.exp2(scores - new_max[:, None])
+            row_sum = row_sum * shrink + tl.sum(weights, axis=1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+            row_max = new_max
+
+        at = partial + seq * stride_partial_seq + split * stride_partial_split
+        at = at + heads[:, None] * stride_partial_head + columns[None, :]
+        tl.store(at, acc / row_sum[:, None], mask=is_row[:, None] & is_column[None, :])
+        lse_at = logsumexp + seq * stride_lse_seq + heads * stride_lse_head + split
+        tl.store(lse_at, row_max + tl.log2(row_sum), mask=is_row)
+
+
+@triton.jit
+def _reduce_kernel(
+    partial,
+    logsumexp,
+    seq_lens,
+    out,
+    stride_partial_seq,
+    stride_partial_head,
+    stride_partial_split,
+    stride_lse_seq,
+    stride_lse_head,
+    stride_out_seq,
+    stride_out_head,
+    H: tl.constexpr,
+    H_PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS_PER_STEP: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    num_splits = tl.cdiv(tl.load(seq_lens + seq), SPLIT)
+    columns = tl.arange(0, H_PADDED)
+    is_column = columns < H
+    out_at = out + seq * stride_out_seq + head * stride_out_head + columns
+    if num_splits == 0:
+        tl.store(out_at, tl.zeros([H_PADDED], dtype=out.dtype.element_ty), mask=is_column)
+        return
+
+    partial_start = partial + seq * stride_partial_seq + head * stride_partial_head
+    lse_start = logsumexp + seq * stride_lse_seq + head * stride_lse_head
+    running_max = tl.full([1], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([1], dtype=tl.float32)
+    acc = tl.zeros([H_PADDED], dtype=tl.float32)
+    for first in range(0, num_splits, SPLITS_PER_STEP):
+        splits = first + tl.arange(0, SPLITS_PER_STEP)
+        is_split = splits < num_splits
+        lse = tl.load(lse_start + splits, mask=is_split, other=float("-inf"))
+        at = partial_start + splits[:, None] * stride_partial_split + columns[None, :]
+        parts = tl.load(at, mask=is_split[:, None] & is_column[None, :], other=0.0)
+        new_max = tl.maximum(running_max, tl.max(lse, axis=0))
+        shrink = tl.exp2(running_max - new_max)
+        weights = tl.exp2(lse - new_max)
+        total = total * shrink + tl.sum(weights, axis=0)
+        acc = acc * shrink + tl.sum(parts * weights[:, None], axis=0)
+        running_max = new_max
+    tl.store(out_at, (acc / total).to(out.dtype.element_ty), mask=is_column)
+
+
+def paged_decode_attention(
+    q_SNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables_SM: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    scale: float,
+    *,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """Launch kernels.ops.paged_decode_attention."""
+    num_seqs, num_heads, head_size = q_SNH.shape
+    if out is None:
+        out = torch.empty(q_SNH.shape, dtype=q_SNH.dtype, device=q_SNH.device)
+    if num_seqs == 0:
+        return out
+    if workspace is None:
+        workspace = decode_workspace(num_seqs, num_heads, head_size, max_seq_len, q_SNH.device)
+    partial, logsumexp = workspace.partial, workspace.logsumexp
+    num_kv_heads, tokens_per_block = k_cache.shape[1], k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    rows = max(_MIN_DOT_ROWS, min(_MAX_DOT_ROWS, triton.next_power_of_2(group)))
+    row_tiles = triton.cdiv(group, rows)
+    head_programs = num_kv_heads * row_tiles
+    split_programs = min(
+        max(1, decode_num_splits(max_seq_len)),
+        triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs),
+    )
+    padded = max(16, triton.next_power_of_2(head_size))
+    tile = decode_tile(head_size, k_cache.dtype, k_cache.device)
+    _decode_kernel[(num_seqs, head_programs, split_programs)](
+        q_SNH,
+        k_cache,
+        v_cache,
+        block_tables_SM,
+        seq_lens_S,
+        partial,
+        logsumexp,
+        scale * _LOG2_E,
+        q_SNH.stride(0),
+        q_SNH.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        block_tables_SM.stride(0),
+        partial.stride(0),
+        partial.stride(1),
+        partial.stride(2),
+        logsumexp.stride(0),
+        logsumexp.stride(1),
+        G=group,
+        ROWS=rows,
+        ROW_TILES=row_tiles,
+        H=head_size,
+        H_PADDED=padded,
+        P=tokens_per_block,
+        SPLIT=DECODE_SPLIT_TOKENS,
+        KEYS=tile.keys,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    _reduce_kernel[(num_seqs, num_heads)](
+        partial,
+        logsumexp,
+        seq_lens_S,
+        out,
+        partial.stride(0),
+        partial.stride(1),
+        partial.stride(2),
+        logsumexp.stride(0),
+        logsumexp.stride(1),
+        out.stride(0),
+        out.stride(1),
+        H=head_size,
+        H_PADDED=padded,
+        SPLIT=DECODE_SPLIT_TOKENS,
+        SPLITS_PER_STEP=_SPLITS_PER_STEP,
+        num_warps=4,
+    )
+    return out

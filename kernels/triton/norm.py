@@ -1,0 +1,119 @@
+"""Normalisations. Shape letters: T tokens, N heads, D the normalised dimension."""
+
+import torch
+import triton
+import triton.language as tl
+
+_ELEMENTS_PER_PROGRAM = 2048
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x,
+    weight,
+    out,
+    num_rows,
+    inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    mask = (rows < num_rows)[:, None] & (columns < D)[None, :]
+    starts = (rows // inner) * stride_outer + (rows % inner) * stride_inner
+    values = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1) / D + eps)
+    weights = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)
+    normed = values * scale[:, None] * weights[None, :]
+    targets = out + rows[:, None] * D + columns[None, :]
+    tl.store(targets, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    stride_x,
+    stride_residual,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = columns < D
+    added = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    sums_at = residual + row * stride_residual + columns
+    sums = added + tl.load(sums_at, mask=mask, other=0.0).to(tl.float32)
+    # The norm is taken of what is stored, so that a later reader of residual sees its input.
+    rounded = sums.to(residual.dtype.element_ty)
+    tl.store(sums_at, rounded, mask=mask)
+    values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / D + eps)
+    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = values * scale * weights
+    tl.store(out + row * D + columns, normed.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Launch kernels.ops.rms_norm."""
+    size = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
+    num_rows = rows.numel() // size
+    if num_rows == 0:
+        return out
+    inner = rows.shape[1] if rows.dim() == 3 else 1
+    block_d = triton.next_power_of_2(size)
+    # A function of the size alone, so that a row's sum has the same order in every batch.
+    rows_per_program = max(1, min(16, _ELEMENTS_PER_PROGRAM // block_d))
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+        rows,
+        weight,
+        out,
+        num_rows,
+        inner,
+        rows.stride(0) if rows.dim() > 1 else 0,
+        rows.stride(1) if rows.dim() == 3 else 0,
+        eps,
+        D=size,
+        BLOCK_D=block_d,
+        ROWS=rows_per_program,
+        num_warps=_num_warps(block_d * rows_per_program),
+    )
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Launch kernels.ops.add_rms_norm."""
+    num_rows, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    block_d = triton.next_power_of_2(size)
+    _add_rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        D=size,
+        BLOCK_D=block_d,
+        num_warps=_num_warps(block_d),
+    )
+    return out
+
+
+def _num_warps(elements: int) -> int:
+    """Give a thread at least 16 elements of a program's tile, within 1 to 16 warps."""
+    return max(1, min(16, elements // 512))

@@ -1,0 +1,47 @@
+"""The scratch tensors of decode attention, allocated once and reused in every step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.sizes import decode_num_splits
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Partial results of decode attention.
+
+    One workspace may serve calls of the same stream with fewer sequences or shorter ones; two
+    streams need two.
+
+    Attributes:
+        partial: float32 [S, N, C, H], the output of each of C splits.
+        logsumexp: float32 [S, N, C], base-2 logarithm of each split's softmax denominator.
+    """
+
+    partial: torch.Tensor
+    logsumexp: torch.Tensor
+
+
+def decode_workspace(
+    num_seqs: int, num_heads: int, head_dim: int, max_seq_len: int, device: torch.device | str
+) -> DecodeWorkspace:
+    """Allocate the scratch tensors of paged_decode_attention.
+
+    Args:
+        num_seqs: sequences in a step at most.
+        num_heads: query heads.
+        head_dim: elements of a head.
+        max_seq_len: tokens of a sequence at most.
+        device: where attention runs.
+
+    Returns:
+        Tensors of decode_workspace_bytes(...) bytes in sum, not initialised.
+    """
+    splits = max(1, decode_num_splits(max_seq_len))
+    return DecodeWorkspace(
+        partial=torch.empty(
+            (num_seqs, num_heads, splits, head_dim), dtype=torch.float32, device=device
+        ),
+        logsumexp=torch.empty((num_seqs, num_heads, splits), dtype=torch.float32, device=device),
+    )

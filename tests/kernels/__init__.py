@@ -1,0 +1,1 @@
+"""Operators against their twins, and the twins against independent formulas."""

@@ -1,0 +1,118 @@
+"""Inputs of the operators, filled with poison wherever an operator has no business reading."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+def randn(
+    shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator, *, is_strided: bool = False
+) -> torch.Tensor:
+    """Draw a tensor; a strided one is the middle of wider rows that hold NaN elsewhere."""
+    values = torch.randn(shape, dtype=torch.float32, device=rng.device, generator=rng).to(dtype)
+    if not is_strided:
+        return values
+    wide = torch.full((*shape[:-1], shape[-1] + 24), torch.nan, dtype=dtype, device=rng.device)
+    wide[..., 8 : 8 + shape[-1]] = values
+    return wide[..., 8 : 8 + shape[-1]]
+
+
+def fused_heads(
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    rng: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw one fused projection and return its q [T, N, H], k [T, K, H] and v [T, K, H] views."""
+    widths = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
+    fused = randn((num_tokens, sum(widths)), dtype, rng)
+    q, k, v = fused.split(widths, dim=1)
+    return (
+        q.view(num_tokens, num_heads, head_size),
+        k.view(num_tokens, num_kv_heads, head_size),
+        v.view(num_tokens, num_kv_heads, head_size),
+    )
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """One layer's cache inside a cache of three layers, and the same keys and values densely.
+
+    Every element that belongs to no sequence is NaN, and so is every other layer; table entries
+    beyond a sequence's blocks name a block that does not exist.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def paged_cache(
+    seq_lens: list[int],
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+    rng: torch.Generator,
+    *,
+    num_layers: int = 3,
+) -> PagedCache:
+    """Draw keys and values and spread them over blocks in random order."""
+    device = rng.device
+    num_blocks_each = [-(-length // block_size) for length in seq_lens]
+    num_blocks = sum(num_blocks_each) + 2
+    shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size)
+    cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    layer = num_layers // 2
+    k_cache, v_cache = cache[:, layer, 0], cache[:, layer, 1]
+    order = torch.randperm(num_blocks, generator=rng, device=device).to(torch.int32)
+    width = max([1, *num_blocks_each]) + 1
+    tables = torch.full((len(seq_lens), width), 2**30, dtype=torch.int32, device=device)
+    keys, values, taken = [], [], 0
+    for index, length in enumerate(seq_lens):
+        blocks = order[taken : taken + num_blocks_each[index]]
+        taken += len(blocks)
+        tables[index, : len(blocks)] = blocks
+        keys.append(randn((length, num_kv_heads, head_size), dtype, rng))
+        values.append(randn((length, num_kv_heads, head_size), dtype, rng))
+        slots = torch.arange(length, device=device)
+        at = blocks.long()[slots // block_size]
+        k_cache[at, :, slots % block_size] = keys[-1]
+        v_cache[at, :, slots % block_size] = values[-1]
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    return PagedCache(k_cache, v_cache, tables, lens, keys, values)
+
+
+def dense_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend causally from the last tokens, in float64 and by the definition of softmax.
+
+    Args:
+        q: [n, N, H], the last n of L tokens.
+        keys: [L, K, H].
+        values: [L, K, H].
+        scale: multiplies the scores.
+
+    Returns:
+        [n, N, H] float64.
+    """
+    num_queries, num_heads, _ = q.shape
+    if num_queries == 0:
+        return q.double()
+    num_keys, num_kv_heads, _ = keys.shape
+    group = num_heads // num_kv_heads
+    all_keys = keys.double().repeat_interleave(group, dim=1)
+    all_values = values.double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qnh,knh->nqk", q.double(), all_keys) * scale
+    query_at = torch.arange(num_keys - num_queries, num_keys, device=q.device)
+    key_at = torch.arange(num_keys, device=q.device)
+    exponents = torch.exp(scores - scores.amax(-1, keepdim=True))
+    exponents = exponents * (key_at[None, :] <= query_at[:, None])
+    weights = exponents / exponents.sum(-1, keepdim=True)
+    return torch.einsum("nqk,knh->qnh", weights, all_values)
