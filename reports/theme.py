@@ -100,13 +100,11 @@ def plain(text: str, length: int = 30) -> str:
 
 def new_figure(theme: Theme, height_in: float, title: str, note: str = "") -> "Figure":
     """Return an empty figure with a title on the left and a note on the line below it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout=layout)
-    FigureCanvasAgg(figure)
     figure.set_facecolor(theme.background)
     lines = plain(title, 90) + (f"\n{plain(note, 90)}" if note else "")
     figure.suptitle(lines, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=theme.ink)
@@ -153,6 +151,9 @@ def ink_on(colour: str) -> str:
 
 def to_png(figure: "Figure") -> bytes:
     """Return the figure as PNG bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor())
+    # savefig would draw twice: once to lay out, once to render.
+    FigureCanvasAgg(figure).print_png(buffer)  # type: ignore[no-untyped-call]
     return buffer.getvalue()

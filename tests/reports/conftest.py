@@ -62,6 +62,6 @@ def sweep_dir(tmp_path_factory):
     (folder / "11" / "result.json").write_text("{", encoding="utf-8")
     (folder / "12").mkdir()
     (folder / "12" / "state.json").write_text("{}", encoding="utf-8")
-    write_report(folder / "1")
+    (folder / "1" / "report.html").write_text("", encoding="utf-8")
     write_sweep_report(folder)
     return folder
