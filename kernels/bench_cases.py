@@ -1,0 +1,231 @@
+"""What kernels.bench times: inputs at the sizes of an 8-billion-parameter model, bfloat16.
+
+A case's bytes are those that the operator cannot avoid moving; they exceed the card's cache, so
+that a repeat finds nothing there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels import ops
+from kernels.ref import activation, attention, kv, linear, norm, rotary
+
+_HIDDEN = 4096
+_FEED_FORWARD = 14336
+_HEADS = 32
+_KV_HEADS = 8
+_HEAD_SIZE = 128
+_BLOCK_SIZE = 16
+_VOCAB = 128256
+_DTYPE = torch.bfloat16
+_ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to time.
+
+    Attributes:
+        op: the operator's name.
+        shape: its sizes, for the table.
+        run_op: calls the operator.
+        run_twin: calls the twin on the same inputs.
+        num_bytes: bytes read and written.
+        num_flops: floating point operations, where they may limit; otherwise 0.
+    """
+
+    op: str
+    shape: str
+    run_op: Callable[[], object]
+    run_twin: Callable[[], object]
+    num_bytes: int
+    num_flops: int = 0
+
+
+def _rms_norm(device: torch.device) -> Case:
+    x, weight = _randn((16384, _HIDDEN), device), _randn((_HIDDEN,), device)
+    return Case(
+        "rms_norm",
+        "16384 x 4096",
+        lambda: ops.rms_norm(x, weight, 1e-6),
+        lambda: norm.rms_norm(x, weight, 1e-6),
+        2 * x.nbytes,
+    )
+
+
+def _add_rms_norm(device: torch.device) -> Case:
+    x, weight = _randn((16384, _HIDDEN), device), _randn((_HIDDEN,), device)
+    residual = torch.zeros_like(x)
+    return Case(
+        "add_rms_norm",
+        "16384 x 4096",
+        lambda: ops.add_rms_norm(x, residual, weight, 1e-6),
+        lambda: norm.add_rms_norm(x, residual, weight, 1e-6),
+        4 * x.nbytes,
+    )
+
+
+def _rotary(device: torch.device) -> Case:
+    q, k, _ = _heads(16384, device)
+    cos_sin = torch.ones((16384, _HEAD_SIZE), device=device)
+    positions = torch.arange(16384, device=device)
+    return Case(
+        "rotary_",
+        "16384 tokens, 32 + 8 heads x 128",
+        lambda: ops.rotary_(q, k, cos_sin, positions),
+        lambda: rotary.rotary_(q, k, cos_sin, positions),
+        2 * (q.numel() + k.numel()) * _ELEMENT_BYTES + cos_sin.nbytes,
+    )
+
+
+def _write_kv(device: torch.device) -> Case:
+    _, k, v = _heads(16384, device)
+    k_cache, v_cache = _cache(16384, device)
+    slots = torch.randperm(16384, device=device)
+    return Case(
+        "write_kv",
+        "16384 tokens, 8 heads x 128",
+        lambda: ops.write_kv(k, v, k_cache, v_cache, slots),
+        lambda: kv.write_kv(k, v, k_cache, v_cache, slots),
+        2 * (k.numel() + v.numel()) * _ELEMENT_BYTES,
+    )
+
+
+def _silu_mul(device: torch.device) -> Case:
+    gate_up = _randn((8192, 2 * _FEED_FORWARD), device)
+    return Case(
+        "silu_mul",
+        "8192 x 2 x 14336",
+        lambda: ops.silu_mul(gate_up),
+        lambda: activation.silu_mul(gate_up),
+        gate_up.nbytes * 3 // 2,
+    )
+
+
+def _decode(device: torch.device, num_seqs: int, seq_len: int) -> Case:
+    k_cache, v_cache = _cache(num_seqs * seq_len, device)
+    num_blocks = k_cache.shape[0]
+    tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(num_seqs, -1)
+    lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device)
+    q = _randn((num_seqs, _HEADS, _HEAD_SIZE), device)
+    out = torch.empty_like(q)
+    workspace = ops.decode_workspace(num_seqs, _HEADS, _HEAD_SIZE, seq_len, device)
+    scale = _HEAD_SIZE**-0.5
+    return Case(
+        "paged_decode_attention",
+        f"{num_seqs} x {seq_len} keys, 32/8 heads x 128",
+        lambda: ops.paged_decode_attention(
+            q,
+            k_cache,
+            v_cache,
+            tables,
+            lens,
+            scale,
+            max_seq_len=seq_len,
+            out=out,
+            workspace=workspace,
+        ),
+        lambda: attention.paged_decode_attention(q, k_cache, v_cache, tables, lens, scale, out=out),
+        2 * num_seqs * seq_len * _KV_HEADS * _HEAD_SIZE * _ELEMENT_BYTES + 2 * q.nbytes,
+    )
+
+
+def _prefill(device: torch.device, num_seqs: int, num_queries: int, seq_len: int) -> Case:
+    k_cache, v_cache = _cache(num_seqs * seq_len, device)
+    num_blocks = k_cache.shape[0]
+    tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(num_seqs, -1)
+    lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * num_queries
+    q = _randn((num_seqs * num_queries, _HEADS, _HEAD_SIZE), device)
+    out = torch.empty_like(q)
+    scale = _HEAD_SIZE**-0.5
+    pairs_per_seq = num_queries * (2 * seq_len - num_queries + 1) // 2
+    return Case(
+        "paged_prefill_attention",
+        f"{num_seqs} x {num_queries} queries of {seq_len} tokens, 32/8 heads x 128",
+        lambda: ops.paged_prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            tables,
+            starts,
+            lens,
+            scale,
+            max_query_len=num_queries,
+            out=out,
+        ),
+        lambda: attention.paged_prefill_attention(
+            q, k_cache, v_cache, tables, starts, lens, scale, out=out
+        ),
+        2 * num_seqs * seq_len * _KV_HEADS * _HEAD_SIZE * _ELEMENT_BYTES + 2 * q.nbytes,
+        num_flops=4 * num_seqs * pairs_per_seq * _HEADS * _HEAD_SIZE,
+    )
+
+
+def _embedding(device: torch.device) -> Case:
+    table = _randn((_VOCAB, _HIDDEN), device)
+    ids = torch.randint(0, _VOCAB, (16384,), device=device)
+    return Case(
+        "embedding",
+        "16384 of 128256 rows x 4096",
+        lambda: ops.embedding(ids, table),
+        lambda: linear.embedding(ids, table),
+        2 * ids.numel() * _HIDDEN * _ELEMENT_BYTES,
+    )
+
+
+def _linear(device: torch.device, num_tokens: int) -> Case:
+    x = _randn((num_tokens, _HIDDEN), device)
+    weight = _randn((2 * _FEED_FORWARD, _HIDDEN), device)
+    return Case(
+        "linear",
+        f"{num_tokens} x 4096 by 4096 x 28672",
+        lambda: ops.linear(x, weight),
+        lambda: linear.linear(x, weight),
+        x.nbytes + weight.nbytes + num_tokens * weight.shape[0] * _ELEMENT_BYTES,
+        num_flops=2 * num_tokens * weight.numel(),
+    )
+
+
+def _randn(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, dtype=_DTYPE, device=device)
+
+
+def _heads(
+    num_tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw a fused projection and return its views q [T, N, H], k [T, K, H] and v [T, K, H]."""
+    num_heads = _HEADS + 2 * _KV_HEADS
+    fused = _randn((num_tokens, num_heads * _HEAD_SIZE), device)
+    heads = fused.view(num_tokens, num_heads, _HEAD_SIZE)
+    return heads[:, :_HEADS], heads[:, _HEADS:-_KV_HEADS], heads[:, -_KV_HEADS:]
+
+
+def _cache(num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one layer's keys and values, [B, K, P, H] each, inside one tensor."""
+    shape = (num_tokens // _BLOCK_SIZE, 2, _KV_HEADS, _BLOCK_SIZE, _HEAD_SIZE)
+    cache = _randn(shape, device)
+    return cache[:, 0], cache[:, 1]
+
+
+BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
+    "rms_norm": (_rms_norm,),
+    "add_rms_norm": (_add_rms_norm,),
+    "rotary_": (_rotary,),
+    "write_kv": (_write_kv,),
+    "silu_mul": (_silu_mul,),
+    "paged_decode_attention": (
+        lambda device: _decode(device, 32, 4096),
+        lambda device: _decode(device, 1, 4096),
+        lambda device: _decode(device, 64, 512),
+    ),
+    "paged_prefill_attention": (
+        lambda device: _prefill(device, 4, 2048, 2048),
+        lambda device: _prefill(device, 1, 512, 4096),
+    ),
+    "embedding": (_embedding,),
+    "linear": (lambda device: _linear(device, 16), lambda device: _linear(device, 2048)),
+}
+"""Operator to the cases that are timed for it."""
