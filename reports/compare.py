@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_BARS: Final = 40
 OUTPUT: Final = "throughput/output_tok_s"
+_LABEL_OFFSETS: Final = ((7, 4), (7, -12), (-13, 4), (-13, -12))
+"""Points in turn get their number on another side, so that close ones can be told apart."""
 
 
 def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> bytes | None:
@@ -140,7 +142,7 @@ def _draw_scatter(
     best = frontier(points, sign)
     axes.plot([x for _, x, _ in best], [y for _, _, y in best], color=colours.muted, linewidth=1)
     best_places = {place for place, _, _ in best}
-    for place, x, y in points:
+    for index, (place, x, y) in enumerate(points):
         is_best = place in best_places
         axes.plot(
             [x],
@@ -153,7 +155,7 @@ def _draw_scatter(
         axes.annotate(
             str(place),
             (x, y),
-            xytext=(6, 5),
+            xytext=_LABEL_OFFSETS[index % len(_LABEL_OFFSETS)],
             textcoords="offset points",
             fontsize=9.5,
             color=colours.ink,

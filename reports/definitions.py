@@ -37,8 +37,11 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "throughput/total_tok_s": (
             "(sum(prompt tokens) + sum(output tokens)) / (t(last token) - t(first submit))"
         ),
-        "throughput/prefill_tok_s": "sum(prompt tokens) / prefill wall time",
-        "throughput/decode_tok_s": "sum(output tokens - 1) / decode wall time, prefill left out",
+        "throughput/prefill_tok_s": "sum(prompt tokens) / wall time of the steps with prefill work",
+        "throughput/decode_tok_s": (
+            "output tokens of the steps that only decode / wall time of those steps; a step that"
+            " also does prefill counts as prefill"
+        ),
         "throughput/requests_s": "completed requests / (t(last token) - t(first submit))",
         "throughput/wall_s": "t(last token) - t(first submit)",
         "throughput/goodput_requests_s": (

@@ -71,9 +71,13 @@ PART_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
         "convert": "#97b4f5",
         "pin": "#a463f2",
         "copy": "#3ca951",
-        "warmup": "#e0a30c",
+        "warm_up": "#e0a30c",
         "first_token": "#e377b5",
-        "build": "#9498a0",
+        "import": "#9498a0",
+        "plan": "#c2c6cd",
+        "tokenizer": "#c8a2e8",
+        "allocate": "#6cc5b0",
+        "build": "#7f8790",
     }
 )
 """A part has one colour in every figure and table."""

@@ -136,9 +136,10 @@ def _plan_cards(record: RunRecord) -> list[Card]:
     if budget is not None:
         note = "device memory the plan may use"
         cards.append(Card(label="GPU usable", value=number(budget / GIB), unit="GiB", note=note))
-        over = number(facts.over_budget_bytes(record.plan) / GIB)
-        note = "need - usable, 0 where it fits"
-        cards.append(Card(label="Over budget", value=over, unit="GiB", note=note))
+    over = facts.over_budget_bytes(record.plan)
+    if over > 0:
+        note = "needed - usable"
+        cards.append(Card(label="Over budget", value=number(over / GIB), unit="GiB", note=note))
     return cards
 
 
