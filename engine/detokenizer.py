@@ -130,11 +130,11 @@ class IncrementalDetokenizer:
             )
 
     def _is_silent(self, token_id: int) -> bool:
-        """Whether the token shows nothing by itself: special, or part of a run of bytes."""
+        """Whether the token shows nothing by itself: special, unknown, or in a run of bytes."""
         if token_id in self._special:
             return True
         token = self._tokenizer.convert_ids_to_tokens(token_id)
-        return token is not None and BYTE_TOKEN.fullmatch(token) is not None
+        return token is None or BYTE_TOKEN.fullmatch(token) is not None
 
     def _advance(self) -> str:
         """Decode the window and return what is new and final in it."""

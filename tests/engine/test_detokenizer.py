@@ -123,6 +123,13 @@ def test_pieces_add_up_to_the_whole(byte_level, byte_fallback, data, skip):
     assert "".join(pieces) == whole
 
 
+def test_tokens_without_text_do_not_end_a_run_of_bytes(byte_fallback):
+    mark, unknown = byte_fallback.convert_tokens_to_ids("<|mark|>"), len(byte_fallback) + 1
+    cat = byte_fallback.convert_tokens_to_ids("\u2581cat")
+    pieces, _ = run(byte_fallback, [0xC3, mark, unknown, 0xA9, cat, 0x41, unknown, 0x80, cat])
+    assert pieces == ["", "", "", "", "\u00e9 cat", "", "", "", "\ufffd\ufffd cat", ""]
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=30))
 def test_any_text_survives(byte_level, byte_fallback, text):
