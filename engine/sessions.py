@@ -82,7 +82,12 @@ class Sessions:
             params=params,
             arrival=arrival,
         )
-        check_request(request, self.core.scheduler.config.max_model_len, self._vocab_size)
+        check_request(
+            request,
+            self.core.scheduler.config.max_model_len,
+            self._vocab_size,
+            eos_token_ids=self.core.eos_token_ids,
+        )
         stop = params.stop_strings
         if stop and self._tokenizer is None:
             raise RequestError(
@@ -94,7 +99,9 @@ class Sessions:
             for index in range(params.n)
         ]
         decoders: list[IncrementalDetokenizer | None] = [
-            None if self._tokenizer is None else IncrementalDetokenizer(self._tokenizer, stop)
+            None
+            if self._tokenizer is None
+            else IncrementalDetokenizer(self._tokenizer, stop, min_tokens=params.min_tokens)
             for _ in sequences
         ]
         session = Session(request, sequences, decoders, ["" for _ in sequences])
@@ -115,7 +122,7 @@ class Sessions:
             raise RequestError(
                 f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}."
             )
-        return prompt
+        return list(prompt)
 
     def apply(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Decode new tokens, end sequences at stop strings, forget finished requests."""
@@ -134,15 +141,12 @@ class Sessions:
         if decoder is None:
             return
         session.texts[event.index] += decoder.append(event.token_id)
-        hit = decoder.stopped_by
+        if event.finish_reason is not None:
+            session.texts[event.index] += decoder.finish()
+        hit = decoder.stop_reason
         if hit is not None and event.finish_reason != "stop":
             event.finish_reason, event.stop_reason = "stop", hit
-            if sequence.is_finished:
-                sequence.finish_reason, sequence.stop_reason = "stop", hit
-            else:
-                self.core.scheduler.finish(sequence, "stop", hit)
-        elif event.finish_reason is not None:
-            session.texts[event.index] += decoder.finish()
+            self.core.scheduler.finish(sequence, "stop", hit)
 
     def abort(self, request_id: str) -> None:
         """Drop a request."""
