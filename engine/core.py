@@ -5,7 +5,7 @@ from time import perf_counter
 
 from engine.kv.blocks import BlockPool
 from engine.plan import MemoryPlan
-from engine.request import TokenEvent
+from engine.request import SampledToken, TokenEvent
 from engine.runner import ModelRunner
 from engine.sampler import Sampler, SampleRow
 from engine.scheduler import Scheduler
@@ -67,29 +67,39 @@ class EngineCore:
         self._sampler, self._seed = sampler, seed
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; return its tokens, empty if nothing was to run."""
+        """Run one step; return its tokens, empty if nothing was to run.
+
+        A step that raises leaves every sequence as it was before.
+        """
         begin = perf_counter()
         plan = self.scheduler.plan_step()
         if plan is None:
             return []
         runner = self.runner
         before = runner.copied_bytes, runner.in_place_bytes, runner.graph_steps
-        logits = runner.execute(runner.prepare(plan))
-        wanted = plan.sampling
-        rows = [SampleRow.of(item.sequence, self._seed, self.eos_token_ids) for item in wanted]
-        if rows:
-            tokens = self._sampler.sample(logits[: len(rows)], rows)
-        else:
-            tokens = []
-            runner.wait()
+        try:
+            sampled = self._run(plan)
+        except BaseException:
+            self.scheduler.discard(plan)
+            raise
         now = perf_counter()
-        sampled = {item.sequence.seq_id: token for item, token in zip(wanted, tokens, strict=True)}
         events = self.scheduler.commit(plan, sampled, self.eos_token_ids)
         for event in events:
             event.time_s = now
         self.num_steps += 1
         self.last_step = self._stats(plan, before, now - begin)
         return events
+
+    def _run(self, plan: StepPlan) -> dict[int, SampledToken]:
+        """Run a plan; return the sampled tokens by seq_id, once they are on the host."""
+        logits = self.runner.execute(self.runner.prepare(plan))
+        wanted = plan.sampling
+        rows = [SampleRow.of(item.sequence, self._seed, self.eos_token_ids) for item in wanted]
+        if not rows:
+            self.runner.wait()
+            return {}
+        tokens = self._sampler.sample(logits[: len(rows)], rows)
+        return {item.sequence.seq_id: token for item, token in zip(wanted, tokens, strict=True)}
 
     def _stats(self, plan: StepPlan, before: tuple[int, int, int], duration_s: float) -> StepStats:
         copied, read, graphs = before
