@@ -22,16 +22,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from engine.offload_config import OffloadWarning
+from harness.build import check_settings
 from harness.complaints import explain
 from harness.errors import ConfigError
+from harness.folders import CONF
 from harness.keys import check_known_keys
 from harness.models.home import tightfit_home
 from harness.overrides import check_overrides, is_group, is_hydra, normalise
 from harness.schema import RunConfig
 
-__all__ = ["CONF", "DEMO_MODEL", "Composer", "Plan", "Point", "to_run_config"]
+__all__ = ["CONFIG_NAME", "DEMO_MODEL", "Composer", "Plan", "Point", "to_run_config"]
 
-CONF: Final = Path(__file__).resolve().parents[1] / "conf"
 CONFIG_NAME: Final = "config"
 DEMO_MODEL: Final = "smollm2_135m"
 
@@ -92,6 +93,7 @@ def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
         raise explain(error) from error
     if not isinstance(config, RunConfig):
         raise TypeError(f"expected a RunConfig, got {type(config).__name__}")
+    check_settings(config)
     messages = [str(item.message) for item in caught if issubclass(item.category, OffloadWarning)]
     return config, list(dict.fromkeys(messages))
 

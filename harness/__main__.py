@@ -1,0 +1,43 @@
+"""`python -m harness`: read the command line, then compose and run (harness.app)."""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from harness.cli_args import parse_command_line
+from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `python -m harness` with the given arguments; return its exit code."""
+    try:
+        line = parse_command_line(sys.argv[1:] if argv is None else argv)
+        if line.help:
+            from harness.help import help_text  # noqa: PLC0415  only here
+
+            sys.stdout.write(help_text(line.config_dir))
+            return EXIT_OK
+        if line.version:
+            sys.stdout.write(f"tightfit {_version()}\n")
+            return EXIT_OK
+        from harness.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
+
+        return run(line)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_BAD_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _version() -> str:
+    try:
+        return version("tightfit")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""From a RunConfig to what the engine is built from, and the checks that need no weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import EngineConfig, ModelConfig, OffloadConfig
+from engine.placement import assign_prefetch, assign_uva
+from engine.planner import resolve_dtype, resolve_max_model_len
+from harness.errors import ConfigError
+from harness.schema import RunConfig
+
+__all__ = ["check_settings", "engine_config", "reference_config"]
+
+
+def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
+    """Return the configuration of the engine under test.
+
+    Args:
+        config: What is asked.
+        model_path: The checkpoint's folder; None for random weights of the sizes in model.spec.
+
+    Raises:
+        ConfigError: No folder for weights that are not random.
+    """
+    model = ModelConfig(
+        name=config.model.name,
+        path=None if model_path is None else str(model_path),
+        load_format=config.model.load_format,
+        spec=config.model.spec,
+    )
+    return EngineConfig(
+        model=model,
+        gpu=config.gpu,
+        offload=config.offload,
+        kv=config.kv,
+        engine=config.engine,
+    )
+
+
+def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
+    """Return the configuration whose tokens are the yardstick; the same for every placement.
+
+    Args:
+        config: What is asked of the engine under test.
+        model_path: As in engine_config.
+    """
+    return replace(
+        engine_config(config, model_path),
+        offload=OffloadConfig(),
+        kv=replace(config.kv, swap_space=0.0),
+        engine=replace(config.engine, enforce_eager=True),
+    )
+
+
+def check_settings(config: RunConfig) -> None:
+    """Check what depends on the model's sizes but on no machine and no weights.
+
+    Raises:
+        ConfigError: A selector matches nothing, an offload moves nothing, a window or a length is
+            refused, or a prompts file is absent.
+    """
+    for part in (config.scenario.throughput, config.scenario.latency):
+        if part is not None and part.prompts_file is not None:
+            path = Path(part.prompts_file).expanduser()
+            if not path.is_file():
+                raise ConfigError(
+                    f"scenario.{part.part}.prompts_file: expected a file of JSON lines, found none "
+                    f"at {path.absolute()}."
+                )
+    spec = config.model.spec
+    if spec is None:
+        return
+    sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
+    asked = EngineConfig(
+        model=sizes, gpu=config.gpu, offload=config.offload, kv=config.kv, engine=config.engine
+    )
+    resolve_max_model_len(asked, spec)
+    backend = config.offload.backend
+    if backend == "uva":
+        assign_uva(spec, config.offload, resolve_dtype(asked, spec, "cuda"))
+    elif backend == "prefetch":
+        assign_prefetch(spec, config.offload)
+    elif config.offload.uva.cpu_offload_params:
+        assign_uva(spec, config.offload, spec.dtype)

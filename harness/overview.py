@@ -1,0 +1,62 @@
+"""The table at the end of a sweep: one line a point."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from harness.schema import SweepContext
+from harness.summary import figure
+from reports.record import RunRecord
+
+__all__ = ["sweep_lines"]
+
+_COLUMNS: Final = (
+    ("load s", "load/total_s"),
+    ("TTFT ms", "latency/ttft_ms/mean"),
+    ("TPOT ms", "latency/tpot_ms/mean"),
+    ("out tok/s", "throughput/output_tok_s"),
+    ("GPU GiB", "memory/gpu_peak_gib"),
+)
+_NAME_WIDTH: Final = 60
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """Return what sets the points apart: their overrides without those that all of them have."""
+    common = set.intersection(*(set(record.overrides) for record in records))
+    own = [[item for item in record.overrides if item not in common] for record in records]
+    return [
+        " ".join(items)[:_NAME_WIDTH] or record.name[:_NAME_WIDTH]
+        for items, record in zip(own, records, strict=True)
+    ]
+
+
+def sweep_lines(
+    records: Sequence[RunRecord], folders: Sequence[Path], sweep: SweepContext
+) -> list[str]:
+    """Return the table as lines of text.
+
+    Args:
+        records: Of the points that ended, in order.
+        folders: Of the points that started, in order.
+        sweep: Of any of its points.
+    """
+    lines = ["", f"sweep {sweep.sweep_id}: {len(records)} of {sweep.total} points"]
+    if records:
+        header = ["point", "choices", "status", *(title for title, _ in _COLUMNS), "folder"]
+        rows = [header]
+        for index, (record, name) in enumerate(zip(records, _names(records), strict=True)):
+            values = [record.metrics.get(key) for _, key in _COLUMNS]
+            cells = ["-" if value is None else figure(value) for value in values]
+            rows.append([str(index), name, record.status, *cells, folders[index].name])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        for row in rows:
+            cells = [
+                cell.ljust(width) if column in {1, 2, len(header) - 1} else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append(("  " + "  ".join(cells)).rstrip())
+    lines.append(f"  sweep folder  {sweep.folder}")
+    report = sweep.folder / "report.html"
+    if report.is_file():
+        lines.append(f"  report        {report}")
+    return lines
