@@ -1,0 +1,252 @@
+"""The workers of one point in their order: reference, measure, then cold and warm starts."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from engine.config import EngineConfig
+from harness.build import engine_config, reference_config
+from harness.correctness import read_reference, reference_key
+from harness.failure import ErrorFacts, classify_exit
+from harness.job import STATE_NAME, WORKER_LOG_NAME, WorkerJob, job_path, result_path
+from harness.measure.host import num_new_kills, oom_kills
+from harness.measure.nvml import Gpu
+from harness.measure.page_cache import cached_share, drop_page_cache
+from harness.models.resolve import ensure_model
+from harness.process import start_worker
+from harness.prompts import PromptRow, read_prompts
+from harness.scenarios.load import summarise_loads
+from harness.schema import RunConfig
+
+COLD_SHARE: Final = 0.05
+"""A start is cold when at most this share of the checkpoint is left in the page cache."""
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What is known of a point so far."""
+
+    status: str = "ok"
+    error: ErrorFacts | None = None
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    plan: dict[str, Any] | None = None
+    effective: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    samples: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, status: str, error: ErrorFacts) -> None:
+        """Note why the point ended."""
+        self.status, self.error = status, error
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Take over a worker's result; what an earlier worker found stays."""
+        if self.plan is None:
+            self.plan = result.get("plan")
+        for name in ("effective", "metrics", "samples"):
+            mine = getattr(self, name)
+            for key, value in result.get(name, {}).items():
+                mine.setdefault(key, value)
+        self.reasons += result.get("reasons", [])
+        self.notes += result.get("notes", [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the workers of a point run in."""
+
+    run_dir: Path
+    home: Path
+    environment: Mapping[str, Any]
+    gpu: Gpu | None
+    command: Sequence[str]
+    """What runs a worker."""
+    on_tick: Callable[[int], None]
+    """Called twice a second with the worker's pid."""
+    say: Callable[[str], None]
+
+
+class PointEndedError(Exception):
+    """A worker ended the point; the findings say how."""
+
+
+class Attempt:
+    """Runs the workers of one point and gathers what they found."""
+
+    def __init__(self, config: RunConfig, around: Surroundings, findings: Findings) -> None:
+        self.findings = findings
+        self._config = config
+        self._around = around
+        self._deadline_s: float | None = None
+        self._prompts: dict[str, list[PromptRow]] = {}
+        self._engine: EngineConfig | None = None
+        self._model_path: Path | None = None
+
+    def prepare(self) -> None:
+        """Check prompts and get the model, before anything loads.
+
+        Raises:
+            PromptError: a prompts file is unusable.
+            ModelUnavailableError: the weights are not to be had.
+            ConfigError: the configuration is not one that the engine takes.
+        """
+        scenario = self._config.scenario
+        for part, node in (("throughput", scenario.throughput), ("latency", scenario.latency)):
+            if node is not None and node.prompts_file is not None:
+                path = Path(node.prompts_file).expanduser()
+                self._prompts[part] = read_prompts(path, node.num_requests)
+        self._model_path = _resolve_model(self._config, self._around.say)
+        self._engine = engine_config(self._config, self._model_path)
+
+    def run(self) -> None:
+        """Run all workers; the findings say how it went.
+
+        Raises:
+            PointEndedError: a worker ended otherwise than ok.
+        """
+        if self._config.timeout_s is not None:
+            self._deadline_s = time.monotonic() + self._config.timeout_s
+        scenario = self._config.scenario
+        reference = self._reference() if scenario.correctness.enabled else None
+        is_timed = scenario.throughput is not None or scenario.latency is not None
+        if is_timed or reference is not None:
+            self._take(self._job("measure", "measure", reference))
+        if scenario.load is not None:
+            self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
+
+    def _job(self, name: str, kind: str, reference: Path | None = None) -> WorkerJob:
+        if self._engine is None:
+            raise RuntimeError("prepare() comes first.")
+        return WorkerJob(
+            name=name,
+            kind=kind,
+            engine=self._engine,
+            scenario=self._config.scenario,
+            prompts=self._prompts if kind == "measure" else {},
+            reference=reference,
+            gpu_uuid=self._around.gpu.uuid if self._around.gpu else None,
+        )
+
+    def _reference(self) -> Path | None:
+        """Return the file of the reference tokens, made now when absent; None if it cannot be."""
+        config = reference_config(self._config, self._model_path)
+        check = self._config.scenario.correctness
+        key = reference_key(config, check, self._around.environment)
+        path = self._around.home / "references" / f"{key}.json"
+        if read_reference(path) is not None:
+            return path
+        job = replace(self._job("reference", "reference", path), engine=config)
+        status, error, _ = self._execute(job)
+        if status in {"no_fit", "oom"} and error is not None:
+            self.findings.reasons.append(
+                f"correctness: the reference (every layer copied on demand, eager) could not be "
+                f"made ({status}: {error['message']}), so the tokens were not compared."
+            )
+            return None
+        self._end_unless_ok(status, error)
+        return path
+
+    def _loads(self, num_cold: int, num_warm: int) -> None:
+        files = self._weight_files()
+        if num_cold and not files:
+            self.findings.notes.append(
+                "load: dummy weights are made in memory, so there is no cold start; "
+                f"cold_starts={num_cold} was skipped."
+            )
+            num_cold = 0
+        names = [("cold", index) for index in range(1, num_cold + 1)]
+        names += [("warm", index) for index in range(1, num_warm + 1)]
+        rows = []
+        for kind, index in names:
+            if kind == "cold":
+                drop_page_cache(files)
+            share = cached_share(files)
+            if kind == "cold":
+                self._note_cold(share)
+            result = self._take(self._job(f"load-{kind}-{index}", "load"), with_samples=False)
+            (row,) = result["samples"]["load"]
+            label = kind if (num_cold if kind == "cold" else num_warm) == 1 else f"{kind} {index}"
+            rows.append({"start": label, "is_cold": kind == "cold", "cached_share": share, **row})
+        outcome = summarise_loads(rows)
+        self.findings.metrics |= outcome.metrics
+        self.findings.samples["load"] = outcome.samples
+
+    def _note_cold(self, share: float | None) -> None:
+        if share is None:
+            note = "load: this kernel does not tell whether the page cache was dropped."
+        elif share > COLD_SHARE:
+            note = (
+                f"load: {share:.0%} of the checkpoint stayed in the page cache although it was "
+                "asked to be dropped, so the cold start is partly warm."
+            )
+        else:
+            return
+        if note not in self.findings.notes:
+            self.findings.notes.append(note)
+
+    def _weight_files(self) -> list[Path]:
+        if self._config.model.load_format == "dummy" or self._model_path is None:
+            return []
+        return sorted(self._model_path.glob("*.safetensors"))
+
+    def _take(self, job: WorkerJob, *, with_samples: bool = True) -> dict[str, Any]:
+        """Run a worker and take over what it found; end the point unless it was ok."""
+        status, error, result = self._execute(job)
+        found = result if with_samples else {**result, "samples": {}}
+        self.findings.add(found)
+        self._end_unless_ok(status, error)
+        return result
+
+    def _end_unless_ok(self, status: str, error: ErrorFacts | None) -> None:
+        if status != "ok" and error is not None:
+            self.findings.fail(status, error)
+            raise PointEndedError
+
+    def _execute(self, job: WorkerJob) -> tuple[str, ErrorFacts | None, dict[str, Any]]:
+        """Run one worker to its end; return status, error and its result."""
+        around = self._around
+        run_dir = around.run_dir
+        job.write(run_dir)
+        (run_dir / STATE_NAME).unlink(missing_ok=True)
+        kills = oom_kills()
+        visible = {"CUDA_VISIBLE_DEVICES": job.gpu_uuid} if job.gpu_uuid else {}
+        worker = start_worker(run_dir, job.name, command=around.command, environ=visible)
+        ended = worker.wait(deadline_s=self._deadline_s, on_tick=lambda: around.on_tick(worker.pid))
+        job_path(run_dir, job.name).unlink(missing_ok=True)
+        result = read_json(result_path(run_dir, job.name))
+        if result and not ended.timed_out:
+            if ended.returncode != (0 if result["status"] == "ok" else 1):
+                self.findings.warnings.append(
+                    f"worker {job.name} ended with exit code {ended.returncode} after its result."
+                )
+            return str(result["status"]), result["error"], result
+        status, error = classify_exit(
+            ended,
+            job=job.name,
+            state=read_json(run_dir / STATE_NAME),
+            num_oom_kills=num_new_kills(kills, oom_kills()),
+            timeout_s=self._config.timeout_s,
+            log=run_dir / WORKER_LOG_NAME,
+        )
+        return status, error, {}
+
+
+def _resolve_model(config: RunConfig, say: Callable[[str], None]) -> Path | None:
+    """Return the checkpoint's folder; None for random weights of known sizes."""
+    model = config.model
+    if model.load_format == "dummy":
+        return Path(model.path).expanduser().resolve() if model.path else None
+    return ensure_model(model.name, model.where(), report=say)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

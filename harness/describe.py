@@ -1,0 +1,93 @@
+"""A configuration in few words: names, hash, and the flat parameters and tags of a tracker."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from harness.schema import RunConfig, SweepContext
+
+_NOT_IDENTITY: Final = ("mode", "rerun", "fail_fast", "timeout_s", "tracking")
+"""Settings that change no result."""
+_NAME_CHARS: Final = 200
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Return a hash of the settings that can change a result; the same in every process.
+
+    Args:
+        config: the configuration as plain data.
+    """
+    kept = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext | None) -> str:
+    """Return what reports call the point: in a sweep its overrides, else its choices."""
+    if sweep is not None and overrides:
+        return ",".join(item.lstrip("+") for item in overrides)[:_NAME_CHARS]
+    backend = config.offload.backend
+    parts = (config.model.name, backend, config.gpu.name, config.scenario.name)
+    return "-".join(part for part in parts if part)[:_NAME_CHARS]
+
+
+def flat_params(config: RunConfig) -> dict[str, Any]:
+    """Return what was chosen, flat, fewer than 40 entries."""
+    gpu = config.gpu
+    params: dict[str, Any] = {
+        "model": config.model.name,
+        "model.load_format": config.model.load_format,
+        "gpu": gpu.name,
+        "gpu.device": gpu.device,
+        "gpu.memory_gib": gpu.memory_gib,
+        "offload": config.offload.backend,
+        "scenario": config.scenario.name,
+        "kv.block_size": config.kv.block_size,
+        "kv.swap_space": config.kv.swap_space,
+    }
+    asked = config.to_dict()
+    params |= _leaves("offload", asked["offload"])
+    params |= _leaves("engine", asked["engine"])
+    for part in ("load", "throughput", "latency"):
+        node = asked["scenario"][part] or {}
+        chosen = {key: value for key, value in node.items() if key != "prompts_file"}
+        params |= _leaves(f"scenario.{part}", chosen)
+    return params
+
+
+def _leaves(prefix: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(f"{prefix}.{key}", value)
+        else:
+            yield f"{prefix}.{key}", value
+
+
+def tags(config: RunConfig, environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a tracker filters by: hash, code, machine, versions; absent facts left out."""
+    gpu = environment.get("gpu") or {}
+    git = environment.get("git") or {}
+    pcie = gpu.get("pcie") or {}
+    found = {
+        "harness.kind": "point",
+        "harness.status": "running",
+        "harness.config_hash": config_hash(config.to_dict()),
+        "model": config.model.name,
+        "offload": config.offload.backend,
+        "git.sha": git.get("sha"),
+        "git.dirty": git.get("dirty"),
+        "host": environment.get("host"),
+        "gpu.name": gpu.get("name"),
+        "gpu.uuid": gpu.get("uuid"),
+        "driver": environment.get("driver"),
+        "cuda": gpu.get("cuda_driver"),
+        "torch": environment.get("torch"),
+        "pcie.gen": pcie.get("gen"),
+        "pcie.width": pcie.get("width"),
+    }
+    return {
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in found.items()
+        if value is not None
+    }

@@ -1,0 +1,57 @@
+"""What a parent asks of one worker process, and the files through which the two talk."""
+
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from engine.config import EngineConfig
+from harness.prompts import PromptRow
+from harness.schema import ScenarioConfig
+
+STATE_NAME: Final = "state.json"
+SAMPLES_NAME: Final = "samples.jsonl"
+WORKER_LOG_NAME: Final = "worker.log"
+JOBS_FOLDER: Final = "jobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJob:
+    """One start of the engine in a process of its own."""
+
+    name: str
+    """Unique in the run folder: measure, reference, load-cold-1, load-warm-1, ..."""
+    kind: str
+    """measure | load | reference."""
+    engine: EngineConfig
+    scenario: ScenarioConfig
+    prompts: dict[str, list[PromptRow]] = field(default_factory=dict)
+    """Part of the scenario -> rows of its prompts_file."""
+    reference: Path | None = None
+    """File of the reference tokens: read by measure (None: no comparison), written by reference."""
+    gpu_uuid: str | None = None
+    """The GPU whose energy counter is read."""
+
+    def write(self, run_dir: Path) -> None:
+        """Store the job where the worker finds it."""
+        path = job_path(run_dir, self.name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps(self))
+
+
+def read_job(run_dir: Path, name: str) -> WorkerJob:
+    """Return the job `name` of a run folder, as its parent stored it."""
+    job = pickle.loads(job_path(run_dir, name).read_bytes())  # noqa: S301  written by our parent
+    if not isinstance(job, WorkerJob):
+        raise TypeError(f"{job_path(run_dir, name)}: expected a WorkerJob, got {type(job)}.")
+    return job
+
+
+def job_path(run_dir: Path, name: str) -> Path:
+    """Return the file that holds a job."""
+    return run_dir / JOBS_FOLDER / f"{name}.pickle"
+
+
+def result_path(run_dir: Path, name: str) -> Path:
+    """Return the file that a worker writes its result to."""
+    return run_dir / JOBS_FOLDER / f"{name}.result.json"

@@ -1,0 +1,1 @@
+"""Clocks, latencies and the resources of a run: numbers in, numbers out."""

@@ -1,0 +1,76 @@
+"""Memory of a process and the kernel's out-of-memory counters; None where Linux does not tell."""
+
+import re
+from pathlib import Path
+
+_STATUS_FIELDS = {
+    "rss_bytes": "VmRSS",
+    "rss_peak_bytes": "VmHWM",
+    "anon_bytes": "RssAnon",
+    "shmem_bytes": "RssShmem",
+    "locked_bytes": "VmLck",
+}
+
+
+def process_memory(pid: int | None = None) -> dict[str, int | None]:
+    """Return the memory of a process (default: this one) in bytes, by name.
+
+    Pinned pages count in shmem_bytes, pageable ones in anon_bytes.
+    """
+    text = _read(Path("/proc") / (str(pid) if pid else "self") / "status")
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE))
+    return {
+        name: int(found[key]) * 1024 if key in found else None
+        for name, key in _STATUS_FIELDS.items()
+    }
+
+
+def reset_rss_peak() -> bool:
+    """Start rss_peak_bytes of this process anew; return whether the kernel did it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, clock ticks since boot; None when there is no such process.
+
+    A pid and its start ticks together name one process: pids are used again.
+    """
+    text = _read(Path("/proc") / str(pid) / "stat")
+    after_name = text.rpartition(")")[2].split()
+    return int(after_name[19]) if len(after_name) > 19 and after_name[0] != "Z" else None
+
+
+def oom_kills() -> dict[str, int]:
+    """Return every counter of out-of-memory kills that this process can see, by name."""
+    counters = {}
+    vmstat = re.search(r"^oom_kill (\d+)$", _read(Path("/proc/vmstat")), flags=re.MULTILINE)
+    if vmstat:
+        counters["vmstat"] = int(vmstat[1])
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            name, file = "cgroup", Path(f"/sys/fs/cgroup{path}/memory.events")
+        elif controllers == "memory":
+            name, file = "cgroup-v1", Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+        else:
+            continue
+        match = re.search(r"^oom_kill (\d+)$", _read(file), flags=re.MULTILINE)
+        if match:
+            counters[name] = int(match[1])
+    return counters
+
+
+def num_new_kills(before: dict[str, int], after: dict[str, int]) -> int:
+    """Return by how much the counter that rose most has risen."""
+    return max((after[name] - before.get(name, 0) for name in after if name in before), default=0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

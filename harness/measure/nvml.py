@@ -1,0 +1,116 @@
+"""One NVIDIA GPU through NVML, found by UUID. A field that the driver does not give is None."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+GpuFacts = dict[str, Any]
+
+
+class Gpu:
+    """One GPU. Every reading is tried alone, so one missing field costs no other."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self.uuid: str | None = _text(self._try("nvmlDeviceGetUUID"))
+
+    def _try(self, name: str, *arguments: Any) -> Any:
+        return attempt(lambda: getattr(self._nvml, name)(self._handle, *arguments))
+
+    def facts(self) -> GpuFacts:
+        """Return what does not change during a run: name, memory, driver, link, limits."""
+        memory = self._try("nvmlDeviceGetMemoryInfo")
+        power_mw = self._try("nvmlDeviceGetEnforcedPowerLimit")
+        clock = getattr(self._nvml, "NVML_CLOCK_SM", 1)
+        return {
+            "name": _text(self._try("nvmlDeviceGetName")),
+            "uuid": self.uuid,
+            "memory_bytes": None if memory is None else int(memory.total),
+            "driver": _text(attempt(self._nvml.nvmlSystemGetDriverVersion)),
+            "cuda_driver": _cuda_version(attempt(self._nvml.nvmlSystemGetCudaDriverVersion)),
+            "pcie": {
+                "gen": self._try("nvmlDeviceGetCurrPcieLinkGeneration"),
+                "width": self._try("nvmlDeviceGetCurrPcieLinkWidth"),
+                "max_gen": self._try("nvmlDeviceGetMaxPcieLinkGeneration"),
+                "max_width": self._try("nvmlDeviceGetMaxPcieLinkWidth"),
+            },
+            "power_limit_w": None if power_mw is None else power_mw / 1e3,
+            "max_sm_clock_mhz": self._try("nvmlDeviceGetMaxClockInfo", clock),
+        }
+
+    def sample(self) -> dict[str, float | None]:
+        """Return what changes: memory in use (all processes), power, clock, temperature, load."""
+        memory = self._try("nvmlDeviceGetMemoryInfo")
+        power_mw = self._try("nvmlDeviceGetPowerUsage")
+        rates = self._try("nvmlDeviceGetUtilizationRates")
+        return {
+            "gpu_used_bytes": None if memory is None else int(memory.used),
+            "gpu_power_w": None if power_mw is None else power_mw / 1e3,
+            "gpu_sm_clock_mhz": self._try(
+                "nvmlDeviceGetClockInfo", getattr(self._nvml, "NVML_CLOCK_SM", 1)
+            ),
+            "gpu_temperature_c": self._try("nvmlDeviceGetTemperature", 0),
+            "gpu_busy_pct": None if rates is None else rates.gpu,
+        }
+
+    def energy_j(self) -> float | None:
+        """Return the total energy counter in joules; a difference of two is a window's energy."""
+        millijoules = self._try("nvmlDeviceGetTotalEnergyConsumption")
+        return None if millijoules is None else millijoules / 1e3
+
+    def num_other_processes(self, own_pids: set[int]) -> int | None:
+        """Return how many processes outside `own_pids` compute on this GPU."""
+        found = self._try("nvmlDeviceGetComputeRunningProcesses")
+        return None if found is None else sum(process.pid not in own_pids for process in found)
+
+
+def open_gpu(uuid: str | None = None, environ: Mapping[str, str] = os.environ) -> Gpu | None:
+    """Return the GPU with this UUID (default: the first that CUDA would show), None without one."""
+    nvml = _load_nvml()
+    if nvml is None or attempt(nvml.nvmlInit, default=False) is False:
+        return None
+    count = attempt(nvml.nvmlDeviceGetCount) or 0
+    gpus = [
+        Gpu(nvml, handle)
+        for index in range(count)
+        if (handle := attempt(lambda i=index: nvml.nvmlDeviceGetHandleByIndex(i))) is not None  # type: ignore[misc]
+    ]
+    if uuid is not None:
+        return next((gpu for gpu in gpus if gpu.uuid == uuid), None)
+    return _first_visible(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _first_visible(gpus: list[Gpu], visible: str | None) -> Gpu | None:
+    if visible is None:
+        return gpus[0] if gpus else None
+    first = visible.split(",")[0].strip()
+    if first.isdecimal():
+        return gpus[int(first)] if int(first) < len(gpus) else None
+    return next((gpu for gpu in gpus if first and (gpu.uuid or "").startswith(first)), None)
+
+
+def _load_nvml() -> Any:
+    try:
+        import pynvml  # noqa: PLC0415  absent on machines without NVIDIA tools
+    except ImportError:
+        return None
+    return pynvml
+
+
+def attempt(read: Callable[[], Any], default: Any = None) -> Any:
+    """Return what `read` returns, `default` when the driver refuses or lacks the field."""
+    try:
+        return read()
+    except Exception:  # noqa: BLE001  NVML raises one class per code, old bindings lack functions
+        return default
+
+
+def _text(value: object) -> str | None:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return None if value is None else str(value)
+
+
+def _cuda_version(number: int | None) -> str | None:
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"

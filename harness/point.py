@@ -1,0 +1,258 @@
+"""One point: from its configuration to its record, whatever happens to the workers."""
+
+import json
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from harness import describe
+from harness.attempt import Attempt, Findings, PointEndedError, Surroundings, read_json
+from harness.environment import collect
+from harness.failure import classify_exception
+from harness.job import STATE_NAME
+from harness.live import LiveView
+from harness.lock import device_lock_path, hold
+from harness.measure.nvml import Gpu, open_gpu
+from harness.measure.resources import ResourceSampler
+from harness.models.home import tightfit_home
+from harness.process import WORKER_COMMAND
+from harness.progress import Display, open_display
+from harness.report import build_report
+from harness.schema import RunConfig, SweepContext
+from harness.summary import print_summary
+from harness.tracking.base import GuardedTracker, PointFacts
+from harness.tracking.choose import open_tracker
+from harness.worker import plain
+from reports.record import RESULT_NAME, RunRecord, write_text_atomic
+
+
+def run_point(
+    config: RunConfig,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    sweep: SweepContext | None = None,
+    *,
+    command: Sequence[str] = WORKER_COMMAND,
+) -> RunRecord:
+    """Run one point and return its record, which is also in `run_dir`.
+
+    Whatever a worker does, and whatever the model, the reports or the tracker lack, ends as a
+    status or a warning of the record.
+
+    Args:
+        config: what is asked.
+        run_dir: a folder of this point's own; created when absent.
+        overrides: as the user wrote them.
+        sweep: the sweep that the point belongs to.
+        command: what runs a worker.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the worker is gone and the record written.
+    """
+    run_dir = run_dir.resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return _Point(config, run_dir, list(overrides), sweep).run(command)
+
+
+def skip_point(
+    config: RunConfig,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    sweep: SweepContext | None = None,
+    *,
+    reason: str,
+) -> RunRecord:
+    """Write and return the record of a point that does not run; `reason` says why."""
+    run_dir = run_dir.resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return _Point(config, run_dir, list(overrides), sweep).skip(reason)
+
+
+class _Point:
+    """The files, the tracker's run and the record of one point."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, overrides: list[str], sweep: SweepContext | None
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._overrides = overrides
+        self._sweep = sweep
+        self._home = tightfit_home()
+        self._started = datetime.now(UTC).astimezone()
+        self._begin_s = time.monotonic()
+        self._run_id = f"{self._started:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        self._name = describe.point_name(config, overrides, sweep)
+        self._gpu: Gpu | None = None if config.gpu.device == "cpu" else open_gpu()
+        self._environment = collect(self._gpu)
+        self._write_yaml("config.yaml", config.to_dict())
+        self._write_yaml("overrides.yaml", overrides)
+
+    def run(self, command: Sequence[str]) -> RunRecord:
+        """Run the point; see run_point."""
+        display = open_display()
+        tracker = self._start_tracker()
+        interrupt: KeyboardInterrupt | None = None
+        findings = Findings()
+        try:
+            with _sigterm_as_interrupt():
+                self._measure(findings, command, display, tracker)
+        except KeyboardInterrupt as error:
+            interrupt = error
+            state = read_json(self._run_dir / STATE_NAME)
+            findings.fail(
+                "killed",
+                {
+                    "type": "Interrupted",
+                    "message": "the harness was interrupted; the worker was ended.",
+                    "phase": state.get("phase"),
+                    "traceback": None,
+                },
+            )
+        finally:
+            display.close()
+        record = self._finish(findings, tracker, with_report=interrupt is None)
+        print_summary(record, self._run_dir, view_command=tracker.view_command())
+        if interrupt is not None:
+            raise interrupt
+        return record
+
+    def skip(self, reason: str) -> RunRecord:
+        """Record the point as skipped."""
+        findings = Findings()
+        error = {"type": "Skipped", "message": reason, "phase": None, "traceback": None}
+        findings.fail("skipped", error)
+        return self._finish(findings, self._start_tracker(), with_report=False)
+
+    def _start_tracker(self) -> GuardedTracker:
+        tracker = open_tracker(self._config.tracking, self._home)
+        tracker.start_point(
+            PointFacts(
+                run_id=self._run_id,
+                name=self._name,
+                params=describe.flat_params(self._config),
+                tags=describe.tags(self._config, self._environment),
+                sweep=self._sweep,
+            )
+        )
+        return tracker
+
+    def _measure(
+        self,
+        findings: Findings,
+        command: Sequence[str],
+        display: Display,
+        tracker: GuardedTracker,
+    ) -> None:
+        sampler = ResourceSampler(self._run_dir, self._gpu)
+        view = LiveView(self._run_dir, display, tracker, sampler)
+        around = Surroundings(
+            run_dir=self._run_dir,
+            home=self._home,
+            environment=self._environment,
+            gpu=self._gpu,
+            command=command,
+            on_tick=view.tick,
+            say=display.say,
+        )
+        attempt = Attempt(self._config, around, findings)
+        phase = "prepare"
+        try:
+            attempt.prepare()
+            phase = "run"
+            path = device_lock_path(self._gpu.uuid if self._gpu else None, self._home)
+            with hold(path, owner=str(self._run_dir), say=display.say):
+                attempt.run()
+        except PointEndedError:
+            pass
+        except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep
+            findings.fail(*classify_exception(error, phase))
+        view.flush()
+
+    def _finish(
+        self, findings: Findings, tracker: GuardedTracker, *, with_report: bool
+    ) -> RunRecord:
+        """Write the record, then what is made from it; their troubles become warnings of it."""
+        record = self._record(findings)
+        self._write(record)
+        self._note_end(record.status)
+        warnings = findings.warnings
+        if with_report:
+            warnings += build_report(self._run_dir)
+        tracker.finish_point(record, self._run_dir)
+        warnings += tracker.warnings
+        if warnings:
+            record = self._record(findings)
+            self._write(record)
+        return record
+
+    def _record(self, findings: Findings) -> RunRecord:
+        effective = dict(findings.effective)
+        effective["warnings"] = [*(effective.get("warnings") or []), *findings.warnings]
+        effective["notes"] = findings.notes
+        # An engine that was not built says nothing; without a GPU the tiers would be emulated.
+        emulated = effective.get("emulated", self._gpu is None)
+        environment = {**self._environment, "emulated": emulated}
+        return RunRecord(
+            run_id=self._run_id,
+            name=self._name,
+            status=findings.status,
+            error=plain(findings.error),
+            valid=self._judge(findings),
+            reasons=findings.reasons,
+            started_at=self._started.isoformat(timespec="seconds"),
+            duration_s=time.monotonic() - self._begin_s,
+            config=plain(self._config.to_dict()),
+            overrides=self._overrides,
+            plan=plain(findings.plan),
+            environment=plain(environment),
+            effective=plain(effective),
+            metrics=plain(findings.metrics),
+            samples=plain(findings.samples),
+        )
+
+    def _judge(self, findings: Findings) -> bool | None:
+        """Return whether the figures may be used; None where nobody compared the tokens."""
+        if findings.reasons or (findings.error or {}).get("type") == "WrongTokens":
+            return False
+        if findings.status != "ok" or not self._config.scenario.correctness.enabled:
+            return None
+        return True
+
+    def _write(self, record: RunRecord) -> None:
+        record.write(self._run_dir / RESULT_NAME)
+
+    def _note_end(self, status: str) -> None:
+        path = self._run_dir / STATE_NAME
+        state = read_json(path) | {"status": status, "ended_at": time.time()}
+        write_text_atomic(path, json.dumps(plain(state)) + "\n")
+
+    def _write_yaml(self, name: str, content: Any) -> None:
+        text = yaml.safe_dump(plain(content), sort_keys=False, allow_unicode=True)
+        write_text_atomic(self._run_dir / name, text)
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C, so that an ended harness leaves a record and no worker."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"signal {number} at line {frame.f_lineno if frame else None}")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,150 @@
+"""What a run does now, on the terminal: a bar where there is one, plain lines elsewhere."""
+
+import importlib.util
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Final, Protocol, TextIO
+
+LINE_INTERVAL_S: Final = 10.0
+"""Seconds between plain lines of one phase."""
+_GIB: Final = 2**30
+
+
+class Display(Protocol):
+    """Shows one point."""
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        ...
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Show what state.json says."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def open_display(stream: TextIO | None = None) -> Display:
+    """Return a display on `stream` (default: stderr): rich on a terminal, plain lines elsewhere."""
+    target = sys.stderr if stream is None else stream
+    if target.isatty() and importlib.util.find_spec("rich") is not None:
+        return RichDisplay(target)
+    return LineDisplay(target)
+
+
+def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
+    """Return a state as a title, the share that is done (None: unknown) and details."""
+    phase = str(state.get("phase", ""))
+    job = str(state.get("job", ""))
+    title = phase.replace("load:", "load: ") if job == "measure" else f"{job}: {phase}"
+    progress = state.get("progress")
+    if not isinstance(progress, Mapping):
+        return title, None, ""
+    if "total_bytes" in progress:
+        done, total = progress["done_bytes"], progress["total_bytes"]
+        return title, done / total if total else None, f"{done / _GIB:.2f}/{total / _GIB:.2f} GiB"
+    done, total = progress["requests_done"], progress["requests_total"]
+    details = f"{done}/{total} requests, {progress['output_tokens']} tokens"
+    if progress.get("tokens_s") is not None:
+        details += f", {progress['tokens_s']:.1f} tokens/s"
+    return title, done / total if total else None, details
+
+
+class _ByteRate:
+    """Bytes per second of the phase at hand, from the states seen."""
+
+    def __init__(self) -> None:
+        self._start: tuple[str, float, float] | None = None
+
+    def text(self, state: Mapping[str, Any]) -> str:
+        progress = state.get("progress")
+        if not isinstance(progress, Mapping) or "done_bytes" not in progress:
+            self._start = None
+            return ""
+        now, done = float(state.get("updated_at", 0.0)), float(progress["done_bytes"])
+        key = f"{state.get('job')}/{state.get('phase')}"
+        if self._start is None or self._start[0] != key:
+            self._start = (key, now, done)
+            return ""
+        _, then, before = self._start
+        return f", {(done - before) / (now - then) / 1e9:.2f} GB/s" if now > then else ""
+
+
+class LineDisplay:
+    """One line for each phase, and one every ten seconds of a long one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._rate = _ByteRate()
+        self._title = ""
+        self._due_s = 0.0
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Write a line when the phase is new or the last line is old."""
+        title, _, details = describe(state)
+        details += self._rate.text(state)
+        now = time.monotonic()
+        if title == self._title and now < self._due_s:
+            return
+        self._title, self._due_s = title, now + LINE_INTERVAL_S
+        self.say(f"[{title}] {details}".rstrip())
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class RichDisplay:
+    """One bar that changes its title; redrawn by the caller's ticks, without a thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console  # noqa: PLC0415  optional
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        self._rate = _ByteRate()
+        self._title = ""
+        self._bar = Progress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[details]}"),
+            console=Console(file=stream),
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._bar.add_task("start", total=None, details="")
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Redraw the bar."""
+        title, share, details = describe(state)
+        if title != self._title:
+            self._title = title
+            self._bar.reset(self._task, description=title, total=None)
+        self._bar.update(
+            self._task,
+            total=None if share is None else 1.0,
+            completed=0.0 if share is None else share,
+            details=details + self._rate.text(state),
+        )
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()

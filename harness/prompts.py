@@ -1,0 +1,152 @@
+"""Prompts in tokens: synthetic ones of a set length from a seed, or rows of a JSONL file."""
+
+import json
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class PromptError(ValueError):
+    """Prompts that cannot be had as asked; the message says what to change."""
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that is used here."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of a prompts file: a text, or token ids."""
+
+    line: int
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+def synthetic_prompts(
+    num_prompts: int,
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    seed: int,
+    stream: str,
+    avoid: Collection[int] = (),
+) -> list[list[int]]:
+    """Return distinct prompts of random token ids, the same for the same arguments.
+
+    Args:
+        num_prompts: how many.
+        num_tokens: length of each.
+        vocab_size: ids are below it.
+        seed: a whole number; with `stream` it keys the draws.
+        stream: what the prompts are for; two streams of one seed share no prompt in practice.
+        avoid: ids that are not used (special tokens).
+
+    Raises:
+        PromptError: the vocabulary is too small for that many distinct prompts.
+    """
+    allowed = sorted(set(range(vocab_size)) - set(avoid))
+    if num_tokens < 1 or not allowed or len(allowed) ** min(num_tokens, 64) < num_prompts:
+        raise PromptError(
+            f"prompts: expected room for {num_prompts} distinct prompts of {num_tokens} tokens, "
+            f"got {len(allowed)} usable token ids. Raise prompt_tokens or ask for fewer requests."
+        )
+    draw = random.Random(f"tightfit/{stream}/{seed}")
+    seen: set[tuple[int, ...]] = set()
+    prompts: list[list[int]] = []
+    while len(prompts) < num_prompts:
+        prompt = draw.choices(allowed, k=num_tokens)
+        if tuple(prompt) not in seen:
+            seen.add(tuple(prompt))
+            prompts.append(prompt)
+    return prompts
+
+
+def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
+    """Return the first `num_prompts` rows of a JSONL file; every row of the file is checked.
+
+    A row is an object with `prompt` (text) or `prompt_token_ids` (whole numbers from 0). Empty
+    lines are skipped, other keys are ignored.
+
+    Raises:
+        PromptError: the file cannot be read, a row is malformed (named by its line), or there are
+            too few rows.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"prompts_file {path}: cannot be read: {error}.") from error
+    rows: list[PromptRow] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(_parse(line, number))
+            except PromptError as error:
+                problems.append(str(error))
+    if problems:
+        shown = " ".join(problems[:5])
+        more = f" And {len(problems) - 5} more." if len(problems) > 5 else ""
+        raise PromptError(f"prompts_file {path}: {shown}{more} Correct or remove these lines.")
+    if len(rows) < num_prompts:
+        raise PromptError(
+            f"prompts_file {path}: expected at least num_requests={num_prompts} rows, got "
+            f"{len(rows)}. Lower num_requests or add rows."
+        )
+    return rows[:num_prompts]
+
+
+def _parse(line: str, number: int) -> PromptRow:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"line {number}: not JSON ({error.msg}).") from error
+    if not isinstance(row, dict):
+        raise PromptError(f"line {number}: expected an object, got {type(row).__name__}.")
+    if ("prompt" in row) == ("prompt_token_ids" in row):
+        raise PromptError(f"line {number}: expected one of prompt and prompt_token_ids.")
+    if "prompt" in row:
+        return PromptRow(number, text=_text(row["prompt"], number))
+    return PromptRow(number, token_ids=_ids(row["prompt_token_ids"], number))
+
+
+def _text(value: Any, number: int) -> str:
+    if not isinstance(value, str) or not value:
+        raise PromptError(f"line {number}: expected a text that is not empty, got {value!r}.")
+    return value
+
+
+def _ids(value: Any, number: int) -> tuple[int, ...]:
+    ok = isinstance(value, list) and value
+    if not ok or any(type(item) is not int or item < 0 for item in value):
+        raise PromptError(f"line {number}: expected whole numbers from 0, got {value!r}.")
+    return tuple(value)
+
+
+def encode_rows(rows: Iterable[PromptRow], encoder: Encoder | None) -> list[list[int]]:
+    """Return the token ids of the rows, texts through the model's tokenizer.
+
+    Raises:
+        PromptError: a row is a text and the model has no tokenizer, or a text gives no token.
+    """
+    prompts = []
+    for row in rows:
+        if row.token_ids is not None:
+            prompts.append(list(row.token_ids))
+            continue
+        if encoder is None:
+            raise PromptError(
+                f"prompts_file line {row.line}: the model has no tokenizer, so a text cannot be "
+                "used. Give prompt_token_ids instead."
+            )
+        ids = list(encoder.encode(row.text or ""))
+        if not ids:
+            raise PromptError(f"prompts_file line {row.line}: the text gives no token. Remove it.")
+        prompts.append(ids)
+    return prompts

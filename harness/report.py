@@ -1,0 +1,34 @@
+"""Pages and figures of a finished folder, made by `python -m reports` in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+REPORT_TIMEOUT_S: Final = 180
+
+
+def build_report(folder: Path) -> list[str]:
+    """Make the report of a run's or a sweep's folder; return warnings, one at most.
+
+    The record is complete without it: a machine without the drawing packages, or a report that
+    fails, costs no run.
+    """
+    again = f"python -m reports {folder}"
+    root = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "reports", str(folder)],
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=REPORT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"report: not made: {error}. Later: {again}"]
+    if done.returncode == 0:
+        return []
+    lines = done.stderr.strip().splitlines()
+    return [f"report: not made: {lines[-1] if lines else 'no message'} Later: {again}"]

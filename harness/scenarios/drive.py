@@ -1,0 +1,245 @@
+"""Requests through the engine, step by step: what was sent, what came back, how long steps took.
+
+Tokens are counted from ids. Times of tokens are the engine's (when a token was on the host); times
+of steps and submits are this module's, of the same clock.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.errors import RequestError
+from engine.request import TokenEvent
+from engine.sampling_params import SamplingParams
+from harness.measure.latency import RequestTimes
+
+Clock = Callable[[], float]
+OnProgress = Callable[[int, int, int], None]
+"""Called with requests done, requests in all, output tokens."""
+
+
+class StepStats(Protocol):
+    """What the engine says of its last step."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens in it."""
+        ...
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Decoded tokens in it."""
+        ...
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Bytes copied from host to device."""
+        ...
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Bytes that the device read in host memory."""
+        ...
+
+
+class Engine(Protocol):
+    """The part of `engine.LLM` that scenarios use."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        ...
+
+    @property
+    def spec(self) -> Any:
+        """Sizes of the model."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, tokens."""
+        ...
+
+    @property
+    def load_report(self) -> Any:
+        """Phases of the load."""
+        ...
+
+    @property
+    def plan(self) -> Any:
+        """The memory plan."""
+        ...
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """What the newest step did."""
+        ...
+
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request."""
+        ...
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step."""
+        ...
+
+    def has_unfinished(self) -> bool:
+        """Return whether a step has work."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the engine started."""
+        ...
+
+    def memory(self) -> dict[str, Any]:
+        """Return bytes in use."""
+        ...
+
+    def effective(self) -> dict[str, Any]:
+        """Return what is really used."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+@dataclass(kw_only=True)
+class StepTotals:
+    """Sums over steps, seconds of wall time, apart for steps with prefill work and without."""
+
+    num_steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    """Steps that only decoded."""
+    num_decode_steps: int = 0
+    num_decode_tokens: int = 0
+    """Tokens of the steps that only decoded."""
+    decode_moved_bytes: int = 0
+    """Bytes that crossed from host to device in the steps that only decoded."""
+
+    def add(self, step: StepStats, duration_s: float) -> None:
+        """Count one step."""
+        self.num_steps += 1
+        if step.num_prefill_tokens:
+            self.prefill_s += duration_s
+        elif step.num_decode_tokens:
+            self.decode_s += duration_s
+            self.num_decode_steps += 1
+            self.num_decode_tokens += step.num_decode_tokens
+            self.decode_moved_bytes += step.h2d_bytes + step.in_place_bytes
+
+
+class Driver:
+    """Sends requests and steps the engine until they are done."""
+
+    def __init__(self, llm: Engine, clock: Clock) -> None:
+        self._llm = llm
+        self._clock = clock
+        self._open: dict[str, RequestTimes] = {}
+        self.totals = StepTotals()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def offer(self, prompt: Sequence[int], output_tokens: int, request_id: str) -> RequestTimes:
+        """Send one request for `output_tokens` greedy tokens; a refused one carries its error."""
+        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        times = RequestTimes(
+            request_id=request_id, num_prompt_tokens=len(prompt), submit_s=self._clock()
+        )
+        try:
+            self._llm.add_request(list(prompt), params, request_id)
+        except RequestError as error:
+            times.error = str(error)
+        else:
+            self._open[request_id] = times
+        return times
+
+    def drain(self, on_step: Callable[[int], None] | None = None) -> None:
+        """Step until nothing is unfinished; `on_step` gets the number of new tokens."""
+        while self._llm.has_unfinished():
+            before = self._llm.last_step
+            begin_s = self._clock()
+            events = self._llm.step()
+            duration_s = self._clock() - begin_s
+            step = self._llm.last_step
+            if step is not None and step is not before:
+                self.totals.add(step, duration_s)
+            for event in events:
+                self._count(event)
+            if on_step is not None:
+                on_step(len(events))
+        for times in self._open.values():
+            times.error = "the engine finished without ending this request"
+        self._open.clear()
+
+    def _count(self, event: TokenEvent) -> None:
+        times = self._open[event.request_id]
+        times.token_ids.append(event.token_id)
+        times.token_times_s.append(event.time_s)
+        if event.finish_reason is not None:
+            times.finish_reason = event.finish_reason
+            if event.finish_reason not in {"stop", "length"}:
+                times.error = f"the engine ended it with {event.finish_reason}"
+            del self._open[event.request_id]
+
+
+def run_in_turn(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    prefix: str,
+    on_progress: OnProgress | None = None,
+) -> tuple[list[RequestTimes], StepTotals]:
+    """Run the requests one at a time; return their times and the sums over the steps."""
+    driver = Driver(llm, clock)
+    requests: list[RequestTimes] = []
+    num_tokens = 0
+
+    def on_step(new_tokens: int) -> None:
+        nonlocal num_tokens
+        num_tokens += new_tokens
+        if on_progress is not None:
+            on_progress(len(requests), len(prompts), num_tokens)
+
+    for index, prompt in enumerate(prompts):
+        times = driver.offer(prompt, output_tokens, f"{prefix}-{index}")
+        driver.drain(on_step)
+        requests.append(times)
+    if on_progress is not None:
+        on_progress(len(requests), len(prompts), num_tokens)
+    return requests, driver.totals
+
+
+def run_at_once(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    prefix: str,
+    on_progress: OnProgress | None = None,
+) -> tuple[list[RequestTimes], StepTotals]:
+    """Offer all requests, then step until they are done; return times and sums over the steps."""
+    driver = Driver(llm, clock)
+    requests = [
+        driver.offer(prompt, output_tokens, f"{prefix}-{index}")
+        for index, prompt in enumerate(prompts)
+    ]
+    num_tokens = 0
+
+    def on_step(new_tokens: int) -> None:
+        nonlocal num_tokens
+        num_tokens += new_tokens
+        if on_progress is not None:
+            on_progress(len(requests) - driver.num_open, len(requests), num_tokens)
+
+    driver.drain(on_step)
+    return requests, driver.totals

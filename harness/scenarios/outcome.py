@@ -1,0 +1,37 @@
+"""What a scenario hands back: metrics, samples, and what speaks against them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.measure.latency import RequestTimes
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Figures of one part of the scenario."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    samples: Any = None
+    reasons: list[str] = field(default_factory=list)
+    """Why the figures may not be used, and what to change."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know; the figures stand."""
+
+
+def failure_reasons(part: str, requests: Sequence[RequestTimes]) -> list[str]:
+    """Return one reason when requests of `part` failed, naming how many and the first error."""
+    failed = [request for request in requests if not request.is_complete]
+    if not failed:
+        return []
+    first = failed[0]
+    why = first.error or f"it ended with {first.finish_reason} after {len(first.token_ids)} tokens"
+    return [
+        f"{part}: {len(failed)} of {len(requests)} requests failed; {first.request_id}: {why}"
+        f"{'' if why.endswith('.') else '.'}"
+    ]
+
+
+def ratio(amount: float, seconds: float) -> float | None:
+    """Return amount / seconds, None where either is zero: nothing was measured."""
+    return amount / seconds if amount > 0 and seconds > 0 else None

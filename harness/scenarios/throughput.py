@@ -1,0 +1,58 @@
+"""Throughput: N requests at once; rates of tokens and requests, prefill and decode apart."""
+
+from collections.abc import Sequence
+
+from harness.scenarios.drive import Clock, Engine, OnProgress, StepTotals, run_at_once
+from harness.scenarios.outcome import Outcome, failure_reasons, ratio
+
+
+def measure_throughput(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    on_progress: OnProgress | None = None,
+) -> tuple[Outcome, StepTotals]:
+    """Offer all prompts at once; return their figures and the sums over the steps.
+
+    The wall runs from the first submit to the last token. Prefill is the wall of steps with
+    prefill work, decode that of the steps without; a step that does both counts as prefill.
+    """
+    requests, totals = run_at_once(
+        llm, prompts, output_tokens, clock=clock, prefix="throughput", on_progress=on_progress
+    )
+    done = [request for request in requests if request.is_complete]
+    prompt_tokens = sum(request.num_prompt_tokens for request in done)
+    num_output = sum(len(request.token_ids) for request in done)
+    wall_s = 0.0
+    if done:
+        begin_s = min(request.submit_s for request in requests)
+        wall_s = max(request.token_times_s[-1] for request in done) - begin_s
+    metrics = {
+        "throughput/requests_s": ratio(len(done), wall_s),
+        "throughput/output_tok_s": ratio(num_output, wall_s),
+        "throughput/total_tok_s": ratio(prompt_tokens + num_output, wall_s),
+        "throughput/prefill_tok_s": ratio(prompt_tokens, totals.prefill_s),
+        "throughput/decode_tok_s": ratio(totals.num_decode_tokens, totals.decode_s),
+        "throughput/wall_s": wall_s or None,
+    }
+    samples = {
+        "num_requests": len(requests),
+        "num_completed": len(done),
+        "num_failed": len(requests) - len(done),
+        "num_prompt_tokens": prompt_tokens,
+        "num_output_tokens": num_output,
+        "wall_s": wall_s or None,
+        "num_steps": totals.num_steps,
+        "num_decode_steps": totals.num_decode_steps,
+        "num_decode_tokens": totals.num_decode_tokens,
+        "prefill_s": totals.prefill_s,
+        "decode_s": totals.decode_s,
+        "requests": [
+            {key: value for key, value in request.to_row().items() if key != "itl_ms"}
+            for request in requests
+        ],
+    }
+    reasons = failure_reasons("throughput", requests)
+    return Outcome(metrics=metrics, samples=samples, reasons=reasons), totals

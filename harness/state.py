@@ -1,0 +1,78 @@
+"""The worker's side of the live view: state.json (replaced) and samples.jsonl (appended)."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from harness.job import SAMPLES_NAME, STATE_NAME
+from harness.measure.host import process_memory
+
+INTERVAL_S: Final = 0.5
+
+
+class StateWriter:
+    """Says what a worker does now. Called from the timed loops, so it writes twice a second."""
+
+    def __init__(self, run_dir: Path, job: str) -> None:
+        self._path = run_dir / STATE_NAME
+        self._temporary = run_dir / f".{STATE_NAME}.{os.getpid()}.tmp"
+        self._samples = run_dir / SAMPLES_NAME
+        self._due_s = 0.0
+        self._tokens_before = (0, time.monotonic())
+        self._state: dict[str, Any] = {
+            "pid": os.getpid(),
+            "job": job,
+            "phase": "start",
+            "started_at": time.time(),
+        }
+        self._write()
+
+    @property
+    def phase(self) -> str:
+        """What the worker does now."""
+        return str(self._state["phase"])
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self._state |= {"phase": phase, "progress": None}
+        self._tokens_before = (0, time.monotonic())
+        self._write()
+
+    def loading(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        """Report bytes of a phase of the load; the engine's `progress` callback."""
+        is_new = self.phase != f"load:{phase}"
+        now = time.monotonic()
+        if not is_new and now < self._due_s and done_bytes < total_bytes:
+            return
+        progress = {"done_bytes": done_bytes, "total_bytes": total_bytes}
+        self._state |= {"phase": f"load:{phase}", "progress": progress}
+        self._write()
+
+    def running(self, num_done: int, num_requests: int, num_tokens: int) -> None:
+        """Report requests and output tokens of a scenario."""
+        now = time.monotonic()
+        if now < self._due_s and num_done < num_requests:
+            return
+        before, then = self._tokens_before
+        rate = (num_tokens - before) / (now - then) if now > then else None
+        self._tokens_before = (num_tokens, now)
+        progress = {
+            "requests_done": num_done,
+            "requests_total": num_requests,
+            "output_tokens": num_tokens,
+            "tokens_s": rate,
+        }
+        self._state["progress"] = progress
+        self._write()
+        row = {"time": time.time(), "job": self._state["job"], "phase": self.phase, **progress}
+        with self._samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _write(self) -> None:
+        """Replace state.json in one rename; not flushed to the disk, which would take long."""
+        self._due_s = time.monotonic() + INTERVAL_S
+        self._state |= {"updated_at": time.time(), "memory": process_memory()}
+        self._temporary.write_text(json.dumps(self._state), encoding="utf-8")
+        self._temporary.replace(self._path)

@@ -1,0 +1,96 @@
+"""What the user reads at the end of a point: figures, status, files, and how to look at them."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, TextIO
+
+from reports.record import RunRecord
+
+SHOWN: Final = (
+    ("load/total_s", "load, warm start", "s"),
+    ("load/cold_total_s", "load, cold start", "s"),
+    ("latency/ttft_ms/mean", "time to first token, mean", "ms"),
+    ("latency/ttft_ms/p50", "time to first token, median", "ms"),
+    ("latency/tpot_ms/mean", "time per output token, mean", "ms"),
+    ("latency/tpot_ms/p50", "time per output token, median", "ms"),
+    ("latency/e2e_ms/mean", "request, end to end, mean", "ms"),
+    ("throughput/requests_s", "requests", "1/s"),
+    ("throughput/output_tok_s", "output tokens", "tok/s"),
+    ("throughput/total_tok_s", "prompt and output tokens", "tok/s"),
+    ("throughput/prefill_tok_s", "prefill", "tok/s"),
+    ("throughput/decode_tok_s", "decode", "tok/s"),
+    ("memory/gpu_peak_gib", "GPU memory, peak", "GiB"),
+    ("memory/gpu_budget_gib", "GPU memory, budget", "GiB"),
+    ("memory/host_pinned_gib", "host memory, pinned", "GiB"),
+    ("memory/host_rss_peak_gib", "host memory of the worker, peak", "GiB"),
+    ("offload/bytes_per_step", "host to GPU per decode step", "B"),
+    ("link/h2d_gb_s", "link, host to GPU", "GB/s"),
+    ("link/share", "share of the link used in decode", ""),
+    ("energy/j_per_token", "energy per output token", "J"),
+)
+_MAX_REASONS: Final = 8
+
+
+def print_summary(
+    record: RunRecord,
+    run_dir: Path,
+    *,
+    view_command: str | None,
+    stream: TextIO | None = None,
+) -> None:
+    """Write the summary of one point to `stream` (default: stdout)."""
+    lines = summary_lines(record, run_dir, view_command=view_command)
+    target = sys.stdout if stream is None else stream
+    target.write("\n".join(lines) + "\n")
+    target.flush()
+
+
+def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None) -> list[str]:
+    """Return the summary as lines of text."""
+    lines = ["", f"{record.name}: {record.status}{_verdict(record)}"]
+    if record.environment.get("emulated") is True:
+        lines.append("  emulated on the CPU: these are not a GPU's figures")
+    if record.error is not None:
+        lines += [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
+    lines += [f"  {reason}" for reason in record.reasons[:_MAX_REASONS]]
+    lines += list(_table(record))
+    warnings = record.effective.get("warnings") or []
+    lines += [f"  warning: {text}" for text in warnings]
+    lines.append(f"  run folder  {run_dir}")
+    report = run_dir / "report.html"
+    if report.is_file():
+        lines.append(f"  report      {report}")
+    if view_command:
+        lines.append(f"  compare     {view_command}")
+    return lines
+
+
+def _verdict(record: RunRecord) -> str:
+    if record.status != "ok":
+        return ""
+    return {True: ", valid", False: ", NOT valid", None: ", not checked"}[record.valid]
+
+
+def _first_lines(record: RunRecord) -> list[str]:
+    message = str((record.error or {}).get("message", ""))
+    return [line for line in message.splitlines() if line.strip()][:3] or [""]
+
+
+def _table(record: RunRecord) -> Iterable[str]:
+    for name, label, unit in SHOWN:
+        value = record.metrics.get(name)
+        if value is not None:
+            yield f"  {label:<32} {figure(value):>12} {unit}".rstrip()
+
+
+def figure(value: float) -> str:
+    """Return a number with four significant digits, thousands apart, never in powers of ten."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    if abs(value) < 0.001:
+        return f"{value:.2g}"
+    return f"{value:.{digits}f}"

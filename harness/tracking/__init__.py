@@ -1,0 +1,1 @@
+"""Where runs are mirrored for comparison; the files of the run folder stay the truth."""

@@ -1,0 +1,147 @@
+"""What a tracker is, and the guard that keeps its troubles away from the run."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from harness.schema import SweepContext
+from reports.record import RunRecord
+
+CALL_TIMEOUT_S: Final = 60.0
+OPEN_TIMEOUT_S: Final = 300.0
+"""The first start of eight processes creates the database, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointFacts:
+    """A point as a tracker shows it from its start on."""
+
+    run_id: str
+    name: str
+    params: dict[str, Any]
+    """Flat; what was chosen."""
+    tags: dict[str, str]
+    sweep: SweepContext | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFacts:
+    """How a sweep ended."""
+
+    context: SweepContext
+    status: str
+    """ok: every point is; failed: some are not; killed: interrupted."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Status -> number of points."""
+
+
+class Tracker(Protocol):
+    """Mirrors points. Calls come in order, from one thread, and may raise."""
+
+    def open(self) -> None:
+        """Get ready; the first call."""
+        ...
+
+    def start_point(self, point: PointFacts) -> None:
+        """Show the point as running."""
+        ...
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show live samples; each row has `time` (seconds since 1970)."""
+        ...
+
+    def finish_point(self, record: RunRecord, run_dir: Path) -> None:
+        """Show the point as ended, with its figures and files."""
+        ...
+
+    def finish_sweep(self, sweep: SweepFacts) -> None:
+        """Show the sweep as ended."""
+        ...
+
+    def view_command(self) -> str | None:
+        """Return the command that shows the runs to the user."""
+        ...
+
+
+class GuardedTracker:
+    """Runs a tracker in a thread of its own; what fails or hangs becomes a warning.
+
+    After a call that hung, no further call is made.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
+    ) -> None:
+        self._tracker = tracker
+        self._timeout_s = timeout_s
+        self._calls: queue.SimpleQueue[tuple[str, Callable[[], None], threading.Event]] = (
+            queue.SimpleQueue()
+        )
+        self._is_stuck = False
+        self._is_broken = False
+        self.warnings: list[str] = []
+        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+        self._thread.start()
+        self._call("open", tracker.open, timeout_s=open_timeout_s)
+
+    def start_point(self, point: PointFacts) -> None:
+        """See Tracker."""
+        self._call("start_point", lambda: self._tracker.start_point(point))
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See Tracker; does not wait."""
+        self._call("log_samples", lambda: self._tracker.log_samples(rows), wait=False)
+
+    def finish_point(self, record: RunRecord, run_dir: Path) -> None:
+        """See Tracker."""
+        self._call("finish_point", lambda: self._tracker.finish_point(record, run_dir))
+
+    def finish_sweep(self, sweep: SweepFacts) -> None:
+        """See Tracker."""
+        self._call("finish_sweep", lambda: self._tracker.finish_sweep(sweep))
+
+    def view_command(self) -> str | None:
+        """See Tracker; None when the tracker does not work."""
+        return None if self._is_broken or self._is_stuck else self._tracker.view_command()
+
+    def _call(
+        self,
+        name: str,
+        call: Callable[[], None],
+        *,
+        wait: bool = True,
+        timeout_s: float | None = None,
+    ) -> None:
+        if self._is_stuck or self._is_broken:
+            return
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        done = threading.Event()
+        self._calls.put((name, call, done))
+        if wait and not done.wait(limit_s):
+            self._is_stuck = True
+            self.warnings.append(
+                f"tracking: {name} took longer than {limit_s:g} s and was given up. The "
+                "files in the run's folder are complete; choose tracking=none if this repeats."
+            )
+
+    def _work(self) -> None:
+        while True:
+            name, call, done = self._calls.get()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  the edge: tracking never costs a run
+                if name == "open":
+                    self._is_broken = True
+                self.warnings.append(
+                    f"tracking: {name} failed: {type(error).__name__}: {error} The files in the "
+                    "run's folder are complete."
+                )
+            finally:
+                done.set()

@@ -1,0 +1,19 @@
+"""The tracker that the configuration asks for, guarded."""
+
+from pathlib import Path
+
+from harness.schema import TrackingConfig
+from harness.tracking.base import GuardedTracker, Tracker
+from harness.tracking.mlflow import MlflowTracker
+from harness.tracking.none import NoTracker
+
+
+def open_tracker(config: TrackingConfig, home: Path) -> GuardedTracker:
+    """Return an open tracker; its troubles are in `warnings`, never raised.
+
+    Args:
+        config: the node `tracking`.
+        home: TIGHTFIT_HOME, where the database and the artifacts are.
+    """
+    tracker: Tracker = NoTracker() if config.backend == "none" else MlflowTracker(config, home)
+    return GuardedTracker(tracker)

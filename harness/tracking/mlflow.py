@@ -1,0 +1,263 @@
+"""MLflow: one SQLite file and artifact root for all runs; a run a point, a parent run a sweep.
+
+Only the harness's own process talks to MLflow, through MlflowClient with explicit addresses; no
+global state of MLflow is used, and MLflow is imported when the tracker opens.
+"""
+
+import fcntl
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from harness.measure.host import start_ticks
+from harness.schema import TrackingConfig
+from harness.tracking.base import PointFacts, SweepFacts
+from reports.record import RunRecord
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+DATABASE_NAME: Final = "mlflow.db"
+MAX_PARAMS: Final = 40
+_FINAL_STATUS: Final = {"ok": "FINISHED", "killed": "KILLED"}
+"""Record status -> MLflow's; the others are FAILED."""
+_SWEEP_STATUS: Final = {"ok": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+_ARTIFACTS: Final = (
+    "config.yaml",
+    "overrides.yaml",
+    "result.json",
+    "report.html",
+    "report.md",
+    "worker.log",
+    "samples.jsonl",
+    "resources.jsonl",
+)
+_SWEEP_ARTIFACTS: Final = ("report.html", "report.md", "sweep.csv", "sweep.html")
+_FIGURES: Final = ("*.png", "figures/*.png")
+_MAX_BATCH: Final = 1000
+_TS_FIELDS: Final = {
+    "tokens_s": "ts/output_tok_s",
+    "output_tokens": "ts/output_tokens",
+    "requests_done": "ts/requests_done",
+    "rss_bytes": "ts/host_rss_bytes",
+    "gpu_used_bytes": "ts/gpu_used_bytes",
+    "gpu_power_w": "ts/gpu_power_w",
+    "gpu_sm_clock_mhz": "ts/gpu_sm_clock_mhz",
+    "gpu_temperature_c": "ts/gpu_temperature_c",
+    "gpu_busy_pct": "ts/gpu_busy_pct",
+}
+
+
+class MlflowTracker:
+    """Mirrors points to an MLflow experiment."""
+
+    def __init__(self, config: TrackingConfig, home: Path) -> None:
+        self._home = home
+        self._experiment = config.experiment
+        self._is_local = config.uri is None
+        self._uri = config.uri or f"sqlite:///{home / DATABASE_NAME}"
+        self._client: MlflowClient | None = None
+        self._experiment_id = ""
+        self._run_id: str | None = None
+        self._started_s = 0.0
+
+    def open(self) -> None:
+        """Connect; create the database and the experiment when absent; repair stale runs.
+
+        Processes that start at once take turns here: concurrent migrations of a new SQLite file
+        fail.
+        """
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        with self._only_one():
+            self._client = MlflowClient(tracking_uri=self._uri)
+            found = self._client.get_experiment_by_name(self._experiment)
+            if found is None:
+                location = (self._home / "artifacts").as_uri() if self._is_local else None
+                self._experiment_id = self._client.create_experiment(
+                    self._experiment, artifact_location=location
+                )
+            else:
+                if found.lifecycle_stage == "deleted":
+                    self._client.restore_experiment(found.experiment_id)
+                self._experiment_id = found.experiment_id
+            self._repair()
+
+    def start_point(self, point: PointFacts) -> None:
+        """Create the point's run with status RUNNING, below its sweep's run if it has one."""
+        tags = {**point.tags, **_own_tags(), "harness.run_id": point.run_id}
+        if point.sweep is not None:
+            with self._only_one():
+                parent = self._sweep_run(point.sweep.sweep_id, point.tags)
+            tags |= {"harness.sweep_id": point.sweep.sweep_id, "mlflow.parentRunId": parent}
+        client = self._open_client()
+        run = client.create_run(self._experiment_id, tags=tags, run_name=point.name)
+        self._run_id = run.info.run_id
+        self._started_s = time.time()
+        self._log_params(self._run_id, point.params)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append the rows as time series `ts/...`; the step is milliseconds since the start."""
+        from mlflow.entities import Metric
+
+        if self._run_id is None:
+            return
+        metrics = [
+            Metric(
+                name,
+                float(row[key]),
+                int(row["time"] * 1e3),
+                max(0, int((row["time"] - self._started_s) * 1e3)),
+            )
+            for row in rows
+            for key, name in _TS_FIELDS.items()
+            if _is_finite(row.get(key))
+        ]
+        for start in range(0, len(metrics), _MAX_BATCH):
+            self._open_client().log_batch(self._run_id, metrics=metrics[start : start + _MAX_BATCH])
+
+    def finish_point(self, record: RunRecord, run_dir: Path) -> None:
+        """Log the figures and files, then end the run FINISHED, FAILED or KILLED."""
+        if self._run_id is None:
+            return
+        client, run_id = self._open_client(), self._run_id
+        try:
+            self._log_figures(record)
+            self._log_files(run_id, run_dir, _ARTIFACTS)
+        finally:
+            client.set_terminated(run_id, _FINAL_STATUS.get(record.status, "FAILED"))
+            self._run_id = None
+
+    def finish_sweep(self, sweep: SweepFacts) -> None:
+        """Log the sweep's files and end its run."""
+        client = self._open_client()
+        with self._only_one():
+            run_id = self._sweep_run(sweep.context.sweep_id, {})
+        try:
+            for status, count in sweep.counts.items():
+                client.log_metric(run_id, f"points/{status}", count)
+            client.set_tag(run_id, "harness.status", sweep.status)
+            self._log_files(run_id, sweep.context.folder, _SWEEP_ARTIFACTS)
+        finally:
+            client.set_terminated(run_id, _SWEEP_STATUS[sweep.status])
+
+    def view_command(self) -> str | None:
+        """Return the command that opens the UI on these runs."""
+        if self._uri.startswith(("http://", "https://")):
+            return f"open {self._uri}"
+        return f"mlflow ui --backend-store-uri {self._uri}"
+
+    def _open_client(self) -> "MlflowClient":
+        if self._client is None:
+            raise RuntimeError("tracking: open() comes first.")
+        return self._client
+
+    @contextmanager
+    def _only_one(self) -> Iterator[None]:
+        self._home.mkdir(parents=True, exist_ok=True)
+        with (self._home / f"{DATABASE_NAME}.lock").open("w", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _sweep_run(self, sweep_id: str, tags: Mapping[str, str]) -> str:
+        """Return the id of the sweep's run, created when absent; under the lock."""
+        client = self._open_client()
+        found = client.search_runs(
+            [self._experiment_id],
+            f"tags.`harness.kind` = 'sweep' and tags.`harness.sweep_id` = '{sweep_id}'",
+            max_results=1,
+        )
+        if found:
+            return str(found[0].info.run_id)
+        shared = {key: tags[key] for key in ("git.sha", "git.dirty") if key in tags}
+        own = {**shared, **_own_tags(), "harness.kind": "sweep", "harness.sweep_id": sweep_id}
+        run = client.create_run(self._experiment_id, tags=own, run_name=f"sweep {sweep_id}")
+        return str(run.info.run_id)
+
+    def _log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        chosen = list(params.items())[:MAX_PARAMS]
+        batch = [Param(key, str(value)) for key, value in chosen]
+        self._open_client().log_batch(run_id, params=batch)
+
+    def _log_figures(self, record: RunRecord) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        now_ms = int(time.time() * 1e3)
+        metrics = [
+            Metric(name, float(value), now_ms, 0)
+            for name, value in record.metrics.items()
+            if value is not None and _is_finite(value)
+        ]
+        tags = {
+            "harness.status": record.status,
+            "harness.valid": {True: "true", False: "false", None: "unknown"}[record.valid],
+            "mlflow.note.content": note(record),
+        }
+        if record.error is not None:
+            tags["error.type"] = str(record.error["type"])
+        batch = [RunTag(key, value[:5000]) for key, value in tags.items()]
+        for start in range(0, max(len(metrics), 1), _MAX_BATCH):
+            self._open_client().log_batch(
+                self._run_id or "",
+                metrics=metrics[start : start + _MAX_BATCH],
+                tags=batch if start == 0 else [],
+            )
+
+    def _log_files(self, run_id: str, folder: Path, names: Sequence[str]) -> None:
+        client = self._open_client()
+        for name in names:
+            if (folder / name).is_file():
+                client.log_artifact(run_id, str(folder / name))
+        for pattern in _FIGURES:
+            for path in sorted(folder.glob(pattern)):
+                client.log_artifact(run_id, str(path), "figures")
+
+    def _repair(self) -> None:
+        """End runs of this machine that are RUNNING although their process is gone."""
+        client, host = self._open_client(), socket.gethostname()
+        for run in client.search_runs(
+            [self._experiment_id],
+            f"attributes.status = 'RUNNING' and tags.`harness.host` = '{host}'",
+            max_results=_MAX_BATCH,
+        ):
+            pid = run.data.tags.get("harness.pid", "")
+            ticks = start_ticks(int(pid)) if pid.isdecimal() else None
+            if str(ticks) != run.data.tags.get("harness.pid_start"):
+                client.set_tag(run.info.run_id, "harness.status", "killed")
+                client.set_terminated(run.info.run_id, "KILLED")
+
+
+def _own_tags() -> dict[str, str]:
+    """Return what names this process, so that a later start can tell whether it still lives."""
+    pid = os.getpid()
+    return {
+        "harness.host": socket.gethostname(),
+        "harness.pid": str(pid),
+        "harness.pid_start": str(start_ticks(pid)),
+    }
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def note(record: RunRecord) -> str:
+    """Return a short summary in Markdown for the run's page."""
+    lines = [f"**{record.status}** {record.name}"]
+    if record.environment.get("emulated") is True:
+        lines.append("Emulated on the CPU: not a GPU's figures.")
+    if record.error is not None:
+        lines.append(f"{record.error['type']}: {record.error['message']}")
+    lines += [f"- {reason}" for reason in record.reasons]
+    return "\n\n".join(lines)

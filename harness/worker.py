@@ -1,0 +1,363 @@
+"""The process that holds the engine: `python -m harness.worker RUN_DIR --job NAME ...`.
+
+It does one job (harness.job), says what it does in state.json, and writes one result. It knows
+neither Hydra nor MLflow; its parent starts it, watches it and judges how it ended.
+"""
+
+import argparse
+import faulthandler
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.config import EngineConfig
+from harness.correctness import (
+    check_prompts,
+    compare_tokens,
+    greedy_tokens,
+    read_reference,
+    write_reference,
+)
+from harness.failure import classify_exception
+from harness.job import WorkerJob, read_job, result_path
+from harness.measure.host import process_memory, reset_rss_peak
+from harness.measure.nvml import open_gpu
+from harness.process import die_with_parent
+from harness.prompts import encode_rows, synthetic_prompts
+from harness.scenarios.drive import Engine, StepTotals, run_in_turn
+from harness.scenarios.latency import measure_latency
+from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
+from harness.scenarios.outcome import Outcome, ratio
+from harness.scenarios.throughput import measure_throughput
+from harness.schema import RequestSet
+from harness.state import StateWriter
+from reports.record import write_text_atomic
+
+Progress = Callable[[str, int, int], None]
+GIB = 2**30
+
+
+class EngineFactory(Protocol):
+    """`engine.LLM` as a class."""
+
+    def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> Engine:
+        """Construct an engine; `reference` asks for every layer on demand, eager."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDoor:
+    """What the worker takes from the engine; tests put another one here."""
+
+    load_code: Callable[[], EngineFactory]
+    """Imports the engine."""
+    probe: Callable[[EngineConfig], dict[str, float | None]]
+    """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
+    clock: Callable[[], float] = time.perf_counter
+    """The clock of the engine's token times."""
+
+
+def load_engine_code() -> EngineFactory:
+    """Import the project's engine, and torch with it."""
+    from engine import LLM  # noqa: PLC0415  takes seconds, and is measured
+
+    return LLM
+
+
+def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:
+    """Measure the host link of the device that the engine will use."""
+    from engine.probe import probe_link  # noqa: PLC0415  imports torch
+
+    return probe_link(config.gpu.device)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job that the arguments name with the project's engine."""
+    return serve(argv, EngineDoor(load_code=load_engine_code, probe=probe_engine_link))
+
+
+def serve(argv: Sequence[str] | None, door: EngineDoor) -> int:
+    """Run the job that the arguments name; return 0 when its status is ok, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m harness.worker")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--spawned-s", type=float, required=True)
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    job = read_job(arguments.run_dir, arguments.job)
+    # On Linux perf_counter and the parent's time.monotonic read the same clock.
+    result = Work(job, arguments.run_dir, door, spawned_s=arguments.spawned_s).run()
+    text = json.dumps(result, allow_nan=False, default=str)
+    write_text_atomic(result_path(arguments.run_dir, job.name), text + "\n")
+    return 0 if result["status"] == "ok" else 1
+
+
+class Work:
+    """One job, from its description to its result."""
+
+    def __init__(
+        self, job: WorkerJob, run_dir: Path, door: EngineDoor, *, spawned_s: float
+    ) -> None:
+        self._job = job
+        self._door = door
+        self._spawned_s = spawned_s
+        self._state = StateWriter(run_dir, job.name)
+        self._factory: EngineFactory | None = None
+        self._llm: Engine | None = None
+        self._result: dict[str, Any] = {
+            "status": "ok",
+            "error": None,
+            "plan": None,
+            "effective": {},
+            "metrics": {},
+            "samples": {},
+            "reasons": [],
+            "notes": [],
+        }
+
+    def run(self) -> dict[str, Any]:
+        """Do the job; return its result, which is strict JSON. Raises nothing."""
+        try:
+            self._state.enter("import")
+            self._factory = self._door.load_code()
+            match self._job.kind:
+                case "measure":
+                    self._measure()
+                case "load":
+                    self._load()
+                case "reference":
+                    self._reference()
+                case other:
+                    raise ValueError(f"job kind: expected measure, load or reference, got {other}.")
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: carried to the parent
+            status, facts = classify_exception(error, self._state.phase)
+            self._result |= {"status": status, "error": facts}
+            plan = getattr(error, "plan", None)
+            if plan is not None:
+                self._result["plan"] = plan
+        self._finish()
+        return {key: plain(value) for key, value in self._result.items()}
+
+    def _finish(self) -> None:
+        """Note what the engine has to say and free it; its errors do not undo the result."""
+        memory = process_memory()
+        peak = memory["rss_peak_bytes"]
+        if peak is not None:
+            self._result["metrics"]["memory/host_rss_peak_gib"] = peak / GIB
+        if self._llm is None:
+            return
+        try:
+            self._result["effective"] |= self._llm.effective() | {"stats": self._llm.stats()}
+            self._state.enter("close")
+            self._llm.close()
+        except Exception as error:  # noqa: BLE001  the edge: noted
+            self._result["notes"].append(f"closing the engine: {type(error).__name__}: {error}")
+
+    def _build(self, *, reference: bool = False) -> Engine:
+        if self._factory is None:
+            raise RuntimeError("the engine's code is not loaded.")
+        self._state.enter("build")
+        llm = self._factory.from_config(
+            self._job.engine, progress=self._state.loading, reference=reference
+        )
+        self._llm = llm
+        if not reference:
+            self._result["plan"] = llm.plan.to_dict()
+        return llm
+
+    def _reference(self) -> None:
+        llm = self._build(reference=True)
+        config = self._job.scenario.correctness
+        prompts = check_prompts(config, vocab_size=llm.spec.vocab_size, avoid=special_ids(llm))
+        self._state.enter("reference")
+        tokens = greedy_tokens(
+            llm,
+            prompts,
+            config.output_tokens,
+            clock=self._door.clock,
+            on_progress=self._state.running,
+        )
+        if self._job.reference is None:
+            raise ValueError("job reference: expected a file to write, got none.")
+        write_reference(self._job.reference, prompts, tokens)
+
+    def _load(self) -> None:
+        def first_prompt(llm: Engine) -> list[int]:
+            num_tokens = min(FIRST_PROMPT_TOKENS, llm.max_model_len - 1)
+            return self._synthetic(llm, 1, num_tokens, seed=0, stream="load")[0]
+
+        row, llm = measure_load(
+            self._build, first_prompt, spawned_s=self._spawned_s, clock=self._door.clock
+        )
+        row["rss_peak_bytes"] = process_memory()["rss_peak_bytes"]
+        self._result["samples"]["load"] = [row]
+        self._note_memory(llm)
+
+    def _measure(self) -> None:
+        scenario = self._job.scenario
+        is_timed = scenario.throughput is not None or scenario.latency is not None
+        if is_timed:
+            # Before the engine takes its memory: the probe's buffers are not part of the budget.
+            self._state.enter("probe")
+            for name, rate in self._door.probe(self._job.engine).items():
+                self._result["metrics"][f"link/{name}"] = rate
+            reset_rss_peak()
+        llm = self._build()
+        self._check(llm)
+        totals = None
+        if scenario.latency is not None:
+            totals = self._run_part(llm, "latency", scenario.latency)
+        if scenario.throughput is not None:
+            totals = self._run_part(llm, "throughput", scenario.throughput)
+        if totals is not None:
+            self._note_transfers(totals)
+        self._note_memory(llm)
+
+    def _check(self, llm: Engine) -> None:
+        if self._job.reference is None:
+            return
+        self._state.enter("check")
+        reference = read_reference(self._job.reference)
+        if reference is None:
+            raise RuntimeError(f"{self._job.reference}: the reference cannot be read.")
+        got = greedy_tokens(
+            llm,
+            reference["prompts"],
+            self._job.scenario.correctness.output_tokens,
+            clock=self._door.clock,
+            on_progress=self._state.running,
+        )
+        compare_tokens(reference["tokens"], got)
+        self._result["effective"]["correctness"] = {
+            "checked": True,
+            "num_prompts": len(got),
+            "num_tokens": sum(len(tokens) for tokens in got),
+            "reference": self._job.reference.name,
+        }
+
+    def _run_part(self, llm: Engine, part: str, config: RequestSet) -> StepTotals:
+        prompts = self._prompts(llm, part, config)
+        if config.warmup_requests:
+            self._state.enter(f"{part} warm-up")
+            warm = self._synthetic(
+                llm,
+                config.warmup_requests,
+                config.prompt_tokens,
+                seed=config.seed,
+                stream=f"{part}/warm-up",
+            )
+            run_in_turn(
+                llm, warm, config.output_tokens, clock=self._door.clock, prefix=f"{part}-warm-up"
+            )
+        self._state.enter(part)
+        measure = measure_latency if part == "latency" else measure_throughput
+        gpu = open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None
+        energy_before_j = gpu.energy_j() if gpu else None
+        outcome, totals = measure(
+            llm,
+            prompts,
+            config.output_tokens,
+            clock=self._door.clock,
+            on_progress=self._state.running,
+        )
+        self._note_outcome(part, outcome)
+        energy_after_j = gpu.energy_j() if gpu else None
+        self._note_energy(outcome, energy_before_j, energy_after_j)
+        return totals
+
+    def _prompts(self, llm: Engine, part: str, config: RequestSet) -> list[list[int]]:
+        if config.prompts_file is not None:
+            return encode_rows(self._job.prompts[part], llm.tokenizer)
+        return self._synthetic(
+            llm, config.num_requests, config.prompt_tokens, seed=config.seed, stream=part
+        )
+
+    @staticmethod
+    def _synthetic(
+        llm: Engine, num_prompts: int, num_tokens: int, *, seed: int, stream: str
+    ) -> list[list[int]]:
+        return synthetic_prompts(
+            num_prompts,
+            num_tokens,
+            vocab_size=llm.spec.vocab_size,
+            seed=seed,
+            stream=stream,
+            avoid=special_ids(llm),
+        )
+
+    def _note_outcome(self, part: str, outcome: Outcome) -> None:
+        self._result["metrics"] |= outcome.metrics
+        self._result["samples"][part] = outcome.samples
+        self._result["reasons"] += outcome.reasons
+        self._result["notes"] += outcome.notes
+
+    def _note_energy(self, outcome: Outcome, before_j: float | None, after_j: float | None) -> None:
+        rows = outcome.samples if isinstance(outcome.samples, list) else outcome.samples["requests"]
+        num_tokens = sum(row["num_output_tokens"] for row in rows)
+        energy_j = None if before_j is None or after_j is None else after_j - before_j
+        self._result["metrics"] |= {
+            "energy/total_j": energy_j,
+            "energy/j_per_token": energy_j / num_tokens if energy_j and num_tokens else None,
+        }
+
+    def _note_transfers(self, totals: StepTotals) -> None:
+        metrics = self._result["metrics"]
+        if not totals.num_decode_steps:
+            metrics |= {"offload/bytes_per_step": None, "link/share": None}
+            return
+        metrics["offload/bytes_per_step"] = totals.decode_moved_bytes / totals.num_decode_steps
+        rate_gb_s = metrics.get("link/h2d_gb_s")
+        used_gb_s = ratio(totals.decode_moved_bytes / 1e9, totals.decode_s)
+        metrics["link/share"] = used_gb_s / rate_gb_s if used_gb_s and rate_gb_s else None
+
+    def _note_memory(self, llm: Engine) -> None:
+        memory = llm.memory()
+        peak, budget = memory.get("gpu_peak_bytes"), memory.get("gpu_budget_bytes")
+        metrics = self._result["metrics"]
+        for name, value in (
+            ("memory/gpu_peak_gib", peak),
+            ("memory/gpu_budget_gib", budget),
+            ("memory/host_pinned_gib", memory.get("host_pinned_bytes")),
+        ):
+            metrics[name] = None if value is None else value / GIB
+        if peak is None or budget is None:
+            return
+        metrics["memory/budget_margin_gib"] = (budget - peak) / GIB
+        if peak > budget:
+            self._result["reasons"].append(
+                f"memory: the GPU peak of {peak / GIB:.3f} GiB is over the budget of "
+                f"{budget / GIB:.3f} GiB. Lower engine.gpu_memory_utilization and report this."
+            )
+
+
+def special_ids(llm: Engine) -> set[int]:
+    """Return the ids that synthetic prompts avoid: the tokenizer's special tokens."""
+    return set(getattr(llm.tokenizer, "all_special_ids", None) or ())
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as strict JSON data: text keys, lists, finite numbers; others become text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(plain(item) for item in value)
+    return str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

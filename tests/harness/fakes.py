@@ -1,0 +1,222 @@
+"""An engine with scripted times and failures; its clock moves only when the script says so."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from engine.errors import CapacityError, CheckpointError, RequestError
+from engine.request import TokenEvent
+
+GIB = 2**30
+PLAN = {
+    "gpu": {
+        "budget_bytes": 2 * GIB,
+        "items": {"weights": GIB, "kv_cache": GIB // 2},
+        "total_bytes": 3 * GIB // 2,
+        "free_bytes": GIB // 2,
+    },
+    "host": {"items": {"pinned_weights": GIB}, "total_bytes": GIB, "limit_bytes": 8 * GIB},
+    "bytes_per_step": 1000,
+}
+
+
+@dataclass
+class FakeClock:
+    now_s: float = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+    def advance(self, seconds):
+        self.now_s += seconds
+
+
+@dataclass
+class Script:
+    """How the fake engine behaves; times in seconds."""
+
+    prefill_s: float = 0.5
+    """Wall of a step with a prefill; the whole prompt runs in it."""
+    decode_s: float = 0.125
+    phases: dict = field(default_factory=lambda: {"read": 2.0, "copy": 1.0})
+    max_model_len: int = 512
+    vocab_size: int = 1000
+    moved_bytes: int = 1000
+    """Copied from host to device in each step."""
+    read_bytes: int = 500
+    """Read in place in each step."""
+    gpu_peak_bytes: int = GIB
+    fail_at: str = ""
+    """build | reference | step: where `failure` strikes."""
+    failure: str = ""
+    """no_fit | checkpoint | oom | memory_error | crash | sigkill | sigsegv | exit | hang"""
+    after_steps: int = 0
+    """Steps before a failure at step."""
+    wrong_token_at: int | None = None
+    """Output position at which the engine under test differs from the reference."""
+    refuse: list = field(default_factory=list)
+    """Ids of requests that are refused."""
+    touch: str = ""
+    """File that is created just before a hang, so that a test knows."""
+
+    def strike(self):
+        match self.failure:
+            case "no_fit":
+                raise CapacityError("GPU: need 3.0 GiB, have 2.0 GiB. Set offload=uva.", dict(PLAN))
+            case "checkpoint":
+                raise CheckpointError("folder: expected config.json, found none.")
+            case "oom":
+                raise type("OutOfMemoryError", (RuntimeError,), {})("tried to allocate 2.00 GiB")
+            case "memory_error":
+                raise MemoryError
+            case "crash":
+                raise ValueError("the script says so")
+            case "sigkill" | "sigsegv":
+                os.kill(os.getpid(), signal.Signals[self.failure.upper()])
+            case "exit":
+                os._exit(7)
+            case "hang":
+                self._hang()
+
+    def _hang(self):
+        if self.touch:
+            Path(self.touch).touch()
+        while True:
+            time.sleep(60)
+
+
+class FakeLLM:
+    """Sequences run together; a step prefills every new one, or decodes all."""
+
+    def __init__(self, script, clock, progress, reference):
+        self._script, self._clock, self._reference = script, clock, reference
+        self.spec = SimpleNamespace(vocab_size=script.vocab_size)
+        self.tokenizer = SimpleNamespace(
+            all_special_ids=[0, 1], encode=lambda text: [5 + ord(char) for char in text]
+        )
+        self.max_model_len = script.max_model_len
+        self.plan = SimpleNamespace(to_dict=lambda: dict(PLAN))
+        self.last_step = None
+        self.closed = False
+        self.prompts = []
+        self._steps = 0
+        self._new, self._running = [], []
+        for name, seconds in script.phases.items():
+            progress(name, 0, GIB)
+            clock.advance(seconds)
+            progress(name, GIB, GIB)
+        if script.fail_at == ("reference" if reference else "build"):
+            script.strike()
+        self.load_report = SimpleNamespace(
+            phases=dict(script.phases),
+            total_s=sum(script.phases.values()),
+            busy={"read": 1.5},
+        )
+
+    def add_request(self, prompt, params, request_id=None):
+        if request_id in self._script.refuse:
+            raise RequestError("prompt: too long for this test. Shorten it.")
+        assert params.temperature == 0
+        assert params.ignore_eos
+        self.prompts.append((request_id, list(prompt)))
+        self._new.append(SimpleNamespace(id=request_id, prompt=prompt, params=params, out=0))
+        return request_id
+
+    def has_unfinished(self):
+        return bool(self._new or self._running)
+
+    def step(self):
+        script = self._script
+        if script.fail_at == "step" and not self._reference and self._steps >= script.after_steps:
+            script.strike()
+        self._steps += 1
+        sequences, is_prefill = (self._new, True) if self._new else (self._running, False)
+        self._clock.advance(script.prefill_s if is_prefill else script.decode_s)
+        if is_prefill:
+            self._running, self._new = self._running + self._new, []
+        self.last_step = SimpleNamespace(
+            num_prefill_tokens=sum(len(s.prompt) for s in sequences) if is_prefill else 0,
+            num_decode_tokens=0 if is_prefill else len(sequences),
+            h2d_bytes=script.moved_bytes,
+            in_place_bytes=script.read_bytes,
+        )
+        events = [self._event(sequence) for sequence in sequences]
+        self._running = [s for s in self._running if s.out < s.params.max_tokens]
+        return events
+
+    def _event(self, sequence):
+        token = (sequence.prompt[0] * 7 + sequence.out) % self._script.vocab_size
+        if not self._reference and sequence.out == self._script.wrong_token_at:
+            token = (token + 1) % self._script.vocab_size
+        sequence.out += 1
+        is_last = sequence.out == sequence.params.max_tokens
+        return TokenEvent(
+            request_id=sequence.id,
+            index=0,
+            token_id=token,
+            position=len(sequence.prompt) + sequence.out - 1,
+            finish_reason="length" if is_last else None,
+            logprob=0.0,
+            time_s=self._clock(),
+        )
+
+    def stats(self):
+        return {"steps": self._steps, "preemptions": 0}
+
+    def memory(self):
+        return {
+            "gpu_peak_bytes": self._script.gpu_peak_bytes,
+            "gpu_budget_bytes": 2 * GIB,
+            "host_pinned_bytes": GIB,
+        }
+
+    def effective(self):
+        return {"device": "cpu", "emulated": True, "warnings": [], "fallbacks": []}
+
+    def close(self):
+        self.closed = True
+
+
+class FakeFactory:
+    """Stands in for the class engine.LLM."""
+
+    def __init__(self, script, clock):
+        self.script, self.clock, self.built = script, clock, []
+
+    def from_config(self, config, *, progress, reference):
+        llm = FakeLLM(self.script, self.clock, progress, reference)
+        self.built.append(llm)
+        return llm
+
+
+def fake_door(script, clock=None):
+    """An EngineDoor to the fake engine, and the factory behind it."""
+    from harness.worker import EngineDoor
+
+    clock = clock or FakeClock()
+    factory = FakeFactory(script, clock)
+    door = EngineDoor(
+        load_code=lambda: factory,
+        probe=lambda config: {"h2d_gb_s": 0.00002, "d2h_gb_s": None},
+        clock=clock,
+    )
+    return door, factory
+
+
+def main(arguments):
+    """A worker process with the fake engine: SCRIPT.json, then the worker's own arguments."""
+    from harness.worker import serve
+
+    script = Script(**json.loads(Path(arguments[0]).read_text()))
+    spawned_s = float(arguments[arguments.index("--spawned-s") + 1])
+    door, _ = fake_door(script, FakeClock(spawned_s + 1.0))
+    return serve(arguments[1:], door)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

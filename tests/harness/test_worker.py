@@ -1,0 +1,186 @@
+import json
+
+import pytest
+
+from engine.config import EngineConfig, ModelConfig
+from harness.correctness import read_reference
+from harness.job import WorkerJob, read_job
+from harness.prompts import PromptRow
+from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
+from harness.worker import Work, plain
+from tests.harness.cases import SPEC, load_only, scenario
+from tests.harness.fakes import GIB, PLAN, FakeClock, Script, fake_door
+
+
+def job(**changes):
+    model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
+    fields = {
+        "name": "measure",
+        "kind": "measure",
+        "engine": EngineConfig(model=model),
+        "scenario": scenario(),
+    }
+    return WorkerJob(**(fields | changes))
+
+
+def work(tmp_path, task, **script):
+    clock = FakeClock()
+    door, factory = fake_door(Script(**script), clock)
+    result = Work(task, tmp_path, door, spawned_s=clock() - 1.0).run()
+    json.dumps(result, allow_nan=False)
+    return result, factory
+
+
+def make_reference(tmp_path, **script):
+    path = tmp_path / "references" / "key.json"
+    result, _ = work(tmp_path, job(name="reference", kind="reference", reference=path), **script)
+    assert result["status"] == "ok"
+    return path
+
+
+def test_measure_takes_latency_and_throughput_of_known_times(tmp_path):
+    result, factory = work(tmp_path, job(), prefill_s=0.5, decode_s=0.125)
+    assert result["status"] == "ok"
+    assert result["error"] is None
+    metrics = result["metrics"]
+    assert metrics["latency/ttft_ms/p50"] == pytest.approx(500)
+    assert metrics["latency/tpot_ms/mean"] == pytest.approx(125)
+    assert metrics["throughput/output_tok_s"] == pytest.approx(20)
+    assert metrics["link/h2d_gb_s"] == 0.00002
+    assert metrics["offload/bytes_per_step"] == 1500
+    assert metrics["link/share"] == pytest.approx((1500 / 0.125) / 20e3)
+    assert metrics["memory/gpu_peak_gib"] == 1
+    assert metrics["memory/budget_margin_gib"] == 1
+    assert metrics["memory/host_pinned_gib"] == 1
+    assert metrics["memory/host_rss_peak_gib"] > 0
+    assert metrics["energy/j_per_token"] is None
+    assert result["plan"] == PLAN
+    assert result["effective"]["emulated"] is True
+    assert len(result["samples"]["latency"]) == 11
+    assert result["samples"]["throughput"]["num_requests"] == 4
+    assert factory.built[0].closed
+
+
+def test_warm_up_is_not_timed_and_shares_no_prompt(tmp_path):
+    result, factory = work(tmp_path, job())
+    sent = factory.built[0].prompts
+    warm = {tuple(prompt) for name, prompt in sent if "warm-up" in name}
+    timed = [tuple(prompt) for name, prompt in sent if "warm-up" not in name]
+    assert len(warm) == 2  # one for each part
+    assert len(timed) == len(set(timed)) == 15
+    assert not warm & set(timed)
+    assert all(token not in {0, 1} for prompt in timed for token in prompt)
+    assert result["samples"]["latency"][0]["request_id"] == "latency-0"
+
+
+def test_prompts_of_a_file_are_encoded_and_counted_in_tokens(tmp_path):
+    rows = [PromptRow(1, text="abc"), PromptRow(2, token_ids=(7, 8))]
+    part = LatencyScenario(
+        num_requests=2, warmup_requests=0, output_tokens=2, prompts_file="unused.jsonl"
+    )
+    task = job(scenario=scenario(latency=part, throughput=None), prompts={"latency": rows})
+    result, factory = work(tmp_path, task)
+    assert [row["num_prompt_tokens"] for row in result["samples"]["latency"]] == [3, 2]
+    assert factory.built[0].prompts[0] == ("latency-0", [102, 103, 104])
+
+
+def test_equal_tokens_pass_the_check(tmp_path):
+    path = make_reference(tmp_path)
+    reference = read_reference(path)
+    assert [len(prompt) for prompt in reference["prompts"]] == [16, 16]
+    assert [len(tokens) for tokens in reference["tokens"]] == [16, 16]
+    result, _ = work(tmp_path, job(reference=path))
+    assert result["status"] == "ok"
+    assert result["effective"]["correctness"] == {
+        "checked": True,
+        "num_prompts": 2,
+        "num_tokens": 32,
+        "reference": "key.json",
+    }
+
+
+def test_wrong_tokens_fail_before_anything_is_timed(tmp_path):
+    path = make_reference(tmp_path)
+    result, _ = work(tmp_path, job(reference=path), wrong_token_at=3)
+    assert result["status"] == "failed"
+    assert result["error"]["type"] == "WrongTokens"
+    assert "at position 3 of prompt 0" in result["error"]["message"]
+    assert result["error"]["traceback"] is None
+    assert result["samples"] == {}
+    assert not [name for name in result["metrics"] if name.startswith(("latency", "throughput"))]
+
+
+def test_load_counts_from_the_start_of_the_process(tmp_path):
+    result, _ = work(tmp_path, job(kind="load", scenario=load_only()), prefill_s=0.5)
+    (row,) = result["samples"]["load"]
+    assert row["phases"] == pytest.approx(
+        {"import": 1.0, "read": 2.0, "copy": 1.0, "build": 0.0, "first_token": 0.5}
+    )
+    assert row["total_s"] == pytest.approx(4.5)
+    assert row["rss_peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "kind", "has_traceback"),
+    [
+        ("no_fit", "no_fit", "CapacityError", False),
+        ("checkpoint", "failed", "CheckpointError", False),
+        ("oom", "oom", "OutOfMemoryError", True),
+        ("memory_error", "oom", "MemoryError", True),
+        ("crash", "failed", "ValueError", True),
+    ],
+)
+def test_exceptions_become_statuses(tmp_path, failure, status, kind, has_traceback):
+    result, _ = work(tmp_path, job(), fail_at="build", failure=failure)
+    assert result["status"] == status
+    assert result["error"]["type"] == kind
+    assert result["error"]["message"]
+    assert result["error"]["phase"] == "load:copy"
+    assert (result["error"]["traceback"] is not None) is has_traceback
+
+
+def test_no_fit_keeps_the_plan(tmp_path):
+    result, _ = work(tmp_path, job(), fail_at="build", failure="no_fit")
+    assert result["plan"] == PLAN
+
+
+def test_a_late_failure_keeps_the_parts_that_ended(tmp_path):
+    # 1 + 11 latency requests of 5 steps, then throughput strikes.
+    result, _ = work(tmp_path, job(), fail_at="step", failure="oom", after_steps=60)
+    assert result["status"] == "oom"
+    assert result["error"]["phase"] == "throughput warm-up"
+    assert result["metrics"]["latency/ttft_ms/mean"] == pytest.approx(500)
+    assert "throughput/output_tok_s" not in result["metrics"]
+
+
+def test_a_peak_over_the_budget_is_a_reason(tmp_path):
+    result, _ = work(tmp_path, job(), gpu_peak_bytes=3 * GIB)
+    assert result["metrics"]["memory/budget_margin_gib"] == -1
+    assert "the GPU peak of 3.000 GiB is over the budget of 2.000 GiB" in result["reasons"][0]
+
+
+def test_state_and_samples_say_what_the_worker_did(tmp_path):
+    work(tmp_path, job())
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["job"] == "measure"
+    assert state["phase"] == "close"
+    assert state["memory"]["rss_bytes"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    last = {row["phase"]: row for row in rows}
+    assert last["latency"]["requests_done"] == 11
+    assert last["latency"]["output_tokens"] == 55
+    assert last["throughput"]["requests_done"] == 4
+
+
+def test_a_job_survives_the_way_to_the_worker(tmp_path):
+    load = ScenarioConfig(
+        name="load", load=LoadScenario(), correctness=CorrectnessConfig(enabled=False)
+    )
+    task = job(name="load-warm-1", kind="load", scenario=load, gpu_uuid="GPU-1")
+    task.write(tmp_path)
+    assert read_job(tmp_path, "load-warm-1") == task
+
+
+def test_plain_leaves_no_number_that_json_lacks(tmp_path):
+    value = {1: (float("nan"), float("inf"), 1.5), "path": tmp_path, "set": {"b", "a"}}
+    assert plain(value) == {"1": [None, None, 1.5], "path": str(tmp_path), "set": ["a", "b"]}
