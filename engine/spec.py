@@ -11,7 +11,17 @@ from engine.sealed import Sealed, check_choice, check_number
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""Kind of rotary scaling -> its factors."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +113,20 @@ class ModelSpec(Sealed):
         check_number("model.spec.rms_norm_eps", self.rms_norm_eps, low=0)
         if self.sliding_window is not None:
             check_number("model.spec.sliding_window", self.sliding_window, low=1, integer=True)
+        self._check_rope_scaling()
+
+    def _check_rope_scaling(self) -> None:
         kind = self.rope_scaling.get("rope_type", "default")
-        check_choice("model.spec.rope_scaling.rope_type", kind, ROPE_TYPES)
+        check_choice("model.spec.rope_scaling.rope_type", kind, tuple(ROPE_TYPES))
+        for name in ROPE_TYPES[kind]:
+            value = self.rope_scaling.get(name)
+            check_number(f"model.spec.rope_scaling.{name}", value, low=0, low_open=True)
+        ignored = sorted(self.rope_scaling.keys() - {"rope_type", *ROPE_TYPES[kind]})
+        if kind == "default" and ignored:
+            raise ConfigError(
+                f"model.spec.rope_scaling: expected a rope_type (linear or llama3) for "
+                f"{', '.join(ignored)}, got none. Set model.spec.rope_scaling.rope_type."
+            )
 
     @property
     def architecture(self) -> Architecture:
