@@ -99,8 +99,8 @@ def items(plan: Mapping[str, object] | None, side: str) -> dict[str, float]:
     known = GPU_ITEMS if side == "gpu" else HOST_ITEMS
     names = [name for name in known if name in found]
     names += [name for name in found if name not in known]
-    sizes = {str(name): dig_number(found, name) for name in names if "." not in str(name)}
-    return {name: size for name, size in sizes.items() if size is not None}
+    sizes = numbers(found)
+    return {name: sizes[name] for name in map(str, names) if name in sizes}
 
 
 def total_bytes(plan: Mapping[str, object] | None, side: str) -> float | None:
@@ -129,6 +129,17 @@ def link_bound_ms(record: RunRecord) -> float | None:
     if not step_bytes or not link_gb_s or is_emulated(record):
         return None
     return step_bytes / link_gb_s / 1e6
+
+
+def numbers(found: object) -> dict[str, float]:
+    """Return the entries of a mapping that are numbers, empty where it is no mapping."""
+    if not isinstance(found, Mapping):
+        return {}
+    return {
+        str(key): float(value)
+        for key, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def rows(record: RunRecord, scenario: str) -> list[Mapping[str, object]]:

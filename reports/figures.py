@@ -5,8 +5,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from reports import facts, theme
+from reports.memory_figure import memory_figure
 from reports.record import RunRecord, summarise
-from reports.text import GIB, number
+from reports.text import label_of, number
 from reports.theme import THEMES, Theme, ThemeName
 
 if TYPE_CHECKING:
@@ -56,50 +57,6 @@ def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes 
     for axes, (key, label) in zip(grid.flat, panels, strict=False):
         bound_ms = facts.link_bound_ms(record) if key == "tpot_ms" else None
         _draw_distribution(axes, colours, columns[key], label, bound_ms)
-    return theme.to_png(figure)
-
-
-def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
-    """Draw the planned GPU bytes by part against the budget, with the host's bytes below."""
-    colours = THEMES[theme_name]
-    plan = record.plan
-    gpu, host = facts.items(plan, "gpu"), facts.items(plan, "host")
-    if not gpu and not host:
-        return None
-    title = "Planned memory by part"
-    budget = facts.budget_title(record)
-    figure = theme.new_figure(
-        colours, 3.5, f"{title}, {budget}" if budget else title, _note(record)
-    )
-    axes = figure.subplots()
-    theme.style_axes(axes, colours)
-    budget_gib = _to_gib(facts.dig_number(plan, "gpu.budget_bytes"))
-    limit_gib = _to_gib(facts.dig_number(plan, "host.limit_bytes"))
-    end = max(
-        budget_gib or 0, *(sum(side.values()) / GIB for side in (gpu, host)), _peak(record) or 0
-    )
-    axes.set_xlim(0, end * 1.12 or 1)
-    axes.set_ylim(-0.75, 1.75)
-    axes.set_yticks([1, 0], ["GPU", "host"])
-    axes.set_xlabel("GiB")
-    _draw_parts(axes, colours, gpu, 1, budget_gib)
-    _draw_parts(axes, colours, host, 0, limit_gib)
-    is_whole = budget_gib == facts.dig_number(record.config, "gpu.memory_gib")
-    _draw_limit(axes, colours, budget_gib, 1, "budget" if is_whole else "usable")
-    _draw_limit(axes, colours, limit_gib, 0, "limit")
-    peak_gib = _peak(record)
-    if peak_gib is not None:
-        axes.plot([peak_gib], [1], "D", color=colours.background, markeredgecolor=colours.ink)
-        axes.annotate(
-            f"measured peak {number(peak_gib)}",
-            (peak_gib, 1),
-            xytext=(0, -31),
-            textcoords="offset points",
-            ha="right" if peak_gib > end / 2 else "left",
-            fontsize=9,
-            color=colours.ink,
-        )
-    theme.draw_legend(figure, axes, colours)
     return theme.to_png(figure)
 
 
@@ -163,11 +120,13 @@ def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | N
             left=left,
             height=0.58,
             color=palette[name],
-            label=theme.plain(phase_label(name)),
+            label=theme.plain(label_of(name)),
         )
         for place, width in enumerate(widths):
             if width > end * 0.07:
-                _inside_text(axes, left[place] + width / 2, place, number(width), palette[name])
+                theme.inside_text(
+                    axes, left[place] + width / 2, place, number(width), palette[name]
+                )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, total in enumerate(left):
         axes.text(
@@ -182,7 +141,7 @@ def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | N
     axes.set_ylim(len(starts) - 0.5, -0.5)
     axes.set_yticks(range(len(starts)), [theme.plain(label) for label, _ in starts])
     axes.set_xlabel("seconds since the process started")
-    theme.draw_legend(figure, axes, colours, min(6, len(names)))
+    theme.draw_legend(figure, [axes], colours, min(6, len(names)))
     return theme.to_png(figure)
 
 
@@ -212,28 +171,12 @@ def phase_names(starts: list[dict[str, float]]) -> list[str]:
     )
 
 
-def phase_label(name: str) -> str:
-    """Return a phase's or part's name as people read it."""
-    return name.removesuffix("_s").replace("_", " ")
-
-
 def _note(record: RunRecord) -> str:
     return facts.EMULATED if facts.is_emulated(record) else ""
 
 
-def _to_gib(num_bytes: float | None) -> float | None:
-    return None if num_bytes is None else num_bytes / GIB
-
-
-def _peak(record: RunRecord) -> float | None:
-    return record.metrics.get("memory/gpu_peak_gib")
-
-
 def _phases(row: Mapping[str, object]) -> dict[str, float]:
-    found = row.get("phases")
-    if not isinstance(found, Mapping):
-        return {}
-    return {str(key): float(value) for key, value in found.items() if value}
+    return {name: value for name, value in facts.numbers(row.get("phases")).items() if value > 0}
 
 
 def _draw_distribution(
@@ -274,68 +217,3 @@ def _side_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None
         fontsize=9,
         color=colour,
     )
-
-
-def _draw_parts(
-    axes: "Axes", colours: Theme, parts: Mapping[str, float], place: int, limit_gib: float | None
-) -> None:
-    """Stack one bar; what lies beyond the limit is hatched in the alarm colour."""
-    palette = theme.part_colours(list(parts))
-    prefix = "" if place else "host "
-    left = 0.0
-    for name, size in parts.items():
-        width = size / GIB
-        if width > 0:
-            axes.barh(
-                place,
-                width,
-                left=left,
-                height=0.56,
-                color=palette[name],
-                edgecolor=colours.background,
-                linewidth=0.6,
-                label=theme.plain(f"{prefix}{phase_label(name)} {number(width)}"),
-            )
-            if width > axes.get_xlim()[1] * 0.06:
-                _inside_text(axes, left + width / 2, place, number(width), palette[name])
-        left += width
-    if limit_gib is not None and left > limit_gib:
-        over = left - limit_gib
-        axes.barh(
-            place,
-            over,
-            left=limit_gib,
-            height=0.56,
-            color=colours.alarm,
-            edgecolor=colours.background,
-            hatch="////",
-            linewidth=0,
-            label=f"over {'budget' if place else 'limit'} {number(over)}",
-        )
-
-
-def _draw_limit(
-    axes: "Axes", colours: Theme, limit_gib: float | None, place: int, word: str
-) -> None:
-    if limit_gib is None:
-        return
-    end = axes.get_xlim()[1]
-    text = f"{word} {number(limit_gib)}"
-    if limit_gib > end:
-        note = f"{text}, beyond the axis"
-        axes.text(0, place - 0.48, note, fontsize=9, color=colours.muted)
-        return
-    axes.plot([limit_gib] * 2, [place - 0.38, place + 0.38], color=colours.ink, linewidth=2)
-    axes.text(
-        limit_gib,
-        place + 0.44,
-        text,
-        ha="right" if limit_gib > end * 0.8 else "center",
-        fontsize=9,
-        color=colours.ink,
-    )
-
-
-def _inside_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None:
-    ink = theme.ink_on(colour)
-    axes.text(x, y, text, ha="center", va="center", fontsize=9, color=ink, fontweight="bold")

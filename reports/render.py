@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -19,7 +20,8 @@ from reports.sweep import Row, sweep_csv, sweep_page, sweep_rows
 from reports.theme import THEMES, ThemeName
 from reports.view import run_page
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES: Final = Path(__file__).parent / "templates"
+REPORT_NAME: Final = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def _links(rows: Sequence[Row], sweep_dir: Path, target: Path) -> dict[int, str]
     for row in rows:
         inside = row.point.folder.relative_to(sweep_dir)
         for base in (target, sweep_dir):
-            report = base / inside / "report.html"
+            report = base / inside / REPORT_NAME
             if report.is_file():
                 links[row.place] = quote(os.path.relpath(report, target))
                 break

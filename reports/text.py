@@ -60,15 +60,26 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def seconds(value: float | None) -> str:
+    """Return seconds to the millisecond below 1 s, else as `number`, without the unit."""
+    return number(value) if value is None or abs(value) >= 1 else f"{value:.3f}"
+
+
 def base_name(metric: str) -> str:
     """Return `area/quantity_unit` of a metric name."""
     return "/".join(metric.split("/")[:2])
 
 
+def label_of(part: str) -> str:
+    """Return the name of a part or a phase as people read it."""
+    return part.removesuffix("_s").replace("_", " ")
+
+
 def unit(metric: str) -> str:
-    """Return the unit in which `metric_text` shows a metric, empty where its name has none."""
-    quantity = base_name(metric).rsplit("/", 1)[-1]
-    quantity = metric.rsplit("/", 1)[-1] if metric.startswith("load/busy/") else quantity
+    """Return the unit of a column of a metric, empty where its name has none."""
+    quantity = base_name(metric)
+    if metric.startswith("load/busy/"):
+        quantity = metric
     for ending, text in _UNITS:
         if quantity.endswith(ending):
             return text
@@ -87,10 +98,23 @@ def metric_number(metric: str, value: float | None) -> str:
     return number(value)
 
 
+def metric_parts(metric: str, value: float | None) -> tuple[str, str]:
+    """Return (number, unit) of one metric; small bytes are in MiB, short times in ms."""
+    usual = unit(metric)
+    if value is None:
+        return ABSENT, ""
+    if usual.startswith("GiB"):
+        size = value * GIB if base_name(metric).endswith("_gib") else value
+        text, _, prefix = gib(size).partition(" ")
+        return text, prefix + usual.removeprefix("GiB")
+    if usual == "s" and 0 < abs(value) < 0.1:
+        return number(1000 * value), "ms"
+    return metric_number(metric, value), usual
+
+
 def metric_text(metric: str, value: float | None) -> str:
     """Return a metric's value with its unit."""
-    text = metric_number(metric, value)
-    return text if value is None else f"{text} {unit(metric)}".rstrip()
+    return " ".join(metric_parts(metric, value)).rstrip()
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

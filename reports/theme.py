@@ -1,7 +1,7 @@
 """Colours and the drawing surface that all figures share; matplotlib is imported when drawing."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
@@ -130,9 +130,15 @@ def style_axes(axes: "Axes", theme: Theme, *, grid: Literal["x", "y", "both"] = 
     axes.set_axisbelow(True)
 
 
-def draw_legend(figure: "Figure", axes: "Axes", theme: Theme, num_columns: int = 4) -> None:
-    """Draw the legend of axes along the figure's lower edge, without a frame."""
-    handles, labels = axes.get_legend_handles_labels()
+def draw_legend(
+    figure: "Figure", panels: "Sequence[Axes]", theme: Theme, num_columns: int = 4
+) -> None:
+    """Draw one legend of all axes along the figure's lower edge, without a frame."""
+    handles, labels = [], []
+    for axes in panels:
+        found = axes.get_legend_handles_labels()
+        handles += found[0]
+        labels += found[1]
     figure.legend(
         handles,
         labels,
@@ -145,6 +151,12 @@ def draw_legend(figure: "Figure", axes: "Axes", theme: Theme, num_columns: int =
         handleheight=1.0,
         columnspacing=1.4,
     )
+
+
+def inside_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None:
+    """Write inside a bar of the given colour."""
+    ink = ink_on(colour)
+    axes.text(x, y, text, ha="center", va="center", fontsize=9, color=ink, fontweight="bold")
 
 
 def ink_on(colour: str) -> str:

@@ -5,21 +5,23 @@ from typing import Final
 
 from reports import facts
 from reports.definitions import CONVENTIONS, STATISTIC_DEFINITIONS, definition
-from reports.figures import LATENCY_PANELS, phase_label, phase_names
+from reports.figures import LATENCY_PANELS, phase_names
+from reports.memory_view import memory_section
 from reports.page import Card, Page, Section, Table
 from reports.record import SAMPLE_FLOORS, RunRecord
+from reports.tables import metric_table, named_table, tree_table
 from reports.text import (
     ABSENT,
     GIB,
     base_name,
     duration,
-    flatten,
     gib,
+    label_of,
     leaf,
     metric_number,
-    metric_text,
+    metric_parts,
     number,
-    unit,
+    seconds,
 )
 from reports.verdict import verdict
 
@@ -46,14 +48,14 @@ ALT: Final = (
 def run_page(record: RunRecord) -> Page:
     """Return the page of one record; figures that have no data are named and simply not drawn."""
     sections = (
-        _memory(record),
+        memory_section(record),
         _latency(record),
         _metrics(record, "throughput", "Throughput"),
         _load(record),
         _others(record),
         _configuration(record),
-        _tree("What was used", record.effective),
-        _tree("Environment", record.environment),
+        _tree("What was used", record.effective, {"stats": "Counters of the engine"}),
+        _tree("Environment", record.environment, {"packages": "Packages"}),
         _definitions(),
     )
     return Page(
@@ -105,11 +107,12 @@ def _cards(record: RunRecord) -> list[Card]:
             continue
         name, value = found
         statistic = name.removeprefix(base).lstrip("/")
+        shown, shown_unit = metric_parts(name, value)
         cards.append(
             Card(
                 label=f"{label}, {statistic}" if statistic else label,
-                value=metric_number(name, value),
-                unit=unit(name),
+                value=shown,
+                unit=shown_unit,
                 note=_card_note(record, base),
             )
         )
@@ -141,61 +144,6 @@ def _plan_cards(record: RunRecord) -> list[Card]:
         note = "needed - usable"
         cards.append(Card(label="Over budget", value=number(over / GIB), unit="GiB", note=note))
     return cards
-
-
-def _memory(record: RunRecord) -> Section | None:
-    tables = [_parts_table(record, side) for side in ("gpu", "host")]
-    plan = record.plan or {}
-    rest = {key: value for key, value in plan.items() if key not in {"gpu", "host"}}
-    if rest:
-        tables.append(_plan_table(rest))
-    tables.append(_metric_table(record, ["memory"]))
-    kept = tuple(table for table in tables if table is not None)
-    if not kept:
-        return None
-    budget = facts.budget_title(record)
-    title = f"Memory: {budget}" if budget else "Memory"
-    return Section(title=title, figures=("memory",), tables=kept)
-
-
-def _parts_table(record: RunRecord, side: str) -> Table | None:
-    parts = facts.items(record.plan, side)
-    if not parts:
-        return None
-    key = "budget_bytes" if side == "gpu" else "limit_bytes"
-    limit = facts.dig_number(record.plan, f"{side}.{key}")
-    total = facts.total_bytes(record.plan, side)
-    rows = [(phase_label(name), gib(size), _share(size, limit)) for name, size in parts.items()]
-    rows.append(("total", gib(total), _share(total, limit)))
-    if limit is not None:
-        rows.append(("usable" if side == "gpu" else "limit", gib(limit), "100.0 %"))
-    is_over = total is not None and limit is not None and total > limit
-    word = "GPU" if side == "gpu" else "Host"
-    return Table(
-        caption=f"{word} plan by part",
-        columns=("part", "planned", "of usable" if side == "gpu" else "of limit"),
-        rows=rows,
-        numeric=frozenset({1, 2}),
-        kinds={len(parts): "bad"} if is_over else {},
-    )
-
-
-def _plan_table(rest: Mapping[str, object]) -> Table:
-    rows = []
-    for key, value in flatten(rest):
-        is_bytes = key.startswith("placements.") or "bytes" in key
-        is_size = is_bytes and isinstance(value, int | float) and not isinstance(value, bool)
-        rows.append((key, gib(float(value)) if is_size else leaf(value)))  # type: ignore[arg-type]
-    return Table(
-        caption="KV cache and placements",
-        columns=("key", "planned"),
-        rows=rows,
-        numeric=frozenset({1}),
-    )
-
-
-def _share(size: float | None, whole: float | None) -> str:
-    return ABSENT if size is None or not whole else f"{100 * size / whole:.1f} %"
 
 
 def _latency(record: RunRecord) -> Section | None:
@@ -234,32 +182,12 @@ def _floor_text(counts: list[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def _metrics(record: RunRecord, area: str, title: str) -> Section | None:
-    table = _metric_table(record, [area])
+    table = metric_table(record, [area])
     return None if table is None else Section(title=title, figures=(area,), tables=(table,))
 
 
-def _metric_table(record: RunRecord, areas: list[str]) -> Table | None:
-    names = [name for name in record.metrics if name.split("/")[0] in areas]
-    return _named_table(record, names) if names else None
-
-
-def _named_table(record: RunRecord, names: list[str]) -> Table:
-    rows = []
-    for name in names:
-        text = definition(name) or "no definition is recorded for this name"
-        statistic = STATISTIC_DEFINITIONS.get(name.removeprefix(base_name(name)).lstrip("/"))
-        text = f"{statistic} of: {text}" if statistic else text
-        rows.append((name, metric_text(name, record.metrics[name]), text))
-    return Table(
-        columns=("metric", "value", "definition"),
-        rows=rows,
-        numeric=frozenset({1}),
-        wide=frozenset({2}),
-    )
-
-
 def _load(record: RunRecord) -> Section | None:
-    tables = [table for table in (_phase_table(record), _metric_table(record, ["load"])) if table]
+    tables = [table for table in (_phase_table(record), metric_table(record, ["load"])) if table]
     if not tables:
         return None
     return Section(title="Load", figures=("load",), tables=tuple(tables))
@@ -267,8 +195,8 @@ def _load(record: RunRecord) -> Section | None:
 
 def _phase_table(record: RunRecord) -> Table | None:
     starts = facts.rows(record, "load")
-    phases = [_numbers(row.get("phases")) for row in starts]
-    busy = [_numbers(row.get("busy")) for row in starts]
+    phases = [facts.numbers(row.get("phases")) for row in starts]
+    busy = [facts.numbers(row.get("busy")) for row in starts]
     names = phase_names([*phases, *busy])
     if not names:
         return None
@@ -276,10 +204,10 @@ def _phase_table(record: RunRecord) -> Table | None:
     for name in names:
         cells = []
         for waited, active in zip(phases, busy, strict=True):
-            text = number(waited.get(name))
-            cells.append(f"{text} (busy {number(active[name])})" if name in active else text)
-        rows.append((phase_label(name), *cells))
-    totals = [number(facts.dig_number(row, "total_s")) for row in starts]
+            text = seconds(waited.get(name))
+            cells.append(f"{text} (busy {seconds(active[name])})" if name in active else text)
+        rows.append((label_of(name), *cells))
+    totals = [seconds(facts.dig_number(row, "total_s")) for row in starts]
     rows.append(("total", *totals))
     labels = tuple(f"{leaf(row.get('start', 'start'))} (s)" for row in starts)
     return Table(
@@ -288,12 +216,6 @@ def _phase_table(record: RunRecord) -> Table | None:
         rows=rows,
         numeric=frozenset(range(1, len(starts) + 1)),
     )
-
-
-def _numbers(found: object) -> dict[str, float]:
-    if not isinstance(found, Mapping):
-        return {}
-    return {str(key): float(value) for key, value in found.items() if value is not None}
 
 
 def _others(record: RunRecord) -> Section | None:
@@ -308,32 +230,28 @@ def _others(record: RunRecord) -> Section | None:
     ]
     if not names:
         return None
-    return Section(title="Link, offload and other metrics", tables=(_named_table(record, names),))
+    return Section(title="Link, offload and other metrics", tables=(named_table(record, names),))
 
 
 def _configuration(record: RunRecord) -> Section | None:
     if not record.config and not record.overrides:
         return None
     text = f"Overrides: {' '.join(record.overrides)}" if record.overrides else "No overrides."
-    table = Table(
-        caption="The composed configuration",
-        columns=("key", "value"),
-        rows=[(key, leaf(value)) for key, value in flatten(record.config)],
-        is_folded=True,
-    )
+    table = tree_table(record.config, caption="The composed configuration", is_folded=True)
     return Section(title="Configuration", text=(text,), tables=(table,) if table.rows else ())
 
 
-def _tree(title: str, tree: Mapping[str, object]) -> Section | None:
+def _tree(title: str, tree: Mapping[str, object], folded: Mapping[str, str]) -> Section | None:
+    """Show a tree as rows; the branches named in `folded` (key -> caption) open on request."""
     if not tree:
         return None
-    rows = []
-    for key, value in flatten(tree):
-        is_bytes = key.rsplit(".", 1)[-1].endswith("bytes") or "_bytes." in key
-        is_size = is_bytes and isinstance(value, int) and not isinstance(value, bool)
-        rows.append((key, gib(float(value)) if is_size else leaf(value)))  # type: ignore[arg-type]
-    table = Table(columns=("key", "value"), rows=rows)
-    return Section(title=title, tables=(table,))
+    main = {key: value for key, value in tree.items() if key not in folded}
+    found = [tree_table(main)] if main else []
+    for key, caption in folded.items():
+        branch = tree.get(key)
+        if isinstance(branch, Mapping) and branch:
+            found.append(tree_table(branch, caption=caption, is_folded=True))
+    return Section(title=title, tables=tuple(found))
 
 
 def _definitions() -> Section:

@@ -87,6 +87,16 @@ def test_memory_part_widths_are_proportional():
     assert widths[0] / widths[1] == pytest.approx(2, rel=0.05)
 
 
+def test_a_small_model_fills_the_axis_of_a_large_budget():
+    parts = {"weights": 3 * 2**20, "kv_cache": 2**20}
+    plan = {
+        "gpu": {"budget_bytes": gib(9), "items": parts},
+        "host": {"limit_bytes": gib(20), "items": {"process": gib(1)}},
+    }
+    png = FIGURES["memory"](ok_record(plan=plan, metrics={}), "light")
+    assert share_near(png, "#4269d0") > 0.08
+
+
 def test_link_bound_is_drawn_only_where_it_is_known_and_not_emulated():
     second = THEMES["light"].second
     assert share_near(drawn("latency"), second) > 0

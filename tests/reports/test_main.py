@@ -1,6 +1,7 @@
 """The command: exit codes, output folder, and what it never imports."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,22 @@ def test_an_unreadable_point_costs_the_exit_code_and_no_other_point(tmp_path, ca
     assert (folder / "0" / "report.html").is_file()
     assert "unreadable" in (folder / "sweep.html").read_text(encoding="utf-8")
     assert "schema_version: expected 1, got 9" in capsys.readouterr().err
+
+
+def test_a_sweep_rebuilds_only_points_with_a_newer_record_unless_forced(tmp_path):
+    folder = tmp_path / "sweep"
+    reports = {}
+    for name, age_s in (("0", -10), ("1", 10)):
+        result = write_run(bare_record(), folder / name) / "result.json"
+        reports[name] = folder / name / "report.html"
+        reports[name].write_text("old", encoding="utf-8")
+        changed_s = result.stat().st_mtime + age_s
+        os.utime(reports[name], (changed_s, changed_s))
+    assert main([str(folder)]) == 0
+    assert reports["0"].stat().st_size > 1000
+    assert reports["1"].read_text(encoding="utf-8") == "old"
+    assert main([str(folder), "--force"]) == 0
+    assert reports["1"].stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

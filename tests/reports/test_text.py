@@ -52,6 +52,10 @@ def test_bytes_and_durations():
         ("energy/j_per_token", 1.5, "1.50 J/token"),
         ("energy/j_per_token", None, "n/a"),
         ("other/count", 3, "3.00"),
+        ("memory/gpu_peak_gib", 0.01, "10.2 MiB"),
+        ("offload/bytes_per_step", 2**20, "1.00 MiB/step"),
+        ("load/plan_s", 0.00104, "1.04 ms"),
+        ("load/convert_s", 0.0, "0 s"),
     ],
 )
 def test_metrics_carry_their_unit(name, value, text):
