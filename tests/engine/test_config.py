@@ -1,0 +1,96 @@
+"""EngineConfig and its parts: defaults hold, bounds are refused by name."""
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import (
+    EngineConfig,
+    EngineSettings,
+    GPUConfig,
+    KVConfig,
+    ModelConfig,
+    OffloadConfig,
+    UVAOffloadConfig,
+)
+from engine.errors import ConfigError
+from engine.spec import ModelSpec
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    """Sizes of a small llama."""
+    sizes: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+    }
+    return ModelSpec(**(sizes | changes))
+
+
+@pytest.mark.parametrize(
+    ("node", "settings", "words"),
+    [
+        (GPUConfig, {"device": "tpu"}, ["gpu.device", "auto, cuda, cpu", "'tpu'"]),
+        (GPUConfig, {"memory_gib": 0}, ["gpu.memory_gib", "> 0", "0"]),
+        (GPUConfig, {"memory_gib": -1.5}, ["gpu.memory_gib", "-1.5"]),
+        (GPUConfig, {"link_gb_s": 0}, ["gpu.link_gb_s"]),
+        (GPUConfig, {"hbm_gb_s": float("inf")}, ["gpu.hbm_gb_s"]),
+        (GPUConfig, {"bf16_tflops": "a"}, ["gpu.bf16_tflops"]),
+        (KVConfig, {"block_size": 12}, ["kv.block_size", "8, 16, 32, 64 or 128", "12"]),
+        (KVConfig, {"swap_space": -1}, ["kv.swap_space", ">= 0", "-1"]),
+        (KVConfig, {"enable_prefix_caching": True}, ["kv.enable_prefix_caching", "not available"]),
+        (KVConfig, {"num_cpu_blocks": 4}, ["kv.num_cpu_blocks", "not available", "4"]),
+        (KVConfig, {"cpu_gib": 1.0}, ["kv.cpu_gib", "not available"]),
+        (KVConfig, {"pin_limit_gib": 10.0}, ["kv.pin_limit_gib", "not available"]),
+        (EngineSettings, {"gpu_memory_utilization": 0}, ["gpu_memory_utilization", "> 0"]),
+        (EngineSettings, {"gpu_memory_utilization": 1.01}, ["gpu_memory_utilization", "<= 1"]),
+        (EngineSettings, {"max_model_len": 0}, ["engine.max_model_len", ">= 1"]),
+        (EngineSettings, {"max_num_seqs": 0}, ["engine.max_num_seqs", ">= 1"]),
+        (EngineSettings, {"max_num_seqs": 2.0}, ["engine.max_num_seqs", "integer"]),
+        (
+            EngineSettings,
+            {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+            ["max_num_batched_tokens", "max_num_seqs=8", "got 4"],
+        ),
+        (EngineSettings, {"dtype": "int8"}, ["engine.dtype", "'int8'"]),
+        (EngineSettings, {"seed": -1}, ["engine.seed", "-1"]),
+        (EngineSettings, {"host_reserve_gib": -1}, ["engine.host_reserve_gib", "-1"]),
+        (EngineSettings, {"uva_stage_tokens": 0}, ["engine.uva_stage_tokens"]),
+        (ModelConfig, {"name": "m"}, ["model 'm'", "path", "spec"]),
+        (ModelConfig, {"name": "m", "spec": tiny_spec()}, ["path", "load_format=dummy"]),
+        (ModelConfig, {"name": "m", "path": "p", "load_format": "gguf"}, ["load_format", "'gguf'"]),
+    ],
+)
+def test_bounds_are_refused_by_name(node: type, settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        node(**settings)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_parts_have_defaults_that_hold() -> None:
+    config = EngineConfig(model=ModelConfig(name="m", spec=tiny_spec(), load_format="dummy"))
+    assert config.offload == OffloadConfig()
+    assert config.to_dict()["kv"]["block_size"] == 16
+    assert config.to_dict()["model"]["spec"]["num_hidden_layers"] == 2
+
+
+def test_is_sealed_copied_with_replace_and_pickled() -> None:
+    config = EngineConfig(model=ModelConfig(name="m", path="p"))
+    with pytest.raises(AttributeError, match="sealed"):
+        config.kv = KVConfig()
+    changed = replace(config, offload=OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1)))
+    assert changed.offload.backend == "uva"
+    assert config.offload.backend == "none"
+    again = pickle.loads(pickle.dumps(changed))
+    assert again == changed
+    with pytest.raises(AttributeError, match="sealed"):
+        again.kv = KVConfig()

@@ -1,0 +1,151 @@
+"""ModelSpec: its tensors are those of transformers' models, and config.json is read right."""
+
+from typing import Any
+
+import pytest
+
+from engine.errors import CheckpointError, ConfigError
+from engine.spec import ModelSpec
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+FAMILIES = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"head_dim": 32}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
+    ("olmo2", {}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+]
+
+
+def hf_config(model_type: str, changes: dict[str, Any]) -> Any:
+    """A transformers config of a small model."""
+    from transformers import AutoConfig
+
+    settings = SIZES | changes
+    if model_type in {"qwen2", "olmo2"}:
+        settings.pop("head_dim")
+    return AutoConfig.for_model(model_type, **settings)
+
+
+@pytest.mark.parametrize(("model_type", "changes"), FAMILIES)
+def test_tensors_are_those_of_transformers(model_type: str, changes: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = hf_config(model_type, changes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    spec = ModelSpec.from_hf_config(config.to_dict())
+    parts = [part for tensor in spec.tensors() for part in tensor.parts]
+    assert {part.name: part.shape for part in parts} == expected
+    assert len(parts) == len(expected)
+    assert spec.num_parameters == sum(value.numel() for value in model.parameters())
+
+
+def test_sizes_are_read_from_a_config() -> None:
+    config = SIZES | {
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "rope_theta": 5e5,
+        "torch_dtype": "bfloat16",
+    }
+    spec = ModelSpec.from_hf_config(config)
+    assert (spec.rope_theta, spec.dtype, spec.q_size, spec.kv_size) == (5e5, "bfloat16", 64, 32)
+    assert spec.rope_scaling["factor"] == 8.0
+    newer = {key: value for key, value in config.items() if not key.startswith(("rope", "torch"))}
+    newer |= {"dtype": "bfloat16", "rope_parameters": config["rope_scaling"] | {"rope_theta": 5e5}}
+    assert ModelSpec.from_hf_config(newer) == spec
+
+
+def test_bytes_follow_the_dtype() -> None:
+    spec = ModelSpec(model_type="llama", **SIZES)
+    assert spec.weight_bytes() == 2 * spec.num_parameters
+    assert spec.weight_bytes("float32") == 4 * spec.num_parameters
+    assert spec.kv_bytes_per_token() == 2 * 3 * 2 * 16 * 2
+    assert spec.kv_bytes_per_token("float32") == 2 * spec.kv_bytes_per_token()
+
+
+def test_products_that_run_as_one_are_one_tensor() -> None:
+    tensors = {t.name: t for t in ModelSpec(model_type="llama", **SIZES).layer_tensors(1)}
+    qkv = tensors["model.layers.1.self_attn.qkv_proj.weight"]
+    assert [part.name.split(".")[-2] for part in qkv.parts] == ["q_proj", "k_proj", "v_proj"]
+    assert qkv.shape == (64 + 32 + 32, 64)
+    assert tensors["model.layers.1.mlp.gate_up_proj.weight"].shape == (224, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, 64),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, None),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, 64),
+        ({"model_type": "llama", "sliding_window": 64}, None),
+    ],
+)
+def test_sliding_window(changes: dict[str, Any], window: int | None) -> None:
+    assert ModelSpec.from_hf_config(SIZES | changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantised", "awq"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rotary", "yarn"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"vocab_size": None}, ["vocab_size"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
+        ({"head_dim": 12}, ["head_dim", "12"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
+    ],
+)
+def test_what_is_not_supported_is_refused(changes: dict[str, Any], words: list[str]) -> None:
+    config = {"model_type": "llama"} | SIZES | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    with pytest.raises(CheckpointError) as caught:
+        ModelSpec.from_hf_config(config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 0}, ["hidden_size", ">= 1"]),
+        ({"head_dim": 17}, ["head_dim", "17"]),
+        ({"rope_theta": 0.0}, ["rope_theta"]),
+        ({"sliding_window": 0}, ["sliding_window"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_type", "factor"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, ["factor", "'x'"]),
+    ],
+)
+def test_wrong_sizes_are_refused(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelSpec(model_type="llama", **(SIZES | changes))
+    for word in words:
+        assert word in str(caught.value)
