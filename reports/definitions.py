@@ -49,16 +49,16 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
             " failed requests do not count"
         ),
         "throughput/goodput_share": "requests that met every latency bound / requests submitted",
-        "memory/gpu_peak_gib": "highest device memory in use by the run, in GiB (2^30 bytes)",
-        "memory/gpu_peak_alloc_gib": "highest bytes in live device allocations of the run, in GiB",
-        "memory/gpu_peak_reserved_gib": "highest bytes held by the run's device allocator, in GiB",
-        "memory/gpu_peak_global_gib": "highest device memory in use by all processes, in GiB",
-        "memory/gpu_budget_gib": "device memory the run was allowed, in GiB",
+        "memory/gpu_peak_gib": "highest device memory in use by the run",
+        "memory/gpu_peak_alloc_gib": "highest bytes in live device allocations of the run",
+        "memory/gpu_peak_reserved_gib": "highest bytes held by the run's device allocator",
+        "memory/gpu_peak_global_gib": "highest device memory in use by all processes",
+        "memory/gpu_budget_gib": "device memory the run was allowed",
         "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
-        "memory/host_pinned_gib": "host bytes registered with the device (engine's ledger), in GiB",
-        "memory/host_rss_peak_gib": "highest resident set of the worker process, in GiB",
-        "memory/host_anon_gib": "resident anonymous (pageable) memory of the worker, in GiB",
-        "memory/host_shmem_gib": "resident shared memory of the worker, pinned pages too, in GiB",
+        "memory/host_pinned_gib": "host bytes registered with the device (engine's ledger)",
+        "memory/host_rss_peak_gib": "highest resident set of the worker process",
+        "memory/host_anon_gib": "resident anonymous (pageable) memory of the worker",
+        "memory/host_shmem_gib": "resident shared memory of the worker, pinned pages too",
         "link/h2d_gb_s": (
             "host to device copy rate: median of 20 copies of 256 MiB from registered memory,"
             " GB = 10^9 bytes, measured in this run"

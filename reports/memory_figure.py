@@ -137,6 +137,7 @@ def _draw_parts(axes: "Axes", colours: Theme, side: _Side, unit_bytes: int) -> N
         left += width
     limit = None if side.limit_bytes is None else side.limit_bytes / unit_bytes
     if limit is not None and left > limit:
+        word = "budget" if side.label == "GPU" else side.word
         axes.barh(
             0,
             left - limit,
@@ -146,7 +147,7 @@ def _draw_parts(axes: "Axes", colours: Theme, side: _Side, unit_bytes: int) -> N
             edgecolor=colours.background,
             hatch="////",
             linewidth=0,
-            label=f"over {side.word} {gib((left - limit) * unit_bytes)}",
+            label=f"over {word} {gib((left - limit) * unit_bytes)}",
         )
 
 

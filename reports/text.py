@@ -40,9 +40,11 @@ def number(value: float | None) -> str:
 
 
 def gib(num_bytes: float | None) -> str:
-    """Return bytes as GiB with its unit, as MiB below 0.1 GiB."""
+    """Return bytes as GiB with its unit, as MiB below 0.1 GiB, as KiB below 0.1 MiB."""
     if num_bytes is None:
         return ABSENT
+    if 0 < abs(num_bytes) < 2**20 / 10:
+        return f"{number(num_bytes / 2**10)} KiB"
     if 0 < abs(num_bytes) < GIB / 10:
         return f"{number(num_bytes / 2**20)} MiB"
     return f"{number(num_bytes / GIB)} GiB"

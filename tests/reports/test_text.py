@@ -31,6 +31,7 @@ def test_bytes_and_durations():
     assert gib(0) == "0 GiB"
     assert gib(8.01 * GIB) == "8.01 GiB"
     assert gib(64 * 2**20) == "64.0 MiB"
+    assert gib(32 * 2**10) == "32.0 KiB"
     assert duration(None) == "n/a"
     assert duration(12.34) == "12.3 s"
     assert duration(312.4) == "5 min 12 s"
