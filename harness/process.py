@@ -123,6 +123,7 @@ def start_worker(
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     variables = {**os.environ, **(environ or {}), "PYTHONPATH": os.pathsep.join(paths)}
+    variables["PYTHONUNBUFFERED"] = "1"  # a killed worker's last words reach the log
     arguments = ["--job", job, "--parent", str(os.getpid()), "--spawned-s", repr(time.monotonic())]
     with (run_dir / WORKER_LOG_NAME).open("ab") as log:
         log.write(f"--- {job}\n".encode())

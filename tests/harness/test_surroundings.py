@@ -1,0 +1,416 @@
+"""The device lock, NVML, the page cache, the environment, the display and the summary."""
+
+import io
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import EngineConfig, ModelConfig
+from harness.correctness import WrongTokensError, compare_tokens, reference_key
+from harness.describe import config_hash, flat_params, point_name, tags
+from harness.environment import collect, git_state
+from harness.lock import device_lock_path, hold
+from harness.measure import nvml
+from harness.measure.page_cache import cached_share, drop_page_cache
+from harness.measure.resources import ResourceSampler
+from harness.progress import LineDisplay, RichDisplay, describe, open_display
+from harness.report import build_report
+from harness.schema import CorrectnessConfig, SweepContext, TrackingConfig
+from harness.summary import figure, summary_lines
+from reports.record import RunRecord
+from tests.harness.cases import SPEC, run_config
+
+
+def test_a_lock_is_free_again_when_its_holder_ended(tmp_path):
+    path = tmp_path / "locks" / "gpu.lock"
+    code = (
+        "import sys; from pathlib import Path; from harness.lock import hold\n"
+        "with hold(Path(sys.argv[1]), owner='the first', say=print):\n"
+        "    print('held', flush=True); sys.stdin.read()"
+    )
+    root = Path(__file__).resolve().parents[2]
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stdout.readline() == "held\n"
+    said = []
+
+    def say(text):
+        said.append(text)
+        first.kill()  # it holds the lock no longer
+
+    with hold(path, owner="the second", say=say) as waited_s:
+        assert waited_s > 0
+        assert json.loads(path.read_text())["run"] == "the second"
+    first.communicate()
+    assert said == [f"waiting for gpu: in use by process {first.pid} (the first)."]
+
+
+def test_a_free_lock_is_taken_without_a_word(tmp_path):
+    said = []
+    with hold(tmp_path / "a.lock", owner="me", say=said.append) as waited_s:
+        assert waited_s < 1
+    assert said == []
+
+
+def test_lock_files_by_gpu_and_for_the_cpu(tmp_path):
+    assert device_lock_path("GPU-1", tmp_path).name == "GPU-1.lock"
+    assert device_lock_path("GPU-1", tmp_path).parent != tmp_path / "locks"
+    assert device_lock_path(None, tmp_path) == tmp_path / "locks" / "cpu.lock"
+
+
+# ruff: noqa: N802  the names are NVML's
+
+
+class FakeNvml:
+    """Two GPUs; the second gives neither memory nor energy."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, uuids=("GPU-aa", "GPU-bb")):
+        self.uuids = uuids
+
+    def nvmlInit(self):
+        return None
+
+    def nvmlDeviceGetCount(self):
+        return len(self.uuids)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):
+        return self.uuids[handle].encode()
+
+    def nvmlDeviceGetName(self, handle):
+        return "NVIDIA Test"
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.1"
+
+    def nvmlSystemGetCudaDriverVersion(self):
+        return 13000
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if handle == 1:
+            raise RuntimeError("Not Supported")
+        return SimpleNamespace(total=16 * 2**30, used=2**30)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if handle == 1:
+            raise RuntimeError("Not Supported")
+        return 5000
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 300_000
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle):
+        return 5
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
+
+
+@pytest.fixture
+def fake_nvml(monkeypatch):
+    monkeypatch.setattr(nvml, "_load_nvml", FakeNvml)
+
+
+def test_gpu_facts_by_uuid(fake_nvml):
+    gpu = nvml.open_gpu("GPU-aa")
+    facts = gpu.facts()
+    assert facts["name"] == "NVIDIA Test"
+    assert facts["memory_bytes"] == 16 * 2**30
+    assert (facts["driver"], facts["cuda_driver"]) == ("580.1", "13.0")
+    assert facts["pcie"]["gen"] == 5
+    assert facts["pcie"]["width"] is None  # this driver does not tell
+    assert gpu.energy_j() == 5
+    assert gpu.sample()["gpu_power_w"] == 300
+    assert gpu.num_other_processes({1}) == 1
+
+
+def test_a_field_that_the_driver_refuses_is_none_and_costs_no_other(fake_nvml):
+    gpu = nvml.open_gpu("GPU-bb")
+    assert gpu.facts()["memory_bytes"] is None
+    assert gpu.facts()["name"] == "NVIDIA Test"
+    assert gpu.energy_j() is None
+    assert gpu.sample()["gpu_used_bytes"] is None
+    assert gpu.sample()["gpu_power_w"] == 300
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuid"),
+    [(None, "GPU-aa"), ("1", "GPU-bb"), ("1,0", "GPU-bb"), ("GPU-b", "GPU-bb")],
+)
+def test_the_gpu_is_the_first_that_cuda_shows(fake_nvml, visible, uuid):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert nvml.open_gpu(environ=environ).uuid == uuid
+
+
+@pytest.mark.parametrize("visible", ["", "7", "MIG-1", "-1"])
+def test_no_gpu_where_cuda_shows_none(fake_nvml, visible):
+    assert nvml.open_gpu(environ={"CUDA_VISIBLE_DEVICES": visible}) is None
+
+
+def test_no_gpu_without_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.open_gpu() is None
+
+
+def test_samples_keep_peaks_and_leave_out_what_is_absent(fake_nvml, tmp_path):
+    sampler = ResourceSampler(tmp_path, nvml.open_gpu("GPU-aa"), interval_s=0)
+    row = sampler.sample(os.getpid())
+    assert row["rss_bytes"] > 0
+    assert sampler.peaks["gpu_used_bytes"] == 2**30
+    assert "gpu_sm_clock_mhz" not in sampler.peaks
+    assert json.loads((tmp_path / "resources.jsonl").read_text()) == row
+
+
+def test_samples_are_not_taken_more_often_than_asked(tmp_path):
+    sampler = ResourceSampler(tmp_path, None, interval_s=60)
+    assert sampler.sample(os.getpid()) is not None
+    assert sampler.sample(os.getpid()) is None
+
+
+def test_page_cache_is_counted_and_dropped(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(1 << 20))
+    before = cached_share([path])
+    if before is None:
+        pytest.skip("this kernel does not tell what is in the page cache")
+    assert before == 1
+    drop_page_cache([path])
+    assert cached_share([path]) <= before
+    assert cached_share([]) is None
+
+
+def test_environment_without_a_gpu():
+    facts = collect(None)
+    assert facts["gpu"] is None
+    assert facts["driver"] is None
+    assert facts["cpu"]["num_cores"] == os.cpu_count()
+    assert facts["memory_bytes"] > 2**30
+    assert facts["torch"] == facts["packages"]["torch"]
+    json.dumps(facts)
+
+
+def test_no_git_state_outside_a_checkout(tmp_path):
+    assert git_state(tmp_path) is None
+
+
+def test_config_hash_ignores_what_changes_no_result():
+    base = run_config().to_dict()
+    assert config_hash(base) == config_hash(run_config(timeout_s=5.0, fail_fast=True).to_dict())
+    tracked = run_config(tracking=TrackingConfig(experiment="other"))
+    assert config_hash(base) == config_hash(tracked.to_dict())
+    changed = run_config().to_dict()
+    changed["engine"]["seed"] = 1
+    assert config_hash(base) != config_hash(changed)
+
+
+def test_params_are_flat_and_few():
+    params = flat_params(run_config())
+    assert len(params) <= 40
+    assert not any(isinstance(value, dict) for value in params.values())
+    assert params["scenario.latency.num_requests"] == 11
+
+
+def test_names_say_what_varies():
+    sweep = SweepContext(sweep_id="s", folder=Path(), index=0, total=2)
+    assert point_name(run_config(), ["+model=tiny", "offload=uva"], sweep) == (
+        "model=tiny,offload=uva"
+    )
+    assert point_name(run_config(), ["+model=tiny"], None) == "tiny-none-cpu-test"
+
+
+def test_tags_leave_out_what_is_unknown():
+    found = tags(run_config(), {"gpu": None, "git": {"sha": "ab", "dirty": True}, "host": "here"})
+    assert (found["git.sha"], found["git.dirty"], found["host"]) == ("ab", "true", "here")
+    assert "gpu.name" not in found
+    assert all(isinstance(value, str) for value in found.values())
+
+
+def key(environment=None, check=None, **changes):
+    model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
+    config = EngineConfig(model=model, **changes)
+    facts = environment or {"cpu": {"name": "a"}, "torch": "2"}
+    return reference_key(config, check or CorrectnessConfig(), facts)
+
+
+def test_the_reference_key_holds_what_may_change_tokens():
+    from engine.config import EngineSettings, GPUConfig, OffloadConfig, UVAOffloadConfig
+
+    base = key()
+    assert key() == base
+    assert key(gpu=GPUConfig(memory_gib=3.0)) == base
+    assert key(engine=EngineSettings(gpu_memory_utilization=0.5)) == base
+    assert key(offload=OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1))) == base
+    assert key(engine=EngineSettings(seed=1)) != base
+    assert key(engine=EngineSettings(dtype="bfloat16")) != base
+    assert key(check=CorrectnessConfig(output_tokens=3)) != base
+    assert key(environment={"cpu": {"name": "b"}, "torch": "2"}) != base
+    assert key(environment={"gpu": {"name": "x"}, "torch": "2"}) != base
+
+
+def test_the_first_difference_is_named():
+    compare_tokens([[1, 2], [3, 4]], [[1, 2], [3, 4]])
+    with pytest.raises(WrongTokensError, match="expected token 4 at position 1 of prompt 1"):
+        compare_tokens([[1, 2], [3, 4]], [[1, 2], [3, 5]])
+
+
+LOADING = {
+    "job": "measure",
+    "phase": "load:read",
+    "updated_at": 10.0,
+    "progress": {"done_bytes": 2**30, "total_bytes": 4 * 2**30},
+}
+RUNNING = {
+    "job": "measure",
+    "phase": "throughput",
+    "updated_at": 20.0,
+    "progress": {
+        "requests_done": 3,
+        "requests_total": 4,
+        "output_tokens": 60,
+        "tokens_s": 12.5,
+    },
+}
+
+
+def test_states_in_words():
+    assert describe(LOADING) == ("load: read", 0.25, "1.00/4.00 GiB")
+    assert describe(RUNNING) == ("throughput", 0.75, "3/4 requests, 60 tokens, 12.5 tokens/s")
+    assert describe({"job": "reference", "phase": "build"}) == ("reference: build", None, "")
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    display = open_display(stream)
+    assert isinstance(display, LineDisplay)
+    later = {
+        **LOADING,
+        "updated_at": 12.0,
+        "progress": {"done_bytes": 3e9, "total_bytes": 4 * 2**30},
+    }
+    for state in (LOADING, later, RUNNING, RUNNING):
+        display.update(state)
+    display.say("a line")
+    display.close()
+    assert stream.getvalue().splitlines() == [
+        "[load: read] 1.00/4.00 GiB",
+        "[throughput] 3/4 requests, 60 tokens, 12.5 tokens/s",
+        "a line",
+    ]
+
+
+def test_a_bar_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    display = open_display(stream)
+    assert isinstance(display, RichDisplay)
+    for state in (LOADING, RUNNING):
+        display.update(state)
+    display.say("a line with [brackets]")
+    display.close()
+    text = stream.getvalue()
+    assert "load: read" in text
+    assert "3/4 requests, 60 tokens" in text
+    assert "a line with [brackets]" in text
+
+
+def record(**changes):
+    fields = {
+        "run_id": "1",
+        "name": "tiny",
+        "status": "ok",
+        "valid": True,
+        "environment": {"emulated": True},
+        "metrics": {"latency/ttft_ms/p50": 12.34, "latency/ttft_ms/p90": None, "load/total_s": 0.0},
+    }
+    return RunRecord(**(fields | changes))
+
+
+def test_the_summary_shows_figures_folder_and_command(tmp_path):
+    (tmp_path / "report.html").touch()
+    lines = summary_lines(record(), tmp_path, view_command="mlflow ui --x")
+    text = "\n".join(lines)
+    assert "tiny: ok, valid" in text
+    assert "emulated on the CPU" in text
+    assert "time to first token, median              12.3 ms" in text
+    assert f"run folder  {tmp_path}" in text
+    assert f"report      {tmp_path / 'report.html'}" in text
+    assert "compare     mlflow ui --x" in text
+
+
+def test_the_summary_of_a_bad_point_is_short(tmp_path):
+    error = {
+        "type": "CapacityError",
+        "message": "need 3 GiB, have 2 GiB.\nSet offload=uva.",
+        "phase": "build",
+        "traceback": "long",
+    }
+    bad = record(status="no_fit", valid=None, error=error, metrics={})
+    lines = summary_lines(bad, tmp_path, view_command=None)
+    assert lines[1] == "tiny: no_fit"
+    assert "  CapacityError: need 3 GiB, have 2 GiB." in lines
+    assert "  CapacityError: Set offload=uva." in lines
+    assert not any("long" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0001234, "0.00012"),
+        (0.1234, "0.123"),
+        (1.234, "1.23"),
+        (12.34, "12.3"),
+        (123.4, "123"),
+        (8602124288.0, "8,602,124,288"),
+    ],
+)
+def test_figures_have_about_three_digits(value, text):
+    assert figure(value) == text
+
+
+def test_a_report_without_a_record_is_a_warning(tmp_path):
+    (warning,) = build_report(tmp_path)
+    assert warning.startswith("report: not made: ")
+    assert f"python -m reports {tmp_path}" in warning
+
+
+def test_the_report_of_a_record_is_made(tmp_path):
+    record().write(tmp_path / "result.json")
+    assert build_report(tmp_path) == []
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_hold_is_exclusive_within_a_machine(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    path = tmp_path / "a.lock"
+    with hold(path, owner="parent", say=print):
+        child = context.Process(target=_hold_and_tell, args=(path, queue))
+        child.start()
+        assert "in use by process" in queue.get()
+    assert queue.get() == "held"
+    child.join()
+    assert child.exitcode == 0
+
+
+def _hold_and_tell(path, queue):
+    with hold(path, owner="child", say=queue.put):
+        queue.put("held")
