@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.clock import LoadReport, PhaseClock
 from engine.config import EngineConfig, ModelConfig
 from engine.core import EngineCore
@@ -119,7 +121,7 @@ def build_engine(
     with clock.phase("tokenizer"):
         folder = None if config.model.path is None else Path(config.model.path)
         tokenizer = load_tokenizer(folder)
-    device.enforce_budget(plan.gpu_budget_bytes)
+    device.enforce_budget(plan.allocator_bytes)
     try:
         plan, store = _place(config, spec, device, plan, clock, reference=reference)
         for note in plan.notes:
@@ -212,4 +214,7 @@ def _runner(
         device.torch_device,
     )
     rotary = rotary_table(spec, plan.max_model_len, device.torch_device)
-    return ModelRunner(plan, Decoder(spec, store, cache, rotary, workspace), device)
+    logits = torch.zeros(
+        (pad_batch(plan.max_num_seqs), spec.vocab_size), device=device.torch_device
+    )
+    return ModelRunner(plan, Decoder(spec, store, cache, rotary, workspace, logits), device)

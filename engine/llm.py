@@ -70,7 +70,7 @@ class LLM:
 
     @property
     def _live(self) -> Engine:
-        engine = getattr(self, "_engine", None)
+        engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             raise EngineError("LLM: it was closed. Build a new one.")
         return engine

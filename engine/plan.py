@@ -110,6 +110,12 @@ class MemoryPlan:
         return sum(self.gpu_items.values())
 
     @property
+    def allocator_bytes(self) -> int:
+        """Bytes of the budget for tensors: all but the runtime and the graphs' own memory."""
+        outside = self.gpu_items["runtime"] + self.gpu_items["graphs"]
+        return self.gpu_budget_bytes - outside
+
+    @property
     def host_total_bytes(self) -> int:
         """Bytes that the plan takes in host memory."""
         return sum(self.host_items.values())
@@ -141,12 +147,13 @@ class MemoryPlan:
             for tensor in self.outer_offloaded.tensors
             if tensor.name != embed or self.placements[embed] is Placement.ON_DEMAND
         )
-        copied = [layer for layer in self.offloaded_layers if layer.placement is not Placement.UVA]
-        if len(copied) > self.num_slots:
-            total += sum(layer.offloaded.num_bytes for layer in copied)
-        for layer in self.offloaded_layers:
+        num_layers, slots = len(self.offloaded_layers), self.num_slots
+        for k, layer in enumerate(self.offloaded_layers):
             if layer.placement is Placement.UVA:
                 total += sum(t.numel for t in layer.offloaded.tensors) * size
+            elif layer.placement is Placement.ON_DEMAND or k % slots + slots < num_layers:
+                total += layer.offloaded.num_bytes
+            # A prefetched layer that has a slot to itself stays there.
         return total
 
     @property

@@ -176,14 +176,18 @@ def _build(asked: _Asked, assignment: Assignment) -> MemoryPlan:
     slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, dtype)
     sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
     budget = gpu_budget_bytes(config, facts)
+    graph_pool, graph_nodes = graph_bytes(spec, () if settings.enforce_eager else sizes, size)
+    workspace, runtime = runtime_bytes(facts.kind)
     items = {
         "weights": layout.resident_bytes,
         "prefetch_slots": 0 if stage is not None else slots * slot_bytes,
         "staging_slots": (slots * slot_bytes if stage is not None else 0) + outer_slot,
-        "activations": activation_bytes(spec, settings, size, asked.max_model_len),
+        "activations": activation_bytes(spec, settings, size, asked.max_model_len)
+        + graph_pool
+        + workspace,
         "logits": logits_bytes(spec, settings, size),
-        "graphs": graph_bytes(spec, sizes, size) if not settings.enforce_eager else 0,
-        "runtime": runtime_bytes(facts.kind),
+        "graphs": graph_nodes,
+        "runtime": runtime,
     }
     block_bytes = spec.kv_bytes_per_token(dtype) * config.kv.block_size
     room = max(0, budget - sum(items.values()))

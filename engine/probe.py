@@ -66,7 +66,7 @@ def _rate(work: Callable[[], object], num_bytes: int) -> float:
         end.synchronize()
         if index >= 2:
             times.append(begin.elapsed_time(end) / 1e3)
-    return num_bytes / median(times) / 1e9
+    return float(num_bytes / median(times) / 1e9)
 
 
 def _probe_cpu(opened: Device) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -155,7 +156,7 @@ class ModelRunner:
         return len(wanted)
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Run a batch; return float32 logits, one row per wanted token (padding after them).
+        """Run a batch; return float32 logits [R, V], one row per wanted token, then padding.
 
         Stream: enqueued on the current stream. The tensor may be overwritten by the next step.
         """
@@ -167,7 +168,7 @@ class ModelRunner:
         self.graph_steps += 1
         self._replayed_copies += copied
         self._replayed_reads += read
-        return graph.output
+        return self._decoder.logits[: batch.num_tokens]
 
     def wait(self) -> None:
         """Wait until the step's inputs have been read, where no token is read back."""
@@ -185,12 +186,12 @@ class ModelRunner:
             self._positions.array[:size] = 0
             for upload in (self._slots, self._lens, self._ids, self._positions):
                 upload.send(size)
-            batch = self._decode_batch(size, self._plan.max_model_len)
-            self._decoder.forward(batch)
+            run = partial(self._decoder.forward, self._decode_batch(size, self._plan.max_model_len))
+            run()
             self._device.synchronize()
             store = self._decoder.weights
             copied, read = store.copied_bytes, store.in_place_bytes
-            graph = self._device.new_graph(lambda batch=batch: self._decoder.forward(batch))  # type: ignore[misc]
+            graph = self._device.new_graph(run)
             if graph is None:
                 return
             counts = store.copied_bytes - copied, store.in_place_bytes - read

@@ -74,7 +74,7 @@ class Device(Protocol):
     def allocated_bytes(self) -> int:
         """Return GPU memory in use now, bytes."""
 
-    def new_graph(self, run: Callable[[], torch.Tensor]) -> "Graph | None":
+    def new_graph(self, run: Callable[[], object]) -> "Graph | None":
         """Capture `run` as a graph; None where the device has none."""
 
     def wait_compute(self) -> None:
@@ -89,8 +89,6 @@ class Device(Protocol):
 
 class Graph(Protocol):
     """A captured step."""
-
-    output: torch.Tensor
 
     def replay(self) -> None:
         """Enqueue the captured work on the compute stream."""

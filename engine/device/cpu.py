@@ -128,7 +128,7 @@ class CPUDevice:
         """Return the emulated GPU memory in use."""
         return self._allocated
 
-    def new_graph(self, run: Callable[[], torch.Tensor]) -> None:  # noqa: ARG002
+    def new_graph(self, run: Callable[[], object]) -> None:  # noqa: ARG002
         """Return None: a CPU has no graphs."""
         return
 

@@ -9,8 +9,12 @@ import torch
 
 from engine.device.base import Graph, HostBuffer
 from engine.device.host import MappedBuffer, available_bytes, capabilities
+from engine.device.nvml import own_bytes
 from engine.errors import CapacityError, ConfigError, PinningError
 from engine.plan import DeviceFacts
+
+CONTEXT_BYTES = 640 * 2**20
+"""A CUDA context with its modules, about."""
 
 
 def _unregister(address: int, keep: object) -> None:  # noqa: ARG001
@@ -85,10 +89,10 @@ class CUDACopyStream:
 class CUDAGraph:
     """A captured step."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], pool: Any) -> None:
+    def __init__(self, run: Callable[[], object], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.output = run()
+            run()
 
     def replay(self) -> None:
         """Enqueue the captured work on the compute stream."""
@@ -109,7 +113,9 @@ class CUDADevice:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         free, self._total = torch.cuda.mem_get_info(index)
-        self._foreign = self._total - free - torch.cuda.memory_reserved(index)
+        outside = self._total - free - torch.cuda.memory_reserved(index)
+        # Where the driver does not count per process: what exceeds a context is other processes'.
+        self._others = max(0, outside - CONTEXT_BYTES)
         self._pool: Any = None
         torch.cuda.reset_peak_memory_stats(index)
 
@@ -163,28 +169,29 @@ class CUDADevice:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def enforce_budget(self, num_bytes: int) -> None:
-        """Bound torch's allocator by the budget less what lies outside it."""
-        share = max(0.0, min(1.0, (num_bytes - self._context_bytes()) / self._total))
+        """Bound torch's allocator; `num_bytes` leaves out what lies outside it."""
+        share = max(0.0, min(1.0, num_bytes / self._total))
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
-    def _context_bytes(self) -> int:
-        """Memory of this process outside torch's allocator: context, modules, libraries."""
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device) - self._base())
-
-    def _base(self) -> int:
-        """Memory that other processes held when this device was opened (an estimate)."""
-        return max(0, self._foreign - CONTEXT_BYTES)
+    def _outside_bytes(self) -> int:
+        """Memory of this process outside torch's allocator: context, modules, graphs."""
+        index = torch.cuda.current_device()
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        own = own_bytes(index)
+        if own is None:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            own = total - free - self._others
+        return max(0, own - reserved)
 
     def peak_bytes(self) -> int:
         """Return the allocator's peak plus what lies outside it."""
-        return torch.cuda.max_memory_reserved(self.torch_device) + self._context_bytes()
+        return torch.cuda.max_memory_reserved(self.torch_device) + self._outside_bytes()
 
     def allocated_bytes(self) -> int:
         """Return bytes of live tensors."""
         return torch.cuda.memory_allocated(self.torch_device)
 
-    def new_graph(self, run: Callable[[], torch.Tensor]) -> Graph:
+    def new_graph(self, run: Callable[[], object]) -> Graph:
         """Capture `run`; all graphs share one memory pool."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -205,7 +212,3 @@ class CUDADevice:
         self._pool = None
         torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
         torch.cuda.empty_cache()
-
-
-CONTEXT_BYTES = 560 * 2**20
-"""A context's memory, about; used only to tell other processes' memory from ours."""

@@ -28,9 +28,11 @@ class Decoder:
     rotary: torch.Tensor
     """float32 [max_model_len, H]."""
     workspace: DecodeWorkspace
+    logits: torch.Tensor
+    """float32 [most rows of a step, V], written by every step."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Run one step; return float32 logits [R, V] of the wanted rows.
+        """Run one step; return float32 logits [R, V] of the wanted rows, a view of `logits`.
 
         Stream: everything is enqueued on the current stream; copies of offloaded weights run
         beside it and are joined before this returns. Keys and values are written to the cache.
@@ -44,16 +46,19 @@ class Decoder:
             weights = store.acquire(index)
             hidden, residual = run(self, batch, weights, index, hidden, residual)
             store.release(index)
-        if batch.logits_rows is not None and batch.logits_rows.numel() == 0:
-            logits = torch.empty((0, spec.vocab_size), device=hidden.device)
-        else:
-            logits = self._logits(batch, hidden, residual)
+        rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
+        if rows:
+            self._write_logits(batch, hidden, residual, self.logits[:rows])
         store.end_step()
-        return logits
+        return self.logits[:rows]
 
-    def _logits(
-        self, batch: Batch, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _write_logits(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
         if batch.logits_rows is not None:
             hidden = hidden.index_select(0, batch.logits_rows)
             if residual is not None:
@@ -64,7 +69,7 @@ class Decoder:
         else:
             hidden = ops.add_rms_norm(hidden, residual, norm, eps)
         head = "model.embed_tokens.weight" if self.spec.tie_word_embeddings else "lm_head.weight"
-        return ops.linear(hidden, self.weights.outer(head)).float()
+        out.copy_(ops.linear(hidden, self.weights.outer(head)))
 
 
 def _pre_norm_layer(
@@ -109,13 +114,14 @@ def _attention(
 ) -> torch.Tensor:
     spec = model.spec
     qkv = _linear(weights, "self_attn.qkv_proj", hidden)
-    q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+    q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
     if spec.architecture.qk_norm == "full":
         q = ops.rms_norm(q, weights["self_attn.q_norm.weight"], spec.rms_norm_eps)
         k = ops.rms_norm(k, weights["self_attn.k_norm.weight"], spec.rms_norm_eps)
-    q_TNH = q.unflatten(-1, (spec.num_attention_heads, spec.head_dim))
-    k_TKH = k.unflatten(-1, (spec.num_key_value_heads, spec.head_dim))
-    v_TKH = v.unflatten(-1, (spec.num_key_value_heads, spec.head_dim))
+    tokens = batch.num_tokens
+    q_TNH = q.view(tokens, spec.num_attention_heads, spec.head_dim)
+    k_TKH = k.view(tokens, spec.num_key_value_heads, spec.head_dim)
+    v_TKH = v.view(tokens, spec.num_key_value_heads, spec.head_dim)
     if spec.architecture.qk_norm == "head":
         q_TNH = ops.rms_norm(q_TNH, weights["self_attn.q_norm.weight"], spec.rms_norm_eps)
         k_TKH = ops.rms_norm(k_TKH, weights["self_attn.k_norm.weight"], spec.rms_norm_eps)
