@@ -32,11 +32,14 @@ class WeightStore:
         resident, host = self._resident_buffer, self._host_buffer.tensor
         self._stored: dict[str, torch.Tensor] = {}
         self._layer_sources: dict[int, torch.Tensor] = {}
+        self._layer_bytes: dict[int, int] = {}
         at_gpu = at_host = 0
         for layer in plan.layers:
             self._add_views(layer.resident, resident, at_gpu)
             self._add_views(layer.offloaded, host, at_host)
             self._layer_sources[layer.index] = host[at_host : at_host + layer.offloaded.num_bytes]
+            elements = sum(tensor.numel for tensor in layer.offloaded.tensors)
+            self._layer_bytes[layer.index] = elements * self.dtype.itemsize
             at_gpu += layer.resident.num_bytes
             at_host += layer.offloaded.num_bytes
         self._add_views(plan.outer_resident, resident, at_gpu)
@@ -147,7 +150,7 @@ class WeightStore:
         direct = self._direct[layer]
         assert direct is not None, f"layer {layer} has no direct views"
         if k is not None:
-            self.in_place_bytes += self._layer_sources[layer].numel()
+            self.in_place_bytes += self._layer_bytes[layer]
         return direct
 
     def release(self, layer: int) -> None:
@@ -171,7 +174,7 @@ class WeightStore:
             found = raw.view(self.dtype).view(stored.shape)
             found.copy_(stored, non_blocking=True)
             self._outer_copied_bytes += raw.numel()
-        elif self.plan.placements[name] is Placement.UVA and name == "lm_head.weight":
+        elif self.plan.placements[name] is Placement.UVA and name != "model.embed_tokens.weight":
             self.in_place_bytes += found.numel() * found.element_size()
         return found
 
