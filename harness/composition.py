@@ -161,11 +161,18 @@ class Composer:
         return self._check_all(overrides, points, multirun=multirun, is_demo=is_demo)
 
     def _chooses_model(self, overrides: list[str], *, multirun: bool) -> bool:
-        """Return whether an experiment (or Hydra's sweep in it) chooses the model."""
-        groups = [item for item in self._parse(overrides) if is_hydra(item) or is_group(item)]
-        lines = [str(item.input_line) for item in groups]
+        """Return whether the experiment (or the sweep in it) chooses a model."""
+        parsed = self._parse(overrides)
+        experiments = [item for item in parsed if item.key_or_group == "experiment"]
+        if not experiments:
+            return False
+        lines = [str(item.input_line) for item in parsed if is_hydra(item) or is_group(item)]
+        if not experiments[0].is_sweep_override():
+            master = self._load(lines, RunMode.MULTIRUN)
+            swept = {str(key).lstrip("+") for key in master.hydra.sweeper.params or {}}
+            return "model" in swept or "model" in master.hydra.runtime.choices
         points, _ = self._compose_all(lines, multirun=multirun)
-        have = [item[1].hydra.runtime.choices.get("model") is not None for item in points]
+        have = ["model" in item[1].hydra.runtime.choices for item in points]
         if any(have) and not all(have):
             raise ConfigError(
                 "model: some experiments of this sweep choose a model and others do not. Run them "
@@ -219,13 +226,11 @@ class Composer:
         self, overrides: list[str], *, multirun: bool
     ) -> tuple[list[tuple[list[str], DictConfig]], bool]:
         several = [item for item in self._parse(overrides) if item.is_sweep_override()]
-        if not multirun and not several:
-            single = self._load(overrides, RunMode.RUN)
-            _check_hydra(single)
-            if single.hydra.mode != RunMode.MULTIRUN:
-                return [(overrides, single)], False
-        master = self._load(overrides, RunMode.MULTIRUN)
+        mode = RunMode.MULTIRUN if multirun or several else RunMode.RUN
+        master = self._load(overrides, mode)
         _check_hydra(master)
+        if not multirun and not several and master.hydra.mode != RunMode.MULTIRUN:
+            return [(overrides, master)], False
         if not multirun and master.hydra.mode != RunMode.MULTIRUN:
             raise ConfigError(
                 f"{several[0].input_line}: several values make a sweep. Add -m, or quote the value "

@@ -59,7 +59,7 @@ def describe_type(hint: Any) -> str:
     if dataclasses.is_dataclass(inner):
         words = "a mapping with the keys " + ", ".join(f.name for f in dataclasses.fields(inner))
     elif typing.get_origin(inner) is list:
-        words = "a list such as [mlp.down_proj]"
+        words = "a list of texts, such as [a, b]"
     else:
         words = _NAMES.get(inner, "a mapping")
     return words if inner is hint else f"{words} or null"

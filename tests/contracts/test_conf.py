@@ -1,0 +1,195 @@
+"""The files of conf/: each composes, and the sizes and rates that they state are the real ones."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.spec import ModelSpec
+from harness.cli_args import parse_command_line
+from harness.composition import Composer, Point
+from harness.folders import CONF
+from harness.schema import ModelSource
+
+PARAMETERS = {
+    "glass": 852_608,
+    "llama2_7b": 6_738_415_616,
+    "llama31_8b": 8_030_261_248,
+    "llama32_1b": 1_235_814_400,
+    "llama32_3b": 3_212_749_824,
+    "mistral_7b": 7_248_023_552,
+    "olmo2_13b": 13_716_198_400,
+    "olmo7b": 7_298_617_344,
+    "qwen25_0_5b": 494_032_768,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_4b": 4_022_468_096,
+    "smollm2_135m": 134_515_008,
+}
+"""As published with the checkpoints."""
+MEMORY_MIB = {
+    "rtx3060_12gb": 12288,
+    "rtx4080_16gb": 16376,
+    "rtx4090_24gb": 24564,
+    "l4_24gb": 23034,
+    "a100_80gb": 81920,
+    "h100_80gb": 81559,
+    "h200_141gb": 143771,
+}
+"""As nvidia-smi shows it."""
+OPTIONS = {
+    "offload": {"none", "uva", "prefetch"},
+    "kv": {"gpu"},
+    "scenario": {"quick", "load", "throughput", "latency", "all"},
+    "tracking": {"mlflow", "none"},
+}
+
+
+def names(group: str) -> list[str]:
+    """Names of the files of a group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def content(group: str, name: str) -> dict[str, Any]:
+    """The content of one file."""
+    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer()
+
+
+def point(composer: Composer, *overrides: str) -> Point:
+    """The only point of some overrides."""
+    (found,) = composer.plan(overrides).points
+    return found
+
+
+def test_groups_hold_what_is_promised() -> None:
+    assert names("model") == sorted(PARAMETERS)
+    assert set(names("gpu")) == {"auto", "cpu", *MEMORY_MIB}
+    for group, options in OPTIONS.items():
+        assert set(names(group)) == options
+    assert len(names("experiment")) >= 4
+
+
+@pytest.mark.parametrize("name", names("model"))
+def test_parameters_and_bytes_are_the_published_ones(name: str, composer: Composer) -> None:
+    file = content("model", name)
+    spec = ModelSpec(**file["spec"])
+    assert spec.num_parameters == PARAMETERS[name]
+    assert spec.weight_bytes() == PARAMETERS[name] * (4 if name == "glass" else 2)
+    comment = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert f"{PARAMETERS[name]:,} parameters" in comment
+    config = point(
+        composer, f"model={name}", "scenario=latency", "scenario.latency.prompt_tokens=32"
+    )
+    assert config.config.model.name == name
+    assert config.config.model.spec == spec
+    assert file["source"] == config.config.model.where()
+
+
+@pytest.mark.parametrize("name", names("model"))
+def test_model_files_state_only_what_they_need(name: str) -> None:
+    file = content("model", name)
+    assert list(file) == ["name", "source", "spec"]
+    source = ModelSource(**file["source"])
+    assert source.kind == ("package" if name in {"glass", "smollm2_135m"} else "hub")
+
+
+@pytest.mark.parametrize("name", sorted(MEMORY_MIB))
+def test_cards_have_the_memory_that_nvidia_smi_shows_and_named_sources(
+    name: str, composer: Composer
+) -> None:
+    gpu = point(composer, f"gpu={name}").config.gpu
+    assert gpu.name == name
+    assert gpu.device == "auto"
+    assert gpu.memory_gib is not None
+    assert gpu.memory_gib * 1024 == MEMORY_MIB[name]
+    assert gpu.link_gb_s in {32.0, 64.0}
+    assert gpu.hbm_gb_s
+    assert gpu.bf16_tflops
+    lines = (CONF / "gpu" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    for key in ("memory_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops"):
+        (line,) = [number for number, text in enumerate(lines) if text.startswith(key)]
+        assert lines[line - 1].startswith("# "), f"{key} has no source"
+
+
+def test_auto_and_cpu_have_no_budget_of_their_own(composer: Composer) -> None:
+    assert point(composer).config.gpu.memory_gib is None
+    assert point(composer).config.gpu.device == "auto"
+    assert point(composer, "gpu=cpu").config.gpu.device == "cpu"
+
+
+def test_offload_choices(composer: Composer) -> None:
+    none, uva, prefetch = (
+        point(composer, f"offload={name}").config.offload for name in ("none", "uva", "prefetch")
+    )
+    assert (none.backend, uva.backend, prefetch.backend) == ("none", "uva", "prefetch")
+    assert uva.uva.cpu_offload_gb == 8
+    node = prefetch.prefetch
+    assert (node.offload_group_size, node.offload_num_in_group) == (8, 5)
+    assert node.offload_prefetch_step == 2
+
+
+def test_quick_measures_all_three_and_enough_requests_for_a_median(composer: Composer) -> None:
+    scenario = point(composer).config.scenario
+    assert scenario.name == "quick"
+    assert scenario.load is not None
+    assert scenario.throughput is not None
+    assert scenario.latency is not None
+    assert scenario.latency.num_requests >= 11
+    assert scenario.correctness.enabled
+
+
+@pytest.mark.parametrize("name", ["load", "throughput", "latency"])
+def test_a_scenario_measures_what_its_name_says(name: str, composer: Composer) -> None:
+    scenario = point(composer, "model=olmo7b", f"scenario={name}").config.scenario
+    parts = ("load", "throughput", "latency")
+    assert [part for part in parts if getattr(scenario, part) is not None] == [name]
+    full = point(composer, "model=olmo7b", "scenario=all").config.scenario
+    assert getattr(full, name) == getattr(scenario, name)
+    assert full.name == "all"
+
+
+EXPERIMENTS = [
+    (path, line.removeprefix("#").split("    #")[0].strip())
+    for path in sorted((CONF / "experiment").glob("*.yaml"))
+    for line in path.read_text(encoding="utf-8").splitlines()
+    if re.match(r"#\s+python -m harness", line)
+]
+
+
+def test_every_experiment_states_a_question_and_its_command() -> None:
+    for name in names("experiment"):
+        text = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+        first, second = text.splitlines()[:2]
+        assert first == "# @package _global_"
+        assert second.startswith("# Question: ")
+        assert "?" in text.split("defaults:")[0]
+        assert f"python -m harness +experiment={name}" in text
+    assert {path.stem for path, _ in EXPERIMENTS} == set(names("experiment"))
+
+
+@pytest.mark.parametrize(("path", "command"), EXPERIMENTS)
+def test_commands_of_experiments_compose(
+    path: Path, command: str, composer: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    line = parse_command_line(shlex.split(command)[3:])
+    plan = composer.plan(line.overrides, multirun=line.multirun)
+    assert plan.multirun
+    assert plan.points
+    assert len({repr(item.config) for item in plan.points}) == len(plan.points)
+    assert [item.warnings for item in plan.points] == [[] for _ in plan.points]
+
+
+def test_the_7b_case_compares_all_ways_on_a_16_gb_card(composer: Composer) -> None:
+    plan = composer.plan(["+experiment=fit_7b_16gb"])
+    assert [item.config.offload.backend for item in plan.points] == ["none", "uva", "prefetch"]
+    assert {item.config.model.name for item in plan.points} == {"olmo7b"}
+    assert {item.config.gpu.name for item in plan.points} == {"rtx4080_16gb"}
