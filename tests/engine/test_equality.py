@@ -1,0 +1,411 @@
+"""Every placement gives the resident engine's tokens, and faults put in on purpose change them."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, build
+from engine.device.cpu import CPUDevice
+from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
+from engine.placement import Placement, assign_prefetch
+from engine.runner import ModelRunner
+from engine.weights.ring import OnDemandSlot, SlotRing
+from tests.engine.conftest import TinyModels
+from tests.tiny import greedy, greedy_params, make_prompt, open_llm
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.25,
+}
+PROMPTS = [make_prompt(length, vocab=61) for length in (1, 5, 19, 34)]
+MAX_TOKENS = 5
+FEW_TOKENS = {"max_num_batched_tokens": 32, "max_model_len": 64, "gpu_memory_gib": 0.0625}
+GIB = 2**30
+
+
+def copies(monkeypatch: pytest.MonkeyPatch, *, eager: bool) -> None:
+    """Let CPU engines run copies as early, or as late, as they may."""
+    monkeypatch.setattr(build, "open_device", lambda _: CPUDevice(eager_copies=eager))
+
+
+class Residents:
+    """Tokens of the resident engine by number of layers and family."""
+
+    def __init__(self, tiny: TinyModels) -> None:
+        self._tiny = tiny
+        self._tokens: dict[tuple[str, int], list[list[int]]] = {}
+
+    def folder(self, layers: int, family: str = "llama") -> Any:
+        return self._tiny.folder(family, num_hidden_layers=layers, **SMALL)
+
+    def tokens(self, layers: int, family: str = "llama") -> list[list[int]]:
+        key = (family, layers)
+        if key not in self._tokens:
+            llm = open_llm(self.folder(layers, family), **FEW_TOKENS)
+            assert llm.plan.placed_bytes() == {
+                "resident": llm.spec.weight_bytes("float32"),
+                "uva": 0,
+                "prefetch": 0,
+                "on_demand": 0,
+            }
+            self._tokens[key] = greedy(llm, PROMPTS, MAX_TOKENS)
+            llm.close()
+        return self._tokens[key]
+
+    def open(self, layers: int, family: str = "llama", **keywords: Any) -> LLM:
+        return open_llm(self.folder(layers, family), **(FEW_TOKENS | keywords))
+
+
+@pytest.fixture(scope="module")
+def residents(tiny: TinyModels) -> Residents:
+    return Residents(tiny)
+
+
+def check_equal(residents: Residents, llm: LLM, layers: int, family: str = "llama") -> None:
+    """Compare tokens of prompts together, then of one more alone, and check the plan's bytes."""
+    expected = residents.tokens(layers, family)
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
+    check_decode_bytes(llm, PROMPTS[2])
+    assert greedy(llm, PROMPTS[1:2], MAX_TOKENS) == expected[1:2]
+
+
+def check_decode_bytes(llm: LLM, prompt: list[int]) -> None:
+    """Every decode step moves what the plan says, copied or read in place."""
+    plan = llm.plan
+    staged = plan.stage_tokens == 1
+    copied = sum(layer.offloaded.num_bytes for layer in plan.offloaded_layers)
+    llm.add_request(prompt, greedy_params(4))
+    while llm.has_unfinished():
+        llm.step()
+        step = llm.last_step
+        assert step is not None
+        if step.num_prefills:
+            continue
+        if staged:
+            assert step.in_place_bytes == 0
+            assert step.h2d_bytes == (copied if len(plan.offloaded_layers) > 2 else 0)
+        else:
+            in_place = plan.placed_bytes()["uva"] > 0
+            expected = plan.bytes_per_step()
+            assert step.h2d_bytes == (0 if in_place else expected)
+            assert step.in_place_bytes == (expected if in_place else 0)
+
+
+def distinct_splits() -> Iterator[tuple[int, int, int, int]]:
+    """Yield (layers, group, num, step) up to 7 layers, one for each set of layers and slots."""
+    seen = set()
+    for n, group, num, step in product(range(1, 8), range(1, 8), range(1, 8), range(1, 9)):
+        if num <= group <= n and step <= n + 1:
+            node = PrefetchOffloadConfig(
+                offload_group_size=group, offload_num_in_group=num, offload_prefetch_step=step
+            )
+            found = assign_prefetch(_spec(n), OffloadConfig(prefetch=node))
+            moved = [name for name, p in found.placements.items() if p is Placement.PREFETCH]
+            layers = frozenset(int(name.split(".")[2]) for name in moved)
+            key = (n, layers, min(step + 1, len(layers)))
+            if key not in seen:
+                seen.add(key)
+                yield n, group, num, step
+
+
+def _spec(layers: int) -> Any:
+    from engine.spec import ModelSpec
+
+    return ModelSpec(
+        model_type="llama",
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+
+
+def test_prefetch_with_every_split_of_up_to_seven_layers(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = list(distinct_splits())
+    assert len(splits) == 125
+    for number, (layers, group, num, step) in enumerate(splits):
+        copies(monkeypatch, eager=number % 2 == 0)
+        llm = residents.open(
+            layers,
+            offload_group_size=group,
+            offload_num_in_group=num,
+            offload_prefetch_step=step,
+        )
+        expected = residents.tokens(layers)
+        assert greedy(llm, PROMPTS[1:3], MAX_TOKENS) == expected[1:3], (layers, group, num, step)
+        check_decode_bytes(llm, PROMPTS[0])
+        llm.close()
+
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "uva of some tensors": {"cpu_offload_gb": 20_000 / GIB},
+    "uva of some, staged": {"cpu_offload_gb": 50_000 / GIB, "uva_stage_tokens": 1},
+    "uva of all": {"cpu_offload_gb": 1},
+    "uva of all, staged": {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
+    "uva of all, prefills staged": {"cpu_offload_gb": 1, "uva_stage_tokens": 9},
+    "uva of products": {"cpu_offload_gb": 1, "cpu_offload_params": ["mlp.down_proj", "q_proj"]},
+    "uva of products, staged": {
+        "cpu_offload_gb": 1,
+        "cpu_offload_params": ["down_proj", "o_proj"],
+        "uva_stage_tokens": 1,
+    },
+    "uva of norms": {"cpu_offload_gb": 1, "cpu_offload_params": ["norm", "self_attn"]},
+    "prefetch": {"offload_group_size": 2},
+    "prefetch of products": {"offload_group_size": 1, "offload_params": ["gate_proj", "o_proj"]},
+    "prefetch, three slots": {"offload_group_size": 1, "offload_prefetch_step": 2},
+    "prefetch of one layer": {"offload_group_size": 5},
+    "swap space": {"swap_space": 1},
+}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_every_placement_equals_resident(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch, name: str, eager: bool
+) -> None:
+    copies(monkeypatch, eager=eager)
+    llm = residents.open(5, **OFFLOADS[name])
+    check_equal(residents, llm, 5)
+    llm.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo2", "mistral", "qwen3"])
+def test_placements_of_other_families(residents: Residents, family: str) -> None:
+    for name in ("uva of some, staged", "uva of products", "prefetch", "prefetch of products"):
+        llm = residents.open(3, family, **OFFLOADS[name])
+        check_equal(residents, llm, 3, family)
+        llm.close()
+
+
+def test_outer_tensors_are_read_in_place(residents: Residents) -> None:
+    outer = ["embed_tokens", "lm_head", "model.norm"]
+    llm = residents.open(2, cpu_offload_gb=1, cpu_offload_params=outer)
+    assert llm.plan.placed_bytes()["uva"] == (2 * 61 * 32 + 32) * 4
+    check_equal(residents, llm, 2)
+    llm.close()
+
+
+def test_a_tied_embedding_is_not_offloaded(residents: Residents) -> None:
+    from engine.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="embed_tokens"):
+        residents.open(2, "qwen2", cpu_offload_gb=1, cpu_offload_params=["embed_tokens"])
+
+
+SWITCHES = {
+    "TIGHTFIT_DISABLE_UVA": ("pinned", "TIGHTFIT_DISABLE_UVA is set"),
+    "TIGHTFIT_DISABLE_PIN_MEMORY": ("pageable", "TIGHTFIT_DISABLE_PIN_MEMORY is set"),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_without_uva_weights_are_copied_on_demand(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch, switch: str, layers: int
+) -> None:
+    monkeypatch.setenv(switch, "1")
+    llm = residents.open(layers, cpu_offload_gb=1)
+    memory, reason = SWITCHES[switch]
+    [note] = llm.effective()["fallbacks"]
+    assert reason in note
+    assert f"on demand from {memory} host memory" in note
+    assert llm.plan.placed_bytes()["uva"] == 0
+    assert llm.memory()[f"host_{memory}_bytes"] > 0
+    check_equal(residents, llm, layers)
+    assert llm.stats()["in_place_bytes"] == 0
+    llm.close()
+
+
+def test_without_pinning_nothing_is_pinned_and_prefetch_becomes_on_demand(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_DISABLE_PIN_MEMORY", "1")
+    outer = ["embed_tokens", "lm_head", "mlp"]
+    for keywords in (
+        {"offload_group_size": 2, "offload_num_in_group": 2},
+        {"cpu_offload_gb": 1, "cpu_offload_params": outer},
+    ):
+        llm = residents.open(5, **keywords)
+        assert llm.memory()["host_pinned_bytes"] == 0
+        assert llm.plan.placed_bytes()["on_demand"] > 0
+        assert llm.effective()["pinned"] is False
+        check_equal(residents, llm, 5)
+        llm.close()
+
+
+def test_prefetch_does_not_need_in_place_reads(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_DISABLE_UVA", "1")
+    llm = residents.open(5, offload_group_size=2)
+    assert llm.effective()["fallbacks"] == []
+    assert llm.plan.placed_bytes()["prefetch"] > 0
+    check_equal(residents, llm, 5)
+    llm.close()
+
+
+def test_the_reference_copies_every_layer_on_demand(residents: Residents) -> None:
+    folder = residents.folder(5)
+    llm = open_llm(folder, reference=True, offload_group_size=2, **FEW_TOKENS)
+    assert llm.effective()["offloaded_layers"] == [0, 1, 2, 3, 4]
+    assert llm.effective()["graphs"] == []
+    check_equal(residents, llm, 5)
+    llm.close()
+
+
+def test_swap_space_moves_only_as_many_layers_as_must(residents: Residents) -> None:
+    plan = residents.open(7, **FEW_TOKENS).plan
+    weights = plan.gpu_items["weights"]
+    others = plan.gpu_total_bytes - weights
+    layer = plan.layers[0].resident.num_bytes
+    # Room for all but two layers beside the KV cache of one sequence; two slots need room too.
+    budget = others - plan.gpu_items["kv_cache"] + 4 * plan.block_bytes + weights - 2 * layer
+    llm = residents.open(7, swap_space=1, gpu_memory_gib=budget / GIB, gpu_memory_utilization=1.0)
+    assert len(llm.effective()["offloaded_layers"]) == 4
+    assert llm.plan.placed_bytes()["prefetch"] > 0
+    check_equal(residents, llm, 7)
+    llm.close()
+
+
+# Faults put in on purpose.
+
+
+def faulty_tokens(residents: Residents, layers: int = 5, **keywords: Any) -> list[list[int]]:
+    llm = residents.open(layers, **keywords)
+    found = greedy(llm, PROMPTS, MAX_TOKENS)
+    llm.close()
+    return found
+
+
+def patch_before(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, before: Callable[..., None]
+) -> None:
+    """Let `before` run, with the same arguments, ahead of a method."""
+    method = getattr(owner, name)
+
+    def run(self: Any, *args: Any) -> Any:
+        before(self, *args)
+        return method(self, *args)
+
+    monkeypatch.setattr(owner, name, run)
+
+
+def test_control_a_skipped_wait_changes_tokens(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotRing, "acquire", lambda self, k: k % self._num_slots)
+    for keywords in ({"offload_group_size": 1}, {"cpu_offload_gb": 1, "uva_stage_tokens": 1}):
+        assert faulty_tokens(residents, **keywords) != residents.tokens(5)
+
+
+@pytest.mark.parametrize("stale", [1, 4])
+def test_control_a_stale_slot_changes_tokens(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch, stale: int
+) -> None:
+    start = SlotRing._start
+
+    def drop(self: SlotRing, k: int) -> None:
+        if k == stale and self.copied_bytes:
+            self._held[k % self._num_slots] = k
+        else:
+            start(self, k)
+
+    monkeypatch.setattr(SlotRing, "_start", drop)
+    assert faulty_tokens(residents, offload_group_size=1) != residents.tokens(5)
+
+
+def test_control_a_stale_on_demand_slot_changes_tokens(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = OnDemandSlot.acquire
+    monkeypatch.setattr(OnDemandSlot, "acquire", lambda self, k: 0 if k == 2 else acquire(self, k))
+    monkeypatch.setenv("TIGHTFIT_DISABLE_UVA", "1")
+    assert faulty_tokens(residents, cpu_offload_gb=1) != residents.tokens(5)
+
+
+def test_control_a_changed_weight_in_host_memory_changes_tokens(residents: Residents) -> None:
+    for keywords in ({"cpu_offload_gb": 1}, {"offload_group_size": 1}):
+        llm = residents.open(5, **keywords)
+        assert greedy(llm, PROMPTS, MAX_TOKENS) == residents.tokens(5)
+        llm._engine.store._host_buffer.tensor.zero_()
+        assert greedy(llm, PROMPTS, MAX_TOKENS) != residents.tokens(5)
+        llm.close()
+
+
+def test_control_a_wrong_block_in_the_table_changes_tokens(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def repeat(self: ModelRunner, batch: Any) -> None:
+        if batch.prefill_starts is None:
+            batch.block_tables[:, :2] = batch.block_tables[:, :2].flip(1)
+
+    llm = residents.open(5)
+    expected = greedy(llm, PROMPTS[2:], 10)
+    patch_before(monkeypatch, ModelRunner, "execute", repeat)
+    assert greedy(llm, PROMPTS[2:], 10) != expected
+    llm.close()
+
+
+def test_control_a_poisoned_block_changes_tokens(residents: Residents) -> None:
+    llm = residents.open(5)
+    llm.add_request(PROMPTS[3], greedy_params(MAX_TOKENS))
+    events = []
+    while llm.has_unfinished():
+        events += llm.step()
+        [running] = llm._engine.core.scheduler.running or [None]
+        if running is not None:
+            block = llm._engine.cache.tensor[running.block_table[0]]
+            block.copy_(torch.randn_like(block) * 5)
+    assert [event.token_id for event in events] != residents.tokens(5)[3]
+    llm.close()
+
+
+def test_control_a_shifted_position_changes_tokens(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shift(self: ModelRunner, batch: Any) -> None:
+        if batch.prefill_starts is None:
+            batch.positions.sub_(1).clamp_(min=0)
+
+    patch_before(monkeypatch, ModelRunner, "execute", shift)
+    assert faulty_tokens(residents) != residents.tokens(5)
+
+
+def test_engines_that_follow_each_other_and_engines_side_by_side(residents: Residents) -> None:
+    first = residents.open(5, offload_group_size=1)
+    second = residents.open(3, "qwen3", cpu_offload_gb=1)
+    for llm in (first, second):
+        for prompt in PROMPTS:
+            llm.add_request(prompt, greedy_params(MAX_TOKENS))
+    tokens: dict[Any, dict[str, list[int]]] = {first: {}, second: {}}
+    while first.has_unfinished() or second.has_unfinished():
+        for llm in (first, second):
+            for event in llm.step():
+                tokens[llm].setdefault(event.request_id, []).append(event.token_id)
+    assert list(tokens[first].values()) == residents.tokens(5)
+    assert list(tokens[second].values()) == residents.tokens(3, "qwen3")
+    first.close()
+    assert greedy(second, PROMPTS, MAX_TOKENS) == residents.tokens(3, "qwen3")
+    second.close()
+
+
+def test_the_order_of_requests_does_not_matter(residents: Residents) -> None:
+    llm = residents.open(5, offload_group_size=1, max_num_seqs=2)
+    expected = residents.tokens(5)
+    for first, second in pairwise([0, 1, 2, 3, 0]):
+        found = greedy(llm, [PROMPTS[second], PROMPTS[first]], MAX_TOKENS)
+        assert found == [expected[second], expected[first]]
+    llm.close()

@@ -1,0 +1,147 @@
+"""Greedy tokens equal transformers' for every family, length, batch, chunk and block size."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine import LLM, build
+from tests.engine.conftest import TinyModels
+from tests.tiny import (
+    FAMILIES,
+    VARIANTS,
+    greedy,
+    greedy_params,
+    hf_model,
+    make_prompt,
+    open_llm,
+    save,
+    tokens_of,
+    write_config,
+)
+
+PROMPTS = [make_prompt(length) for length in (1, 7, 33, 250, 1000)]
+SHORT = [make_prompt(length, seed=1) for length in (1, 2, 15, 16, 17, 40, 64, 65)]
+MAX_TOKENS = 10
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant: str) -> None:
+    expected = tiny.greedy(variant, PROMPTS, MAX_TOKENS)
+    llm = open_llm(tiny.folder(variant))
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
+    assert [greedy(llm, [prompt], MAX_TOKENS)[0] for prompt in PROMPTS] == expected
+    llm.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
+    tiny: TinyModels, family: str
+) -> None:
+    expected = tiny.greedy(family, SHORT, MAX_TOKENS)
+    for block_size, num_tokens, num_seqs in ((8, 7, 3), (32, 16, 8), (128, 50, 1)):
+        llm = open_llm(
+            tiny.folder(family),
+            block_size=block_size,
+            max_num_batched_tokens=num_tokens,
+            max_num_seqs=num_seqs,
+        )
+        assert greedy(llm, SHORT, MAX_TOKENS) == expected
+        llm.close()
+
+
+def test_requests_that_arrive_while_others_decode(tiny: TinyModels) -> None:
+    expected = tiny.greedy("olmo2", SHORT, MAX_TOKENS)
+    llm = open_llm(tiny.folder("olmo2"), max_num_batched_tokens=24)
+    waiting = list(enumerate(SHORT))
+    tokens: dict[str, list[int]] = {}
+    while waiting or llm.has_unfinished():
+        if waiting:
+            index, prompt = waiting.pop(0)
+            llm.add_request(prompt, greedy_params(MAX_TOKENS), str(index))
+        for _ in range(2):
+            for event in llm.step():
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+    assert [tokens[str(index)] for index in range(len(SHORT))] == expected
+    llm.close()
+
+
+def short_of_blocks(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    """Let engines have this many KV blocks, whatever their plan says."""
+    plan_memory = build.plan_memory
+
+    def plan(*args: Any, **keywords: Any) -> Any:
+        return replace(plan_memory(*args, **keywords), num_gpu_blocks=num_blocks)
+
+    monkeypatch.setattr(build, "plan_memory", plan)
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_group_size": 2}])
+def test_tokens_do_not_depend_on_preemption(
+    tiny: TinyModels,
+    monkeypatch: pytest.MonkeyPatch,
+    pool_is_full: Callable[[LLM], bool],
+    offload: dict[str, int],
+) -> None:
+    prompts = [make_prompt(length, seed=2) for length in (30, 50, 41, 60)]
+    expected = tiny.greedy("qwen3", prompts, 30)
+    short_of_blocks(monkeypatch, 14)
+    llm = open_llm(
+        tiny.folder("qwen3"), max_model_len=100, block_size=8, max_num_batched_tokens=64, **offload
+    )
+    assert greedy(llm, prompts, 30) == expected
+    assert llm.stats()["preemptions"] > 0
+    assert llm.stats()["recomputed_tokens"] > 0
+    assert pool_is_full(llm)
+    llm.close()
+
+
+def test_prompt_and_output_may_fill_max_model_len(tiny: TinyModels) -> None:
+    prompt = make_prompt(90)
+    expected = tiny.greedy("llama", [prompt], 10)
+    llm = open_llm(tiny.folder("llama"), max_model_len=100)
+    [output] = llm.generate([prompt], greedy_params(50))
+    assert tokens_of([output]) == expected
+    assert output.outputs[0].finish_reason == "length"
+    llm.close()
+
+
+def test_a_sliding_window_is_refused_unless_disabled(tiny: TinyModels, tmp_path: Any) -> None:
+    from engine.errors import ConfigError
+
+    folder = save(hf_model("mistral"), tmp_path)
+    write_config(folder, sliding_window=32)
+    with pytest.raises(ConfigError, match=r"window of 32 tokens.*disable_sliding_window=true"):
+        open_llm(folder)
+    llm = open_llm(folder, disable_sliding_window=True)
+    assert greedy(llm, PROMPTS[:4], 5) == tiny.greedy("mistral", PROMPTS[:4], 5)
+    llm.close()
+
+
+def test_an_outermost_window_of_none_differs_from_the_default(tmp_path: Any) -> None:
+    """A Mistral config without the key means transformers' default of 4096 tokens."""
+    from engine.errors import ConfigError
+
+    folder = save(hf_model("mistral"), tmp_path)
+    write_config(folder, sliding_window=None)
+    with pytest.raises(ConfigError, match="4096"):
+        open_llm(folder)
+
+
+def test_end_tokens_of_the_model_end_the_output(tiny: TinyModels, tmp_path: Any) -> None:
+    prompt = make_prompt(20)
+    [expected] = tiny.greedy("llama", [prompt], 10)
+    folder = save(hf_model("llama"), tmp_path)
+    end = next(token for token in expected[2:] if token not in expected[:2])
+    place = expected.index(end)
+    write_config(folder, eos_token_id=end)
+    (folder / "generation_config.json").unlink()
+    llm = open_llm(folder)
+    params = greedy_params(10)
+    params.ignore_eos = False
+    [output] = llm.generate(prompt, params)
+    assert output.outputs[0].token_ids == expected[: place + 1]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+    assert greedy(llm, [prompt], 10) == [expected]
+    llm.close()

@@ -1,0 +1,164 @@
+"""Tiny random checkpoints of every model family, engines on them, and transformers as oracle."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import LLM, SamplingParams
+from engine.config import EngineConfig, OffloadWarning
+from engine.keywords import config_from_keywords
+from engine.request import RequestOutput
+
+VOCAB = 151
+MAX_POSITION = 1200
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "olmo2": ("Olmo2", {}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama_linear_rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}},
+    ),
+    "llama_odd_sizes": (
+        "Llama",
+        {
+            "hidden_size": 60,
+            "intermediate_size": 77,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 22,
+        },
+    ),
+}
+"""transformers' class prefix, and what differs from COMMON."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+
+
+def hf_model(variant: str, seed: int = 1, **changes: Any) -> Any:
+    """Return a random transformers model on the CPU in float32; norms and biases are random too."""
+    import transformers
+
+    kind, sizes = VARIANTS[variant]
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **sizes, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def save(model: Any, folder: Path, dtype: str = "float32", max_shard_size: str = "50GB") -> Path:
+    """Save as safetensors and return the folder."""
+    target = getattr(torch, dtype)
+    model.to(target).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.float()
+    return folder
+
+
+def hf_greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Return transformers' greedy continuation, which ignores ends of sequences."""
+    ids = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def make_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    """Return random token ids, another list for each length and seed."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+
+def make_config(folder: Path | str, **keywords: Any) -> EngineConfig:
+    """Return the configuration of a small engine; `uva_stage_tokens` is a keyword here too."""
+    stage = keywords.pop("uva_stage_tokens", None)
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "gpu_memory_gib": 0.125,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "host_reserve_gib": 0.0,
+        **keywords,
+    }
+    if given["device"] == "cuda" and "gpu_memory_gib" not in keywords:
+        given["gpu_memory_gib"] = 4.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)
+        config = config_from_keywords(str(folder), given)
+        if stage is not None:
+            config = replace(config, engine=replace(config.engine, uva_stage_tokens=stage))
+    return config
+
+
+def open_llm(folder: Path | str, *, reference: bool = False, **keywords: Any) -> LLM:
+    """Build a small engine; notes about offload are not warned of."""
+    config = make_config(folder, **keywords)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)
+        return LLM.from_config(config, reference=reference)
+
+
+def greedy_params(max_tokens: int, **changes: Any) -> SamplingParams:
+    """Return greedy sampling of exactly `max_tokens` tokens."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **changes)
+
+
+def greedy(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Return the greedy tokens of prompts that run together."""
+    params = greedy_params(max_tokens)
+    return tokens_of(llm.generate([list(p) for p in prompts], params))
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """Return each request's first answer in tokens; fail if a request failed."""
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a folder's config.json; None removes a key."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
