@@ -32,7 +32,7 @@ ALT: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One point of a sweep with its number (from 1) and its label."""
+    """One point of a sweep with its number and its label."""
 
     place: int
     label: str
@@ -55,11 +55,18 @@ class Row:
 
 
 def sweep_rows(points: Sequence[Point]) -> list[Row]:
-    """Return one row for each point, labelled by the overrides that not all points share."""
+    """Return one row for each point, labelled by the overrides that not all points share.
+
+    A point's number is its folder's where all folders have one, else its place, from 0.
+    """
     records = [point.record for point in points if point.record]
     shared = set.intersection(*(set(record.overrides) for record in records)) if records else set()
+    names = [point.folder.name for point in points]
+    is_numbered = all(map(str.isdecimal, names)) and len(set(map(int, names))) == len(names)
+    places = [int(name) for name in names] if is_numbered else range(len(names))
     return [
-        Row(place=i, label=_label(point, shared), point=point) for i, point in enumerate(points, 1)
+        Row(place=place, label=_label(point, shared), point=point)
+        for place, point in zip(places, points, strict=True)
     ]
 
 
@@ -175,7 +182,7 @@ def _points_table(
         columns=("point", "status", *heads),
         rows=cells,
         numeric=frozenset(range(2, 2 + len(names))),
-        links={row.place - 1: links[row.place] for row in rows if row.place in links},
+        links={i: links[row.place] for i, row in enumerate(rows) if row.place in links},
         kinds=kinds,
     )
 

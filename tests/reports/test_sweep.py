@@ -61,28 +61,28 @@ def test_sweep_page_shows_every_point_and_its_reason(sweep_dir):
     page = read_html(sweep_dir, "sweep.html")
     assert "2 of 6 points ok" in page.words
     table = {row[0]: row for row in page.rows if len(row) == 8}
-    assert table["2. offload=uva"][1:5] == ["ok, valid", "402.7", "156.8", "223.7"]
-    assert table["3. offload=prefetch"][1:4] == ["ok, valid", "431.2", "148.7"]
-    assert table["1. offload=none"][1:3] == ["no_fit", "n/a"]
-    assert table["5. 11"][1] == "unreadable"
+    assert table["1. offload=uva"][1:5] == ["ok, valid", "402.7", "156.8", "223.7"]
+    assert table["2. offload=prefetch"][1:4] == ["ok, valid", "431.2", "148.7"]
+    assert table["0. offload=none"][1:3] == ["no_fit", "n/a"]
+    assert table["11. 11"][1] == "unreadable"
     reasons = {row[0]: row[2] for row in page.rows if len(row) == 3 and row[1] != "ok"}
-    assert reasons["1. offload=none"].startswith("CapacityError: GPU: need 15.5 GiB")
-    assert reasons["4. offload=uva engine.seed=1"] == "RuntimeError: first line second line"
-    assert "the run has not ended" in reasons["6. 12"]
+    assert reasons["0. offload=none"].startswith("CapacityError: GPU: need 15.5 GiB")
+    assert reasons["10. offload=uva engine.seed=1"] == "RuntimeError: first line second line"
+    assert "the run has not ended" in reasons["12. 12"]
 
 
 def test_best_points_are_named(sweep_dir):
     words = read_html(sweep_dir, "sweep.html").words
-    assert "Highest output 431.2 tok/s point 3. offload=prefetch" in words
-    assert "Lowest TPOT 148.7 ms point 3. offload=prefetch" in words
+    assert "Highest output 431.2 tok/s point 2. offload=prefetch" in words
+    assert "Lowest TPOT 148.7 ms point 2. offload=prefetch" in words
 
 
 def test_points_link_to_reports_that_exist(sweep_dir):
     page = read_html(sweep_dir, "sweep.html")
     assert [value for _, name, value in page.attributes if name == "href"] == ["1/report.html"]
     text = (sweep_dir / "sweep.md").read_text(encoding="utf-8")
-    assert "| [2\\. offload=uva](1/report.html) | ok, valid | 402.7 |" in text
-    assert "| 1\\. offload=none | no\\_fit | n/a |" in text
+    assert "| [1\\. offload=uva](1/report.html) | ok, valid | 402.7 |" in text
+    assert "| 0\\. offload=none | no\\_fit | n/a |" in text
 
 
 def test_sweep_figures_lie_beside_the_page(sweep_dir):
@@ -100,7 +100,7 @@ def test_differing_settings_are_listed(sweep_dir):
         "offload.uva.cpu_offload_gb",
         "offload.prefetch.offload_group_size",
     ]
-    assert ["3. offload=prefetch", "prefetch", "0", "8"] in page.rows
+    assert ["2. offload=prefetch", "prefetch", "0", "8"] in page.rows
 
 
 def test_labels_are_the_overrides_that_differ(tmp_path):
@@ -178,5 +178,10 @@ def test_names_are_escaped_and_links_quoted(tmp_path):
 
 def test_rows_of_a_folder_follow_its_points(sweep_dir):
     rows = sweep_rows(load_points(sweep_dir))
-    assert [row.place for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.place for row in rows] == [0, 1, 2, 10, 11, 12]
     assert [row.status for row in rows][-1] == "unreadable"
+
+
+def test_points_in_named_folders_are_counted_from_0(tmp_path):
+    points = [Point(folder=tmp_path / name, record=ok_record()) for name in ("a", "7")]
+    assert [row.place for row in sweep_rows(points)] == [0, 1]
