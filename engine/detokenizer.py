@@ -150,16 +150,13 @@ class IncrementalDetokenizer:
         return new
 
     def _cut(self, at: int) -> None:
-        """Drop the window's first tokens if those after it show something on their own.
+        """Drop the window's first `at` tokens; all of its text is shown.
 
-        A decoder may treat the first word specially (strip its space), so that a window must
-        begin with tokens whose text is known, not with special tokens or none.
+        Those after them stay as context, because a decoder may treat the first word specially.
         """
-        kept = self._window[at:]
-        text = self._decode(kept)
-        if at and text:
-            self._window = kept
-            self._len_shown = len(text)
+        if at:
+            self._window = self._window[at:]
+            self._len_shown = len(self._decode(self._window))
 
     def _cut_broken(self, text: str) -> str:
         """Show broken bytes that nothing can mend any more, and drop their tokens."""

@@ -152,10 +152,8 @@ class Scheduler:
             )
         if not self.has_unfinished:
             return None
-        preemptions = self.stats.num_preemptions
         items = self._plan_running()
-        if self.stats.num_preemptions == preemptions:
-            items += self._admit(sum(item.num_tokens for item in items))
+        items += self._admit(sum(item.num_tokens for item in items))
         assert items, "the oldest running sequence can always take the blocks of newer ones"
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)
@@ -229,8 +227,8 @@ class Scheduler:
             if _is_decode(sequence):
                 want = 1
             else:
-                decodes = sum(_is_decode(newer) for newer in self._running[position:])
-                left = self.config.max_num_batched_tokens - used - decodes
+                # It is the newest: none was admitted behind it, as it takes all that is left.
+                left = self.config.max_num_batched_tokens - used
                 want = min(left, sequence.num_tokens - sequence.num_computed)
             granted = self._grow(sequence, want) if want > 0 else 0
             if granted:

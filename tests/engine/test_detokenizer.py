@@ -194,17 +194,39 @@ def test_min_tokens_lets_early_stops_pass(byte_level):
         assert (found.text, found.stop_reason) == (text, reason)
 
 
-def test_broken_bytes_do_not_pile_up(byte_level):
-    alphabet = {byte_level.convert_ids_to_tokens(i): i for i in range(len(byte_level))}
-    byte = alphabet["\u0122"]  # stands for 0x80, which begins no character
-    assert decode(byte_level, [byte]) == "\ufffd"
+def test_early_stop_inside_the_beginning_of_another_stays_passed(byte_level):
+    ids = [byte_level.convert_tokens_to_ids(char) for char in "xabcab"]
+    _, found = run(byte_level, ids[:4], ["ab", "xabyz"], min_tokens=4)
+    assert (found.text, found.stop_reason) == ("xabc", None)
+    _, found = run(byte_level, ids, ["ab", "xabyz"], min_tokens=4)
+    assert (found.text, found.stop_reason) == ("xabc", "ab")
+
+
+def byte_ids(tokenizer, values):
+    """Tokens of single bytes in the byte-level alphabet."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    chars = {byte: chr(byte) for byte in kept}
+    chars |= {byte: chr(0x100 + at) for at, byte in enumerate(moved)}
+    return [tokenizer.convert_tokens_to_ids(chars[byte]) for byte in values]
+
+
+@pytest.mark.parametrize(
+    "pattern", [b"\x80", b"\xe2\x82", b"\xf0\x9f\x98", b"\xf0", b"\xe2\x82\x80\x80", b"\xff\xe2"]
+)
+@pytest.mark.parametrize("end", [b"", b"\xac", b"\x98\x80", b"x"])
+def test_broken_bytes_do_not_pile_up(byte_level, pattern, end):
+    ids = byte_ids(byte_level, pattern * (400 // len(pattern)))
     found = IncrementalDetokenizer(byte_level)
-    for _ in range(500):
-        found.append(byte)
+    for token_id in ids:
+        found.append(token_id)
         assert len(found._window) <= WINDOW_TOKENS + 1
-    assert len(found.text) >= 500 - WINDOW_TOKENS
+    assert len(found.text) >= 400 // len(pattern) - WINDOW_TOKENS
+    ids += byte_ids(byte_level, end)
+    for token_id in ids[len(ids) - len(end) :]:
+        found.append(token_id)
     found.finish()
-    assert found.text == decode(byte_level, [byte] * 500)
+    assert found.text == decode(byte_level, ids)
 
 
 def test_no_token_after_the_end(byte_level):

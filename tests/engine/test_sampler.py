@@ -289,6 +289,16 @@ def test_edges_of_the_uniform(monkeypatch, edge):
     assert (probs > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("uniform", "token_id"), [(0.0, 4), (0.5 - 2.0**-42, 4), (0.5, 30), (0.75, 30)]
+)
+def test_border_between_two_tokens(monkeypatch, uniform, token_id):
+    monkeypatch.setattr(SampleKey, "uniform", lambda self, position: uniform)
+    logits = torch.full((1, V), -math.inf)
+    logits[0, [4, 30]] = 1.5
+    assert Sampler(V, "cpu").sample(logits, [make_row()])[0].token_id == token_id
+
+
 def test_row_of_a_sequence():
     request = Request(request_id="x", prompt_token_ids=[1, 2], arrival=6)
     sequence = Sequence(seq_id=0, request=request, index=1)

@@ -403,9 +403,10 @@ class World:
             self.abort(now, between=False)
             before = {s.seq_id: s.num_preemptions for s in self.sequences}
             plan = self.scheduler.plan_step()
-            for s in self.sequences:
-                if s.num_preemptions > before[s.seq_id]:
-                    self.computed[s.seq_id] = 0
+            preempted = [s for s in self.sequences if s.num_preemptions > before[s.seq_id]]
+            for s in preempted:
+                self.computed[s.seq_id] = 0
+                assert s in self.scheduler.waiting, "none comes back in the same step"
             if plan is not None:
                 self.check(plan)
                 self.run(plan)
