@@ -63,7 +63,7 @@ class Device(Protocol):
         """Create a copy stream."""
 
     def upload_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a host tensor that `copy_(…, non_blocking=True)` reads at full speed."""
+        """Allocate a host tensor that `copy_(source, non_blocking=True)` reads at full speed."""
 
     def enforce_budget(self, num_bytes: int) -> None:
         """Make allocations beyond the budget fail."""
