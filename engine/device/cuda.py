@@ -112,6 +112,9 @@ class CUDADevice:
         index = torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
+        torch.cuda.empty_cache()
+        # What other engines of this process hold; not this one's peak, and not its budget.
+        self._earlier = torch.cuda.memory_reserved(index)
         free, self._total = torch.cuda.mem_get_info(index)
         outside = self._total - free - torch.cuda.memory_reserved(index)
         # Where the driver does not count per process: what exceeds a context is other processes'.
@@ -122,12 +125,13 @@ class CUDADevice:
     def facts(self) -> DeviceFacts:
         """Return what the card and the host have now."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         can_pin, can_uva, reason = capabilities()
         return DeviceFacts(
             kind=self.kind,
             name=self.name,
             total_bytes=total,
-            free_bytes=free,
+            free_bytes=free + cached + self._outside_bytes(),
             host_available_bytes=available_bytes(),
             can_pin=can_pin,
             can_uva=can_uva,
@@ -170,7 +174,7 @@ class CUDADevice:
 
     def enforce_budget(self, num_bytes: int) -> None:
         """Bound torch's allocator; `num_bytes` leaves out what lies outside it."""
-        share = max(0.0, min(1.0, num_bytes / self._total))
+        share = max(0.0, min(1.0, (self._earlier + num_bytes) / self._total))
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def _outside_bytes(self) -> int:
@@ -184,8 +188,9 @@ class CUDADevice:
         return max(0, own - reserved)
 
     def peak_bytes(self) -> int:
-        """Return the allocator's peak plus what lies outside it."""
-        return torch.cuda.max_memory_reserved(self.torch_device) + self._outside_bytes()
+        """Return the allocator's peak since opening plus what lies outside it."""
+        reserved = torch.cuda.max_memory_reserved(self.torch_device) - self._earlier
+        return reserved + self._outside_bytes()
 
     def allocated_bytes(self) -> int:
         """Return bytes of live tensors."""
