@@ -144,11 +144,14 @@ class _Session:
 
     def _context(self, job: HydraConf) -> SweepContext:
         folder = Path(job.sweep.dir).resolve()
+        first, *others = (point.overrides for point in self._plan.points)
+        shared = [item for item in first if all(item in other for other in others)]
         return SweepContext(
             sweep_id=folder.name,
             folder=folder,
             index=int(job.job.num),
             total=len(self._plan.points),
+            shared=tuple(shared),
         )
 
     def _add_interrupted(self) -> None:

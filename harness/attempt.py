@@ -85,6 +85,7 @@ class Attempt:
         self._prompts: dict[str, list[PromptRow]] = {}
         self._engine: EngineConfig | None = None
         self._model_path: Path | None = None
+        self._unchecked: str | None = None
 
     def prepare(self) -> None:
         """Check prompts and get the model, before anything loads.
@@ -117,6 +118,8 @@ class Attempt:
             self._take(self._job("measure", "measure", reference))
         if scenario.load is not None:
             self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
+        if self._unchecked is not None:
+            self.findings.reasons.append(self._unchecked)
 
     def _job(self, name: str, kind: str, reference: Path | None = None) -> WorkerJob:
         if self._engine is None:
@@ -142,7 +145,7 @@ class Attempt:
         job = replace(self._job("reference", "reference", path), engine=config)
         status, error, _ = self._execute(job)
         if status in {"no_fit", "oom"} and error is not None:
-            self.findings.reasons.append(
+            self._unchecked = (
                 f"correctness: the reference (every layer copied on demand, eager) could not be "
                 f"made ({status}: {error['message']}), so the tokens were not compared."
             )
@@ -211,13 +214,14 @@ class Attempt:
         around = self._around
         run_dir = around.run_dir
         job.write(run_dir)
-        (run_dir / STATE_NAME).unlink(missing_ok=True)
+        (run_dir / STATE_NAME).unlink(missing_ok=True)  # of the worker before
         kills = oom_kills()
         visible = {"CUDA_VISIBLE_DEVICES": job.gpu_uuid} if job.gpu_uuid else {}
         worker = start_worker(run_dir, job.name, command=around.command, environ=visible)
         ended = worker.wait(deadline_s=self._deadline_s, on_tick=lambda: around.on_tick(worker.pid))
-        job_path(run_dir, job.name).unlink(missing_ok=True)
         result = read_json(result_path(run_dir, job.name))
+        for path in (job_path(run_dir, job.name), result_path(run_dir, job.name)):
+            path.unlink(missing_ok=True)  # the record holds what it says
         if result and not ended.timed_out:
             if ended.returncode != (0 if result["status"] == "ok" else 1):
                 self.findings.warnings.append(

@@ -24,9 +24,11 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext | None) -> str:
-    """Return what reports call the point: in a sweep its overrides, else its choices."""
-    if sweep is not None and overrides:
-        return ",".join(item.lstrip("+") for item in overrides)[:_NAME_CHARS]
+    """Return what reports call the point: in a sweep what varies, else its choices."""
+    if sweep is not None:
+        varying = [item.lstrip("+") for item in overrides if item not in sweep.shared]
+        if varying:
+            return ",".join(varying)[:_NAME_CHARS]
     backend = config.offload.backend
     parts = (config.model.name, backend, config.gpu.name, config.scenario.name)
     return "-".join(part for part in parts if part)[:_NAME_CHARS]

@@ -56,7 +56,7 @@ def sweep_lines(
             ]
             lines.append(("  " + "  ".join(cells)).rstrip())
     lines.append(f"  sweep folder  {sweep.folder}")
-    report = sweep.folder / "report.html"
+    report = sweep.folder / "sweep.html"
     if report.is_file():
         lines.append(f"  report        {report}")
     return lines

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from harness import describe
 from harness.attempt import Attempt, Findings, PointEndedError, Surroundings, read_json
 from harness.environment import collect
 from harness.failure import classify_exception
-from harness.job import STATE_NAME
+from harness.job import JOBS_FOLDER, STATE_NAME
 from harness.live import LiveView
 from harness.lock import device_lock_path, hold
 from harness.measure.nvml import Gpu, open_gpu
@@ -50,17 +50,16 @@ def run_point(
 
     Args:
         config: what is asked.
-        run_dir: a folder of this point's own; created when absent.
+        run_dir: a folder of this point's own, without a record; created when absent.
         overrides: as the user wrote them.
         sweep: the sweep that the point belongs to.
         command: what runs a worker.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM; the worker is gone and the record written.
+        FileExistsError: `run_dir` holds the record of another run.
     """
-    run_dir = run_dir.resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return _Point(config, run_dir, list(overrides), sweep).run(command)
+    return _Point(config, _own_folder(run_dir), list(overrides), sweep).run(command)
 
 
 def skip_point(
@@ -72,9 +71,19 @@ def skip_point(
     reason: str,
 ) -> RunRecord:
     """Write and return the record of a point that does not run; `reason` says why."""
-    run_dir = run_dir.resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return _Point(config, run_dir, list(overrides), sweep).skip(reason)
+    return _Point(config, _own_folder(run_dir), list(overrides), sweep).skip(reason)
+
+
+def _own_folder(run_dir: Path) -> Path:
+    """Create the point's folder; refuse one that holds a record already."""
+    folder = run_dir.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / RESULT_NAME).exists():
+        raise FileExistsError(
+            f"{folder}: expected a folder of this run's own, found the record of another. Choose "
+            "another folder."
+        )
+    return folder
 
 
 class _Point:
@@ -222,7 +231,9 @@ class _Point:
 
     def _judge(self, findings: Findings) -> bool | None:
         """Return whether the figures may be used; None where nobody compared the tokens."""
-        if findings.reasons or (findings.error or {}).get("type") == "WrongTokens":
+        if (findings.error or {}).get("type") == "WrongTokens":
+            return False
+        if findings.status == "ok" and findings.reasons:
             return False
         if findings.status != "ok" or not self._config.scenario.correctness.enabled:
             return None
@@ -232,6 +243,8 @@ class _Point:
         record.write(self._run_dir / RESULT_NAME)
 
     def _note_end(self, status: str) -> None:
+        with suppress(OSError):
+            (self._run_dir / JOBS_FOLDER).rmdir()
         path = self._run_dir / STATE_NAME
         state = read_json(path) | {"status": status, "ended_at": time.time()}
         write_text_atomic(path, json.dumps(plain(state)) + "\n")

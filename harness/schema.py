@@ -363,3 +363,5 @@ class SweepContext:
     folder: Path
     index: int
     total: int
+    shared: tuple[str, ...] = ()
+    """Overrides that all points have; what a point has beside them is what varies."""

@@ -49,7 +49,7 @@ def print_summary(
 def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None) -> list[str]:
     """Return the summary as lines of text."""
     lines = ["", f"{record.name}: {record.status}{_verdict(record)}"]
-    if record.environment.get("emulated") is True:
+    if record.metrics and record.environment.get("emulated") is True:
         lines.append("  emulated on the CPU: these are not a GPU's figures")
     if record.error is not None:
         lines += [f"  {record.error['type']}: {line}" for line in _first_lines(record)]

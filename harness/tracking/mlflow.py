@@ -38,7 +38,7 @@ _ARTIFACTS: Final = (
     "samples.jsonl",
     "resources.jsonl",
 )
-_SWEEP_ARTIFACTS: Final = ("report.html", "report.md", "sweep.csv", "sweep.html")
+_SWEEP_ARTIFACTS: Final = ("multirun.yaml", "sweep.csv", "sweep.html", "sweep.md")
 _FIGURES: Final = ("*.png", "figures/*.png")
 _MAX_BATCH: Final = 1000
 _TS_FIELDS: Final = {

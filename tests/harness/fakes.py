@@ -55,6 +55,8 @@ class Script:
     """build | reference | step: where `failure` strikes."""
     failure: str = ""
     """no_fit | checkpoint | oom | memory_error | crash | sigkill | sigsegv | exit | hang"""
+    fail_reference: str = ""
+    """How the reference fails, whatever the engine under test does."""
     after_steps: int = 0
     """Steps before a failure at step."""
     wrong_token_at: int | None = None
@@ -112,6 +114,8 @@ class FakeLLM:
             progress(name, GIB, GIB)
         if script.fail_at == ("reference" if reference else "build"):
             script.strike()
+        if reference and script.fail_reference:
+            Script(failure=script.fail_reference).strike()
         self.load_report = SimpleNamespace(
             phases=dict(script.phases),
             total_s=sum(script.phases.values()),

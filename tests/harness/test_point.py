@@ -68,7 +68,7 @@ def test_a_whole_point(tmp_path, capsys):
     assert (folder / "overrides.yaml").read_text() == "[]\n"
     assert json.loads((folder / "state.json").read_text())["status"] == "ok"
     assert "--- measure" in (folder / "worker.log").read_text()
-    assert not list(folder.glob("jobs/*.pickle"))
+    assert not (folder / "jobs").exists()
     shown = capsys.readouterr().out
     assert "tiny-none-cpu-test: ok, valid" in shown
     assert "time to first token, median" in shown
@@ -100,6 +100,13 @@ def test_without_a_reference_the_point_runs_and_is_not_valid(tmp_path):
         in (record.reasons[0])
     )
     assert record.metrics["latency/ttft_ms/p50"] == pytest.approx(500)
+
+
+def test_a_point_that_ends_badly_is_not_judged_for_want_of_a_reference(tmp_path):
+    failing = Script(fail_at="step", failure="crash", fail_reference="no_fit")
+    command = fake_command(tmp_path, failing)
+    record = run_point(run_config(), tmp_path / "run", command=command)
+    assert (record.status, record.valid, record.reasons) == ("failed", None, [])
 
 
 def test_unchecked_tokens_are_neither_valid_nor_invalid(tmp_path):
@@ -249,6 +256,12 @@ def test_a_skipped_point_has_a_record(tmp_path):
     assert (record.status, record.valid) == ("skipped", None)
     assert record.error["message"] == "fail_fast=true"
     assert record.overrides == ["offload=uva"]
+
+
+def test_a_folder_with_a_record_is_refused(tmp_path):
+    skip_point(run_config(), tmp_path / "run", reason="first")
+    with pytest.raises(FileExistsError, match="found the record of another"):
+        run(tmp_path)
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):

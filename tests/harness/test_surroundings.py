@@ -226,10 +226,10 @@ def test_params_are_flat_and_few():
 
 
 def test_names_say_what_varies():
-    sweep = SweepContext(sweep_id="s", folder=Path(), index=0, total=2)
-    assert point_name(run_config(), ["+model=tiny", "offload=uva"], sweep) == (
-        "model=tiny,offload=uva"
-    )
+    sweep = SweepContext(sweep_id="s", folder=Path(), index=0, total=2, shared=("+model=tiny",))
+    overrides = ["+model=tiny", "offload=uva", "+engine.seed=1"]
+    assert point_name(run_config(), overrides, sweep) == "offload=uva,engine.seed=1"
+    assert point_name(run_config(), ["+model=tiny"], sweep) == "tiny-none-cpu-test"
     assert point_name(run_config(), ["+model=tiny"], None) == "tiny-none-cpu-test"
 
 
