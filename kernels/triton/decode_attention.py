@@ -21,7 +21,12 @@ programs that find nothing to do are not free where max_seq_len is far above the
 _SPLITS_PER_STEP = 16
 
 
-@triton.jit
+# Slices of the index tensors start at any multiple of 4 bytes and widths vary; one compiled variant
+# serves them all, so that none is compiled in the middle of a run.
+@triton.jit(
+    do_not_specialize=["stride_table", "stride_lse_seq", "stride_lse_head"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
 def _decode_kernel(
     q,
     k_cache,
@@ -106,7 +111,10 @@ def _decode_kernel(
         tl.store(lse_at, row_max + tl.log2(row_sum), mask=is_row)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_lse_seq", "stride_lse_head"],
+    do_not_specialize_on_alignment=["seq_lens"],
+)
 def _reduce_kernel(
     partial,
     logsumexp,
@@ -185,7 +193,7 @@ def paged_decode_attention(
         triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs),
     )
     padded = max(16, triton.next_power_of_2(head_size))
-    tile = decode_tile(head_size, k_cache.dtype, k_cache.device)
+    tile = decode_tile(head_size, k_cache.dtype)
     _decode_kernel[(num_seqs, head_programs, split_programs)](
         q_SNH,
         k_cache,

@@ -7,7 +7,7 @@ import triton.language as tl
 _ELEMENTS_PER_PROGRAM = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_kv_kernel(
     k,
     v,

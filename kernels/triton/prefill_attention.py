@@ -70,7 +70,12 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+# Slices of the index tensors start at any multiple of 4 bytes and widths vary; one compiled variant
+# serves them all, so that none is compiled in the middle of a run.
+@triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"],
+)
 def _prefill_kernel(
     q,
     k_cache,
@@ -202,7 +207,7 @@ def paged_prefill_attention(
         return out
     num_kv_heads, tokens_per_block = k_cache.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
-    tile = prefill_tile(head_size, k_cache.dtype, k_cache.device)
+    tile = prefill_tile(head_size, k_cache.dtype)
     grid = (triton.cdiv(max_query_len * group, tile.rows), num_kv_heads, num_seqs)
     _prefill_kernel[grid](
         q_TNH,

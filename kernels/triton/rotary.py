@@ -32,7 +32,7 @@ def _rotate_heads(
     tl.store(second_at, rotated_second.to(start.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rotary_kernel(
     q,
     k,

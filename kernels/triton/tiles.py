@@ -1,14 +1,12 @@
-"""Tile shapes of the attention kernels, from head size, element size and shared memory alone.
+"""Tile shapes of the attention kernels, from head size and element size alone.
 
-A batch has no say in them, so that a sequence's result is the same in every batch.
+A batch has no say in them, so that a sequence's result is the same in every batch. All fit the
+99 KiB of shared memory that a block has on consumer cards.
 """
 
 from dataclasses import dataclass
 
 import torch
-
-_LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities with 160 KiB or more of shared memory a block; others have 99 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,52 +14,39 @@ class Tile:
     """One kernel's shape.
 
     Attributes:
-        rows: query rows of a program; prefill only.
         keys: keys of one iteration.
         num_warps: warps of a program.
         num_stages: iterations whose loads are in flight.
+        rows: query rows of a program; decode derives its own from the heads.
     """
 
-    rows: int
     keys: int
     num_warps: int
     num_stages: int
+    rows: int = 0
 
 
-def decode_tile(head_size: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the tile of decode attention; rows is unused.
+def decode_tile(head_size: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of decode attention.
 
     Args:
         head_size: elements of a head.
         dtype: element type of the cache.
-        device: where the kernel runs.
     """
     if dtype == torch.float32:
-        return Tile(rows=0, keys=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
-    keys = 64 if head_size <= 128 else 32
-    return Tile(rows=0, keys=keys, num_warps=4, num_stages=3 if _has_large_shared(device) else 2)
+        return Tile(keys=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
+    return Tile(keys=64 if head_size <= 128 else 32, num_warps=4, num_stages=3)
 
 
-def prefill_tile(head_size: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def prefill_tile(head_size: int, dtype: torch.dtype) -> Tile:
     """Return the tile of prefill attention.
 
     Args:
         head_size: elements of a head.
         dtype: element type of the cache.
-        device: where the kernel runs.
     """
     if dtype == torch.float32:
-        keys = 32 if head_size <= 128 else 16
-        return Tile(rows=32, keys=keys, num_warps=4, num_stages=2)
-    num_stages = 3 if _has_large_shared(device) else 2
-    if head_size <= 64:
-        return Tile(rows=128, keys=64, num_warps=4, num_stages=num_stages)
+        return Tile(rows=32, keys=16, num_warps=8, num_stages=2)
     if head_size <= 128:
-        return Tile(rows=128, keys=64, num_warps=8, num_stages=num_stages)
-    return Tile(rows=64, keys=32, num_warps=4, num_stages=2)
-
-
-def _has_large_shared(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) in _LARGE_SHARED_MEMORY
+        return Tile(rows=128, keys=64, num_warps=8, num_stages=3)
+    return Tile(rows=64, keys=32, num_warps=8, num_stages=2)

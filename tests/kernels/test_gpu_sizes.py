@@ -226,6 +226,33 @@ def test_cache_beyond_32_bit_offsets(rng):
     assert_close(last, expected[39:], ATTENTION)
 
 
+def test_one_compiled_variant_serves_every_batch(rng):
+    from kernels.triton import decode_attention, prefill_attention
+
+    kernels = (
+        decode_attention._decode_kernel,
+        decode_attention._reduce_kernel,
+        prefill_attention._prefill_kernel,
+    )
+    q, k_cache, v_cache, tables, lens, scale = decode_arguments(
+        (8, 2, 128), [300] * 9, 16, torch.bfloat16, rng
+    )
+    starts = torch.arange(10, dtype=torch.int32, device=rng.device)
+    counts = set()
+    for first, last in ((0, 9), (0, 1), (1, 9), (2, 3), (3, 9)):
+        some = slice(first, last)
+        own_starts = starts[first : last + 1] - first
+        ops.paged_decode_attention(
+            q[some], k_cache, v_cache, tables[some], lens[some], scale, max_seq_len=300 + first
+        )
+        ops.paged_prefill_attention(
+            q[some], k_cache, v_cache, tables[some], own_starts, lens[some], scale, max_query_len=1
+        )
+        caches = [kernel.device_caches[rng.device.index][0] for kernel in kernels]
+        counts.add(tuple(len(cache) for cache in caches))
+    assert len(counts) == 1
+
+
 def test_silu_mul(dtype, rng):
     gate_up = randn((2048, 2 * 14336), dtype, rng)
     assert_close(ops.silu_mul(gate_up), activation.silu_mul(gate_up), ROUNDED_ONCE)
