@@ -12,6 +12,7 @@ __all__ = [
     "EXIT_NOT_ALL_OK",
     "EXIT_OK",
     "ConfigError",
+    "closest",
     "did_you_mean",
 ]
 
@@ -25,7 +26,14 @@ EXIT_INTERRUPTED: Final = 130
 """Ctrl-C."""
 
 
+def closest(word: str, choices: Iterable[str]) -> list[str]:
+    """Return the choice that resembles a word most, in a list that is empty if none does."""
+    lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
+    return [lower[name] for name in found]
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return " Did you mean X?" for the closest choice, or an empty string."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else ""
+    found = closest(word, choices)
+    return f" Did you mean {found[0]}?" if found else ""

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Final
 
-from harness.errors import ConfigError, did_you_mean
+from harness.errors import ConfigError, closest
 from harness.schema import RunConfig
 
 __all__ = [
@@ -69,19 +69,26 @@ def unknown_key(path: str) -> ConfigError:
     """Return the error for a key that RunConfig does not have, with the closest one that it has."""
     known = [name for name, _ in key_types(RunConfig)]
     parent, _, last = path.rpartition(".")
-    siblings = [name for name in known if name.rpartition(".")[0] == parent]
+    siblings = {name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent}
+    # Of keys with the same last part the one nearest to the root, and in the same node if any.
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    same.sort(key=lambda name: (not name.startswith(f"{parent}."), name.count(".")))
     if parent and siblings:
-        names = {name.rpartition(".")[2]: name for name in siblings}
-        hint = did_you_mean(last, names)
-        listed = f" Keys of {parent}: {', '.join(names)}."
-        return ConfigError(f"{path}: there is no such key.{hint}{listed}")
-    choices = [*GROUPS, *(name for name in known if "." not in name or parent)]
-    hint = did_you_mean(path, choices)
-    if not hint and parent:
-        by_last = [name for name in known if name.rpartition(".")[2] == last]
-        hint = f" Did you mean {by_last[0]}?" if by_last else ""
-    roots = ", ".join(dict.fromkeys(name for name in choices if "." not in name))
-    return ConfigError(f"{path}: there is no such key or group.{hint} There are: {roots}.")
+        inside = [name for name in same if name.startswith(f"{parent}.")]
+        found = inside or closest(last, siblings)
+        listed = f"Keys of {parent}: {', '.join(sorted(siblings))}."
+        return ConfigError(f"{path}: there is no such key.{_hint(found)} {listed}")
+    roots = list(dict.fromkeys([*GROUPS, *(name for name in known if "." not in name)]))
+    found = closest(path, known) or same if parent else same or closest(path, roots)
+    if not found and not parent:
+        leaf = closest(path, (name.rpartition(".")[2] for name in known))
+        found = [name for name in known if leaf and name.rpartition(".")[2] == leaf[0]]
+    listed = f"There are: {', '.join(roots)}."
+    return ConfigError(f"{path}: there is no such key or group.{_hint(found)} {listed}")
+
+
+def _hint(found: list[str]) -> str:
+    return f" Did you mean {found[0]}?" if found else ""
 
 
 def check_known_keys(content: Any, prefix: str = "") -> None:

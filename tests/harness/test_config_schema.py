@@ -1,0 +1,174 @@
+"""RunConfig and its parts: what is refused, and with which words."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineSettings, OffloadConfig, UVAOffloadConfig
+from engine.errors import ConfigError
+from engine.spec import ModelSpec
+from harness.build import check_settings, engine_config, reference_config
+from harness.schema import (
+    CorrectnessConfig,
+    LatencyScenario,
+    LoadScenario,
+    ModelNode,
+    ModelSource,
+    PlannerConfig,
+    RunConfig,
+    ScenarioConfig,
+    ThroughputScenario,
+    TrackingConfig,
+)
+
+SPEC = ModelSpec(
+    model_type="llama",
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+)
+HUB = ModelSource(kind="hub", repo="a/b", revision="main")
+
+
+def run_config(**changes: Any) -> RunConfig:
+    """A valid configuration with changes."""
+    parts: dict[str, Any] = {
+        "model": ModelNode(name="m", source=HUB, spec=SPEC),
+        "scenario": ScenarioConfig(name="s", load=LoadScenario()),
+    }
+    return RunConfig(**(parts | changes))
+
+
+def latency(**changes: Any) -> ScenarioConfig:
+    """A scenario of one part."""
+    return ScenarioConfig(name="s", latency=LatencyScenario(**changes))
+
+
+@pytest.mark.parametrize(
+    ("node", "settings", "words"),
+    [
+        (ModelSource, {"kind": "disk"}, ["model.source.kind", "hub, package, folder", "'disk'"]),
+        (ModelSource, {"kind": "hub", "repo": "a/b"}, ["model.source.revision", "kind=hub"]),
+        (ModelSource, {"kind": "package", "package": "p"}, ["model.source.version"]),
+        (ModelSource, {"repo": "a/b"}, ["model.source.repo", "kind=folder", "'a/b'"]),
+        (ModelNode, {"name": "a b", "spec": SPEC, "source": HUB}, ["model.name", "'a b'"]),
+        (ModelNode, {"name": "m", "source": HUB}, ["model.spec", "model.path"]),
+        (ModelNode, {"name": "m", "spec": SPEC}, ["model.path", "load_format=dummy"]),
+        (
+            ModelNode,
+            {"name": "m", "spec": SPEC, "source": HUB, "load_format": "gguf"},
+            ["model.load_format", "'gguf'"],
+        ),
+        (LoadScenario, {"warm_starts": 0}, ["scenario.load", "cold_starts=0 and warm_starts=0"]),
+        (LoadScenario, {"cold_starts": -1}, ["scenario.load.cold_starts", "-1"]),
+        (ThroughputScenario, {"num_requests": 0}, ["scenario.throughput.num_requests", ">= 1"]),
+        (LatencyScenario, {"output_tokens": 0}, ["scenario.latency.output_tokens", ">= 1"]),
+        (LatencyScenario, {"prompts_file": " "}, ["scenario.latency.prompts_file"]),
+        (CorrectnessConfig, {"num_prompts": 0}, ["scenario.correctness.num_prompts"]),
+        (ScenarioConfig, {"name": "s"}, ["scenario", "load, throughput and latency"]),
+        (TrackingConfig, {"backend": "wandb"}, ["tracking.backend", "mlflow, none", "'wandb'"]),
+        (TrackingConfig, {"backend": "none", "uri": "x"}, ["tracking.uri", "tracking=mlflow"]),
+        (TrackingConfig, {"experiment": ""}, ["tracking.experiment"]),
+        (PlannerConfig, {"choose": True}, ["planner.choose", "not available"]),
+        (PlannerConfig, {"objective": "x"}, ["planner.objective", "not available"]),
+        (PlannerConfig, {"referee": "x"}, ["planner.referee", "not available"]),
+        (PlannerConfig, {"auto_fields": ["x"]}, ["planner.auto_fields", "not available"]),
+        (run_config, {"mode": "plan"}, ["mode", "mode=plan is not available", "mode=run"]),
+        (run_config, {"mode": "x"}, ["mode", "run, plan", "'x'"]),
+        (run_config, {"system": "other"}, ["system", "native", "'other'"]),
+        (run_config, {"rerun": "failed"}, ["rerun", "rerun=failed is not available"]),
+        (run_config, {"timeout_s": 0}, ["timeout_s", "> 0"]),
+        (run_config, {"scenario": latency(prompt_tokens=128)}, ["scenario.latency", "128", "192"]),
+        (
+            run_config,
+            {
+                "scenario": latency(prompt_tokens=32, output_tokens=16),
+                "engine": EngineSettings(max_model_len=40),
+            },
+            ["scenario.latency", "engine.max_model_len", "40", "48"],
+        ),
+    ],
+)
+def test_refusals_name_the_key_and_the_value(
+    node: Any, settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        node(**settings)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_part_of_exactly_the_context_fits_and_a_file_has_its_own_lengths() -> None:
+    fits = latency(prompt_tokens=112, output_tokens=16)
+    assert run_config(scenario=fits).scenario.longest_tokens()["latency"] == 128
+    own = latency(prompt_tokens=1000, prompts_file="p.jsonl")
+    assert "latency" not in run_config(scenario=own).scenario.longest_tokens()
+
+
+def test_where_names_the_folder_when_one_is_set() -> None:
+    assert ModelNode(name="m", source=HUB, spec=SPEC).where() == {
+        "kind": "hub",
+        "repo": "a/b",
+        "revision": "main",
+    }
+    assert ModelNode(name="m", source=HUB, spec=SPEC, path="f").where() == {
+        "kind": "folder",
+        "path": "f",
+    }
+
+
+def uva(**settings: Any) -> OffloadConfig:
+    """An OffloadConfig of the uva backend."""
+    return OffloadConfig(offload_backend="uva", uva=UVAOffloadConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"offload": uva(cpu_offload_gb=0)}, ["cpu_offload_gb", "nothing would move"]),
+        (
+            {"offload": uva(cpu_offload_gb=1, cpu_offload_params=["w2"])},
+            ["cpu_offload_params", "w2"],
+        ),
+        ({"engine": EngineSettings(max_model_len=129)}, ["engine.max_model_len", "128", "129"]),
+        ({"scenario": latency(prompts_file="nosuch.jsonl")}, ["prompts_file", "nosuch.jsonl"]),
+        (
+            {
+                "model": ModelNode(
+                    name="m",
+                    source=HUB,
+                    spec=replace(SPEC, model_type="mistral", sliding_window=64),
+                )
+            },
+            ["window", "disable_sliding_window"],
+        ),
+    ],
+)
+def test_what_depends_on_the_model_is_refused_before_anything_loads(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_settings(run_config(**changes))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_engine_and_reference_configurations(tmp_path: Path) -> None:
+    config = run_config(offload=uva(cpu_offload_gb=1))
+    check_settings(config)
+    built = engine_config(config, tmp_path)
+    assert built.model.path == str(tmp_path)
+    assert built.offload is config.offload
+    assert built.kv is config.kv
+    reference = reference_config(config, tmp_path)
+    assert reference.offload.backend == "none"
+    assert reference.engine.enforce_eager
+    other = reference_config(replace(config, offload=OffloadConfig()), tmp_path)
+    assert reference == other
