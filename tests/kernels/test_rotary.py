@@ -45,7 +45,8 @@ def test_kernel_takes_no_tokens(rng):
     from kernels.triton import rotary
 
     q, k, _ = fused_heads(0, 2, 1, 16, torch.float32, rng)
-    rotary.rotary_(q, k, table(16, 4, rng.device), torch.zeros(0, dtype=torch.int64))
+    positions = torch.zeros(0, dtype=torch.int64, device=rng.device)
+    rotary.rotary_(q, k, table(16, 4, rng.device), positions)
     assert q.shape == (0, 2, 16)
 
 
