@@ -98,7 +98,8 @@ def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
     setting = "offload.prefetch.offload_params"
     node = config.prefetch
     size, num, selectors = node.offload_group_size, node.offload_num_in_group, node.offload_params
-    check_selectors(setting, selectors, spec.layer_tensors(0))
+    every = [t for i in range(spec.num_hidden_layers) for t in spec.layer_tensors(i)]
+    check_selectors(setting, selectors, every)
     layers = [i for i in range(spec.num_hidden_layers) if i % size >= size - num]
     if not layers:
         raise ConfigError(
@@ -109,6 +110,13 @@ def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
     tensors = [t for i in layers for t in spec.layer_tensors(i)]
     if selectors:
         tensors = [t for t in tensors if selected(t, selectors)]
+        layers = [i for i in layers if any(selected(t, selectors) for t in spec.layer_tensors(i))]
+    if not tensors:
+        raise ConfigError(
+            f"{setting}: expected selectors that match a parameter of the offloaded layers, got "
+            f"{selectors!r} with offload_group_size={size} and offload_num_in_group={num}: nothing "
+            "would move. Change one of the three."
+        )
     placements = assign_resident(spec).placements
     placements |= {tensor.name: Placement.PREFETCH for tensor in tensors}
     step = node.offload_prefetch_step

@@ -60,13 +60,11 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
             "yet. Set kv.disable_sliding_window=true to attend to the whole context."
         )
     limit = spec.max_position_embeddings
-    asked = config.engine.max_model_len
-    if asked is None:
-        return limit
-    if asked > limit:
+    asked = limit if config.engine.max_model_len is None else config.engine.max_model_len
+    if not 2 <= asked <= limit:
         raise ConfigError(
-            f"engine.max_model_len: expected at most the model's {limit} positions, got {asked}. "
-            "Lower it."
+            "engine.max_model_len: expected at least 2 (one token of prompt, one of output) and at "
+            f"most the model's {limit} positions, got {asked}. Change it."
         )
     return asked
 
@@ -104,6 +102,12 @@ def plan_memory(
     if backend == "none" and config.kv.swap_space > 0:
         return _plan_with_swap_space(asked)
     plan = _fit(asked, _assign(asked, backend))
+    if config.kv.swap_space > 0:
+        note = (
+            f"kv.swap_space={config.kv.swap_space:g} GiB is not used: offload={backend} places the "
+            "weights, and KV blocks in host memory are not available yet."
+        )
+        plan = replace(plan, notes=(*plan.notes, note))
     if backend != "none" and plan.num_gpu_blocks and _fits(asked, assign_resident(spec)):
         note = (
             f"offload={backend} is not needed: everything fits the GPU budget of "
@@ -115,45 +119,57 @@ def plan_memory(
 
 
 def _assign(asked: _Asked, backend: str) -> Assignment:
-    spec, offload, facts = asked.spec, asked.config.offload, asked.facts
+    spec, offload = asked.spec, asked.config.offload
     if backend == "uva":
-        assignment = assign_uva(spec, offload, asked.dtype)
-    elif backend == "prefetch":
-        assignment = assign_prefetch(spec, offload)
-    else:
-        assignment = assign_resident(spec)
+        return _served(asked, assign_uva(spec, offload, asked.dtype))
+    if backend == "prefetch":
+        return _served(asked, assign_prefetch(spec, offload))
+    return assign_resident(spec)
+
+
+def _served(asked: _Asked, assignment: Assignment) -> Assignment:
+    """What this machine makes of an assignment."""
+    facts = asked.facts
     return fall_back(assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason)
 
 
 def _plan_with_swap_space(asked: _Asked) -> MemoryPlan:
     """Offload as few layers, spread evenly, as make it fit; at most swap_space of weights."""
-    spec, facts = asked.spec, asked.facts
+    layers = asked.spec.num_hidden_layers
     room = int(asked.config.kv.swap_space * GIB)
-    for count in range(spec.num_hidden_layers + 1):
-        assignment = fall_back(
-            assign_spread(spec, count),
-            can_pin=facts.can_pin,
-            can_uva=facts.can_uva,
-            reason=facts.reason,
-        )
-        plan = _build(asked, assignment)
-        moved = sum(layer.offloaded.num_bytes for layer in plan.layers)
-        if moved > room:
-            break
-        if plan.kv_tokens >= asked.max_model_len:
-            _check_host(plan, asked)
-            note = (
-                f"swap_space={asked.config.kv.swap_space:g} GiB: {count} of "
-                f"{spec.num_hidden_layers} layers ({moved / GIB:.2f} GiB) live in host memory; "
-                "the rest is unused (KV blocks in host memory are not available yet)."
+    count = _spread_that_fits(asked)
+    if count is None or _spread_bytes(asked, count) > room:
+        plan = _build(asked, assign_resident(asked.spec))
+        text = f"{_refusal(plan, asked)} kv.swap_space={asked.config.kv.swap_space:g} GiB"
+        if count is None:
+            text += " does not help: it does not fit with every layer in host memory either."
+        else:
+            text += (
+                f" is not enough: {count} of {layers} layers, "
+                f"{_spread_bytes(asked, count) / GIB:.3f} GiB, would have to move."
             )
-            return replace(plan, notes=(*plan.notes, note), swap_space_bytes=room)
-    plan = _build(asked, assign_resident(spec))
-    raise CapacityError(
-        _refusal(plan, asked)
-        + f" swap_space={asked.config.kv.swap_space:g} GiB for weights is not enough.",
-        plan.to_dict(),
+        raise CapacityError(text, plan.to_dict())
+    plan = _build(asked, _served(asked, assign_spread(asked.spec, count)))
+    _check_host(plan, asked)
+    note = (
+        f"swap_space={asked.config.kv.swap_space:g} GiB: {count} of {layers} layers "
+        f"({_spread_bytes(asked, count) / GIB:.2f} GiB) live in host memory; the rest is unused "
+        "(KV blocks in host memory are not available yet)."
     )
+    return replace(plan, notes=(*plan.notes, note), swap_space_bytes=room)
+
+
+def _spread_that_fits(asked: _Asked) -> int | None:
+    """The fewest layers, spread evenly over the host, with which the GPU's part fits."""
+    for count in range(asked.spec.num_hidden_layers + 1):
+        plan = _build(asked, _served(asked, assign_spread(asked.spec, count)))
+        if plan.kv_tokens >= asked.max_model_len:
+            return count
+    return None
+
+
+def _spread_bytes(asked: _Asked, count: int) -> int:
+    return count * lay_out(asked.spec, assign_spread(asked.spec, 1), asked.dtype).offloaded_bytes
 
 
 def _fit(asked: _Asked, assignment: Assignment) -> MemoryPlan:
@@ -165,7 +181,10 @@ def _fit(asked: _Asked, assignment: Assignment) -> MemoryPlan:
 
 
 def _fits(asked: _Asked, assignment: Assignment) -> bool:
-    return _build(asked, assignment).kv_tokens >= asked.max_model_len
+    """Whether this machine can serve it, in GPU and host memory."""
+    plan = _build(asked, _served(asked, assignment))
+    has_kv = plan.kv_tokens >= asked.max_model_len
+    return has_kv and plan.host_total_bytes <= plan.host_limit_bytes
 
 
 def _build(asked: _Asked, assignment: Assignment) -> MemoryPlan:
@@ -305,12 +324,29 @@ def _refusal(plan: MemoryPlan, asked: _Asked) -> str:
         f"{plan.gpu_budget_bytes / GIB:.2f} GiB, taken by {parts} (GiB)."
     )
     advice = _advice(asked)
-    if left >= plan.block_bytes:
-        length = left // plan.block_bytes * plan.block_size
+    length = left // plan.block_bytes * plan.block_size
+    shorter = replace(asked, max_model_len=length)
+    if length > 0 and _fits(shorter, Assignment(plan.placements, plan.lookahead)):
         advice.append(f"engine.max_model_len={length}")
     if not advice:
-        advice.append("a larger gpu.memory_gib, or a smaller engine.max_num_batched_tokens")
+        return f"{text} {_last_resort(asked, plan, fixed + need)}"
     return text + " Fits with: " + "; or ".join(advice) + "."
+
+
+def _last_resort(asked: _Asked, plan: MemoryPlan, num_bytes: int) -> str:
+    """What remains where neither offload nor a shorter length fits: a larger budget."""
+    memory = num_bytes / asked.config.engine.gpu_memory_utilization / GIB
+    memory = math.ceil(memory * 100 + 1e-6) / 100
+    config = replace(asked.config, gpu=replace(asked.config.gpu, memory_gib=memory))
+    budget = int(memory * GIB) * asked.config.engine.gpu_memory_utilization
+    larger = replace(asked, config=config)
+    on_card = plan.facts.emulated or budget <= plan.facts.free_bytes
+    if on_card and _fits(larger, Assignment(plan.placements, plan.lookahead)):
+        return f"Fits with: gpu.memory_gib={memory:g}."
+    return (
+        f"No offload makes it fit: lower engine.max_num_batched_tokens or engine.max_num_seqs, or "
+        f"use a card of {memory:.2f} GiB."
+    )
 
 
 def _advice(asked: _Asked) -> list[str]:
