@@ -11,7 +11,14 @@ from engine.config import EngineConfig
 from harness.build import engine_config, reference_config
 from harness.correctness import read_reference, reference_key
 from harness.failure import ErrorFacts, classify_exit
-from harness.job import STATE_NAME, WORKER_LOG_NAME, WorkerJob, job_path, result_path
+from harness.job import (
+    STATE_NAME,
+    UNFINISHED,
+    WORKER_LOG_NAME,
+    WorkerJob,
+    job_path,
+    result_path,
+)
 from harness.measure.host import num_new_kills, oom_kills
 from harness.measure.nvml import Gpu
 from harness.measure.page_cache import cached_share, drop_page_cache
@@ -222,7 +229,7 @@ class Attempt:
         result = read_json(result_path(run_dir, job.name))
         for path in (job_path(run_dir, job.name), result_path(run_dir, job.name)):
             path.unlink(missing_ok=True)  # the record holds what it says
-        if result and not ended.timed_out:
+        if result.get("status", UNFINISHED) != UNFINISHED and not ended.timed_out:
             if ended.returncode != (0 if result["status"] == "ok" else 1):
                 self.findings.warnings.append(
                     f"worker {job.name} ended with exit code {ended.returncode} after its result."
@@ -236,7 +243,7 @@ class Attempt:
             timeout_s=self._config.timeout_s,
             log=run_dir / WORKER_LOG_NAME,
         )
-        return status, error, {}
+        return status, error, result
 
 
 def _resolve_model(config: RunConfig, say: Callable[[str], None]) -> Path | None:

@@ -13,6 +13,8 @@ STATE_NAME: Final = "state.json"
 SAMPLES_NAME: Final = "samples.jsonl"
 WORKER_LOG_NAME: Final = "worker.log"
 JOBS_FOLDER: Final = "jobs"
+UNFINISHED: Final = "unfinished"
+"""Status of a worker's result until its job is done."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from harness.lock import device_lock_path, hold
 from harness.measure.nvml import Gpu, open_gpu
 from harness.measure.resources import ResourceSampler
 from harness.models.home import tightfit_home
+from harness.plain import plain
 from harness.process import WORKER_COMMAND
 from harness.progress import Display, open_display
 from harness.report import build_report
@@ -31,7 +32,6 @@ from harness.schema import RunConfig, SweepContext
 from harness.summary import print_summary
 from harness.tracking.base import GuardedTracker, PointFacts
 from harness.tracking.choose import open_tracker
-from harness.worker import plain
 from reports.record import RESULT_NAME, RunRecord, write_text_atomic
 
 

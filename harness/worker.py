@@ -7,16 +7,12 @@ neither Hydra nor MLflow; its parent starts it, watches it and judges how it end
 import argparse
 import faulthandler
 import json
-import math
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from engine.config import EngineConfig
 from harness.correctness import (
     check_prompts,
     compare_tokens,
@@ -24,10 +20,12 @@ from harness.correctness import (
     read_reference,
     write_reference,
 )
+from harness.door import EngineDoor, EngineFactory, engine_door
 from harness.failure import classify_exception
-from harness.job import WorkerJob, read_job, result_path
+from harness.job import UNFINISHED, WorkerJob, read_job, result_path
 from harness.measure.host import process_memory, reset_rss_peak
 from harness.measure.nvml import open_gpu
+from harness.plain import plain
 from harness.process import die_with_parent
 from harness.prompts import encode_rows, synthetic_prompts
 from harness.scenarios.drive import Engine, StepTotals, run_in_turn
@@ -39,47 +37,12 @@ from harness.schema import RequestSet
 from harness.state import StateWriter
 from reports.record import write_text_atomic
 
-Progress = Callable[[str, int, int], None]
 GIB = 2**30
-
-
-class EngineFactory(Protocol):
-    """`engine.LLM` as a class."""
-
-    def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> Engine:
-        """Construct an engine; `reference` asks for every layer on demand, eager."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineDoor:
-    """What the worker takes from the engine; tests put another one here."""
-
-    load_code: Callable[[], EngineFactory]
-    """Imports the engine."""
-    probe: Callable[[EngineConfig], dict[str, float | None]]
-    """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
-    clock: Callable[[], float] = time.perf_counter
-    """The clock of the engine's token times."""
-
-
-def load_engine_code() -> EngineFactory:
-    """Import the project's engine, and torch with it."""
-    from engine import LLM  # noqa: PLC0415  takes seconds, and is measured
-
-    return LLM
-
-
-def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:
-    """Measure the host link of the device that the engine will use."""
-    from engine.probe import probe_link  # noqa: PLC0415  imports torch
-
-    return probe_link(config.gpu.device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that the arguments name with the project's engine."""
-    return serve(argv, EngineDoor(load_code=load_engine_code, probe=probe_engine_link))
+    return serve(argv, engine_door())
 
 
 def serve(argv: Sequence[str] | None, door: EngineDoor) -> int:
@@ -95,10 +58,8 @@ def serve(argv: Sequence[str] | None, door: EngineDoor) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     job = read_job(arguments.run_dir, arguments.job)
     # On Linux perf_counter and the parent's time.monotonic read the same clock.
-    result = Work(job, arguments.run_dir, door, spawned_s=arguments.spawned_s).run()
-    text = json.dumps(result, allow_nan=False, default=str)
-    write_text_atomic(result_path(arguments.run_dir, job.name), text + "\n")
-    return 0 if result["status"] == "ok" else 1
+    work = Work(job, arguments.run_dir, door, spawned_s=arguments.spawned_s)
+    return 0 if work.run()["status"] == "ok" else 1
 
 
 class Work:
@@ -108,13 +69,14 @@ class Work:
         self, job: WorkerJob, run_dir: Path, door: EngineDoor, *, spawned_s: float
     ) -> None:
         self._job = job
+        self._path = result_path(run_dir, job.name)
         self._door = door
         self._spawned_s = spawned_s
         self._state = StateWriter(run_dir, job.name)
         self._factory: EngineFactory | None = None
         self._llm: Engine | None = None
         self._result: dict[str, Any] = {
-            "status": "ok",
+            "status": UNFINISHED,
             "error": None,
             "plan": None,
             "effective": {},
@@ -125,7 +87,11 @@ class Work:
         }
 
     def run(self) -> dict[str, Any]:
-        """Do the job; return its result, which is strict JSON. Raises nothing."""
+        """Do the job; write and return its result, which is strict JSON.
+
+        The result is written after each part too, so that a worker that is killed leaves the parts
+        that it ended.
+        """
         try:
             self._state.enter("import")
             self._factory = self._door.load_code()
@@ -138,6 +104,7 @@ class Work:
                     self._reference()
                 case other:
                     raise ValueError(f"job kind: expected measure, load or reference, got {other}.")
+            self._result["status"] = "ok"
         except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: carried to the parent
             status, facts = classify_exception(error, self._state.phase)
             self._result |= {"status": status, "error": facts}
@@ -145,7 +112,13 @@ class Work:
             if plan is not None:
                 self._result["plan"] = plan
         self._finish()
-        return {key: plain(value) for key, value in self._result.items()}
+        return self._save()
+
+    def _save(self) -> dict[str, Any]:
+        result = {key: plain(value) for key, value in self._result.items()}
+        self._path.parent.mkdir(exist_ok=True)
+        write_text_atomic(self._path, json.dumps(result, allow_nan=False) + "\n")
+        return result
 
     def _finish(self) -> None:
         """Note what the engine has to say and free it; its errors do not undo the result."""
@@ -156,7 +129,7 @@ class Work:
         if self._llm is None:
             return
         try:
-            self._result["effective"] |= self._llm.effective() | {"stats": self._llm.stats()}
+            self._result["effective"]["stats"] = self._llm.stats()
             self._state.enter("close")
             self._llm.close()
         except Exception as error:  # noqa: BLE001  the edge: noted
@@ -170,9 +143,12 @@ class Work:
             self._job.engine, progress=self._state.loading, reference=reference
         )
         self._llm = llm
-        if not reference:
-            self._result["plan"] = llm.plan.to_dict()
         return llm
+
+    def _note_engine(self, llm: Engine) -> None:
+        self._result["plan"] = llm.plan.to_dict()
+        self._result["effective"] = llm.effective()
+        self._save()
 
     def _reference(self) -> None:
         llm = self._build(reference=True)
@@ -198,6 +174,7 @@ class Work:
         row, llm = measure_load(
             self._build, first_prompt, spawned_s=self._spawned_s, clock=self._door.clock
         )
+        self._note_engine(llm)
         row["rss_peak_bytes"] = process_memory()["rss_peak_bytes"]
         self._result["samples"]["load"] = [row]
         self._note_memory(llm)
@@ -212,6 +189,7 @@ class Work:
                 self._result["metrics"][f"link/{name}"] = rate
             reset_rss_peak()
         llm = self._build()
+        self._note_engine(llm)
         self._check(llm)
         totals = None
         if scenario.latency is not None:
@@ -272,6 +250,7 @@ class Work:
         self._note_outcome(part, outcome)
         energy_after_j = gpu.energy_j() if gpu else None
         self._note_energy(outcome, energy_before_j, energy_after_j)
+        self._save()
         return totals
 
     def _prompts(self, llm: Engine, part: str, config: RequestSet) -> list[list[int]]:
@@ -342,21 +321,6 @@ class Work:
 def special_ids(llm: Engine) -> set[int]:
     """Return the ids that synthetic prompts avoid: the tokenizer's special tokens."""
     return set(getattr(llm.tokenizer, "all_special_ids", None) or ())
-
-
-def plain(value: Any) -> Any:
-    """Return `value` as strict JSON data: text keys, lists, finite numbers; others become text."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(plain(item) for item in value)
-    return str(value)
 
 
 if __name__ == "__main__":

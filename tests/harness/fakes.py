@@ -200,7 +200,7 @@ class FakeFactory:
 
 def fake_door(script, clock=None):
     """An EngineDoor to the fake engine, and the factory behind it."""
-    from harness.worker import EngineDoor
+    from harness.door import EngineDoor
 
     clock = clock or FakeClock()
     factory = FakeFactory(script, clock)

@@ -145,6 +145,16 @@ def test_what_ends_a_worker_becomes_a_status(tmp_path, failure, fail_at, status,
         assert "exit code 7" in record.error["message"]
 
 
+def test_a_killed_worker_leaves_the_parts_that_it_ended(tmp_path):
+    # 1 warm-up and 11 latency requests of 5 steps, then throughput is killed.
+    record = run(tmp_path, fail_at="step", failure="sigkill", after_steps=60)
+    assert (record.status, record.error["phase"]) == ("killed", "throughput warm-up")
+    assert record.plan == PLAN
+    assert record.metrics["latency/ttft_ms/mean"] == pytest.approx(500)
+    assert len(record.samples["latency"]) == 11
+    assert "throughput/output_tok_s" not in record.metrics
+
+
 def test_a_sigkill_with_a_raised_counter_is_oom(tmp_path, monkeypatch):
     counts = iter([{"cgroup": 3, "vmstat": 9}, {"cgroup": 4, "vmstat": 9}])
     monkeypatch.setattr("harness.attempt.oom_kills", lambda: next(counts))

@@ -5,9 +5,10 @@ import pytest
 from engine.config import EngineConfig, ModelConfig
 from harness.correctness import read_reference
 from harness.job import WorkerJob, read_job
+from harness.plain import plain
 from harness.prompts import PromptRow
 from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
-from harness.worker import Work, plain
+from harness.worker import Work
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import GIB, PLAN, FakeClock, Script, fake_door
 

@@ -1,0 +1,51 @@
+"""What the worker takes from the engine: its class, the link probe, and the clock of its times."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config import EngineConfig
+from harness.scenarios.drive import Engine
+
+Progress = Callable[[str, int, int], None]
+"""Called with phase, bytes done and bytes in all."""
+
+
+class EngineFactory(Protocol):
+    """`engine.LLM` as a class."""
+
+    def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> Engine:
+        """Construct an engine; `reference` asks for every layer on demand, eager."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDoor:
+    """What the worker takes from the engine; tests put another one here."""
+
+    load_code: Callable[[], EngineFactory]
+    """Imports the engine."""
+    probe: Callable[[EngineConfig], dict[str, float | None]]
+    """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
+    clock: Callable[[], float] = time.perf_counter
+    """The clock of the engine's token times."""
+
+
+def load_engine_code() -> EngineFactory:
+    """Import the project's engine, and torch with it."""
+    from engine import LLM  # noqa: PLC0415  takes seconds, and is measured
+
+    return LLM
+
+
+def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:
+    """Measure the host link of the device that the engine will use."""
+    from engine.probe import probe_link  # noqa: PLC0415  imports torch
+
+    return probe_link(config.gpu.device)
+
+
+def engine_door() -> EngineDoor:
+    """Return the door to the project's engine."""
+    return EngineDoor(load_code=load_engine_code, probe=probe_engine_link)
