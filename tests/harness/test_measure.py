@@ -1,0 +1,150 @@
+"""NVML, samples of resources, the page cache and the environment."""
+
+# ruff: noqa: N802  some names are NVML's
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from harness.environment import collect, git_state
+from harness.measure import nvml
+from harness.measure.page_cache import cached_share, drop_page_cache
+from harness.measure.resources import ResourceSampler
+
+
+class FakeNvml:
+    """Two GPUs; the second gives neither memory nor energy."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, uuids=("GPU-aa", "GPU-bb")):
+        self.uuids = uuids
+
+    def nvmlInit(self):
+        return None
+
+    def nvmlDeviceGetCount(self):
+        return len(self.uuids)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):
+        return self.uuids[handle].encode()
+
+    def nvmlDeviceGetName(self, handle):
+        return "NVIDIA Test"
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.1"
+
+    def nvmlSystemGetCudaDriverVersion(self):
+        return 13000
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if handle == 1:
+            raise RuntimeError("Not Supported")
+        return SimpleNamespace(total=16 * 2**30, used=2**30)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if handle == 1:
+            raise RuntimeError("Not Supported")
+        return 5000
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 300_000
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle):
+        return 5
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
+
+
+@pytest.fixture
+def fake_nvml(monkeypatch):
+    monkeypatch.setattr(nvml, "_load_nvml", FakeNvml)
+
+
+def test_gpu_facts_by_uuid(fake_nvml):
+    gpu = nvml.open_gpu("GPU-aa")
+    facts = gpu.facts()
+    assert facts["name"] == "NVIDIA Test"
+    assert facts["memory_bytes"] == 16 * 2**30
+    assert (facts["driver"], facts["cuda_driver"]) == ("580.1", "13.0")
+    assert facts["pcie"]["gen"] == 5
+    assert facts["pcie"]["width"] is None  # this driver does not tell
+    assert gpu.energy_j() == 5
+    assert gpu.sample()["gpu_power_w"] == 300
+    assert gpu.num_other_processes({1}) == 1
+
+
+def test_a_field_that_the_driver_refuses_is_none_and_costs_no_other(fake_nvml):
+    gpu = nvml.open_gpu("GPU-bb")
+    assert gpu.facts()["memory_bytes"] is None
+    assert gpu.facts()["name"] == "NVIDIA Test"
+    assert gpu.energy_j() is None
+    assert gpu.sample()["gpu_used_bytes"] is None
+    assert gpu.sample()["gpu_power_w"] == 300
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuid"),
+    [(None, "GPU-aa"), ("1", "GPU-bb"), ("1,0", "GPU-bb"), ("GPU-b", "GPU-bb")],
+)
+def test_the_gpu_is_the_first_that_cuda_shows(fake_nvml, visible, uuid):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert nvml.open_gpu(environ=environ).uuid == uuid
+
+
+@pytest.mark.parametrize("visible", ["", "7", "MIG-1", "-1"])
+def test_no_gpu_where_cuda_shows_none(fake_nvml, visible):
+    assert nvml.open_gpu(environ={"CUDA_VISIBLE_DEVICES": visible}) is None
+
+
+def test_no_gpu_without_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.open_gpu() is None
+
+
+def test_samples_keep_peaks_and_leave_out_what_is_absent(fake_nvml, tmp_path):
+    sampler = ResourceSampler(tmp_path, nvml.open_gpu("GPU-aa"), interval_s=0)
+    row = sampler.sample(os.getpid())
+    assert row["rss_bytes"] > 0
+    assert sampler.peaks["gpu_used_bytes"] == 2**30
+    assert "gpu_sm_clock_mhz" not in sampler.peaks
+    assert json.loads((tmp_path / "resources.jsonl").read_text()) == row
+
+
+def test_samples_are_not_taken_more_often_than_asked(tmp_path):
+    sampler = ResourceSampler(tmp_path, None, interval_s=60)
+    assert sampler.sample(os.getpid()) is not None
+    assert sampler.sample(os.getpid()) is None
+
+
+def test_page_cache_is_counted_and_dropped(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(1 << 20))
+    before = cached_share([path])
+    if before is None:
+        pytest.skip("this kernel does not tell what is in the page cache")
+    assert before == 1
+    drop_page_cache([path])
+    assert cached_share([path]) <= before
+    assert cached_share([]) is None
+
+
+def test_environment_without_a_gpu():
+    facts = collect(None)
+    assert facts["gpu"] is None
+    assert facts["driver"] is None
+    assert facts["cpu"]["num_cores"] == os.cpu_count()
+    assert facts["memory_bytes"] > 2**30
+    assert facts["torch"] == facts["packages"]["torch"]
+    json.dumps(facts)
+
+
+def test_no_git_state_outside_a_checkout(tmp_path):
+    assert git_state(tmp_path) is None
