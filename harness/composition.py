@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -83,7 +83,7 @@ def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
     with read_write(task), open_dict(task):
         task.pop("hydra", None)
     try:
-        check_known_keys(OmegaConf.to_container(task))
+        check_known_keys(cast("dict[str, Any]", OmegaConf.to_container(task)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", OffloadWarning)
             config = OmegaConf.to_object(task)

@@ -91,7 +91,7 @@ def _hint(found: list[str]) -> str:
     return f" Did you mean {found[0]}?" if found else ""
 
 
-def check_known_keys(content: Any, prefix: str = "") -> None:
+def check_known_keys(content: dict[str, Any]) -> None:
     """Check that a composed configuration (plain data) has only keys of RunConfig.
 
     OmegaConf lets `+key=value` pass a schema, hence this check.
@@ -100,9 +100,13 @@ def check_known_keys(content: Any, prefix: str = "") -> None:
         ConfigError: naming the first unknown key and the closest known one.
     """
     known = dict(key_types(RunConfig))
-    for key, value in content.items():
-        path = f"{prefix}{key}"
+    for path in _paths(content):
         if not is_known_key(path, known):
             raise unknown_key(path)
+
+
+def _paths(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in content.items():
+        yield f"{prefix}{key}"
         if isinstance(value, dict):
-            check_known_keys(value, f"{path}.")
+            yield from _paths(value, f"{prefix}{key}.")
