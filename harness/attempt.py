@@ -119,6 +119,7 @@ class Attempt:
         if self._config.timeout_s is not None:
             self._deadline_s = time.monotonic() + self._config.timeout_s
         scenario = self._config.scenario
+        self._note_neighbours()
         reference = self._reference() if scenario.correctness.enabled else None
         is_timed = scenario.throughput is not None or scenario.latency is not None
         if is_timed or reference is not None:
@@ -127,6 +128,16 @@ class Attempt:
             self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
         if self._unchecked is not None:
             self.findings.reasons.append(self._unchecked)
+
+    def _note_neighbours(self) -> None:
+        """Note who else computes on the GPU now: their work is in our times."""
+        gpu = self._around.gpu
+        count = gpu.num_other_processes(set()) if gpu else 0
+        if count:
+            self.findings.notes.append(
+                f"gpu: {count} other processes computed on this GPU when the point began; they slow it "
+                "down and take its memory. Run the point when they have ended."
+            )
 
     def _job(self, name: str, kind: str, reference: Path | None = None) -> WorkerJob:
         if self._engine is None:

@@ -185,6 +185,8 @@ class _Point:
             pass
         except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep
             findings.fail(*classify_exception(error, phase))
+        finally:
+            findings.add({"metrics": sampler.metrics()})
         view.flush()
 
     def _finish(

@@ -9,6 +9,13 @@ from harness.measure.host import process_memory
 from harness.measure.nvml import Gpu
 
 RESOURCES_NAME: Final = "resources.jsonl"
+GIB: Final = 2**30
+_PEAKS: Final = {
+    "gpu_used_bytes": "memory/gpu_peak_global_gib",
+    "rss_peak_bytes": "memory/host_rss_peak_gib",
+    "anon_bytes": "memory/host_anon_gib",
+    "shmem_bytes": "memory/host_shmem_gib",
+}
 
 
 class ResourceSampler:
@@ -21,6 +28,12 @@ class ResourceSampler:
         self._due_s = 0.0
         self.peaks: dict[str, float] = {}
         """Highest value of each quantity over all samples."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return the peaks that records carry; what was never sampled is left out."""
+        return {
+            metric: self.peaks[name] / GIB for name, metric in _PEAKS.items() if name in self.peaks
+        }
 
     def sample(self, pid: int) -> dict[str, Any] | None:
         """Take a sample if one is due; return it with its time, None if none was taken."""

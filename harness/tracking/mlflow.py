@@ -202,6 +202,7 @@ class MlflowTracker:
         tags = {
             "harness.status": record.status,
             "harness.valid": {True: "true", False: "false", None: "unknown"}[record.valid],
+            "harness.emulated": str(record.environment.get("emulated")).lower(),
             "mlflow.note.content": note(record),
         }
         if record.error is not None:
