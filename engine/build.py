@@ -26,7 +26,12 @@ from engine.sampler import Sampler
 from engine.sizes import pad_batch
 from engine.spec import ModelSpec
 from engine.tokenizer import eos_token_ids, load_tokenizer
-from engine.weights.checkpoint import CheckpointReader, check_checkpoint, read_headers
+from engine.weights.checkpoint import (
+    CheckpointReader,
+    StoredTensor,
+    check_checkpoint,
+    read_headers,
+)
 from engine.weights.dummy import fill_dummy
 from engine.weights.store import WeightStore
 from kernels import ops
@@ -118,15 +123,17 @@ def build_engine(
         spec = read_spec(config.model)
         device = open_device(config.gpu.device)
         plan = plan_memory(config, spec, device.facts(), reference=reference)
+    with clock.phase("read"):
+        stored = _find_weights(config.model, spec)
     with clock.phase("tokenizer"):
         folder = None if config.model.path is None else Path(config.model.path)
-        tokenizer = load_tokenizer(folder)
+        tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder)
     device.enforce_budget(plan.allocator_bytes)
     try:
         plan, store = _place(config, spec, device, plan, clock, reference=reference)
         for note in plan.notes:
             warnings.warn(note, OffloadWarning, stacklevel=3)
-        _load(config, spec, device, store, clock, progress)
+        _load(config, stored, device, store, clock, progress)
         with clock.phase("allocate"):
             cache = KVCache(plan, spec, device)
             runner = _runner(spec, plan, device, store, cache)
@@ -143,7 +150,7 @@ def build_engine(
         runner,
         Sampler(spec.vocab_size, device.torch_device),
         seed=config.engine.seed,
-        eos_token_ids=eos_token_ids(folder),
+        eos_token_ids=eos_ids,
     )
     return Engine(
         config, spec, plan, device, store, cache, runner, core, tokenizer, clock.report(), reference
@@ -173,15 +180,30 @@ def _place(
             return plan, WeightStore(plan, device)
 
 
+def _find_weights(model: ModelConfig, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Where every tensor lies on disk, checked; empty where weights are made up."""
+    if model.load_format == "dummy":
+        return {}
+    folder = Path(model.path or "")
+    stored = read_headers(folder)
+    check_checkpoint(stored, spec, folder)
+    return stored
+
+
 def _load(
     config: EngineConfig,
-    spec: ModelSpec,
+    stored: dict[str, StoredTensor],
     device: Device,
     store: WeightStore,
     clock: PhaseClock,
     progress: Progress | None,
 ) -> None:
-    total, done = spec.weight_bytes(store.plan.dtype), 0
+    parts = list(store.parameters())
+    if config.model.load_format == "dummy":
+        total = sum(tensor.numel() * tensor.element_size() for _, tensor in parts)
+    else:
+        total = sum(stored[part.name].num_bytes for part, _ in parts)
+    done = 0
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -191,16 +213,11 @@ def _load(
 
     if config.model.load_format == "dummy":
         with clock.phase("convert"):
-            fill_dummy(store.parameters(), config.engine.seed, advance)
+            fill_dummy(parts, config.engine.seed, advance)
             device.synchronize()
         return
-    folder = Path(config.model.path or "")
     with clock.phase("read"):
-        stored = read_headers(folder)
-        check_checkpoint(stored, spec, folder)
-    total = sum(stored[part.name].num_bytes for part, _ in store.parameters())
-    with clock.phase("read"):
-        CheckpointReader(device, clock, advance).read(store.parameters(), stored)
+        CheckpointReader(device, clock, advance).read(parts, stored)
 
 
 def _runner(

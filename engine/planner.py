@@ -19,13 +19,18 @@ from engine.placement import (
     assign_uva,
     fall_back,
 )
-from engine.plan import DeviceFacts, MemoryPlan, WeightLayout, align, lay_out
+from engine.plan import (
+    LOAD_STAGING_BYTES,
+    DeviceFacts,
+    MemoryPlan,
+    WeightLayout,
+    align,
+    lay_out,
+)
 from engine.sizes import activation_bytes, graph_bytes, graph_sizes, logits_bytes, runtime_bytes
 from engine.spec import DTYPE_BYTES, ModelSpec
 
 GIB = 2**30
-LOAD_STAGING_BYTES = 128 * 2**20
-"""Host buffers that checkpoint files are read through where they cannot be read into place."""
 PROCESS_BYTES = GIB
 """Host memory of the process itself: interpreter, libraries, tokenizer."""
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.errors import CheckpointError
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -17,13 +19,20 @@ def load_tokenizer(folder: Path | None) -> Any | None:
 
 
 def eos_token_ids(folder: Path | None) -> frozenset[int]:
-    """Return the end-of-sequence tokens that generation_config.json or config.json names."""
+    """Return the end-of-sequence tokens that generation_config.json or config.json names.
+
+    Raises:
+        CheckpointError: A file is not JSON.
+    """
     if folder is None:
         return frozenset()
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.is_file():
-            value = json.loads(file.read_text()).get("eos_token_id")
+            try:
+                value = json.loads(file.read_text()).get("eos_token_id")
+            except json.JSONDecodeError as error:
+                raise CheckpointError(f"{file}: not JSON ({error}).") from error
             if value is not None:
                 return frozenset(value if isinstance(value, list) else [value])
     return frozenset()

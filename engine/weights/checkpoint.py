@@ -1,6 +1,7 @@
 """Read safetensors straight into their planned place, in pieces, with threads reading ahead."""
 
 import json
+import math
 import os
 import struct
 from collections import deque
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -17,9 +19,10 @@ from engine.clock import PhaseClock
 from engine.device.base import Device
 from engine.device.host import chunks, num_threads
 from engine.errors import CheckpointError
+from engine.plan import LOAD_STAGING_BYTES
 from engine.spec import ModelSpec, ParamSpec
 
-PIECE_BYTES = 16 * 2**20
+PIECE_BYTES = 8 * 2**20
 FILE_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -44,25 +47,34 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: No file, a missing shard, a damaged header or an unsupported dtype.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{folder}: expected *.safetensors files, found none. Convert the checkpoint to "
-            "safetensors, or use load_format=dummy for random weights."
-        )
     found: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in _files(folder):
         if not file.is_file():
             raise CheckpointError(
                 f"{folder}: expected the shard {file.name}, found none. Fetch it."
             )
         found.update(_read_header(file))
     return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of an index, else model.safetensors, else every safetensors file."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return [folder / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index}: expected a weight_map of file names, got {error!r}. Fetch it again."
+            ) from error
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder}: expected *.safetensors files, found none. Convert the checkpoint to "
+            "safetensors, or use load_format=dummy for random weights."
+        )
+    return files
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -73,33 +85,40 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             if length > size:
                 raise ValueError("header longer than the file")
             header = json.loads(stream.read(length))
-    except (struct.error, ValueError) as error:
+        return {
+            name: _stored(file, size, 8 + length, name, entry)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{file}: not a safetensors file ({error}). Fetch it again."
+            f"{file}: not a safetensors file ({error!r}). Fetch it again."
         ) from error
-    found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in FILE_DTYPES:
-            raise CheckpointError(
-                f"{file}: {name} has dtype {entry['dtype']}, expected one of "
-                f"{', '.join(FILE_DTYPES)}. Quantised checkpoints are not supported."
-            )
-        begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
-            raise CheckpointError(
-                f"{file}: {name} ends at byte {8 + length + end}, the file has {size}. "
-                "It is cut short; fetch it again."
-            )
-        found[name] = StoredTensor(
-            file,
-            FILE_DTYPES[entry["dtype"]],
-            tuple(entry["shape"]),
-            8 + length + begin,
-            end - begin,
+
+
+def _stored(
+    file: Path, file_bytes: int, data_start: int, name: str, entry: Mapping[str, Any]
+) -> StoredTensor:
+    """Check one entry of a header against itself and the file's size."""
+    if entry["dtype"] not in FILE_DTYPES:
+        raise CheckpointError(
+            f"{file}: {name} has dtype {entry['dtype']}, expected one of {', '.join(FILE_DTYPES)}. "
+            "Quantised checkpoints are not supported."
         )
-    return found
+    dtype, shape = FILE_DTYPES[entry["dtype"]], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+        raise CheckpointError(
+            f"{file}: {name} of shape {list(shape)} in {entry['dtype']} takes "
+            f"{math.prod(shape) * dtype.itemsize} bytes, the header says {begin} to {end}. "
+            "Fetch it again."
+        )
+    if data_start + end > file_bytes:
+        raise CheckpointError(
+            f"{file}: {name} ends at byte {data_start + end}, the file has {file_bytes}. "
+            "It is cut short; fetch it again."
+        )
+    return StoredTensor(file, dtype, shape, data_start + begin, end - begin)
 
 
 def check_checkpoint(stored: Mapping[str, StoredTensor], spec: ModelSpec, folder: Path) -> None:
@@ -184,7 +203,7 @@ class CheckpointReader:
         pieces = list(_pieces(parameters, stored))
         threads = num_threads()
         if not all(piece.is_direct for piece in pieces):
-            for _ in range(threads + 2):
+            for _ in range(min(threads + 2, LOAD_STAGING_BYTES // PIECE_BYTES)):
                 self._free.append(self._device.upload_buffer((PIECE_BYTES,), torch.uint8))
         with ExitStack() as stack:
             for file in {piece.source.file for piece in pieces}:
