@@ -135,8 +135,8 @@ class Attempt:
         count = gpu.num_other_processes(set()) if gpu else 0
         if count:
             self.findings.notes.append(
-                f"gpu: {count} other processes computed on this GPU when the point began; they slow it "
-                "down and take its memory. Run the point when they have ended."
+                f"gpu: {count} other processes computed on this GPU when the point began and take "
+                "time and memory from it. Run the point when they have ended."
             )
 
     def _job(self, name: str, kind: str, reference: Path | None = None) -> WorkerJob:
