@@ -18,9 +18,15 @@ class Gpu:
     def _try(self, name: str, *arguments: Any) -> Any:
         return attempt(lambda: getattr(self._nvml, name)(self._handle, *arguments))
 
+    def _memory(self) -> Any:
+        """Return total and used bytes; the driver's own reserve is not in use (version 2)."""
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        found = self._try("nvmlDeviceGetMemoryInfo", version) if version is not None else None
+        return self._try("nvmlDeviceGetMemoryInfo") if found is None else found
+
     def facts(self) -> GpuFacts:
         """Return what does not change during a run: name, memory, driver, link, limits."""
-        memory = self._try("nvmlDeviceGetMemoryInfo")
+        memory = self._memory()
         power_mw = self._try("nvmlDeviceGetEnforcedPowerLimit")
         clock = getattr(self._nvml, "NVML_CLOCK_SM", 1)
         return {
@@ -41,7 +47,7 @@ class Gpu:
 
     def sample(self) -> dict[str, float | None]:
         """Return what changes: memory in use (all processes), power, clock, temperature, load."""
-        memory = self._try("nvmlDeviceGetMemoryInfo")
+        memory = self._memory()
         power_mw = self._try("nvmlDeviceGetPowerUsage")
         rates = self._try("nvmlDeviceGetUtilizationRates")
         return {

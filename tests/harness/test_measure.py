@@ -18,6 +18,7 @@ class FakeNvml:
     """Two GPUs; the second gives neither memory nor energy."""
 
     NVML_CLOCK_SM = 1
+    nvmlMemory_v2 = 2
 
     def __init__(self, uuids=("GPU-aa", "GPU-bb")):
         self.uuids = uuids
@@ -43,10 +44,11 @@ class FakeNvml:
     def nvmlSystemGetCudaDriverVersion(self):
         return 13000
 
-    def nvmlDeviceGetMemoryInfo(self, handle):
+    def nvmlDeviceGetMemoryInfo(self, handle, version=1):
         if handle == 1:
             raise RuntimeError("Not Supported")
-        return SimpleNamespace(total=16 * 2**30, used=2**30)
+        reserve = 0 if version == 2 else 2**29
+        return SimpleNamespace(total=16 * 2**30, used=2**30 + reserve)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         if handle == 1:
@@ -88,6 +90,13 @@ def test_a_field_that_the_driver_refuses_is_none_and_costs_no_other(fake_nvml):
     assert gpu.energy_j() is None
     assert gpu.sample()["gpu_used_bytes"] is None
     assert gpu.sample()["gpu_power_w"] == 300
+
+
+def test_an_old_binding_counts_the_reserve_as_used(fake_nvml, monkeypatch):
+    gpu = nvml.open_gpu("GPU-aa")
+    assert gpu.sample()["gpu_used_bytes"] == 2**30
+    monkeypatch.delattr(FakeNvml, "nvmlMemory_v2")
+    assert gpu.sample()["gpu_used_bytes"] == 2**30 + 2**29
 
 
 @pytest.mark.parametrize(
