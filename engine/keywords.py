@@ -1,6 +1,7 @@
 """From the keywords that users know to an EngineConfig."""
 
 import difflib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ from engine.config import (
     EngineSettings,
     GPUConfig,
     KVConfig,
-    KVTransferConfig,
     ModelConfig,
     OffloadConfig,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
 from engine.errors import ConfigError
+from engine.sealed import Sealed
 
 _ENGINE = (
     "dtype",
@@ -27,7 +28,15 @@ _ENGINE = (
     "seed",
     "host_reserve_gib",
 )
-_KV = ("block_size", "enable_prefix_caching", "swap_space", "disable_sliding_window")
+_KV = (
+    "block_size",
+    "cpu_gib",
+    "disable_sliding_window",
+    "enable_prefix_caching",
+    "num_cpu_blocks",
+    "pin_limit_gib",
+    "swap_space",
+)
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
 _PREFETCH = (
     "offload_group_size",
@@ -86,14 +95,9 @@ def _refuse(keywords: dict[str, Any]) -> None:
         )
     transfer = keywords.get("kv_transfer_config")
     if transfer is not None:
-        name = (
-            transfer.kv_connector
-            if isinstance(transfer, KVTransferConfig)
-            else dict(transfer).get("kv_connector")
-        )
         raise ConfigError(
-            f"kv_transfer_config: expected None (KV blocks in host memory are not available yet), "
-            f"got kv_connector={name!r}. Remove it."
+            "kv_transfer_config: expected None (KV blocks in host memory are not available yet), "
+            f"got {transfer!r}. Remove it."
         )
 
 
@@ -108,18 +112,30 @@ def _offload(keywords: dict[str, Any]) -> OffloadConfig:
     if isinstance(config, OffloadConfig):
         return config
     if config is not None:
-        given = dict(config)
-        uva, prefetch = given.pop("uva", {}), given.pop("prefetch", {})
-        unknown = set(given) - {"offload_backend"}
-        if unknown:
+        if not isinstance(config, dict):
             raise ConfigError(
-                f"offload_config: expected offload_backend, uva, prefetch, got {sorted(unknown)}."
+                f"offload_config: expected an OffloadConfig or a dict of its fields, got "
+                f"{config!r}."
             )
-        return OffloadConfig(
-            uva=UVAOffloadConfig(**uva), prefetch=PrefetchOffloadConfig(**prefetch), **given
-        )
+        _check_fields("offload_config", config, OffloadConfig)
+        given = dict(config)
+        for name, kind in (("uva", UVAOffloadConfig), ("prefetch", PrefetchOffloadConfig)):
+            node = given.get(name, {})
+            if isinstance(node, dict):
+                _check_fields(f"offload_config.{name}", node, kind)
+                given[name] = kind(**node)
+            elif not isinstance(node, kind):
+                raise ConfigError(f"offload_config.{name}: expected a dict, got {node!r}.")
+        return OffloadConfig(**given)
     return OffloadConfig(
         offload_backend=keywords.get("offload_backend", "auto"),
         uva=UVAOffloadConfig(**_pick(keywords, _UVA)),
         prefetch=PrefetchOffloadConfig(**_pick(keywords, _PREFETCH)),
     )
+
+
+def _check_fields(name: str, given: dict[str, Any], kind: type[Sealed]) -> None:
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigError(f"{name}: expected {', '.join(known)}, got {', '.join(unknown)}.")

@@ -117,7 +117,13 @@ class Sessions:
                     "prompt: expected token ids, got text: this model has no tokenizer. "
                     "Pass a list of token ids."
                 )
-            return list(self._tokenizer(prompt)["input_ids"])
+            try:
+                return list(self._tokenizer(prompt)["input_ids"])
+            except (TypeError, ValueError) as error:
+                raise RequestError(
+                    f"prompt: expected text that the tokenizer can encode, got {prompt[:20]!r} "
+                    f"({error}). Remove lone surrogates."
+                ) from error
         if not isinstance(prompt, list):
             raise RequestError(
                 f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}."
