@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from engine import LLM, build
+from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
+from engine.errors import PinningError
 from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
 from engine.placement import Placement, assign_prefetch
 from engine.runner import ModelRunner
@@ -254,6 +256,41 @@ def test_prefetch_does_not_need_in_place_reads(
     assert llm.effective()["fallbacks"] == []
     assert llm.plan.placed_bytes()["prefetch"] > 0
     check_equal(residents, llm, 5)
+    llm.close()
+
+
+class NoPinning(CPUDevice):
+    """A machine whose driver refuses to register memory."""
+
+    def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
+        if pin:
+            raise PinningError("cudaHostRegister failed, tests say so")
+        return super().host_buffer(num_bytes, pin=pin)
+
+
+def test_where_pinning_fails_weights_are_copied_from_pageable_memory(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "open_device", lambda _: NoPinning())
+    for keywords in ({"cpu_offload_gb": 1}, {"offload_group_size": 2}):
+        llm = residents.open(5, **keywords)
+        [note] = llm.effective()["fallbacks"]
+        assert "tests say so" in note
+        assert llm.memory()["host_pinned_bytes"] == 0
+        check_equal(residents, llm, 5)
+        llm.close()
+    residents.open(5).close()
+
+
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_what_is_allocated_is_what_was_planned(residents: Residents, name: str) -> None:
+    llm = residents.open(5, **OFFLOADS[name])
+    items = llm.plan.gpu_items
+    planned = ("weights", "prefetch_slots", "staging_slots", "kv_cache")
+    assert llm.memory()["gpu_allocated_bytes"] == sum(items[part] for part in planned)
+    assert llm.memory()["host_pinned_bytes"] == llm.plan.host_items["pinned_weights"]
+    greedy(llm, PROMPTS, 2)
+    assert llm.memory()["gpu_peak_bytes"] <= llm.memory()["gpu_budget_bytes"]
     llm.close()
 
 

@@ -1,0 +1,147 @@
+"""The CPU as a device: budget, buffers, switches; host figures; the link probe; the KV cache."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine import probe
+from engine.clock import PhaseClock
+from engine.device import host
+from engine.device.cpu import CPUDevice
+from engine.device.select import open_device
+from engine.errors import CapacityError, ConfigError
+from engine.kv.cache import KVCache
+from engine.planner import plan_memory
+from tests.engine.specs import CPU, configuration, small_spec
+
+MIB = 2**20
+
+
+def test_allocations_beyond_the_budget_fail() -> None:
+    device = CPUDevice()
+    device.enforce_budget(1000)
+    first = device.empty(600)
+    assert (first.numel(), first.dtype) == (600, torch.uint8)
+    with pytest.raises(CapacityError, match="401 bytes more than 600 exceed the budget of 1000"):
+        device.empty(401)
+    device.empty(400)
+    assert device.allocated_bytes() == device.peak_bytes() == 1000
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4097, 65 * MIB])
+def test_host_buffers_have_the_exact_size(num_bytes: int) -> None:
+    for pin in (False, True):
+        buffer = CPUDevice().host_buffer(num_bytes, pin=pin)
+        assert buffer.pinned is pin
+        assert buffer.tensor.shape == (num_bytes,)
+        assert not buffer.tensor.any()
+        buffer.tensor.fill_(1)
+        view = buffer.tensor[:1]
+        buffer.close()
+        assert view.tolist() == [1] * min(1, num_bytes)
+
+
+def test_pageable_memory_is_never_read_in_place() -> None:
+    device = CPUDevice()
+    pinned, pageable = (device.host_buffer(64, pin=pin) for pin in (True, False))
+    assert device.in_place(pinned, pinned.tensor) is pinned.tensor
+    with pytest.raises(CapacityError, match="expected pinned memory"):
+        device.in_place(pageable, pageable.tensor)
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ({}, (True, True)),
+        ({"UVA": "1"}, (True, False)),
+        ({"PIN_MEMORY": "1"}, (False, False)),
+        ({"PIN_MEMORY": "yes", "UVA": "1"}, (False, False)),
+        ({"PIN_MEMORY": "0", "UVA": ""}, (True, True)),
+    ],
+)
+def test_switches_disable_pinning_and_in_place_reads(
+    monkeypatch: pytest.MonkeyPatch, switches: dict[str, str], expected: tuple[bool, bool]
+) -> None:
+    for name in ("UVA", "PIN_MEMORY"):
+        monkeypatch.delenv(f"TIGHTFIT_DISABLE_{name}", raising=False)
+    for name, value in switches.items():
+        monkeypatch.setenv(f"TIGHTFIT_DISABLE_{name}", value)
+    facts = CPUDevice().facts()
+    assert (facts.can_pin, facts.can_uva) == expected
+    assert bool(facts.reason) is not all(expected)
+
+
+def test_host_figures_stay_within_the_cgroup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    files = {
+        "memory.max": f"{2**30}\n",
+        "memory.current": f"{700 * MIB}\n",
+        "memory.stat": f"anon 5\ninactive_file {150 * MIB}\nactive_file {50 * MIB}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "Path", lambda _: tmp_path)
+    free = host.available_bytes()
+    assert free == min(1024 * MIB - 500 * MIB, free)
+    (tmp_path / "memory.current").write_text(f"{2**31}\n")
+    assert host.available_bytes() == 0
+    for broken in ("max\n", "broken\n"):
+        (tmp_path / "memory.max").write_text(broken)
+        assert host.available_bytes() > 0
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ConfigError, match=r"gpu\.device: expected a CUDA device"):
+        open_device("cuda")
+    assert open_device("auto").kind == open_device("cpu").kind == "cpu"
+
+
+def test_the_link_probe_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "REPEATS", 3)
+    found = probe.probe_link("cpu")
+    assert found.keys() == {
+        "h2d_gb_s",
+        "d2h_gb_s",
+        "two_way_gb_s",
+        "in_place_gb_s",
+        "hbm_copy_gb_s",
+    }
+    assert found["h2d_gb_s"] is not None
+    assert 0.05 < found["h2d_gb_s"] < 1000
+    assert found["in_place_gb_s"] is None
+
+
+def test_a_block_of_the_kv_cache_is_one_run_of_bytes() -> None:
+    spec = small_spec(num_hidden_layers=3)
+    config = configuration(spec, memory_gib=0.05, max_num_seqs=2, max_num_batched_tokens=16)
+    plan = plan_memory(config, spec, CPU)
+    cache = KVCache(plan, spec, CPUDevice())
+    assert cache.tensor.is_contiguous()
+    assert cache.tensor[0].numel() * 4 == plan.block_bytes
+    assert cache.tensor.shape == (plan.num_gpu_blocks, 3, 2, 2, 16, 16)
+    cache.tensor.zero_()
+    keys, values = cache.layer(1)
+    keys[5].fill_(1)
+    values[5].fill_(2)
+    assert cache.tensor[5, 1, 0].unique().tolist() == [1]
+    assert cache.tensor[5, 1, 1].unique().tolist() == [2]
+    assert cache.tensor.sum() == 3 * 2 * 16 * 16
+
+
+def test_a_clock_attributes_every_moment_once() -> None:
+    clock = PhaseClock()
+    with clock.phase("read"):
+        with clock.phase("copy"):
+            sum(range(1000))
+        with pytest.raises(ValueError, match="x"), clock.phase("convert"):
+            raise ValueError("x")
+    clock.add_busy("read", 5.0)
+    clock.add_busy("read", 1.0)
+    report = clock.report()
+    assert report.phases.keys() == {"other", "read", "copy", "convert"}
+    assert sum(report.phases.values()) == pytest.approx(report.total_s, abs=1e-9)
+    assert report.busy == {"read": 6.0}
