@@ -1,6 +1,6 @@
 """NVML, samples of resources, the page cache and the environment."""
 
-# ruff: noqa: N802  some names are NVML's
+# ruff: noqa: N802, N815  some names are NVML's
 import json
 import os
 import sys

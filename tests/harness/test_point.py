@@ -177,10 +177,11 @@ def test_one_bad_point_does_not_change_the_next(tmp_path):
     assert run(tmp_path, name="1").status == "ok"
 
 
-def test_ctrl_c_ends_the_worker_and_writes_the_record(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_worker_and_writes_the_record(tmp_path, number):
     mark = tmp_path / "hanging"
     script = Script(fail_at="step", failure="hang", touch=str(mark))
-    watcher = threading.Thread(target=_interrupt_when, args=(mark,))
+    watcher = threading.Thread(target=_interrupt_when, args=(mark, number))
     watcher.start()
     config = run_config(scenario=scenario(correctness=UNCHECKED))
     with pytest.raises(KeyboardInterrupt):
@@ -310,6 +311,6 @@ def _wait_for(path):
     _wait_until(path.exists)
 
 
-def _interrupt_when(path):
+def _interrupt_when(path, number):
     _wait_for(path)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), number)
