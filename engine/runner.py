@@ -164,6 +164,10 @@ class ModelRunner:
         if captured is None:
             return self._decoder.forward(batch)
         graph, copied, read = captured
+        # A step that failed amid its layers left other layers in the slots than the graph expects.
+        store = self._decoder.weights
+        store.begin_step(batch.num_tokens)
+        store.end_step()
         graph.replay()
         self.graph_steps += 1
         self._replayed_copies += copied
@@ -202,7 +206,8 @@ class ModelRunner:
 
     def warm_up(self, num_tokens: int) -> None:
         """Run one prefill of padding, so that kernels are compiled and loaded."""
-        count = min(num_tokens, self._plan.max_model_len)
+        plan = self._plan
+        count = min(num_tokens, plan.max_num_batched_tokens, plan.max_model_len)
         self._ids.array[:count] = 0
         self._positions.array[:count] = 0
         self._slots.array[:count] = -1
