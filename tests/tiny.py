@@ -44,6 +44,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "olmo2": ("Olmo2", {}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_biases": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2_biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
     "llama_llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama_linear_rope": (
         "Llama",

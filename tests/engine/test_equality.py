@@ -1,6 +1,8 @@
 """Every placement gives the resident engine's tokens, and faults put in on purpose change them."""
 
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -403,4 +405,55 @@ def test_the_order_of_requests_does_not_matter(residents: Residents) -> None:
     for first, second in pairwise([0, 1, 2, 3, 0]):
         found = greedy(llm, [PROMPTS[second], PROMPTS[first]], MAX_TOKENS)
         assert found == [expected[second], expected[first]]
+    llm.close()
+
+
+LOAD = [make_prompt(1 + 7 * index % 34, seed=index, vocab=61) for index in range(25)]
+
+
+@pytest.fixture(scope="module")
+def load_tokens(residents: Residents) -> list[list[int]]:
+    """What each request of LOAD gets alone, with nothing offloaded."""
+    llm = residents.open(5)
+    found = [greedy(llm, [prompt], 28)[0] for prompt in LOAD]
+    llm.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_loads(
+    residents: Residents,
+    load_tokens: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    pool_is_full: Callable[[LLM], bool],
+    seed: int,
+) -> None:
+    """Random arrivals, aborts and preemptions: each request gets the tokens it gets alone."""
+    chance = random.Random(seed)
+    plan_memory = build.plan_memory
+    monkeypatch.setattr(
+        build, "plan_memory", lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=10)
+    )
+    copies(monkeypatch, eager=seed % 2 == 0)
+    keywords = OFFLOADS[chance.choice(sorted(OFFLOADS))]
+    llm = residents.open(5, block_size=8, max_num_seqs=5, **keywords)
+    order = chance.sample(range(25), 25)
+    sent, aborted = 0, set()
+    tokens: dict[str, list[int]] = {}
+    while sent < 25 or llm.has_unfinished():
+        while sent < 25 and chance.random() < 0.4:
+            index = order[sent]
+            llm.add_request(LOAD[index], greedy_params(chance.randint(1, 28)), str(index))
+            sent += 1
+        if sent and chance.random() < 0.03:
+            aborted.add(str(order[chance.randrange(sent)]))
+            llm.abort(max(aborted))
+        for event in llm.step():
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+    for index, whole in enumerate(load_tokens):
+        found = tokens.get(str(index), [])
+        assert found == whole[: len(found)]
+        assert found or str(index) in aborted
+    assert llm.stats()["preemptions"] > 0
+    assert pool_is_full(llm)
     llm.close()

@@ -14,7 +14,7 @@ from engine.errors import CapacityError
 from engine.probe import probe_link
 from engine.weights.ring import SlotRing
 from tests.engine.conftest import TinyModels
-from tests.tiny import greedy, make_prompt, open_llm
+from tests.tiny import greedy, greedy_params, make_prompt, open_llm
 
 pytestmark = pytest.mark.gpu
 
@@ -131,6 +131,37 @@ def test_control_changed_host_memory_is_seen_by_in_place_reads(
     assert greedy(llm, LARGE_PROMPTS, 8) == large_tokens
     llm._engine.store._host_buffer.tensor[: 64 * MIB].zero_()
     assert greedy(llm, LARGE_PROMPTS, 8) != large_tokens
+    llm.close()
+
+
+def test_graphs_find_their_layers_after_a_step_that_failed(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_large(large, offload_group_size=1)
+    params = greedy_params(8)
+    llm.add_request(LARGE_PROMPTS[0], params, "first")
+    tokens = [event.token_id for event in llm.step()]
+    llm.add_request(LARGE_PROMPTS[1], params, "second")
+    store = llm._engine.store
+    acquire = store.acquire
+
+    def fail_at_three(layer: int) -> Any:
+        if layer == 3:
+            raise RuntimeError("tests say so")
+        return acquire(layer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "acquire", fail_at_three)
+        with pytest.raises(RuntimeError, match="tests say so"):
+            llm.step()
+    llm.abort("second")
+    while llm.has_unfinished():
+        tokens += [event.token_id for event in llm.step()]
+        assert llm.last_step is not None
+        assert llm.last_step.used_graph
+    alone = open_large(large)
+    assert [tokens] == greedy(alone, LARGE_PROMPTS[:1], 8)
+    alone.close()
     llm.close()
 
 

@@ -341,6 +341,39 @@ def test_a_failure_amid_the_layers_leaves_the_slots_usable(
     assert greedy(llm, PROMPTS, 6) == tiny.greedy("llama", PROMPTS, 6)
 
 
+def test_a_graph_finds_its_layers_after_a_failure(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph cannot repair the slots itself: it begins with layer s in slot s."""
+    engine = open_llm(tiny.folder("llama"), offload_group_size=1)
+    runner, store = engine._engine.runner, engine._engine.store
+    held = []
+
+    class Replay:
+        def replay(self) -> None:
+            held.append((list(store._feed._held), list(store._feed._pending)))
+
+    acquire, calls = store.acquire, []
+
+    def fail_once(layer: int) -> Any:
+        calls.append(layer)
+        if len(calls) == 6:
+            raise RuntimeError("tests say so")
+        return acquire(layer)
+
+    engine.add_request(PROMPTS[1], greedy_params(4))
+    engine.step()
+    monkeypatch.setattr(store, "acquire", fail_once)
+    calls += [0, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="tests say so"):
+        engine.step()
+    assert store._feed._held != [0, 1]
+    runner._graphs[1] = (Replay(), 0, 0)
+    engine.step()
+    assert held == [([0, 1], [None, None])]
+    engine.close()
+
+
 def test_a_step_that_fails_can_be_repeated(
     llm: LLM, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

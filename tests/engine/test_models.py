@@ -1,10 +1,12 @@
 """Greedy tokens equal transformers' for every family, length, batch, chunk and block size."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from engine import LLM, build
 from tests.engine.conftest import TinyModels
@@ -33,6 +35,29 @@ def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant:
     assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
     assert [greedy(llm, [prompt], MAX_TOKENS)[0] for prompt in PROMPTS] == expected
     llm.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_log_probabilities_are_near_those_of_transformers(
+    tiny: TinyModels, family: str
+) -> None:
+    llm = open_llm(tiny.folder(family), dtype="bfloat16")
+    [output] = llm.generate(PROMPTS[3], greedy_params(16, logprobs=20))
+    llm.close()
+    [answer] = output.outputs
+    ids = torch.tensor([PROMPTS[3] + answer.token_ids])
+    model = copy.deepcopy(tiny.model(family)).bfloat16()
+    with torch.no_grad():
+        theirs = model(ids).logits[0, len(PROMPTS[3]) - 1 : -1].float().log_softmax(-1)
+        exact = tiny.model(family)(ids).logits[0, len(PROMPTS[3]) - 1 : -1].log_softmax(-1)
+    assert answer.logprobs is not None
+    ours, rounded = [], []
+    for row, other, top in zip(exact, theirs, answer.logprobs, strict=True):
+        ours += [abs(row[token].item() - value) for token, value in top.items()]
+        rounded += [abs(row[token].item() - other[token].item()) for token in top]
+    # As far from float32 as transformers' own bfloat16 is.
+    assert sum(ours) < 1.5 * sum(rounded) + 1e-3
+    assert max(ours) < 3 * max(rounded) + 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
