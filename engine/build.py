@@ -137,7 +137,7 @@ def build_engine(
         with clock.phase("allocate"):
             cache = KVCache(plan, spec, device)
             runner = _runner(spec, plan, device, store, cache)
-        eager = reference or config.engine.enforce_eager
+        eager = reference or config.engine.enforce_eager or not plan.can_capture
         with clock.phase("warm_up"):
             # A CPU has no kernels to compile; a GPU's largest step also sizes its allocator.
             runner.warm_up(16 if plan.facts.emulated else plan.max_num_batched_tokens)

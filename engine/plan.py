@@ -140,6 +140,11 @@ class MemoryPlan:
         """Layers with an offloaded slab, in order."""
         return tuple(layer for layer in self.layers if layer.offloaded.num_bytes)
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether decode can run in graphs; a copy from pageable memory cannot be captured."""
+        return self.pin or not (self.offloaded_layers or self.outer_offloaded.num_bytes)
+
     def bytes_per_step(self) -> int:
         """Weight bytes that cross the link in one decode step (table rows not counted)."""
         embed = "model.embed_tokens.weight"

@@ -200,7 +200,8 @@ def _build(asked: _Asked, assignment: Assignment) -> MemoryPlan:
     slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, dtype)
     sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
     budget = gpu_budget_bytes(config, facts)
-    graph_pool, graph_nodes = graph_bytes(spec, () if settings.enforce_eager else sizes, size)
+    eager = settings.enforce_eager or (layout.offloaded_bytes > 0 and not facts.can_pin)
+    graph_pool, graph_nodes = graph_bytes(spec, () if eager else sizes, size)
     workspace, runtime = runtime_bytes(facts.kind)
     items = {
         "weights": layout.resident_bytes,
