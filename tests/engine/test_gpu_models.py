@@ -63,6 +63,7 @@ def test_every_placement_equals_resident(
         for params in ([], ["mlp", "embed_tokens", "lm_head", "model.norm"]):
             llm = open_gpu(folder, dtype=dtype, cpu_offload_gb=1, cpu_offload_params=params)
             assert llm.effective()["fallbacks"]
+            assert llm.effective()["graphs"] == ([1, 2, 4, 8] if switch == "UVA" else [])
             assert llm.memory()[f"host_{memory}_bytes"] > 0
             assert greedy(llm, SHORT, MAX_TOKENS) == expected, switch
             check_decode_bytes(llm, SHORT[1])

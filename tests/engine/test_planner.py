@@ -415,6 +415,24 @@ def test_staging_slots_exist_only_where_a_step_can_be_large_enough() -> None:
     assert large.gpu_items["prefetch_slots"] == 0
 
 
+def test_weights_in_pageable_memory_rule_out_graphs() -> None:
+    unpinned = replace(H200, **NO_PIN)
+    for facts, offload, expected in (
+        (H200, None, True),
+        (H200, uva(1), True),
+        (replace(H200, **NO_UVA), uva(1), True),
+        (unpinned, None, True),
+        (unpinned, uva(1), False),
+        (unpinned, prefetch(2), False),
+        (unpinned, uva(1, "lm_head"), False),
+    ):
+        plan = plan_small(facts, memory_gib=2, offload=offload)
+        assert plan.can_capture is expected
+        assert plan.graph_sizes == (1, 2, 4)
+        assert (plan.gpu_items["graphs"] > 0) is expected
+        assert any("without graphs" in note for note in plan.notes) is not expected
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_on_demand_copies_every_layer_of_every_step(layers: int) -> None:
     spec = small_spec(num_hidden_layers=layers)
