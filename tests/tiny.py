@@ -164,3 +164,20 @@ def write_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of 151 tokens: printable characters, some pairs, two special tokens."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)]
+    pairs = [(a, b) for a in "aehnorst" for b in "eghinort"]
+    merges = pairs[: VOCAB - 2 - len(characters)]
+    words = ["<s>", "</s>", *characters, *(a + b for a, b in merges)]
+    assert len(words) == VOCAB
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)

@@ -1,5 +1,6 @@
-"""Tiny checkpoints, made once in a test run; torch is imported only by tests that ask for them."""
+"""Tiny checkpoints and engines, made once; only tests that ask for them import torch."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def tiny(single_thread: None, tmp_path_factory: pytest.TempPathFactory) -> TinyM
     return TinyModels(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def residents(tiny: TinyModels) -> Any:
+    """Tokens of resident engines, and offloading engines on the same checkpoints."""
+    from tests.engine.placements import Residents
+
+    return Residents(tiny)
+
+
 @pytest.fixture
 def pool_is_full() -> Callable[[Any], bool]:
     """Tell whether an engine holds no KV block and no unfinished request."""
@@ -75,3 +84,29 @@ def pool_is_full() -> Callable[[Any], bool]:
         return stats["free_blocks"] == stats["num_blocks"] and not llm.has_unfinished()
 
     return check
+
+
+@pytest.fixture(scope="session")
+def text_folder(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama with a tokenizer; must not be written to."""
+    from tests.tiny import add_tokenizer
+
+    copy = tmp_path_factory.mktemp("text") / "llama"
+    shutil.copytree(tiny.folder("llama"), copy)
+    add_tokenizer(copy)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def shared_llm(text_folder: Path) -> Any:
+    """An engine of the tiny Llama with one of three layers offloaded."""
+    from tests.tiny import open_llm
+
+    return open_llm(text_folder, max_model_len=200, offload_group_size=2)
+
+
+@pytest.fixture
+def llm(shared_llm: Any, pool_is_full: Callable[[Any], bool]) -> Iterator[Any]:
+    """An engine that many tests use; a test that leaves requests or blocks behind fails."""
+    yield shared_llm
+    assert pool_is_full(shared_llm)

@@ -1,9 +1,13 @@
-"""Ways to place weights that tests go through, and the bytes that their steps must move."""
+"""Ways to place weights, what engines must do in each of them, and a resident engine's tokens."""
 
 from typing import Any
 
-from engine import LLM
-from tests.tiny import greedy_params
+import pytest
+
+from engine import LLM, build
+from engine.device.cpu import CPUDevice
+from tests.engine.conftest import TinyModels
+from tests.tiny import greedy, greedy_params, make_prompt, open_llm
 
 GIB = 2**30
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -47,3 +51,57 @@ def check_decode_bytes(llm: LLM, prompt: list[int]) -> None:
             expected = plan.bytes_per_step()
             assert step.h2d_bytes == (0 if in_place else expected)
             assert step.in_place_bytes == (expected if in_place else 0)
+
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.25,
+}
+PROMPTS = [make_prompt(length, vocab=61) for length in (1, 5, 19, 34)]
+MAX_TOKENS = 5
+FEW_TOKENS = {"max_num_batched_tokens": 32, "max_model_len": 64, "gpu_memory_gib": 0.0625}
+
+
+def copies(monkeypatch: pytest.MonkeyPatch, *, eager: bool) -> None:
+    """Let CPU engines run copies as early, or as late, as they may."""
+    monkeypatch.setattr(build, "open_device", lambda _: CPUDevice(eager_copies=eager))
+
+
+class Residents:
+    """Tokens of the resident engine by number of layers and family."""
+
+    def __init__(self, tiny: TinyModels) -> None:
+        self._tiny = tiny
+        self._tokens: dict[tuple[str, int], list[list[int]]] = {}
+
+    def folder(self, layers: int, family: str = "llama") -> Any:
+        return self._tiny.folder(family, num_hidden_layers=layers, **SMALL)
+
+    def tokens(self, layers: int, family: str = "llama") -> list[list[int]]:
+        key = (family, layers)
+        if key not in self._tokens:
+            llm = open_llm(self.folder(layers, family), **FEW_TOKENS)
+            assert llm.plan.placed_bytes() == {
+                "resident": llm.spec.weight_bytes("float32"),
+                "uva": 0,
+                "prefetch": 0,
+                "on_demand": 0,
+            }
+            self._tokens[key] = greedy(llm, PROMPTS, MAX_TOKENS)
+            llm.close()
+        return self._tokens[key]
+
+    def open(self, layers: int, family: str = "llama", **keywords: Any) -> LLM:
+        return open_llm(self.folder(layers, family), **(FEW_TOKENS | keywords))
+
+
+def check_equal(residents: Residents, llm: LLM, layers: int, family: str = "llama") -> None:
+    """Compare tokens of prompts together, then of one more alone, and check the plan's bytes."""
+    expected = residents.tokens(layers, family)
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
+    check_decode_bytes(llm, PROMPTS[2])
+    assert greedy(llm, PROMPTS[1:2], MAX_TOKENS) == expected[1:2]

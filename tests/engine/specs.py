@@ -16,8 +16,9 @@ from engine.config import (
     UVAOffloadConfig,
 )
 from engine.offload_config import OffloadWarning
-from engine.plan import DeviceFacts
-from engine.spec import ModelSpec
+from engine.plan import DeviceFacts, MemoryPlan, align
+from engine.planner import plan_memory
+from engine.spec import DTYPE_BYTES, ModelSpec
 
 GIB, MIB = 2**30, 2**20
 
@@ -121,4 +122,57 @@ def model_specs(draw: st.DrawFn) -> ModelSpec:
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
         dtype=draw(st.sampled_from(["bfloat16", "float16", "float32"])),
+    )
+
+
+NO_PIN = {"can_pin": False, "can_uva": False, "reason": "tests say so"}
+NO_UVA = {"can_uva": False, "reason": "tests say so"}
+
+
+def plan_small(facts: DeviceFacts = CPU, **changes: Any) -> MemoryPlan:
+    """Plan the small model with little beside weights and KV cache."""
+    asked: dict[str, Any] = {
+        "memory_gib": 0.03,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "dtype": "float32",
+        **changes,
+    }
+    return plan_memory(configuration(asked.pop("spec", small_spec()), **asked), small_spec(), facts)
+
+
+def plan_olmo(memory_gib: float = 15.99, **changes: Any) -> MemoryPlan:
+    asked = {"memory_gib": memory_gib, "gpu_memory_utilization": 0.9, **changes}
+    return plan_memory(configuration(OLMO_7B, **asked), OLMO_7B, H200)
+
+
+def check_plan(plan: MemoryPlan, spec: ModelSpec) -> None:
+    """Every tensor has a place, every byte is counted once, and all of it fits."""
+    assert set(plan.placements) == {tensor.name for tensor in spec.tensors()}
+    slabs = [slab for layer in plan.layers for slab in (layer.resident, layer.offloaded)]
+    slabs += [plan.outer_resident, plan.outer_offloaded]
+    names = [tensor.name for slab in slabs for tensor in slab.tensors]
+    assert sorted(names) == sorted(plan.placements)
+    size = DTYPE_BYTES[plan.dtype]
+    for slab in slabs:
+        end = 0
+        for tensor, offset in zip(slab.tensors, slab.offsets, strict=True):
+            assert offset == end
+            end = align(offset + tensor.numel * size)
+        assert slab.num_bytes == end
+    assert sum(plan.placed_bytes().values()) == spec.weight_bytes(plan.dtype)
+    assert plan.gpu_total_bytes == sum(plan.gpu_items.values()) <= plan.gpu_budget_bytes
+    assert plan.host_total_bytes == sum(plan.host_items.values()) <= plan.host_limit_bytes
+    assert plan.kv_tokens >= plan.max_model_len
+    assert plan.gpu_items["kv_cache"] == plan.num_gpu_blocks * plan.block_bytes
+    resident = sum(layer.resident.num_bytes for layer in plan.layers)
+    assert plan.gpu_items["weights"] == resident + plan.outer_resident.num_bytes
+    slots = plan.num_slots * plan.slot_bytes + plan.outer_slot_bytes
+    assert plan.gpu_items["prefetch_slots"] + plan.gpu_items["staging_slots"] == slots
+    offloaded = sum(layer.offloaded.num_bytes for layer in plan.layers)
+    name = "pinned_weights" if plan.pin else "pageable_weights"
+    assert plan.host_items[name] == offloaded + plan.outer_offloaded.num_bytes
+    assert plan.slot_bytes == max((x.offloaded.num_bytes for x in plan.layers), default=0) or (
+        plan.num_slots == 0
     )

@@ -1,84 +1,29 @@
-"""Every placement gives the resident engine's tokens, and faults put in on purpose change them."""
+"""Every placement gives the resident engine's tokens and moves the bytes that were planned."""
 
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import pairwise, product
 from typing import Any
 
 import pytest
-import torch
 
-from engine import LLM, build
+from engine import build
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.errors import PinningError
 from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
 from engine.placement import Placement, assign_prefetch
-from engine.runner import ModelRunner
-from engine.weights.ring import OnDemandSlot, SlotRing
-from tests.engine.conftest import TinyModels
-from tests.engine.placements import OFFLOADS, check_decode_bytes
-from tests.tiny import greedy, greedy_params, make_prompt, open_llm
-
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.25,
-}
-PROMPTS = [make_prompt(length, vocab=61) for length in (1, 5, 19, 34)]
-MAX_TOKENS = 5
-FEW_TOKENS = {"max_num_batched_tokens": 32, "max_model_len": 64, "gpu_memory_gib": 0.0625}
-GIB = 2**30
-
-
-def copies(monkeypatch: pytest.MonkeyPatch, *, eager: bool) -> None:
-    """Let CPU engines run copies as early, or as late, as they may."""
-    monkeypatch.setattr(build, "open_device", lambda _: CPUDevice(eager_copies=eager))
-
-
-class Residents:
-    """Tokens of the resident engine by number of layers and family."""
-
-    def __init__(self, tiny: TinyModels) -> None:
-        self._tiny = tiny
-        self._tokens: dict[tuple[str, int], list[list[int]]] = {}
-
-    def folder(self, layers: int, family: str = "llama") -> Any:
-        return self._tiny.folder(family, num_hidden_layers=layers, **SMALL)
-
-    def tokens(self, layers: int, family: str = "llama") -> list[list[int]]:
-        key = (family, layers)
-        if key not in self._tokens:
-            llm = open_llm(self.folder(layers, family), **FEW_TOKENS)
-            assert llm.plan.placed_bytes() == {
-                "resident": llm.spec.weight_bytes("float32"),
-                "uva": 0,
-                "prefetch": 0,
-                "on_demand": 0,
-            }
-            self._tokens[key] = greedy(llm, PROMPTS, MAX_TOKENS)
-            llm.close()
-        return self._tokens[key]
-
-    def open(self, layers: int, family: str = "llama", **keywords: Any) -> LLM:
-        return open_llm(self.folder(layers, family), **(FEW_TOKENS | keywords))
-
-
-@pytest.fixture(scope="module")
-def residents(tiny: TinyModels) -> Residents:
-    return Residents(tiny)
-
-
-def check_equal(residents: Residents, llm: LLM, layers: int, family: str = "llama") -> None:
-    """Compare tokens of prompts together, then of one more alone, and check the plan's bytes."""
-    expected = residents.tokens(layers, family)
-    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
-    check_decode_bytes(llm, PROMPTS[2])
-    assert greedy(llm, PROMPTS[1:2], MAX_TOKENS) == expected[1:2]
+from tests.engine.placements import (
+    FEW_TOKENS,
+    GIB,
+    MAX_TOKENS,
+    OFFLOADS,
+    PROMPTS,
+    Residents,
+    check_decode_bytes,
+    check_equal,
+    copies,
+)
+from tests.tiny import greedy, greedy_params, open_llm
 
 
 def distinct_splits() -> Iterator[tuple[int, int, int, int]]:
@@ -277,110 +222,6 @@ def test_swap_space_moves_only_as_many_layers_as_must(residents: Residents) -> N
     llm.close()
 
 
-# Faults put in on purpose.
-
-
-def faulty_tokens(residents: Residents, layers: int = 5, **keywords: Any) -> list[list[int]]:
-    llm = residents.open(layers, **keywords)
-    found = greedy(llm, PROMPTS, MAX_TOKENS)
-    llm.close()
-    return found
-
-
-def patch_before(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, before: Callable[..., None]
-) -> None:
-    """Let `before` run, with the same arguments, ahead of a method."""
-    method = getattr(owner, name)
-
-    def run(self: Any, *args: Any) -> Any:
-        before(self, *args)
-        return method(self, *args)
-
-    monkeypatch.setattr(owner, name, run)
-
-
-def test_control_a_skipped_wait_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SlotRing, "acquire", lambda self, k: k % self._num_slots)
-    for keywords in ({"offload_group_size": 1}, {"cpu_offload_gb": 1, "uva_stage_tokens": 1}):
-        assert faulty_tokens(residents, **keywords) != residents.tokens(5)
-
-
-@pytest.mark.parametrize("stale", [1, 4])
-def test_control_a_stale_slot_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch, stale: int
-) -> None:
-    start = SlotRing._start
-
-    def drop(self: SlotRing, k: int) -> None:
-        if k == stale and self.copied_bytes:
-            self._held[k % self._num_slots] = k
-        else:
-            start(self, k)
-
-    monkeypatch.setattr(SlotRing, "_start", drop)
-    assert faulty_tokens(residents, offload_group_size=1) != residents.tokens(5)
-
-
-def test_control_a_stale_on_demand_slot_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    acquire = OnDemandSlot.acquire
-    monkeypatch.setattr(OnDemandSlot, "acquire", lambda self, k: 0 if k == 2 else acquire(self, k))
-    monkeypatch.setenv("TIGHTFIT_DISABLE_UVA", "1")
-    assert faulty_tokens(residents, cpu_offload_gb=1) != residents.tokens(5)
-
-
-def test_control_a_changed_weight_in_host_memory_changes_tokens(residents: Residents) -> None:
-    for keywords in ({"cpu_offload_gb": 1}, {"offload_group_size": 1}):
-        llm = residents.open(5, **keywords)
-        assert greedy(llm, PROMPTS, MAX_TOKENS) == residents.tokens(5)
-        llm._engine.store._host_buffer.tensor.zero_()
-        assert greedy(llm, PROMPTS, MAX_TOKENS) != residents.tokens(5)
-        llm.close()
-
-
-def test_control_a_wrong_block_in_the_table_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def repeat(self: ModelRunner, batch: Any) -> None:
-        if batch.prefill_starts is None:
-            batch.block_tables[:, :2] = batch.block_tables[:, :2].flip(1)
-
-    llm = residents.open(5)
-    expected = greedy(llm, PROMPTS[2:], 10)
-    patch_before(monkeypatch, ModelRunner, "execute", repeat)
-    assert greedy(llm, PROMPTS[2:], 10) != expected
-    llm.close()
-
-
-def test_control_a_poisoned_block_changes_tokens(residents: Residents) -> None:
-    llm = residents.open(5)
-    llm.add_request(PROMPTS[3], greedy_params(MAX_TOKENS))
-    events = []
-    while llm.has_unfinished():
-        events += llm.step()
-        [running] = llm._engine.core.scheduler.running or [None]
-        if running is not None:
-            block = llm._engine.cache.tensor[running.block_table[0]]
-            block.copy_(torch.randn_like(block) * 5)
-    assert [event.token_id for event in events] != residents.tokens(5)[3]
-    llm.close()
-
-
-def test_control_a_shifted_position_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shift(self: ModelRunner, batch: Any) -> None:
-        if batch.prefill_starts is None:
-            batch.positions.sub_(1).clamp_(min=0)
-
-    patch_before(monkeypatch, ModelRunner, "execute", shift)
-    assert faulty_tokens(residents) != residents.tokens(5)
-
-
 def test_engines_that_follow_each_other_and_engines_side_by_side(residents: Residents) -> None:
     first = residents.open(5, offload_group_size=1)
     second = residents.open(3, "qwen3", cpu_offload_gb=1)
@@ -405,55 +246,4 @@ def test_the_order_of_requests_does_not_matter(residents: Residents) -> None:
     for first, second in pairwise([0, 1, 2, 3, 0]):
         found = greedy(llm, [PROMPTS[second], PROMPTS[first]], MAX_TOKENS)
         assert found == [expected[second], expected[first]]
-    llm.close()
-
-
-LOAD = [make_prompt(1 + 7 * index % 34, seed=index, vocab=61) for index in range(25)]
-
-
-@pytest.fixture(scope="module")
-def load_tokens(residents: Residents) -> list[list[int]]:
-    """What each request of LOAD gets alone, with nothing offloaded."""
-    llm = residents.open(5)
-    found = [greedy(llm, [prompt], 28)[0] for prompt in LOAD]
-    llm.close()
-    return found
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_loads(
-    residents: Residents,
-    load_tokens: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    pool_is_full: Callable[[LLM], bool],
-    seed: int,
-) -> None:
-    """Random arrivals, aborts and preemptions: each request gets the tokens it gets alone."""
-    chance = random.Random(seed)
-    plan_memory = build.plan_memory
-    monkeypatch.setattr(
-        build, "plan_memory", lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=10)
-    )
-    copies(monkeypatch, eager=seed % 2 == 0)
-    keywords = OFFLOADS[chance.choice(sorted(OFFLOADS))]
-    llm = residents.open(5, block_size=8, max_num_seqs=5, **keywords)
-    order = chance.sample(range(25), 25)
-    sent, aborted = 0, set()
-    tokens: dict[str, list[int]] = {}
-    while sent < 25 or llm.has_unfinished():
-        while sent < 25 and chance.random() < 0.4:
-            index = order[sent]
-            llm.add_request(LOAD[index], greedy_params(chance.randint(1, 28)), str(index))
-            sent += 1
-        if sent and chance.random() < 0.03:
-            aborted.add(str(order[chance.randrange(sent)]))
-            llm.abort(max(aborted))
-        for event in llm.step():
-            tokens.setdefault(event.request_id, []).append(event.token_id)
-    for index, whole in enumerate(load_tokens):
-        found = tokens.get(str(index), [])
-        assert found == whole[: len(found)]
-        assert found or str(index) in aborted
-    assert llm.stats()["preemptions"] > 0
-    assert pool_is_full(llm)
     llm.close()

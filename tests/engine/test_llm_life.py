@@ -1,0 +1,135 @@
+"""The LLM door: closing, memory, load reports, counts, events."""
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine import LLM
+from engine.errors import EngineError
+from tests.engine.conftest import TinyModels
+from tests.tiny import (
+    greedy,
+    greedy_params,
+    make_prompt,
+    open_llm,
+)
+
+GIB = 2**30
+TEXTS = ["Hello, my name is", "The capital of France is", "x"]
+PROMPTS = [make_prompt(length, seed=3) for length in (1, 12, 30)]
+
+
+# Life of an engine.
+
+
+def test_a_closed_engine_says_so(tiny: TinyModels) -> None:
+    llm = open_llm(tiny.folder("llama"))
+    llm.add_request(PROMPTS[1], greedy_params(5))
+    llm.step()
+    llm.close()
+    llm.close()
+    uses: list[Callable[[], Any]] = [
+        lambda: llm.generate(PROMPTS, greedy_params(1)),
+        lambda: llm.add_request([5]),
+        llm.step,
+        llm.has_unfinished,
+        lambda: llm.abort("a"),
+        llm.stats,
+        llm.memory,
+        llm.effective,
+        lambda: llm.plan,
+        lambda: llm.spec,
+        lambda: llm.tokenizer,
+        lambda: llm.last_step,
+        lambda: llm.load_report,
+        lambda: llm.max_model_len,
+    ]
+    for use in uses:
+        with pytest.raises(EngineError, match="was closed"):
+            use()
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_memory_goes_with_the_engine(tiny: TinyModels, close: bool) -> None:
+    llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
+    greedy(llm, PROMPTS, 2)
+    parts = [weakref.ref(part) for part in (llm._engine.store, llm._engine.cache, llm._engine)]
+    tensors = [weakref.ref(llm._engine.cache.tensor), weakref.ref(llm._engine.store._host_buffer)]
+    if close:
+        llm.close()
+    else:
+        del llm
+    gc.collect()
+    assert [part() for part in (*parts, *tensors)] == [None] * 5
+    again = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
+    assert greedy(again, PROMPTS, 5) == tiny.greedy("llama", PROMPTS, 5)
+    again.close()
+
+
+def test_phases_of_the_load_sum_to_its_time(tiny: TinyModels) -> None:
+    for keywords in ({}, {"dtype": "bfloat16"}, {"load_format": "dummy"}):
+        llm = open_llm(tiny.folder("llama"), offload_group_size=2, **keywords)
+        report = llm.load_report
+        assert sum(report.phases.values()) == pytest.approx(report.total_s, rel=1e-6)
+        assert all(seconds >= 0 for seconds in report.phases.values())
+        wanted = {"plan", "pin", "warm_up", "allocate"}
+        wanted |= {"convert"} if keywords else {"read"}
+        assert wanted <= report.phases.keys()
+        llm.close()
+
+
+def test_counts_of_steps(tiny: TinyModels, pool_is_full: Callable[[LLM], bool]) -> None:
+    llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
+    start = llm.stats()
+    assert pool_is_full(llm)
+    llm.add_request(PROMPTS[2], greedy_params(3))
+    llm.step()
+    step = llm.last_step
+    assert step is not None
+    assert (step.num_prefill_tokens, step.num_decode_tokens, step.num_prefills) == (30, 0, 1)
+    assert llm.stats()["free_blocks"] == llm.stats()["num_blocks"] - 2
+    llm.step()
+    step = llm.last_step
+    assert (step.num_prefill_tokens, step.num_decode_tokens, step.num_decodes) == (0, 1, 1)
+    assert step.duration_s > 0
+    assert not step.used_graph
+    llm.step()
+    stats = llm.stats()
+    assert stats["steps"] == start["steps"] + 3
+    assert (stats["prefill_tokens"], stats["decode_tokens"], stats["finished"]) == (30, 2, 1)
+    assert stats["in_place_bytes"] - start["in_place_bytes"] == 3 * llm.plan.bytes_per_step()
+    assert pool_is_full(llm)
+    assert llm.step() == []
+    llm.close()
+
+
+def test_events_carry_positions_and_times(llm: LLM) -> None:
+    llm.add_request(PROMPTS[1], greedy_params(4), "timed")
+    events = []
+    while llm.has_unfinished():
+        events += llm.step()
+    assert [event.position for event in events] == [12, 13, 14, 15]
+    assert [event.finish_reason for event in events] == [None, None, None, "length"]
+    times = [event.time_s for event in events]
+    assert times == sorted(times)
+    assert all(math.isfinite(time) for time in times)
+
+
+def test_the_record_of_what_is_used_is_plain_data(llm: LLM) -> None:
+    import json
+
+    found = llm.effective()
+    assert json.loads(json.dumps(found)) == found
+    assert found["emulated"] is True
+    assert found["backend"] == "prefetch"
+    assert found["offloaded_layers"] == [1]
+    assert sum(found["placement_bytes"].values()) == llm.spec.weight_bytes("float32")
+
+
+def test_a_progress_bar_can_be_shown(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate([PROMPTS[0], []], greedy_params(2), use_tqdm=True)
+    assert "2/2" in capfd.readouterr().err

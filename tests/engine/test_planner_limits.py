@@ -1,0 +1,198 @@
+"""Plans: host memory, swap_space, lengths, windows, dtypes, slots."""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.errors import CapacityError, ConfigError
+from engine.plan import DeviceFacts, align
+from engine.planner import plan_memory, resolve_dtype
+from tests.engine.specs import (
+    CPU,
+    GIB,
+    H200,
+    NO_PIN,
+    NO_UVA,
+    OLMO_7B,
+    check_plan,
+    configuration,
+    plan_olmo,
+    plan_small,
+    prefetch,
+    small_spec,
+    uva,
+)
+
+# Host memory.
+
+
+@pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "cuda"])
+def test_a_plan_beyond_host_memory_is_refused(facts: DeviceFacts) -> None:
+    weights = OLMO_7B.weight_bytes() / GIB
+    config = configuration(OLMO_7B, memory_gib=15, offload=uva(100), dtype="bfloat16")
+    plan = plan_memory(config, OLMO_7B, facts)
+    assert plan.host_items["pinned_weights"] > 0.8 * OLMO_7B.weight_bytes()
+    short = replace(facts, host_available_bytes=int(weights * 0.8 * GIB))
+    with pytest.raises(CapacityError) as error:
+        plan_memory(config, OLMO_7B, short)
+    text = str(error.value)
+    assert text.startswith("host memory: ")
+    assert f"{plan.host_total_bytes / GIB:.2f} GiB are needed" in text
+    assert f"{weights * 0.8 - 1:.2f} GiB are available after a reserve of 1 GiB" in text
+    assert ("gpu.memory_gib" in text) is facts.emulated
+
+
+def test_an_emulated_card_counts_as_host_memory() -> None:
+    plan = plan_small()
+    assert plan.host_items["emulated_gpu"] == plan.gpu_total_bytes
+    assert plan.facts.emulated
+    assert plan.graph_sizes == ()
+    assert "emulated_gpu" not in plan_olmo(offload=uva(8)).host_items
+
+
+def test_host_reserve_is_kept_free() -> None:
+    plan = plan_small()
+    tight = replace(CPU, host_available_bytes=plan.host_total_bytes + GIB)
+    assert plan_small(tight).host_total_bytes == plan.host_limit_bytes - (
+        plan.host_limit_bytes - plan.host_total_bytes
+    )
+    with pytest.raises(CapacityError, match="host memory"):
+        plan_small(replace(tight, host_available_bytes=tight.host_available_bytes - 1))
+    assert plan_small(
+        replace(tight, host_available_bytes=plan.host_total_bytes), host_reserve_gib=0
+    )
+
+
+# swap_space.
+
+
+def test_swap_space_moves_as_few_layers_as_fit() -> None:
+    plan = plan_olmo(kv={"swap_space": 10})
+    count = len(plan.offloaded_layers)
+    assert 0 < count < 32
+    assert plan.num_slots == 2
+    data = plan.to_dict()["swap_space"]
+    assert data["asked_bytes"] == 10 * GIB
+    assert 0 < data["weights_bytes"] <= 10 * GIB
+    assert data["kv_bytes"] == 0
+    assert any(f"{count} of 32 layers" in note for note in plan.notes)
+    check_plan(plan, OLMO_7B)
+    layer = plan.slot_bytes
+    room = plan.gpu_budget_bytes - plan.gpu_total_bytes + plan.gpu_items["kv_cache"]
+    assert room - layer < 4096 * 512 * 1024
+
+
+def test_swap_space_that_is_too_small_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan_olmo(kv={"swap_space": 0.5})
+    found = re.search(
+        r"swap_space=0\.5 GiB is not enough: (\d+) of 32 layers, ([\d.]+) GiB", str(error.value)
+    )
+    assert found
+    enough = plan_olmo(kv={"swap_space": float(found[2]) + 0.001})
+    assert len(enough.offloaded_layers) == int(found[1])
+    with pytest.raises(CapacityError, match="does not help"):
+        plan_olmo(memory_gib=2, kv={"swap_space": 50})
+
+
+def test_swap_space_of_a_model_that_fits_moves_nothing() -> None:
+    plan = plan_olmo(memory_gib=30, kv={"swap_space": 10})
+    assert plan.offloaded_layers == ()
+    assert plan.num_slots == 0
+
+
+def test_swap_space_beside_an_offload_backend_is_said_to_be_unused() -> None:
+    plan = plan_olmo(offload=uva(8), kv={"swap_space": 4})
+    assert any("swap_space=4 GiB is not used" in note for note in plan.notes)
+    assert plan.to_dict()["swap_space"]["asked_bytes"] == 0
+
+
+# Limits, windows, dtypes.
+
+
+@pytest.mark.parametrize("length", [1, 257])
+def test_max_model_len_out_of_bounds_is_refused(length: int) -> None:
+    with pytest.raises(ConfigError, match=rf"at least 2 .*256 positions, got {length}"):
+        plan_small(max_model_len=length)
+    assert plan_small(max_model_len=2).max_model_len == 2
+    assert plan_small(max_model_len=256).max_model_len == 256
+    assert plan_small(max_model_len=None).max_model_len == 256
+
+
+def test_a_sliding_window_is_refused_unless_disabled() -> None:
+    spec = small_spec(model_type="mistral", sliding_window=32)
+    with pytest.raises(ConfigError, match=r"window of 32 tokens.*kv\.disable_sliding_window=true"):
+        plan_memory(configuration(spec, memory_gib=1), spec, CPU)
+    config = configuration(spec, memory_gib=1, kv={"disable_sliding_window": True})
+    assert plan_memory(config, spec, CPU).max_model_len == 256
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(dtype: str) -> None:
+    spec = small_spec(dtype=dtype)
+    config = configuration(spec)
+    assert resolve_dtype(config, spec, "cuda") == dtype
+    assert resolve_dtype(config, spec, "cpu") == "float32"
+    asked = configuration(spec, dtype="float16")
+    assert resolve_dtype(asked, spec, "cpu") == resolve_dtype(asked, spec, "cuda") == "float16"
+
+
+def test_selectors_without_a_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cpu_offload_params set.*nothing would move"):
+        plan_small(offload=uva(0, "mlp"))
+
+
+def test_staging_slots_exist_only_where_a_step_can_be_large_enough() -> None:
+    asked: dict[str, Any] = {"offload": uva(1), "memory_gib": 0.1}
+    small = plan_small(**asked)
+    assert (small.stage_tokens, small.num_slots) == (None, 0)
+    large = plan_small(**asked, uva_stage_tokens=32)
+    assert (large.stage_tokens, large.num_slots) == (32, 2)
+    assert large.gpu_items["staging_slots"] == 2 * large.slot_bytes
+    assert large.gpu_items["prefetch_slots"] == 0
+
+
+def test_weights_in_pageable_memory_rule_out_graphs() -> None:
+    unpinned = replace(H200, **NO_PIN)
+    for facts, offload, expected in (
+        (H200, None, True),
+        (H200, uva(1), True),
+        (replace(H200, **NO_UVA), uva(1), True),
+        (unpinned, None, True),
+        (unpinned, uva(1), False),
+        (unpinned, prefetch(2), False),
+        (unpinned, uva(1, "lm_head"), False),
+    ):
+        plan = plan_small(facts, memory_gib=2, offload=offload)
+        assert plan.can_capture is expected
+        assert plan.graph_sizes == (1, 2, 4)
+        assert (plan.gpu_items["graphs"] > 0) is expected
+        assert any("without graphs" in note for note in plan.notes) is not expected
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_on_demand_copies_every_layer_of_every_step(layers: int) -> None:
+    spec = small_spec(num_hidden_layers=layers)
+    config = configuration(spec, memory_gib=0.1, offload=uva(1), max_model_len=64)
+    plan = plan_memory(config, spec, replace(CPU, **NO_UVA))
+    layer = sum(align(tensor.numel * 4) for tensor in spec.layer_tensors(0))
+    assert plan.bytes_per_step() == layers * layer
+
+
+def test_a_layer_with_a_slot_to_itself_is_not_copied_again() -> None:
+    plan = plan_small(memory_gib=0.1, offload=prefetch(8, 5, 2))
+    assert plan.num_slots == 3
+    assert plan.bytes_per_step() == 4 * plan.slot_bytes
+    assert plan_small(memory_gib=0.1, offload=prefetch(8, 5, 4)).bytes_per_step() == 0
+    assert plan_small(memory_gib=0.1, offload=prefetch(8, 5, 9)).num_slots == 5
+
+
+def test_a_plan_becomes_plain_data() -> None:
+    data = plan_olmo(offload=prefetch(8, 5, 2)).to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["gpu"]["free_bytes"] == data["gpu"]["budget_bytes"] - data["gpu"]["total_bytes"]
+    assert data["kv"]["tokens"] == data["kv"]["num_gpu_blocks"] * data["kv"]["block_size"]
+    assert data["offloaded_layers"][:3] == [3, 4, 5]
