@@ -19,7 +19,7 @@ from engine.kv.cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.rotary import rotary_table
 from engine.offload_config import OffloadWarning
-from engine.plan import DeviceFacts, MemoryPlan
+from engine.plan import MemoryPlan
 from engine.planner import plan_memory
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
@@ -172,13 +172,13 @@ def _place(
         with clock.phase("pin"):
             return plan, WeightStore(plan, device)
     except PinningError as error:
-        facts: DeviceFacts = replace(
-            device.facts(), can_pin=False, can_uva=False, reason=str(error)
-        )
-        with clock.phase("plan"):
-            plan = plan_memory(config, spec, facts, reference=reference)
-        with clock.phase("pin"):
-            return plan, WeightStore(plan, device)
+        reason = str(error)
+    # Not above: there the error holds the memory that could not be pinned, as large as the weights.
+    with clock.phase("plan"):
+        facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
+        plan = plan_memory(config, spec, facts, reference=reference)
+    with clock.phase("pin"):
+        return plan, WeightStore(plan, device)
 
 
 def _find_weights(model: ModelConfig, spec: ModelSpec) -> dict[str, StoredTensor]:
