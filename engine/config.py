@@ -124,7 +124,7 @@ class EngineSettings(Sealed):
     """Seed of dummy weights and of requests that carry none."""
     host_reserve_gib: float = 1.0
     """Host memory that must stay free after the load, GiB."""
-    uva_stage_tokens: int = 257
+    uva_stage_tokens: int = 65
     """From this many tokens in a step on, uva weights are staged through GPU slots first."""
 
     def check(self) -> None:
