@@ -38,8 +38,8 @@ class RegisteredBuffer(MappedBuffer):
                 "Free host memory, raise the memlock limit, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 "
                 "to run from pageable memory."
             )
-        # The finalizer holds the mapping, so registered pages outlive every use of the buffer.
-        self._finalizer = weakref.finalize(self, _unregister, address, self._map)
+        # The finalizer holds the memory, so that it is unregistered before it is unmapped.
+        self._finalizer = weakref.finalize(self, _unregister, address, self.tensor)
 
     def close(self) -> None:
         """Unregister now; views must no longer be used."""

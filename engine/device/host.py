@@ -1,5 +1,6 @@
 """Host memory: what may be taken, buffers of exact size, and the switches that disable pinning."""
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator
@@ -62,10 +63,11 @@ class MappedBuffer:
     pinned = False
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, max(1, num_bytes))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
+        mapping = mmap.mmap(-1, max(1, num_bytes))
+        with contextlib.suppress(AttributeError, OSError):  # not on every kernel; only faster
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        # The tensor owns the mapping.
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
         with ThreadPoolExecutor(num_threads()) as pool:
             list(
                 pool.map(lambda piece: self.tensor[piece[0] : piece[1]].zero_(), chunks(num_bytes))

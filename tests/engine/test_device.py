@@ -1,5 +1,8 @@
 """The CPU as a device: budget, buffers, switches; host figures; the link probe; the KV cache."""
 
+import gc
+import mmap
+import weakref
 from typing import Any
 
 import pytest
@@ -40,6 +43,31 @@ def test_host_buffers_have_the_exact_size(num_bytes: int) -> None:
         view = buffer.tensor[:1]
         buffer.close()
         assert view.tolist() == [1] * min(1, num_bytes)
+
+
+def test_a_closed_buffer_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Mapping(mmap.mmap):
+        """Of a kernel without huge pages."""
+
+        def madvise(self, *args: Any) -> None:
+            raise OSError(22, "Invalid argument")
+
+    def watched(*args: Any) -> Mapping:
+        mapping = Mapping(*args)
+        made.append(weakref.ref(mapping))
+        return mapping
+
+    monkeypatch.setattr(host.mmap, "mmap", watched)
+    buffer = CPUDevice().host_buffer(4096, pin=True)
+    [mapping] = made
+    view = buffer.tensor[:1]
+    buffer.close()
+    assert mapping() is not None
+    del view
+    gc.collect()
+    assert mapping() is None
 
 
 def test_pageable_memory_is_never_read_in_place() -> None:
