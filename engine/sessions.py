@@ -72,6 +72,11 @@ class Sessions:
         """
         arrival = next(self._arrivals)
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params: expected SamplingParams, got {params!r}. Pass one for all "
+                "prompts, or a list with one for each."
+            )
         name = f"request-{arrival}" if request_id is None else request_id
         if name in self._open:
             raise RequestError(f"request_id: expected an unused one, got {name!r}. Choose another.")
@@ -171,25 +176,39 @@ class Sessions:
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
         entries: list[Session | RequestOutput] = []
-        for prompt, each in zip(many, params, strict=True):
-            try:
-                entries.append(self.add(prompt, each))
-            except RequestError as error:
-                entries.append(_failed(prompt, error))
-        waiting = {x.request.request_id for x in entries if isinstance(x, Session)}
         try:
-            with _bar(len(many), use_tqdm) as bar:
-                bar.update(len(many) - len(waiting))
-                while waiting:
-                    step()
-                    done = waiting - self._open.keys()
-                    bar.update(len(done))
-                    waiting -= done
+            for prompt, each in zip(many, params, strict=True):
+                entries.append(self._add_or_fail(prompt, each))
+            self._finish(entries, step, use_tqdm=use_tqdm)
         except BaseException:
-            for request_id in waiting:
-                self.abort(request_id)
+            for entry in entries:
+                if isinstance(entry, Session):
+                    self.abort(entry.request.request_id)
             raise
         return [x.output() if isinstance(x, Session) else x for x in entries]
+
+    def _add_or_fail(self, prompt: Prompt, params: SamplingParams) -> Session | RequestOutput:
+        try:
+            return self.add(prompt, params)
+        except RequestError as error:
+            return _failed(prompt, error)
+
+    def _finish(
+        self,
+        entries: SequenceOf[Session | RequestOutput],
+        step: Callable[[], list[TokenEvent]],
+        *,
+        use_tqdm: bool,
+    ) -> None:
+        """Step until the sessions among the entries are done."""
+        waiting = {x.request.request_id for x in entries if isinstance(x, Session)}
+        with _bar(len(entries), use_tqdm) as bar:
+            bar.update(len(entries) - len(waiting))
+            while waiting:
+                step()
+                done = waiting - self._open.keys()
+                bar.update(len(done))
+                waiting -= done
 
 
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

@@ -1,0 +1,39 @@
+"""Requests that are refused while others are being queued."""
+
+from typing import Any
+
+import pytest
+
+from engine import LLM
+from engine.errors import RequestError
+from tests.engine.conftest import TinyModels
+from tests.tiny import greedy_params, make_prompt, tokens_of
+
+PROMPTS = [make_prompt(length, seed=3) for length in (1, 12, 30)]
+
+
+def test_sampling_params_of_another_type_fail_alone(llm: LLM, tiny: TinyModels) -> None:
+    wrong: list[Any] = [greedy_params(4), {"temperature": 0}, greedy_params(4)]
+    outputs = llm.generate(PROMPTS, wrong)
+    assert tokens_of(outputs[::2]) == tiny.greedy("llama", PROMPTS[::2], 4)
+    assert "expected SamplingParams, got {'temperature': 0}" in str(outputs[1].error)
+    with pytest.raises(RequestError, match="expected SamplingParams, got 5"):
+        llm.add_request(PROMPTS[0], 5)  # type: ignore[arg-type]
+
+
+def test_what_was_queued_is_dropped_when_queueing_fails(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, calls = llm._sessions.add, []
+
+    def fail_at_third(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("tests say so")
+        return add(*args)
+
+    monkeypatch.setattr(llm._sessions, "add", fail_at_third)
+    with pytest.raises(RuntimeError, match="tests say so"):
+        llm.generate(PROMPTS, greedy_params(4))
+    assert not llm.has_unfinished()
+    assert llm._sessions._open == {}
