@@ -79,7 +79,8 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
             too few rows.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also ends a line at U+2028 and the like inside of a text.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"prompts_file {path}: cannot be read: {error}.") from error
     rows: list[PromptRow] = []
@@ -107,6 +108,8 @@ def _parse(line: str, number: int) -> PromptRow:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise PromptError(f"line {number}: not JSON ({error.msg}).") from error
+    except RecursionError as error:
+        raise PromptError(f"line {number}: brackets nested too deep.") from error
     if not isinstance(row, dict):
         raise PromptError(f"line {number}: expected an object, got {type(row).__name__}.")
     if ("prompt" in row) == ("prompt_token_ids" in row):
@@ -119,6 +122,8 @@ def _parse(line: str, number: int) -> PromptRow:
 def _text(value: Any, number: int) -> str:
     if not isinstance(value, str) or not value:
         raise PromptError(f"line {number}: expected a text that is not empty, got {value!r}.")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise PromptError(f"line {number}: expected a text without lone surrogates (\\ud8..).")
     return value
 
 

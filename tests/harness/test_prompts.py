@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from harness.prompts import PromptError, encode_rows, read_prompts, synthetic_prompts
@@ -63,6 +65,8 @@ def test_rows_of_text_and_of_ids(tmp_path):
         ('{"text": "a"}', "line 2: expected one of prompt and prompt_token_ids"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "line 2: expected one of"),
         ('{"prompt": ""}', "line 2: expected a text that is not empty, got ''"),
+        (r'{"prompt": "a \ud800"}', "line 2: expected a text without lone surrogates"),
+        ("[" * 100_000, "line 2: brackets nested too deep"),
         ('{"prompt": 5}', "line 2: expected a text that is not empty, got 5"),
         ('{"prompt_token_ids": []}', r"line 2: expected whole numbers from 0, got \[\]"),
         ('{"prompt_token_ids": [1, -2]}', r"line 2: expected whole numbers from 0"),
@@ -73,6 +77,14 @@ def test_a_malformed_row_is_named_by_its_line(tmp_path, line, problem):
     path = write(tmp_path, '{"prompt": "fine"}', line)
     with pytest.raises(PromptError, match=problem):
         read_prompts(path, 1)
+
+
+def test_a_row_ends_at_the_line_feed_alone(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    texts = ["a\u2028b", "c\x85d", "e\u2029f"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
+    assert [row.text for row in read_prompts(path, 3)] == texts
 
 
 def test_too_few_rows_are_refused(tmp_path):
