@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 PY ?= .venv/bin/python
+JOBS ?= 2
 DEMO := smollm2_135m
 # One stamp for each content of the two files: an unchanged environment is not touched again.
 INSTALLED := .venv/installed-$(firstword $(shell cat constraints.txt pyproject.toml | cksum))
@@ -23,9 +24,9 @@ run: setup ## fetch the demo model once and run it (ARGS="offload=uva" adds choi
 	$(PY) -m harness.models fetch $(DEMO)
 	$(PY) -m harness $(ARGS)
 
-test: setup ## run the tests that need no GPU
+test: setup ## run the tests that need no GPU, in JOBS=2 processes of one thread
 	$(PY) -m harness.models fetch glass
-	$(PY) -m pytest -m "not gpu and not weights" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu and not weights" -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types arch test ## everything that must pass before a commit
 
