@@ -1,7 +1,7 @@
 """Policies: which tensor lives where, and how it reaches the compute. No torch, no bytes moved."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from engine.errors import ConfigError
@@ -31,6 +31,48 @@ class Assignment:
     lookahead: int = 1
     """Offloaded layers that are copied ahead (prefetch)."""
     notes: list[str] = field(default_factory=list)
+
+
+def assign(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment:
+    """Place every tensor as the backend in force says; fields without effect are noted.
+
+    Raises:
+        ConfigError: A selector matches nothing, or nothing would move although something was asked.
+    """
+    match config.backend:
+        case "uva":
+            found = assign_uva(spec, config, dtype)
+        case "prefetch":
+            found = assign_prefetch(spec, config)
+        case _:
+            if config.uva.cpu_offload_params:
+                assign_uva(spec, config, dtype)  # raises: there is no budget
+            if config.prefetch.offload_params:
+                raise ConfigError(
+                    "offload.prefetch.offload_params: expected offload_group_size >= 1 beside it, "
+                    "got 0: nothing would move. Set a group size, or remove the selectors."
+                )
+            found = assign_resident(spec)
+    return replace(found, notes=[*found.notes, *_unused_notes(config)])
+
+
+def _unused_notes(config: OffloadConfig) -> list[str]:
+    """What backend auto does not use, beyond what OffloadConfig warns of itself."""
+    if config.offload_backend != "auto":
+        return []
+    if config.backend != "prefetch":
+        if not config.prefetch.is_set:
+            return []
+        return [
+            "offload.prefetch: fields are set but offload_group_size=0, so they are ignored. Set a "
+            "group size, or remove them."
+        ]
+    if config.uva.is_set and config.uva.cpu_offload_gb == 0:
+        return [
+            "offload.uva: cpu_offload_params is set but cpu_offload_gb=0, so it is ignored. Set a "
+            "size and offload_backend=uva, or remove it."
+        ]
+    return []
 
 
 def assign_resident(spec: ModelSpec) -> Assignment:

@@ -12,6 +12,7 @@ from engine.offload_config import OffloadConfig, PrefetchOffloadConfig, UVAOfflo
 from engine.placement import (
     Assignment,
     Placement,
+    assign,
     assign_layers_on_demand,
     assign_prefetch,
     assign_resident,
@@ -102,11 +103,10 @@ def plan_memory(
     if reference:
         return _fit(asked, assign_layers_on_demand(spec))
     backend = config.offload.backend
-    if backend == "none" and config.offload.uva.cpu_offload_params:
-        assign_uva(spec, config.offload, asked.dtype)
+    assignment = assign(spec, config.offload, asked.dtype)
     if backend == "none" and config.kv.swap_space > 0:
-        return _plan_with_swap_space(asked)
-    plan = _fit(asked, _assign(asked, backend))
+        return _plan_with_swap_space(asked, assignment.notes)
+    plan = _fit(asked, _served(asked, assignment))
     if config.kv.swap_space > 0:
         note = (
             f"kv.swap_space={config.kv.swap_space:g} GiB is not used: offload={backend} places the "
@@ -123,22 +123,13 @@ def plan_memory(
     return plan
 
 
-def _assign(asked: _Asked, backend: str) -> Assignment:
-    spec, offload = asked.spec, asked.config.offload
-    if backend == "uva":
-        return _served(asked, assign_uva(spec, offload, asked.dtype))
-    if backend == "prefetch":
-        return _served(asked, assign_prefetch(spec, offload))
-    return assign_resident(spec)
-
-
 def _served(asked: _Asked, assignment: Assignment) -> Assignment:
     """What this machine makes of an assignment."""
     facts = asked.facts
     return fall_back(assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason)
 
 
-def _plan_with_swap_space(asked: _Asked) -> MemoryPlan:
+def _plan_with_swap_space(asked: _Asked, notes: list[str]) -> MemoryPlan:
     """Offload as few layers, spread evenly, as make it fit; at most swap_space of weights."""
     layers = asked.spec.num_hidden_layers
     room = int(asked.config.kv.swap_space * GIB)
@@ -161,7 +152,7 @@ def _plan_with_swap_space(asked: _Asked) -> MemoryPlan:
         f"({_spread_bytes(asked, count) / GIB:.2f} GiB) live in host memory; the rest is unused "
         "(KV blocks in host memory are not available yet)."
     )
-    return replace(plan, notes=(*plan.notes, note), swap_space_bytes=room)
+    return replace(plan, notes=(*plan.notes, *notes, note), swap_space_bytes=room)
 
 
 def _spread_that_fits(asked: _Asked) -> int | None:

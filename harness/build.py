@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig, ModelConfig, OffloadConfig
-from engine.placement import assign_prefetch, assign_uva
+from engine.placement import assign
 from engine.planner import resolve_dtype, resolve_max_model_len
 from harness.errors import ConfigError
 from harness.schema import RunConfig
@@ -75,10 +75,5 @@ def check_settings(config: RunConfig) -> None:
         model=sizes, gpu=config.gpu, offload=config.offload, kv=config.kv, engine=config.engine
     )
     resolve_max_model_len(asked, spec)
-    backend = config.offload.backend
-    if backend == "uva":
-        assign_uva(spec, config.offload, resolve_dtype(asked, spec, "cuda"))
-    elif backend == "prefetch":
-        assign_prefetch(spec, config.offload)
-    elif config.offload.uva.cpu_offload_params:
-        assign_uva(spec, config.offload, spec.dtype)
+    # Only whether anything moves matters here, and that is the same in every dtype.
+    assign(spec, config.offload, resolve_dtype(asked, spec, "cuda"))

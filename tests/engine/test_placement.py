@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
+from engine.offload_config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.placement import (
     Assignment,
     Placement,
+    assign,
     assign_layers_on_demand,
     assign_prefetch,
     assign_resident,
@@ -165,6 +167,48 @@ def test_uva_selectors_do_not_reach_a_tied_embedding() -> None:
 def test_uva_of_zero_bytes_is_refused(config: object) -> None:
     with pytest.raises(ConfigError, match=r"cpu_offload_gb.*nothing would move"):
         assign_uva(small_spec(), config, "float32")  # type: ignore[arg-type]
+
+
+def offload(backend: str = "auto", gb: float = 0, **fields: object) -> OffloadConfig:
+    """Return a configuration of single fields; cpu_offload_params is `uva_params`."""
+    params = fields.pop("uva_params", [])
+    return OffloadConfig(
+        offload_backend=backend,
+        uva=UVAOffloadConfig(cpu_offload_gb=gb, cpu_offload_params=params),  # type: ignore[arg-type]
+        prefetch=PrefetchOffloadConfig(**fields),  # type: ignore[arg-type]
+    )
+
+
+def test_the_backend_in_force_places_the_weights() -> None:
+    spec = small_spec()
+    assert assign(spec, offload(), "float32") == assign_resident(spec)
+    for config in (offload(gb=1), offload("uva", gb=1)):
+        assert assign(spec, config, "float32") == assign_uva(spec, uva(1), "float32")
+    for config in (offload(offload_group_size=4), offload("prefetch", offload_group_size=4)):
+        assert assign(spec, config, "float32") == assign_prefetch(spec, prefetch(4))
+
+
+def test_selectors_without_a_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cpu_offload_gb: .*cpu_offload_params set.*got 0"):
+        assign(small_spec(), offload(uva_params=["mlp"]), "float32")
+    with pytest.raises(ConfigError, match=r"offload_params: expected offload_group_size >= 1"):
+        assign(small_spec(), offload(offload_params=["mlp"]), "float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "start"),
+    [
+        (offload(offload_num_in_group=5), "offload.prefetch"),
+        (offload(offload_prefetch_step=0), "offload.prefetch"),
+        (offload(gb=1, offload_prefetch_step=3), "offload.prefetch"),
+        (offload(gb=1, offload_params=["mlp"]), "offload.prefetch"),
+        (offload(offload_group_size=4, uva_params=["mlp"]), "offload.uva"),
+    ],
+)
+def test_fields_that_auto_does_not_use_are_noted(config: OffloadConfig, start: str) -> None:
+    note = assign(small_spec(), config, "float32").notes[-1]
+    assert note.startswith(f"{start}: ")
+    assert "ignored" in note
 
 
 @pytest.mark.parametrize("count", range(9))
