@@ -67,9 +67,9 @@ class EngineCore:
         self._sampler, self._seed = sampler, seed
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; return its tokens, empty if nothing was to run.
+        """Run one step; return its tokens, none where nothing was to run or no prompt is complete.
 
-        A step that raises leaves every sequence as it was before.
+        A step that raises leaves every sequence with the tokens that it had before.
         """
         begin = perf_counter()
         plan = self.scheduler.plan_step()

@@ -21,7 +21,7 @@ class WeightStore:
     """Weights of one model in the places that a plan gives them.
 
     Allocates on construction: one GPU slab of resident weights, one host slab of exact size for
-    offloaded ones, slots. Fill it through `parameters`, then call `finish_load`.
+    offloaded ones, slots. Fill it through `parameters` before the first step.
     """
 
     def __init__(self, plan: MemoryPlan, device: Device) -> None:
@@ -48,7 +48,8 @@ class WeightStore:
         self._outer_slot = device.empty(plan.outer_slot_bytes) if plan.outer_slot_bytes else None
         self._order = {layer.index: k for k, layer in enumerate(plan.offloaded_layers)}
         self._feed = self._build_feed()
-        self._uses_feed = self._feed is not None
+        self._is_uva = any(x.placement is Placement.UVA for x in plan.offloaded_layers)
+        self._uses_feed = False
         self._direct = [self._direct_views(layer) for layer in plan.layers]
         self._slotted = [self._slotted_views(layer) for layer in plan.layers]
         self._outer = self._outer_views()
@@ -131,9 +132,8 @@ class WeightStore:
     def begin_step(self, num_tokens: int) -> None:
         """Decide between in-place reads and staging, and start the first copies."""
         stage = self.plan.stage_tokens
-        is_uva = any(x.placement is Placement.UVA for x in self.plan.offloaded_layers)
         self._uses_feed = self._feed is not None and (
-            not is_uva or (stage is not None and num_tokens >= stage)
+            not self._is_uva or (stage is not None and num_tokens >= stage)
         )
         if self._feed is not None and self._uses_feed:
             self._feed.begin_step()
