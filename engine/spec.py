@@ -127,6 +127,11 @@ class ModelSpec(Sealed):
                 f"model.spec.rope_scaling: expected a rope_type (linear or llama3) for "
                 f"{', '.join(ignored)}, got none. Set model.spec.rope_scaling.rope_type."
             )
+        if ignored:
+            raise ConfigError(
+                f"model.spec.rope_scaling: expected only {', '.join(ROPE_TYPES[kind])} with "
+                f"rope_type={kind}, got {', '.join(ignored)}. Remove it."
+            )
 
     @property
     def architecture(self) -> Architecture:
@@ -293,8 +298,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    dropped = {"rope_theta", "type", "rope_type", "partial_rotary_factor"}
-    return {"rope_type": kind} | {k: v for k, v in rope.items() if k not in dropped}
+    return {"rope_type": kind} | {key: rope.get(key) for key in ROPE_TYPES[kind]}
 
 
 def _sliding_window(config: Mapping[str, Any], arch: Architecture) -> int | None:

@@ -76,6 +76,8 @@ def test_sizes_are_read_from_a_config() -> None:
     newer = {key: value for key, value in config.items() if not key.startswith(("rope", "torch"))}
     newer |= {"dtype": "bfloat16", "rope_parameters": config["rope_scaling"] | {"rope_theta": 5e5}}
     assert ModelSpec.from_hf_config(newer) == spec
+    newer["rope_parameters"] |= {"attention_factor": None}
+    assert ModelSpec.from_hf_config(newer) == spec
 
 
 def test_bytes_follow_the_dtype() -> None:
@@ -142,6 +144,7 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], words: list[s
         ({"sliding_window": 0}, ["sliding_window"]),
         ({"rope_scaling": {"factor": 2.0}}, ["rope_type", "factor"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, ["factor", "'x'"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "typo": 1}}, ["only", "typo"]),
     ],
 )
 def test_wrong_sizes_are_refused(changes: dict[str, Any], words: list[str]) -> None:
