@@ -3,6 +3,7 @@
 import re
 
 from omegaconf.errors import (
+    ConfigAttributeError,
     ConfigKeyError,
     MissingMandatoryValue,
     OmegaConfBaseException,
@@ -11,7 +12,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from harness.errors import ConfigError, did_you_mean
-from harness.keys import describe_type, key_types, unknown_key
+from harness.keys import GROUPS, describe_type, key_types, unknown_key
 from harness.schema import RunConfig
 
 __all__ = ["explain"]
@@ -34,7 +35,7 @@ def _first_line(error: BaseException) -> str:
 def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
     key = getattr(error, "full_key", None) or ""
     hint = dict(key_types(RunConfig)).get(key)
-    if isinstance(error, ConfigKeyError) and key and hint is None:
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and key and hint is None:
         if key.split(".")[0] == "hydra":
             return ConfigError(f"{key}: Hydra has no such key.")
         return unknown_key(key)
@@ -56,6 +57,24 @@ def _of_missing_option(text: str) -> str | None:
     return f"{match[1]}: expected one of {', '.join(options)}, got {match[2]!r}.{hint}"
 
 
+def _of_no_default(text: str) -> str | None:
+    """Say what a file's choice of a group should be where the defaults list has none."""
+    match = re.search(r"(?:In '([^']+)': )?Could not override '([^']+)'", text)
+    if match is None:
+        return None
+    where = f"{match[1]}: " if match[1] else ""
+    group = match[2].removeprefix("/")
+    if group not in GROUPS:
+        return (
+            f"{where}{group}: there is no such group.{did_you_mean(group, GROUPS)} There are: "
+            f"{', '.join(GROUPS)}."
+        )
+    return (
+        f"{where}{group}: expected a choice to replace, got none, because conf/config.yaml makes "
+        f"none. Write /{group} without override in a defaults list, +{group} in a sweep."
+    )
+
+
 def explain(error: Exception) -> ConfigError:
     """Return one message for an error of composing, without Hydra's own vocabulary.
 
@@ -72,4 +91,6 @@ def explain(error: Exception) -> ConfigError:
     for item in chain:
         if isinstance(item, YAMLError):
             return ConfigError("YAML: " + " ".join(str(item).split()))
-    return ConfigError(_of_missing_option(str(error)) or " ".join(str(error).split()))
+    text = str(error)
+    found = _of_missing_option(text) or _of_no_default(text)
+    return ConfigError(found or " ".join(text.split()))

@@ -154,7 +154,9 @@ class Composer:
         try:
             points, multirun = self._compose_all(overrides, multirun=multirun)
         except ConfigCompositionException as error:
-            if "Multiple values for model" not in str(error):
+            # Hydra's words for an experiment that chooses another model, or the same one.
+            twice = ("Multiple values for model", "model appears more than once")
+            if not any(text in str(error) for text in twice):
                 raise
             overrides = [item.removeprefix("+") if item in chosen else item for item in overrides]
             points, multirun = self._compose_replaced(overrides, multirun=multirun)

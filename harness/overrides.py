@@ -47,6 +47,16 @@ def _check_options(override: Override, options: Sequence[str]) -> None:
             raise ConfigError(f"{group}: expected one of {listed}, got {value!r}.{hint}")
 
 
+def _check_switch(override: Override) -> None:
+    """Refuse a number for a switch: OmegaConf takes 0 as false and any other integer as true."""
+    for value in _values(override):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ConfigError(
+                f"{override.key_or_group}: expected true or false, got {value!r}. Write one of the "
+                "two."
+            )
+
+
 def check_overrides(overrides: Sequence[Override], options: Callable[[str], list[str]]) -> None:
     """Check keys, groups and options of a command line before anything is composed.
 
@@ -68,6 +78,8 @@ def check_overrides(overrides: Sequence[Override], options: Callable[[str], list
             _check_options(override, options(key))
         elif not is_known_key(key, known):
             raise unknown_key(key)
+        elif known.get(key) is bool:
+            _check_switch(override)
 
 
 def _check_form(override: Override) -> None:

@@ -69,6 +69,14 @@ def test_a_sweep_may_use_patterns_and_ranges(composer: Composer) -> None:
     ]
 
 
+@pytest.mark.parametrize("model", ["glass", "olmo7b", "glass,olmo7b"])
+def test_a_model_may_be_given_beside_an_experiment_that_chooses_it_too(
+    model: str, composer: Composer
+) -> None:
+    found = plan(composer, f"-m  +experiment=smoke  +model={model}  offload=none")
+    assert [point.config.model.name for point in found.points] == model.split(",")
+
+
 @pytest.mark.parametrize("spelling", ["+experiment", "experiment", "++experiment"])
 def test_choices_win_over_an_experiment(spelling: str, composer: Composer) -> None:
     found = plan(
@@ -107,6 +115,12 @@ def mine(tmp_path: Path) -> Path:
         "gpu/broken.yaml": "name: [\n",
         "experiment/nowhere.yaml": "# @package _global_\ndefaults:\n  - override /gpu: h999\n",
         "experiment/extra.yaml": "# @package _global_\nmodell: 3\n",
+        "experiment/group.yaml": "# @package _global_\ndefaults:\n  - override /ofload: uva\n",
+        "experiment/override.yaml": "# @package _global_\ndefaults:\n  - override /model: mine\n",
+        "experiment/swept.yaml": (
+            "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
+            "  sweeper:\n    params:\n      engine.sed: 1,2\n"
+        ),
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -135,6 +149,9 @@ def test_a_user_s_folder_adds_files(mine: Path) -> None:
         ("gpu=broken", ["YAML", "broken.yaml"]),
         ("+experiment=nowhere", ["gpu", "h999", "rtx4080_16gb"]),
         ("+experiment=extra", ["modell", "Did you mean model?"]),
+        ("+experiment=group", ["experiment/group", "ofload", "Did you mean offload?"]),
+        ("+experiment=override", ["experiment/override", "model", "without override"]),
+        ("+experiment=swept", ["engine.sed", "Did you mean seed?"]),
         ("-m  +experiment=plain,both", ["model", "Run them apart"]),
         ("-m  +experiment=plain,both  model=glass", ["model", "Run them apart"]),
     ],
@@ -153,6 +170,8 @@ def test_mistakes_in_a_user_s_files_are_named(command: str, words: list[str], mi
         ("modell=olmo7b", ["modell", "Did you mean model?"]),
         ("ofload=uva", ["ofload", "Did you mean offload?"]),
         ("engine.typo=1", ["engine.typo", "max_num_seqs"]),
+        ("engine.enforce_eager=3", ["engine.enforce_eager", "true or false", "got 3"]),
+        ("-m  fail_fast=true,0", ["fail_fast", "true or false", "got 0"]),
         ("+engine.typo=1", ["engine.typo", "max_num_seqs"]),
         ("++engine.max_num_seq=1", ["engine.max_num_seq", "Did you mean max_num_seqs?"]),
         ("+offload.uva.cpu_offload_gib=1", ["Did you mean cpu_offload_gb?"]),
