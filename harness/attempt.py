@@ -1,6 +1,5 @@
 """The workers of one point in their order: reference, measure, then cold and warm starts."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from harness.build import engine_config, reference_config
 from harness.correctness import read_reference, reference_key
 from harness.failure import ErrorFacts, classify_exit
 from harness.job import (
-    STATE_NAME,
     UNFINISHED,
     WORKER_LOG_NAME,
     WorkerJob,
@@ -23,10 +21,12 @@ from harness.measure.host import num_new_kills, oom_kills
 from harness.measure.nvml import Gpu
 from harness.measure.page_cache import cached_share, drop_page_cache
 from harness.models.resolve import ensure_model
+from harness.plain import read_json
 from harness.process import start_worker
 from harness.prompts import PromptRow, read_prompts
 from harness.scenarios.load import summarise_loads
 from harness.schema import RunConfig
+from reports.record import STATE_NAME
 
 COLD_SHARE: Final = 0.05
 """A start is cold when at most this share of the checkpoint is left in the page cache."""
@@ -263,12 +263,3 @@ def _resolve_model(config: RunConfig, say: Callable[[str], None]) -> Path | None
     if model.load_format == "dummy":
         return Path(model.path).expanduser().resolve() if model.path else None
     return ensure_model(model.name, model.where(), report=say)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty where there is none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -9,7 +9,6 @@ from engine.config import EngineConfig
 from harness.prompts import PromptRow
 from harness.schema import ScenarioConfig
 
-STATE_NAME: Final = "state.json"
 SAMPLES_NAME: Final = "samples.jsonl"
 WORKER_LOG_NAME: Final = "worker.log"
 JOBS_FOLDER: Final = "jobs"

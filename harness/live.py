@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from harness.attempt import read_json
-from harness.job import SAMPLES_NAME, STATE_NAME
+from harness.job import SAMPLES_NAME
 from harness.measure.resources import ResourceSampler
+from harness.plain import read_json
 from harness.progress import Display
 from harness.tracking.base import GuardedTracker
+from reports.record import STATE_NAME
 
 UPLOAD_INTERVAL_S: Final = 5.0
 

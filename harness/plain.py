@@ -1,6 +1,8 @@
-"""Anything as strict JSON data."""
+"""Anything as strict JSON data, and JSON files that may be absent."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 
@@ -17,3 +19,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(plain(item) for item in value)
     return str(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an absent, unreadable or broken file gives an empty one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -15,16 +15,16 @@ from typing import Any
 import yaml
 
 from harness import describe
-from harness.attempt import Attempt, Findings, PointEndedError, Surroundings, read_json
+from harness.attempt import Attempt, Findings, PointEndedError, Surroundings
 from harness.environment import collect
 from harness.failure import classify_exception
-from harness.job import JOBS_FOLDER, STATE_NAME
+from harness.job import JOBS_FOLDER
 from harness.live import LiveView
 from harness.lock import device_lock_path, hold
 from harness.measure.nvml import Gpu, open_gpu
 from harness.measure.resources import ResourceSampler
 from harness.models.home import tightfit_home
-from harness.plain import plain
+from harness.plain import plain, read_json
 from harness.process import WORKER_COMMAND
 from harness.progress import Display, open_display
 from harness.report import build_report
@@ -32,7 +32,7 @@ from harness.schema import RunConfig, SweepContext
 from harness.summary import print_summary
 from harness.tracking.base import GuardedTracker, PointFacts
 from harness.tracking.choose import open_tracker
-from reports.record import RESULT_NAME, RunRecord, write_text_atomic
+from reports.record import RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
 
 
 def run_point(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.config import EngineSettings, GPUConfig, KVConfig, OffloadConfig
+from engine.config import LOAD_FORMATS, EngineSettings, GPUConfig, KVConfig, OffloadConfig
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from engine.spec import ModelSpec
@@ -28,7 +28,6 @@ __all__ = [
     "TrackingConfig",
 ]
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SOURCE_FIELDS = {
     "hub": ("repo", "revision"),
     "package": ("package", "version", "sha256"),

@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from harness.job import SAMPLES_NAME, STATE_NAME
+from harness.job import SAMPLES_NAME
 from harness.measure.host import process_memory
+from reports.record import STATE_NAME
 
 INTERVAL_S: Final = 0.5
 

@@ -21,6 +21,7 @@ __all__ = [
     "RESULT_NAME",
     "SAMPLE_FLOORS",
     "SCHEMA_VERSION",
+    "STATE_NAME",
     "STATUSES",
     "RecordError",
     "RunRecord",
@@ -33,6 +34,8 @@ __all__ = [
 
 SCHEMA_VERSION: Final = 1
 RESULT_NAME: Final = "result.json"
+STATE_NAME: Final = "state.json"
+"""What a run does now, and how it ended; beside the record, and there before it."""
 STATUSES: Final = ("ok", "no_fit", "oom", "failed", "timeout", "killed", "skipped")
 SAMPLE_FLOORS: Final[Mapping[int, int]] = MappingProxyType({50: 11, 90: 64, 95: 130, 99: 662})
 """Percentile -> number of samples below which it is None."""

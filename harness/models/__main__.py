@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 
 from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, did_you_mean
+from harness.folders import CONF
 from harness.models.home import tightfit_home
 from harness.models.resolve import ModelUnavailableError, ensure_model
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
+MODELS = CONF / "model"
 
 
 def load_source(name: str, folder: Path) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(tightfit_home())
         return EXIT_OK
     try:
-        sources = {name: load_source(name, CONF) for name in chosen.names}
+        sources = {name: load_source(name, MODELS) for name in chosen.names}
         for name, source in sources.items():
             print(f"{name}: {ensure_model(name, source, report=_say)}")
     except ModelUnavailableError as error:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.plain import read_json
+
 PROVENANCE_FILE = "provenance.json"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -65,15 +67,6 @@ def write_weights(folder: Path, tensors: Mapping[str, Stored]) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as indented JSON with a final newline."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an absent, unreadable or broken file gives an empty one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def llama_config(  # one keyword for each field of the file

