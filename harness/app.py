@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import hydra
 from hydra.conf import HydraConf
@@ -24,6 +25,8 @@ from harness.schema import RunConfig, SweepContext
 from reports.record import RESULT_NAME, RecordError, RunRecord
 
 __all__ = ["run"]
+
+_ABSENT: Final = object()
 
 
 def run(line: CommandLine) -> int:
@@ -73,11 +76,11 @@ def _print_point(point: Point, line: CommandLine) -> str:
     elif line.cfg == "hydra":
         shown = point.composed.hydra
     if line.package is not None:
-        shown = OmegaConf.select(point.composed, line.package)
-        if shown is None:
+        shown = OmegaConf.select(point.composed, line.package, default=_ABSENT)
+        if shown is _ABSENT:
             raise unknown_key(line.package)
     if not isinstance(shown, Container):
-        return f"{shown}\n"
+        return "null\n" if shown is None else f"{shown}\n"
     try:
         return OmegaConf.to_yaml(shown, resolve=line.resolve)
     except Exception as error:

@@ -28,7 +28,7 @@ class CommandLine:
     resolve: bool = False
     """Resolve interpolations in what --cfg prints."""
     package: str | None = None
-    """The part of the configuration that --cfg prints, such as engine.kv."""
+    """The part of the configuration that --cfg prints, such as scenario.latency."""
     config_dir: Path | None = None
     """A folder with configuration files of the user."""
 

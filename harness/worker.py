@@ -31,7 +31,7 @@ from harness.prompts import encode_rows, synthetic_prompts
 from harness.scenarios.drive import Engine, StepTotals, run_in_turn
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
-from harness.scenarios.outcome import Outcome, ratio
+from harness.scenarios.outcome import Outcome, failure_reasons, ratio
 from harness.scenarios.throughput import measure_throughput
 from harness.schema import RequestSet
 from harness.state import StateWriter
@@ -233,9 +233,10 @@ class Work:
                 seed=config.seed,
                 stream=f"{part}/warm-up",
             )
-            run_in_turn(
+            requests, _ = run_in_turn(
                 llm, warm, config.output_tokens, clock=self._door.clock, prefix=f"{part}-warm-up"
             )
+            self._result["reasons"] += failure_reasons(f"{part} warm-up", requests)
         self._state.enter(part)
         measure = measure_latency if part == "latency" else measure_throughput
         gpu = open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None
@@ -247,8 +248,8 @@ class Work:
             clock=self._door.clock,
             on_progress=self._state.running,
         )
-        self._note_outcome(part, outcome)
         energy_after_j = gpu.energy_j() if gpu else None
+        self._note_outcome(part, outcome)
         self._note_energy(outcome, energy_before_j, energy_after_j)
         self._save()
         return totals

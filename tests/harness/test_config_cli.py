@@ -99,6 +99,11 @@ def test_cfg_of_a_sweep_prints_every_point(tmp_path: Path) -> None:
     assert backends == ["auto", "uva"]
 
 
+def test_a_part_that_is_null_can_be_printed(tmp_path: Path) -> None:
+    done = harness(tmp_path, "model=glass", "--cfg", "job", "--package", "timeout_s")
+    assert (done.returncode, done.stdout) == (0, "null\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

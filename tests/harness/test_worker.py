@@ -74,6 +74,13 @@ def test_warm_up_is_not_timed_and_shares_no_prompt(tmp_path):
     assert result["samples"]["latency"][0]["request_id"] == "latency-0"
 
 
+def test_a_warm_up_that_fails_is_a_reason(tmp_path):
+    result, _ = work(tmp_path, job(), refuse=["latency-warm-up-0"])
+    assert result["status"] == "ok"
+    [reason] = result["reasons"]
+    assert reason.startswith("latency warm-up: 1 of 1 requests failed; latency-warm-up-0: ")
+
+
 def test_prompts_of_a_file_are_encoded_and_counted_in_tokens(tmp_path):
     rows = [PromptRow(1, text="abc"), PromptRow(2, token_ids=(7, 8))]
     part = LatencyScenario(
