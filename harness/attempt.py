@@ -20,6 +20,7 @@ from harness.job import (
 from harness.measure.host import num_new_kills, oom_kills
 from harness.measure.nvml import Gpu
 from harness.measure.page_cache import cached_share, drop_page_cache
+from harness.models.errors import unavailable
 from harness.models.resolve import ensure_model
 from harness.plain import read_json
 from harness.process import start_worker
@@ -258,8 +259,17 @@ class Attempt:
 
 
 def _resolve_model(config: RunConfig, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint's folder; None for random weights of known sizes."""
+    """Return the checkpoint's folder; None for random weights of known sizes.
+
+    Raises:
+        ModelUnavailableError: the weights, or a folder that was named, are not there.
+    """
     model = config.model
     if model.load_format == "dummy":
-        return Path(model.path).expanduser().resolve() if model.path else None
+        if model.path is None:
+            return None
+        folder = Path(model.path).expanduser().resolve()
+        if not folder.is_dir():
+            raise unavailable(model.name, f"model.path: expected a folder, found none at {folder}")
+        return folder
     return ensure_model(model.name, model.where(), report=say)

@@ -232,6 +232,13 @@ def test_absent_weights_are_a_clean_failure(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "worker.log").exists()
 
 
+def test_a_folder_that_is_absent_is_not_passed_over_for_random_weights(tmp_path):
+    model = ModelNode(name="tiny", path=str(tmp_path / "none"), load_format="dummy", spec=SPEC)
+    record = run(tmp_path, run_config(model=model))
+    assert (record.status, record.error["type"]) == ("failed", "ModelUnavailableError")
+    assert f"found none at {tmp_path / 'none'}" in record.error["message"]
+
+
 def test_malformed_prompts_end_the_point_before_a_worker_starts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n{"prompt": 3}\n')
