@@ -57,8 +57,10 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
         "memory/host_pinned_gib": "host bytes registered with the device (engine's ledger)",
         "memory/host_rss_peak_gib": "highest resident set of the worker process",
-        "memory/host_anon_gib": "resident anonymous (pageable) memory of the worker",
-        "memory/host_shmem_gib": "resident shared memory of the worker, pinned pages too",
+        "memory/host_anon_gib": "resident anonymous memory of the worker, not offloaded weights",
+        "memory/host_shmem_gib": (
+            "resident shared memory of the worker, offloaded weights too, pinned or not"
+        ),
         "link/h2d_gb_s": (
             "host to device copy rate: median of 20 copies of 256 MiB from registered memory,"
             " GB = 10^9 bytes, measured in this run"
