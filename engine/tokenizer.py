@@ -1,21 +1,43 @@
 """The tokenizer and the end-of-sequence tokens of a model folder."""
 
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, EngineError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path | None) -> Any | None:
-    """Return the folder's transformers tokenizer, or None if it has no tokenizer files."""
+    """Return the folder's transformers tokenizer, or None if it has no tokenizer files.
+
+    Raises:
+        EngineError: transformers cannot be imported beside an installed package named kernels.
+    """
     if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # slow, and not needed for ids
-
+    try:
+        from transformers import AutoTokenizer  # slow, and not needed for ids
+    except ImportError as error:
+        raise _clash(error) from error
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def _clash(error: ImportError) -> Exception:
+    """Name the package whose name is that of our folder kernels/, where it is installed.
+
+    transformers looks for the package by that name and then takes names from our folder.
+    """
+    try:
+        found = version("kernels")
+    except PackageNotFoundError:
+        return error
+    return EngineError(
+        f"tokenizer: transformers failed to import ({error}). The package kernels {found} is "
+        "installed, and its name is that of this project's folder. Run: pip uninstall kernels"
+    )
 
 
 def eos_token_ids(folder: Path | None) -> frozenset[int]:

@@ -1,0 +1,41 @@
+"""Which tokenizer and end tokens a folder has, and the clash of package names."""
+
+import json
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from engine import tokenizer
+from engine.errors import EngineError
+
+
+def test_a_folder_without_tokenizer_files_has_none(tmp_path):
+    assert tokenizer.load_tokenizer(tmp_path) is None
+    assert tokenizer.load_tokenizer(None) is None
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert tokenizer.eos_token_ids(tmp_path) == {1}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    assert tokenizer.eos_token_ids(tmp_path) == {2, 3}
+
+
+def test_an_installed_package_of_our_folder_name_is_named(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(tokenizer, "version", lambda _: "0.18.3")
+    with pytest.raises(EngineError, match=r"kernels 0\.18\.3 is installed.*pip uninstall kernels"):
+        tokenizer.load_tokenizer(tmp_path)
+
+
+def test_another_import_error_is_passed_on(tmp_path, monkeypatch):
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(tokenizer, "version", absent)
+    with pytest.raises(ImportError):
+        tokenizer.load_tokenizer(tmp_path)
