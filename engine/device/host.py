@@ -13,23 +13,47 @@ import torch
 CHUNK_BYTES = 64 * 2**20
 
 
-def available_bytes() -> int:
-    """Return host memory that can be taken: free memory, within the cgroup's limit.
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return host memory that can be taken: free memory, within the limits of every cgroup above.
 
-    The page cache counts as free, in the cgroup too.
+    The page cache counts as free, in a cgroup too.
+
+    Args:
+        proc: Where this process's cgroups are named.
+        cgroups: Where cgroups are mounted, version 1 or 2.
     """
     free = int(psutil.virtual_memory().available)
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((root / "memory.current").read_text())
-            stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-            free = min(free, int(limit) - used + cached)
-    except (OSError, ValueError):
-        return free
-    return max(0, free)
+    rooms = (_cgroup_room(folder) for folder in _cgroup_folders(proc, cgroups))
+    return max(0, min([free, *(room for room in rooms if room is not None)]))
+
+
+def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the folders that may limit this process; in a container its own is the mount's root."""
+    yield from (cgroups, cgroups / "memory")
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in {"", "memory"}:
+                folder = Path(path.lstrip("/"))
+                for part in (folder, *folder.parents)[:-1]:
+                    yield cgroups / controllers / part
+
+
+def _cgroup_room(folder: Path) -> int | None:
+    """Return what a cgroup's limit leaves, bytes; None without a limit."""
+    for limit, usage, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            most = int((folder / limit).read_text())
+            used = int((folder / usage).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            cached = sum(
+                int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active")
+            )
+            return most - used + cached
+    return None
 
 
 def disabled(switch: str) -> bool:

@@ -3,6 +3,7 @@
 import gc
 import mmap
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,24 +101,42 @@ def test_switches_disable_pinning_and_in_place_reads(
     assert bool(facts.reason) is not all(expected)
 
 
-def test_host_figures_stay_within_the_cgroup(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    files = {
-        "memory.max": f"{2**30}\n",
-        "memory.current": f"{700 * MIB}\n",
-        "memory.stat": f"anon 5\ninactive_file {150 * MIB}\nactive_file {50 * MIB}\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host, "Path", lambda _: tmp_path)
-    free = host.available_bytes()
-    assert free == min(1024 * MIB - 500 * MIB, free)
-    (tmp_path / "memory.current").write_text(f"{2**31}\n")
-    assert host.available_bytes() == 0
+CGROUPS = {
+    # Version 2 in a container, in a nested group, with the limit on a group above; version 1.
+    "": ("0::/", "memory.max", "memory.current", ""),
+    "user/me": ("0::/user/me", "memory.max", "memory.current", ""),
+    "user": ("0::/user/me", "memory.max", "memory.current", ""),
+    "memory/docker/x": (
+        "4:memory:/docker/x",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", CGROUPS)
+def test_host_figures_stay_within_the_cgroup(tmp_path: Path, place: str) -> None:
+    line, limit, usage, prefix = CGROUPS[place]
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(f"1:cpu:/other\n{line}\n")
+    folder = cgroups / place
+    folder.mkdir(parents=True)
+    cached = f"{prefix}inactive_file {15 * MIB}\n{prefix}active_file {5 * MIB}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{cached}")
+    (folder / limit).write_text(f"{100 * MIB}\n")
+    (folder / usage).write_text(f"{70 * MIB}\n")
+    assert host.available_bytes(proc, cgroups) == 50 * MIB
+    (folder / usage).write_text(f"{200 * MIB}\n")
+    assert host.available_bytes(proc, cgroups) == 0
     for broken in ("max\n", "broken\n"):
-        (tmp_path / "memory.max").write_text(broken)
-        assert host.available_bytes() > 0
+        (folder / limit).write_text(broken)
+        assert host.available_bytes(proc, cgroups) > 100 * MIB
+
+
+def test_host_figures_without_cgroups(tmp_path: Path) -> None:
+    assert host.available_bytes(tmp_path, tmp_path) > 100 * MIB
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
