@@ -56,9 +56,7 @@ def test_an_emulated_card_counts_as_host_memory() -> None:
 def test_host_reserve_is_kept_free() -> None:
     plan = plan_small()
     tight = replace(CPU, host_available_bytes=plan.host_total_bytes + GIB)
-    assert plan_small(tight).host_total_bytes == plan.host_limit_bytes - (
-        plan.host_limit_bytes - plan.host_total_bytes
-    )
+    assert plan_small(tight).host_limit_bytes == plan.host_total_bytes
     with pytest.raises(CapacityError, match="host memory"):
         plan_small(replace(tight, host_available_bytes=tight.host_available_bytes - 1))
     assert plan_small(
