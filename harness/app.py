@@ -47,6 +47,7 @@ def run(line: CommandLine) -> int:
         sys.stdout.write("---\n".join(_print_point(point, line) for point in plan.points))
         return EXIT_OK
     _make_home()
+    _check_folder(plan)
     return _Session(plan, line.config_dir).run()
 
 
@@ -64,6 +65,19 @@ def _make_home() -> None:
             f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
             f"({error.strerror}). Set TIGHTFIT_HOME to another one."
         ) from error
+
+
+def _check_folder(plan: Plan) -> None:
+    """Refuse a folder of the user's choice that holds records, before anything runs."""
+    hydra_node = plan.points[0].composed.hydra
+    name, pattern = ("sweep", f"*/{RESULT_NAME}") if plan.multirun else ("run", RESULT_NAME)
+    folder = Path(str(hydra_node[name].dir))
+    found = next(folder.glob(pattern), None)
+    if found is not None:
+        raise ConfigError(
+            f"hydra.{name}.dir: expected a folder without records, found {found}. Choose another "
+            "folder, or remove the setting."
+        )
 
 
 def _print_point(point: Point, line: CommandLine) -> str:
@@ -195,7 +209,7 @@ def _arguments(values: Sequence[str]) -> Iterator[None]:
 
 
 def _crashed(error: Exception, config: RunConfig, folder: Path, overrides: list[str]) -> RunRecord:
-    """Write and return the record of a point whose own harness failed."""
+    """Return the record of a point whose own harness failed, written if there is none yet."""
     record = RunRecord(
         run_id=folder.name,
         name=config.model.name,
@@ -209,5 +223,6 @@ def _crashed(error: Exception, config: RunConfig, folder: Path, overrides: list[
         config=config.to_dict(),
         overrides=overrides,
     )
-    record.write(folder / RESULT_NAME)
+    if not (folder / RESULT_NAME).exists():  # never over the record of another point
+        record.write(folder / RESULT_NAME)
     return record

@@ -124,6 +124,24 @@ def test_runs_in_the_same_second_do_not_share_a_folder(points: FakePoints) -> No
     assert points.asked[0][1] != points.asked[1][1]
 
 
+@pytest.mark.parametrize("words", [["hydra.run.dir=mine"], ["-m", "hydra.sweep.dir=mine"]])
+def test_a_folder_with_records_is_refused_before_anything_runs(
+    words: list[str], points: FakePoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["+model=glass", *words]) == 0
+    assert main(["+model=glass", *words]) == 2
+    assert len(points.asked) == 1
+    assert "expected a folder without records" in capsys.readouterr().err
+
+
+def test_no_record_is_written_over_another(points: FakePoints, tmp_path: Path) -> None:
+    points.statuses[1] = FileExistsError("the record of another")
+    words = [f"hydra.sweep.dir={tmp_path}/mine", "hydra.sweep.subdir=same"]
+    assert main(["+model=glass", "-m", "engine.seed=1,2", *words]) == 3
+    assert RunRecord.read(tmp_path / "mine" / "same" / "result.json").status == "ok"
+    assert points.finished == [(["ok", "failed"], False)]
+
+
 def test_no_model_is_said_in_one_line(
     points: FakePoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
