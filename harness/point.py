@@ -196,12 +196,11 @@ class _Point:
         record = self._record(findings)
         self._write(record)
         self._note_end(record.status)
-        warnings = findings.warnings
         if with_report:
-            warnings += build_report(self._run_dir)
+            findings.warnings += build_report(self._run_dir)
         tracker.finish_point(record, self._run_dir)
-        warnings += tracker.warnings
-        if warnings:
+        findings.warnings += tracker.warnings
+        if findings.warnings:
             record = self._record(findings)
             self._write(record)
         return record
