@@ -206,7 +206,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     """The prompt in tokens."""
     outputs: list[CompletionOutput]
-    """The n answers; empty if the request was refused."""
+    """The n answers; one with finish_reason error if the request was refused."""
     finished: bool
     """Whether every answer ended."""
     error: str | None = None
