@@ -1,5 +1,6 @@
 """What became of a worker: exceptions, exit codes and signals -> status and error of a record."""
 
+import errno
 import signal
 import traceback
 from collections.abc import Mapping
@@ -44,6 +45,8 @@ def classify_exception(error: BaseException, phase: str) -> tuple[str, ErrorFact
 
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ in _OOM_TYPES:
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(part in text for part in _OOM_TEXTS)

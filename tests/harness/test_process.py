@@ -1,3 +1,4 @@
+import errno
 import signal
 import sys
 import time
@@ -109,6 +110,7 @@ def test_an_exit_keeps_the_last_lines_of_its_own_output(tmp_path):
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
         MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
 def test_errors_that_mean_out_of_memory(error):
@@ -119,6 +121,7 @@ def test_errors_that_mean_out_of_memory(error):
 
 def test_the_word_memory_alone_is_not_out_of_memory():
     assert classify_exception(ValueError("out of memory slots"), "build")[0] == "failed"
+    assert classify_exception(OSError(errno.ENOENT, "gone"), "build")[0] == "failed"
 
 
 def test_oom_counters_are_numbers_and_only_known_ones_count():
