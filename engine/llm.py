@@ -5,14 +5,16 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from typing import Any
 
-from engine.build import Engine, Progress, build_engine
+from engine.build import Engine, Progress, build_engine, read_spec
 from engine.clock import LoadReport
 from engine.config import EngineConfig
 from engine.core import StepStats
+from engine.device.select import open_device
 from engine.effective import describe
 from engine.errors import EngineError
 from engine.keywords import config_from_keywords
 from engine.plan import MemoryPlan
+from engine.planner import plan_memory
 from engine.request import RequestOutput, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.sessions import Prompt, Sessions
@@ -63,6 +65,23 @@ class LLM:
         llm = cls.__new__(cls)
         llm._open(build_engine(config, progress, reference=reference))  # noqa: SLF001
         return llm
+
+    @classmethod
+    def plan_for(cls, config: EngineConfig) -> MemoryPlan:
+        """Plan an engine of this configuration on this machine; nothing is allocated or read.
+
+        Args:
+            config: What is asked.
+
+        Returns:
+            The plan that `from_config` begins with.
+
+        Raises:
+            CapacityError: It does not fit; the message and the error's plan have the figures.
+            CheckpointError: There is no config.json, or it contradicts the sizes that were given.
+            ConfigError: A setting does not suit the model or this machine.
+        """
+        return plan_memory(config, read_spec(config.model), open_device(config.gpu.device).facts())
 
     def _open(self, engine: Engine) -> None:
         self._engine: Engine | None = engine

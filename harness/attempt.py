@@ -11,6 +11,7 @@ from harness.build import engine_config, reference_config
 from harness.correctness import read_reference, reference_key
 from harness.failure import ErrorFacts, classify_exit
 from harness.job import (
+    PLAN_PHASE,
     UNFINISHED,
     WORKER_LOG_NAME,
     WorkerJob,
@@ -154,21 +155,27 @@ class Attempt:
         )
 
     def _reference(self) -> Path | None:
-        """Return the file of the reference tokens, made now when absent; None if it cannot be."""
+        """Return the file of the reference tokens, made now when absent; None if it cannot be.
+
+        Raises:
+            PointEndedError: the engine under test does not fit, or the worker broke down.
+        """
         config = reference_config(self._config, self._model_path)
         check = self._config.scenario.correctness
         key = reference_key(config, check, self._around.environment)
         path = self._around.home / "references" / f"{key}.json"
         if read_reference(path) is not None:
             return path
-        job = replace(self._job("reference", "reference", path), engine=config)
-        status, error, _ = self._execute(job)
-        if status in {"no_fit", "oom"} and error is not None:
+        job = self._job("reference", "reference", path)
+        job = replace(job, engine=config, under_test=self._engine)
+        status, error, result = self._execute(job)
+        if status in {"no_fit", "oom"} and error is not None and error["phase"] != PLAN_PHASE:
             self._unchecked = (
                 f"correctness: the reference (every layer copied on demand, eager) could not be "
                 f"made ({status}: {error['message']}), so the tokens were not compared."
             )
             return None
+        self.findings.add({"plan": result.get("plan")})  # of the engine under test: no_fit's
         self._end_unless_ok(status, error)
         return path
 

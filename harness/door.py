@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.plan import MemoryPlan
 from harness.scenarios.drive import Engine
 
 Progress = Callable[[str, int, int], None]
@@ -17,6 +18,14 @@ class EngineFactory(Protocol):
 
     def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> Engine:
         """Construct an engine; `reference` asks for every layer on demand, eager."""
+        ...
+
+    def plan_for(self, config: EngineConfig) -> MemoryPlan:
+        """Plan an engine without allocating anything.
+
+        Raises:
+            CapacityError: it does not fit.
+        """
         ...
 
 

@@ -12,6 +12,8 @@ from harness.schema import ScenarioConfig
 SAMPLES_NAME: Final = "samples.jsonl"
 WORKER_LOG_NAME: Final = "worker.log"
 JOBS_FOLDER: Final = "jobs"
+PLAN_PHASE: Final = "plan"
+"""Phase of a reference job in which it plans the engine under test."""
 UNFINISHED: Final = "unfinished"
 """Status of a worker's result until its job is done."""
 
@@ -30,6 +32,8 @@ class WorkerJob:
     """Part of the scenario -> rows of its prompts_file."""
     reference: Path | None = None
     """File of the reference tokens: read by measure (None: no comparison), written by reference."""
+    under_test: EngineConfig | None = None
+    """Of reference: the configuration that it is for, planned before the reference is built."""
     gpu_uuid: str | None = None
     """The GPU whose energy counter is read."""
 

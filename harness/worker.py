@@ -22,7 +22,7 @@ from harness.correctness import (
 )
 from harness.door import EngineDoor, EngineFactory, engine_door
 from harness.failure import classify_exception
-from harness.job import UNFINISHED, WorkerJob, read_job, result_path
+from harness.job import PLAN_PHASE, UNFINISHED, WorkerJob, read_job, result_path
 from harness.measure.host import process_memory, reset_rss_peak
 from harness.measure.nvml import open_gpu
 from harness.plain import plain
@@ -135,11 +135,14 @@ class Work:
         except Exception as error:  # noqa: BLE001  the edge: noted
             self._result["notes"].append(f"closing the engine: {type(error).__name__}: {error}")
 
-    def _build(self, *, reference: bool = False) -> Engine:
+    def _code(self) -> EngineFactory:
         if self._factory is None:
             raise RuntimeError("the engine's code is not loaded.")
+        return self._factory
+
+    def _build(self, *, reference: bool = False) -> Engine:
         self._state.enter("build")
-        llm = self._factory.from_config(
+        llm = self._code().from_config(
             self._job.engine, progress=self._state.loading, reference=reference
         )
         self._llm = llm
@@ -151,6 +154,10 @@ class Work:
         self._save()
 
     def _reference(self) -> None:
+        if self._job.under_test is not None:
+            # A point that does not fit needs no reference, and should not wait for one.
+            self._state.enter(PLAN_PHASE)
+            self._code().plan_for(self._job.under_test)
         llm = self._build(reference=True)
         config = self._job.scenario.correctness
         prompts = check_prompts(config, vocab_size=llm.spec.vocab_size, avoid=special_ids(llm))

@@ -2,18 +2,21 @@
 
 import gc
 import math
+import shutil
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine import LLM
-from engine.errors import EngineError
+from engine.errors import CapacityError, EngineError
 from tests.engine.conftest import TinyModels
 from tests.tiny import (
     greedy,
     greedy_params,
+    make_config,
     make_prompt,
     open_llm,
 )
@@ -68,6 +71,22 @@ def test_memory_goes_with_the_engine(tiny: TinyModels, close: bool) -> None:
     again = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
     assert greedy(again, PROMPTS, 5) == tiny.greedy("llama", PROMPTS, 5)
     again.close()
+
+
+def test_a_plan_alone_reads_no_weights(tiny: TinyModels, tmp_path: Path) -> None:
+    folder = tiny.folder("llama")
+    keywords: dict[str, Any] = {"offload_group_size": 2}
+    llm = open_llm(folder, **keywords)
+    shutil.copy(folder / "config.json", tmp_path)
+    plan = LLM.plan_for(make_config(tmp_path, **keywords))
+    assert plan.placements == llm.plan.placements
+    assert plan.gpu_items == llm.plan.gpu_items
+    assert plan.host_items == llm.plan.host_items
+    llm.close()
+    with pytest.raises(CapacityError, match="GiB") as caught:
+        LLM.plan_for(make_config(tmp_path, gpu_memory_gib=1e-4))
+    assert caught.value.plan is not None
+    assert caught.value.plan["gpu"]
 
 
 def test_phases_of_the_load_sum_to_its_time(tiny: TinyModels) -> None:

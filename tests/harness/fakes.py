@@ -52,7 +52,7 @@ class Script:
     """Read in place in each step."""
     gpu_peak_bytes: int = GIB
     fail_at: str = ""
-    """build | reference | step: where `failure` strikes."""
+    """plan | build | reference | step: where `failure` strikes."""
     failure: str = ""
     """no_fit | checkpoint | oom | memory_error | crash | sigkill | sigsegv | exit | hang"""
     fail_reference: str = ""
@@ -190,7 +190,13 @@ class FakeFactory:
     """Stands in for the class engine.LLM."""
 
     def __init__(self, script, clock):
-        self.script, self.clock, self.built = script, clock, []
+        self.script, self.clock, self.built, self.planned = script, clock, [], []
+
+    def plan_for(self, config):
+        self.planned.append(config)
+        if self.script.fail_at == "plan":
+            self.script.strike()
+        return SimpleNamespace(to_dict=lambda: dict(PLAN))
 
     def from_config(self, config, *, progress, reference):
         llm = FakeLLM(self.script, self.clock, progress, reference)

@@ -84,6 +84,16 @@ def test_the_reference_is_made_once(tmp_path, home):
     assert "--- reference" not in (tmp_path / "second" / "worker.log").read_text()
 
 
+def test_a_point_that_does_not_fit_ends_before_a_reference_is_made(tmp_path, home):
+    record = run(tmp_path, run_config(), fail_at="plan", failure="no_fit")
+    assert (record.status, record.valid, record.reasons) == ("no_fit", None, [])
+    assert (record.error["type"], record.error["phase"]) == ("CapacityError", "plan")
+    assert record.plan == PLAN
+    log = (tmp_path / "run" / "worker.log").read_text()
+    assert [line for line in log.splitlines() if line.startswith("---")] == ["--- reference"]
+    assert not (home / "references").exists()
+
+
 def test_wrong_tokens_are_not_timed(tmp_path):
     record = run(tmp_path, run_config(), wrong_token_at=2)
     assert (record.status, record.valid) == ("failed", False)

@@ -92,6 +92,19 @@ def test_prompts_of_a_file_are_encoded_and_counted_in_tokens(tmp_path):
     assert factory.built[0].prompts[0] == ("latency-0", [102, 103, 104])
 
 
+def test_the_point_is_planned_before_its_reference_is_built(tmp_path):
+    asked = job().engine
+    task = job(name="reference", kind="reference", reference=tmp_path / "key", under_test=asked)
+    result, factory = work(tmp_path, task, fail_at="plan", failure="no_fit")
+    assert (result["status"], result["plan"]) == ("no_fit", PLAN)
+    assert factory.planned == [asked]
+    assert factory.built == []
+    assert not (tmp_path / "key").exists()
+    result, factory = work(tmp_path, task)
+    assert (result["status"], result["plan"]) == ("ok", None)
+    assert (len(factory.planned), len(factory.built)) == (1, 1)
+
+
 def test_equal_tokens_pass_the_check(tmp_path):
     path = make_reference(tmp_path)
     reference = read_reference(path)
