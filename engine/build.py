@@ -135,13 +135,13 @@ def build_engine(
             warnings.warn(note, OffloadWarning, stacklevel=3)
         _load(config, stored, device, store, clock, progress)
         with clock.phase("allocate"):
+            device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device)
             runner = _runner(spec, plan, device, store, cache)
-        eager = reference or config.engine.enforce_eager or not plan.can_capture
         with clock.phase("warm_up"):
             # A CPU has no kernels to compile; a GPU's largest step also sizes its allocator.
             runner.warm_up(16 if plan.facts.emulated else plan.max_num_batched_tokens)
-            if not eager:
+            if plan.use_graphs:
                 runner.capture()
     except BaseException:
         device.close()

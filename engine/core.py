@@ -1,5 +1,6 @@
 """EngineCore: one step after another, from scheduler to runner to sampler and back."""
 
+import contextlib
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -81,6 +82,9 @@ class EngineCore:
             sampled = self._run(plan)
         except BaseException:
             self.scheduler.discard(plan)
+            # The next step fills the input buffers again; what is enqueued must have read them.
+            with contextlib.suppress(Exception):
+                runner.wait()
             raise
         now = perf_counter()
         events = self.scheduler.commit(plan, sampled, self.eos_token_ids)

@@ -209,8 +209,6 @@ def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: s
         f"fallback: {', '.join(kinds)} is not possible ({reason}); {len(changed)} tensors are "
         f"copied on demand from {memory} host memory."
     )
-    if not can_pin:
-        note += " Decode runs without graphs, which cannot copy from pageable memory."
     placements = {
         name: Placement.ON_DEMAND if name in changed else place
         for name, place in assignment.placements.items()

@@ -96,6 +96,8 @@ class MemoryPlan:
     max_num_batched_tokens: int
     graph_sizes: tuple[int, ...]
     """Decode batch sizes captured as CUDA graphs; both graph and eager steps pad to them."""
+    use_graphs: bool
+    """Decode runs in CUDA graphs."""
     pin: bool
     """Offloaded slabs are pinned."""
     gpu_budget_bytes: int
@@ -139,11 +141,6 @@ class MemoryPlan:
     def offloaded_layers(self) -> tuple[LayerPlan, ...]:
         """Layers with an offloaded slab, in order."""
         return tuple(layer for layer in self.layers if layer.offloaded.num_bytes)
-
-    @property
-    def can_capture(self) -> bool:
-        """Whether decode can run in graphs; a copy from pageable memory cannot be captured."""
-        return self.pin or not (self.offloaded_layers or self.outer_offloaded.num_bytes)
 
     def bytes_per_step(self) -> int:
         """Weight bytes that cross the link in one decode step (table rows not counted)."""

@@ -43,6 +43,7 @@ class _Asked:
     facts: DeviceFacts
     dtype: str
     max_model_len: int
+    reference: bool
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec, kind: str) -> str:
@@ -99,6 +100,7 @@ def plan_memory(
         facts,
         resolve_dtype(config, spec, facts.kind),
         resolve_max_model_len(config, spec),
+        reference,
     )
     if reference:
         return _fit(asked, assign_layers_on_demand(spec))
@@ -191,8 +193,14 @@ def _build(asked: _Asked, assignment: Assignment) -> MemoryPlan:
     slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, dtype)
     sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
     budget = gpu_budget_bytes(config, facts)
-    eager = settings.enforce_eager or (layout.offloaded_bytes > 0 and not facts.can_pin)
-    graph_pool, graph_nodes = graph_bytes(spec, () if eager else sizes, size)
+    notes = list(assignment.notes)
+    use_graphs = bool(sizes) and not settings.enforce_eager and not asked.reference
+    if use_graphs and layout.offloaded_bytes and not facts.can_pin:
+        use_graphs = False
+        notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
+    if config.kv.disable_sliding_window and spec.sliding_window is None:
+        notes.append("kv.disable_sliding_window: this model has no window, so nothing changes.")
+    graph_pool, graph_nodes = graph_bytes(spec, sizes if use_graphs else (), size)
     workspace, runtime = runtime_bytes(facts.kind)
     items = {
         "weights": layout.resident_bytes,
@@ -237,12 +245,13 @@ def _build(asked: _Asked, assignment: Assignment) -> MemoryPlan:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         graph_sizes=sizes,
+        use_graphs=use_graphs,
         pin=pinned,
         gpu_budget_bytes=budget,
         gpu_items=items,
         host_limit_bytes=max(0, facts.host_available_bytes - reserve),
         host_items=host,
-        notes=tuple(assignment.notes),
+        notes=tuple(notes),
         facts=facts,
     )
 

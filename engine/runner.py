@@ -196,8 +196,6 @@ class ModelRunner:
             store = self._decoder.weights
             copied, read = store.copied_bytes, store.in_place_bytes
             graph = self._device.new_graph(run)
-            if graph is None:
-                return
             counts = store.copied_bytes - copied, store.in_place_bytes - read
             self._graphs[size] = (graph, *counts)
             # Capturing counted the bytes, but moved none.
@@ -205,29 +203,39 @@ class ModelRunner:
             self._replayed_reads -= counts[1]
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run one prefill of padding, so that kernels are compiled and loaded."""
+        """Run a prefill of padding and a decode, so that kernels are compiled and loaded.
+
+        Args:
+            num_tokens: Of the prefill, in as many sequences as it takes.
+        """
         plan = self._plan
-        count = min(num_tokens, plan.max_num_batched_tokens, plan.max_model_len)
+        num_tokens = min(num_tokens, plan.max_num_batched_tokens)
+        longest = min(num_tokens, plan.max_model_len)
+        rows = min(num_tokens // longest, plan.max_num_seqs)
+        count = rows * longest
         self._ids.array[:count] = 0
         self._positions.array[:count] = 0
         self._slots.array[:count] = -1
-        self._lens.array[0] = count
-        self._tables.array[0] = 0
-        self._starts.array[:2] = (0, count)
-        self._logits_rows.array[0] = count - 1
+        self._lens.array[:rows] = longest
+        self._tables.array[:rows] = 0
+        self._starts.array[: rows + 1] = np.arange(rows + 1) * longest
+        self._logits_rows.array[:rows] = np.arange(1, rows + 1) * longest - 1
         batch = Batch(
             input_ids=self._ids.send(count),
             positions=self._positions.send(count),
             slots=self._slots.send(count),
-            block_tables=self._tables.send(1),
-            seq_lens=self._lens.send(1),
+            block_tables=self._tables.send(rows),
+            seq_lens=self._lens.send(rows),
             num_decodes=0,
             max_decode_len=0,
-            prefill_starts=self._starts.send(2),
-            max_prefill_tokens=count,
-            logits_rows=self._logits_rows.send(1),
+            prefill_starts=self._starts.send(rows + 1),
+            max_prefill_tokens=longest,
+            logits_rows=self._logits_rows.send(rows),
         )
         self._decoder.forward(batch)
+        self._lens.array[0] = 0
+        self._lens.send(1)
+        self._decoder.forward(self._decode_batch(1, plan.max_model_len))
         self._device.synchronize()
 
     @property

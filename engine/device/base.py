@@ -68,14 +68,21 @@ class Device(Protocol):
     def enforce_budget(self, num_bytes: int) -> None:
         """Make allocations beyond the budget fail."""
 
+    def count_working(self, num_bytes: int) -> None:
+        """Count memory that steps take beside `empty`, where the device cannot see it."""
+
     def peak_bytes(self) -> int:
         """Return the most GPU memory that was in use, context included, bytes."""
 
     def allocated_bytes(self) -> int:
         """Return GPU memory in use now, bytes."""
 
-    def new_graph(self, run: Callable[[], object]) -> "Graph | None":
-        """Capture `run` as a graph; None where the device has none."""
+    def new_graph(self, run: Callable[[], object]) -> "Graph":
+        """Capture `run` as a graph.
+
+        Raises:
+            EngineError: The device has no graphs.
+        """
 
     def wait_compute(self) -> None:
         """Block until what is enqueued on the compute stream is done."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from engine.device.base import HostBuffer
+from engine.device.base import Graph, HostBuffer
 from engine.device.host import MappedBuffer, available_bytes, capabilities
-from engine.errors import CapacityError
+from engine.errors import CapacityError, EngineError
 from engine.plan import DeviceFacts
 
 
@@ -86,12 +86,7 @@ class CPUDevice:
         Raises:
             CapacityError: The budget would be exceeded.
         """
-        if self._budget is not None and self._allocated + num_bytes > self._budget:
-            raise CapacityError(
-                f"emulated GPU: {num_bytes} bytes more than {self._allocated} exceed the budget of "
-                f"{self._budget} bytes. This is a fault of the plan."
-            )
-        self._allocated += num_bytes
+        self.count_working(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
@@ -120,6 +115,19 @@ class CPUDevice:
         """Make allocations beyond the budget fail."""
         self._budget = num_bytes
 
+    def count_working(self, num_bytes: int) -> None:
+        """Count emulated GPU memory that is not allocated through `empty`.
+
+        Raises:
+            CapacityError: The budget would be exceeded.
+        """
+        if self._budget is not None and self._allocated + num_bytes > self._budget:
+            raise CapacityError(
+                f"emulated GPU: {num_bytes} bytes more than {self._allocated} exceed the budget of "
+                f"{self._budget} bytes. This is a fault of the plan."
+            )
+        self._allocated += num_bytes
+
     def peak_bytes(self) -> int:
         """Return the emulated GPU memory in use; it does not shrink."""
         return self._allocated
@@ -128,9 +136,13 @@ class CPUDevice:
         """Return the emulated GPU memory in use."""
         return self._allocated
 
-    def new_graph(self, run: Callable[[], object]) -> None:  # noqa: ARG002
-        """Return None: a CPU has no graphs."""
-        return
+    def new_graph(self, run: Callable[[], object]) -> Graph:  # noqa: ARG002
+        """Refuse: a CPU has no graphs, and no plan for it asks for one.
+
+        Raises:
+            EngineError: Always.
+        """
+        raise EngineError("graphs: expected a CUDA device, got the CPU.")
 
     def wait_compute(self) -> None:
         """Return at once: compute is done when its call returns."""

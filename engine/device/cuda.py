@@ -187,6 +187,9 @@ class CUDADevice:
             own = total - free - self._others
         return max(0, own - reserved)
 
+    def count_working(self, num_bytes: int) -> None:
+        """Return at once: the allocator counts what steps take."""
+
     def peak_bytes(self) -> int:
         """Return the allocator's peak since opening plus what lies outside it."""
         reserved = torch.cuda.max_memory_reserved(self.torch_device) - self._earlier

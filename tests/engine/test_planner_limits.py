@@ -153,6 +153,12 @@ def test_staging_slots_exist_only_where_a_step_can_be_large_enough() -> None:
     assert large.gpu_items["prefetch_slots"] == 0
 
 
+def test_disabling_a_window_that_is_not_there_is_noted() -> None:
+    plan = plan_small(kv={"disable_sliding_window": True})
+    assert any("this model has no window" in note for note in plan.notes)
+    assert not plan_small().notes
+
+
 def test_weights_in_pageable_memory_rule_out_graphs() -> None:
     unpinned = replace(H200, **NO_PIN)
     for facts, offload, expected in (
@@ -165,7 +171,7 @@ def test_weights_in_pageable_memory_rule_out_graphs() -> None:
         (unpinned, uva(1, "lm_head"), False),
     ):
         plan = plan_small(facts, memory_gib=2, offload=offload)
-        assert plan.can_capture is expected
+        assert plan.use_graphs is expected
         assert plan.graph_sizes == (1, 2, 4)
         assert (plan.gpu_items["graphs"] > 0) is expected
         assert any("without graphs" in note for note in plan.notes) is not expected
