@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ class StateWriter:
 
     Timed loops call `running`, which hands its lines to a thread twice a second: a write from the
     loop itself took 20 to 40 ms between two tokens on the machine where this was first measured.
+    A write that failed there (no room, no folder) raises its OSError from a later call, or `close`.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -28,7 +30,7 @@ class StateWriter:
         self._due_s = 0.0
         self._tokens_before = (0, time.monotonic())
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="state")
-        self._written: Future[None] | None = None
+        self._pending: deque[Future[None]] = deque()
         self._state: dict[str, Any] = {
             "pid": os.getpid(),
             "job": job,
@@ -47,8 +49,7 @@ class StateWriter:
         self._state |= {"phase": phase, "progress": None}
         self._tokens_before = (0, time.monotonic())
         self._write()
-        if self._written is not None:
-            self._written.result()
+        self._wait()
 
     def loading(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         """Report bytes of a phase of the load; the engine's `progress` callback."""
@@ -79,10 +80,22 @@ class StateWriter:
             {"time": time.time(), "job": self._state["job"], "phase": self.phase, **progress}
         )
 
+    def close(self) -> None:
+        """Return when the last report is in its file; nothing can be reported afterwards."""
+        self._writer.shutdown()
+        self._wait()
+
     def _write(self, sample: dict[str, Any] | None = None) -> None:
-        """Hand the state, and a sample to append, to the writing thread."""
+        """Hand the state, and a sample to append, to the writing thread; wait for nothing."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
         self._due_s = time.monotonic() + INTERVAL_S
-        self._written = self._writer.submit(self._put, dict(self._state), sample)
+        self._pending.append(self._writer.submit(self._put, dict(self._state), sample))
+
+    def _wait(self) -> None:
+        """Wait until everything is written; raise what a write raised."""
+        while self._pending:
+            self._pending.popleft().result()
 
     def _put(self, state: dict[str, Any], sample: dict[str, Any] | None) -> None:
         """Replace state.json in one rename; not flushed to the disk, which would take long."""

@@ -9,7 +9,7 @@ import faulthandler
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +126,20 @@ class Work:
         peak = memory["rss_peak_bytes"]
         if peak is not None:
             self._result["metrics"]["memory/host_rss_peak_gib"] = peak / GIB
-        if self._llm is None:
-            return
-        try:
+        self._tidy("closing the engine", self._close_engine)
+        self._tidy("writing the last state", self._state.close)
+
+    def _close_engine(self) -> None:
+        if self._llm is not None:
             self._result["effective"]["stats"] = self._llm.stats()
             self._state.enter("close")
             self._llm.close()
+
+    def _tidy(self, what: str, step: Callable[[], None]) -> None:
+        try:
+            step()
         except Exception as error:  # noqa: BLE001  the edge: noted
-            self._result["notes"].append(f"closing the engine: {type(error).__name__}: {error}")
+            self._result["notes"].append(f"{what}: {type(error).__name__}: {error}")
 
     def _code(self) -> EngineFactory:
         if self._factory is None:

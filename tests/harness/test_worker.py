@@ -1,3 +1,4 @@
+import errno
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from harness.job import WorkerJob, read_job
 from harness.plain import plain
 from harness.prompts import PromptRow
 from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
+from harness.state import StateWriter
 from harness.worker import Work
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import GIB, PLAN, FakeClock, Script, fake_door
@@ -191,6 +193,33 @@ def test_state_and_samples_say_what_the_worker_did(tmp_path):
     assert last["latency"]["requests_done"] == 11
     assert last["latency"]["output_tokens"] == 55
     assert last["throughput"]["requests_done"] == 4
+
+
+def test_a_state_that_cannot_be_written_ends_the_worker(tmp_path, monkeypatch):
+    put = StateWriter._put
+
+    def refuse(self, state, sample):
+        if state["phase"] == "latency":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(self, state, sample)
+
+    monkeypatch.setattr(StateWriter, "_put", refuse)
+    result, factory = work(tmp_path, job())
+    assert (result["status"], result["error"]["type"]) == ("failed", "OSError")
+    assert "No space left" in result["error"]["message"]
+    assert result["error"]["phase"] == "latency"
+    assert factory.built[0].closed
+
+
+def test_a_last_state_that_cannot_be_written_is_noted(tmp_path, monkeypatch):
+    def refuse(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StateWriter, "close", refuse)
+    result, _ = work(tmp_path, job())
+    assert result["status"] == "ok"
+    [note] = [note for note in result["notes"] if "No space left" in note]
+    assert note.startswith("writing the last state: OSError: ")
 
 
 def test_a_job_survives_the_way_to_the_worker(tmp_path):
