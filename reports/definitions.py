@@ -6,7 +6,6 @@ from typing import Final
 
 METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "load": "one phase of load/total_s on the critical path; phases do not overlap",
         "load/total_s": (
             "t(first token on the host) - t(start of the process); mean over the warm starts,"
             " equals the sum of the phases"
@@ -44,14 +43,7 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "throughput/requests_s": "completed requests / (t(last token) - t(first submit))",
         "throughput/wall_s": "t(last token) - t(first submit)",
-        "throughput/goodput_requests_s": (
-            "requests that met every latency bound / (t(last token) - t(first submit));"
-            " failed requests do not count"
-        ),
-        "throughput/goodput_share": "requests that met every latency bound / requests submitted",
         "memory/gpu_peak_gib": "highest device memory in use by the run",
-        "memory/gpu_peak_alloc_gib": "highest bytes in live device allocations of the run",
-        "memory/gpu_peak_reserved_gib": "highest bytes held by the run's device allocator",
         "memory/gpu_peak_global_gib": "highest device memory in use by all processes",
         "memory/gpu_budget_gib": "device memory the run was allowed",
         "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
@@ -80,14 +72,15 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
             "bytes host to device, copied or read in place, per step that only decodes"
         ),
         "energy/j_per_token": (
-            "difference of the GPU's energy counter over the measured window / output tokens"
+            "energy/total_j / output tokens of the part of the scenario that it was measured over"
         ),
-        "energy/total_j": "difference of the GPU's energy counter over the measured window",
-        "energy/mean_power_w": "energy/total_j / length of the measured window",
-        "stability/cv_pct": "100 * sample standard deviation (ddof=1) / mean over repeats",
+        "energy/total_j": (
+            "difference of the GPU's energy counter over the throughput part, over the latency"
+            " part where that is not run; warm-up is left out"
+        ),
     }
 )
-"""Metric base name (or a prefix of it) -> definition."""
+"""Metric name without its statistic (load/busy: without its phase) -> definition."""
 
 STATISTIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -124,7 +117,9 @@ def definition(metric: str) -> str | None:
     """
     parts = metric.split("/")
     if parts[0] == "load" and parts[-1].startswith(COLD):
-        warm = definition("/".join([*parts[:-1], parts[-1].removeprefix(COLD)])) or ""
+        warm = definition("/".join([*parts[:-1], parts[-1].removeprefix(COLD)]))
+        if warm is None:
+            return None
         warm = warm.replace("warm starts", "cold starts")
         return f"{warm}; the checkpoint was dropped from the page cache first"
     for length in range(len(parts), 0, -1):

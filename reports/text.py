@@ -14,13 +14,11 @@ _UNITS: Final = (
     ("bytes_per_step", "GiB/step"),
     ("j_per_token", "J/token"),
     ("share", "%"),
-    ("_pct", "%"),
     ("_gib", "GiB"),
     ("_bytes", "GiB"),
     ("_ms", "ms"),
     ("_s", "s"),
     ("_j", "J"),
-    ("_w", "W"),
 )
 """Ending of a metric's quantity -> unit; the first match counts."""
 

@@ -196,7 +196,8 @@ def test_every_status_is_a_record():
 def test_definitions_are_found_by_prefix():
     assert definition("latency/ttft_ms/p50") == METRIC_DEFINITIONS["latency/ttft_ms"]
     assert definition("load/busy/read_s") == METRIC_DEFINITIONS["load/busy"]
-    assert definition("load/other_s") == METRIC_DEFINITIONS["load"]
+    assert definition("load/nosuch_s") is None
+    assert definition("load/cold_nosuch_s") is None
     assert definition("nosuch/thing") is None
     assert "(E2E - TTFT) / (output tokens - 1)" in definition("latency/tpot_ms/mean")
 

@@ -1,0 +1,92 @@
+"""Metrics that the harness produces and definitions in the reports are the same names."""
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+
+from engine.config import EngineConfig, ModelConfig
+from engine.probe import probe_link
+from harness.job import WorkerJob
+from harness.measure.latency import QUANTITIES
+from harness.measure.resources import ResourceSampler
+from harness.scenarios.load import summarise_loads
+from harness.worker import Work
+from reports.definitions import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS
+from reports.record import definition, summarise
+from tests.contracts.project import python_files
+from tests.harness.cases import SPEC, load_only, scenario
+from tests.harness.fakes import FakeClock, Script, fake_door
+
+
+def engine_names(call: str) -> set[str]:
+    """The names that the engine's sources give to phases or busy times."""
+    text = "".join(path.read_text(encoding="utf-8") for path in python_files("engine"))
+    return set(re.findall(rf'\.{call}\("(\w+)"', text))
+
+
+def job(kind: str) -> WorkerJob:
+    model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
+    parts = load_only() if kind == "load" else scenario()
+    return WorkerJob(name=kind, kind=kind, engine=EngineConfig(model=model), scenario=parts)
+
+
+class Card:
+    """A GPU of which the sampler asks what is in use."""
+
+    def sample(self) -> dict[str, float]:
+        return {"gpu_used_bytes": 2**30}
+
+
+@pytest.fixture(scope="module")
+def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Every metric of a point that measures all there is."""
+    folder = tmp_path_factory.mktemp("run")
+    door, _ = fake_door(Script(phases=dict.fromkeys(engine_names("phase"), 1.0)), FakeClock())
+    door = replace(door, probe=lambda config: probe_link("cpu"))
+    results = {
+        kind: Work(job(kind), folder, door, spawned_s=0.0).run() for kind in ("measure", "load")
+    }
+    assert [result["error"] for result in results.values()] == [None, None]
+    (row,) = results["load"]["samples"]["load"]
+    row |= {"busy": dict.fromkeys(engine_names("add_busy"), 1.0)}
+    starts = [{**row, "start": str(is_cold), "is_cold": is_cold} for is_cold in (False, True)]
+    sampler = ResourceSampler(folder, Card(), interval_s=0)
+    sampler.sample(os.getpid())
+    return {
+        *results["measure"]["metrics"],
+        *results["load"]["metrics"],
+        *summarise_loads(starts).metrics,
+        *sampler.metrics(),
+    }
+
+
+def key_of(metric: str) -> str:
+    """The name under which a metric is defined."""
+    area, quantity, *_ = metric.replace("/cold_", "/").split("/")
+    return f"{area}/{quantity}"
+
+
+def test_every_metric_that_is_produced_has_a_definition(produced: set[str]) -> None:
+    assert len(produced) > 60
+    assert {metric for metric in produced if not definition(metric)} == set()
+
+
+def test_nothing_is_defined_that_is_not_produced(produced: set[str]) -> None:
+    assert {key_of(metric) for metric in produced} == set(METRIC_DEFINITIONS)
+    statistics = {metric.split("/")[2] for metric in produced if metric.startswith("latency/")}
+    assert statistics == set(summarise([1.0])) == set(STATISTIC_DEFINITIONS)
+    assert {f"latency/{name}" for name in QUANTITIES} <= set(METRIC_DEFINITIONS)
+
+
+def test_names_in_the_sources_are_defined() -> None:
+    """Names that harness and reports choose by, such as those of the summary."""
+    areas = "|".join({name.split("/")[0] for name in METRIC_DEFINITIONS})
+    found = {
+        match
+        for path in python_files("harness", "reports")
+        for match in re.findall(rf'"((?:{areas})/\w+)["/]', path.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 30
+    assert {name for name in found if definition(name) is None} == {"load/cold_"}  # a prefix
