@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -192,17 +193,29 @@ class _Point:
     def _finish(
         self, findings: Findings, tracker: GuardedTracker, *, with_report: bool
     ) -> RunRecord:
-        """Write the record, then what is made from it; their troubles become warnings of it."""
+        """Write the record, then what is made from it; their troubles become warnings of it.
+
+        The tracker comes last: what it is handed is the record that stays. Only where it fails
+        then is the record written once more.
+        """
         record = self._record(findings)
-        self._write(record)
+        record.write(self._run_dir / RESULT_NAME)
         self._note_end(record.status)
+        tracker.settle()
+        before = list(tracker.warnings)
+        record = self._warn(record, before)
         if with_report:
-            findings.warnings += build_report(self._run_dir)
+            record = self._warn(record, build_report(self._run_dir))
         tracker.finish_point(record, self._run_dir)
-        findings.warnings += tracker.warnings
-        if findings.warnings:
-            record = self._record(findings)
-            self._write(record)
+        return self._warn(record, tracker.warnings[len(before) :])
+
+    def _warn(self, record: RunRecord, warnings: list[str]) -> RunRecord:
+        """Return the record with the warnings added, in its file too."""
+        if not warnings:
+            return record
+        effective = record.effective | {"warnings": [*record.effective["warnings"], *warnings]}
+        record = replace(record, effective=effective)
+        record.write(self._run_dir / RESULT_NAME)
         return record
 
     def _record(self, findings: Findings) -> RunRecord:
@@ -239,9 +252,6 @@ class _Point:
         if findings.status != "ok" or not self._config.scenario.correctness.enabled:
             return None
         return True
-
-    def _write(self, record: RunRecord) -> None:
-        record.write(self._run_dir / RESULT_NAME)
 
     def _note_end(self, status: str) -> None:
         with suppress(OSError):

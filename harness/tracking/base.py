@@ -99,6 +99,10 @@ class GuardedTracker:
         """See Tracker; does not wait."""
         self._call("log_samples", lambda: self._tracker.log_samples(rows), wait=False)
 
+    def settle(self) -> None:
+        """Return when the samples handed over so far are logged, or what they met is a warning."""
+        self._call("log_samples", lambda: None)
+
     def finish_point(self, record: RunRecord, run_dir: Path) -> None:
         """See Tracker."""
         self._call("finish_point", lambda: self._tracker.finish_point(record, run_dir))

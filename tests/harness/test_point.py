@@ -14,6 +14,8 @@ from harness import point
 from harness.models.errors import unavailable
 from harness.point import run_point, skip_point
 from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ModelNode, ModelSource
+from harness.tracking.base import GuardedTracker
+from harness.tracking.none import NoTracker
 from reports.record import RunRecord
 from tests.harness.cases import SPEC, fake_command, load_only, run_config, scenario
 from tests.harness.fakes import PLAN, Script
@@ -298,6 +300,39 @@ def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
     assert record.status == "ok"
     assert record.effective["warnings"] == ["report: not made: no module"]
     assert "warning: report: not made" in capsys.readouterr().out
+
+
+class Copying(NoTracker):
+    """Cannot log samples; takes a copy of the record's file at the end."""
+
+    copy = b""
+
+    def log_samples(self, rows):
+        raise RuntimeError("no room for samples")
+
+    def finish_point(self, record, run_dir):
+        self.copy = (run_dir / "result.json").read_bytes()
+
+
+class Failing(NoTracker):
+    def finish_point(self, record, run_dir):
+        raise RuntimeError("no room for figures")
+
+
+def test_the_tracker_gets_the_record_with_every_warning(tmp_path, monkeypatch):
+    tracker = Copying()
+    monkeypatch.setattr(point, "open_tracker", lambda config, home: GuardedTracker(tracker))
+    monkeypatch.setattr(point, "build_report", lambda folder: ["report: not made: no module"])
+    warnings = run(tmp_path).effective["warnings"]
+    assert "log_samples failed: RuntimeError: no room for samples" in warnings[0]
+    assert warnings[-1] == "report: not made: no module"
+    assert tracker.copy == (tmp_path / "run" / "result.json").read_bytes()
+
+
+def test_a_tracker_that_fails_at_the_end_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(point, "open_tracker", lambda config, home: GuardedTracker(Failing()))
+    [warning] = run(tmp_path).effective["warnings"]
+    assert "finish_point failed: RuntimeError: no room for figures" in warning
 
 
 def test_gpu_cpu_takes_no_gpu(tmp_path):

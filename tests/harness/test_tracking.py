@@ -148,6 +148,8 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert metrics["ts/requests_done"] == 11
     names = {item.path for item in client.list_artifacts(mirrored.info.run_id)}
     assert {"config.yaml", "result.json", "worker.log", "samples.jsonl"} <= names
+    artifact = Path(mirrored.info.artifact_uri.removeprefix("file://")) / "result.json"
+    assert artifact.read_bytes() == (tmp_path / "run" / "result.json").read_bytes()
 
 
 @pytest.mark.parametrize(
