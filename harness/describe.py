@@ -35,7 +35,7 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
 
 
 def flat_params(config: RunConfig) -> dict[str, Any]:
-    """Return what was chosen, flat, fewer than 40 entries."""
+    """Return what was chosen, flat; files of prompts are left out."""
     gpu = config.gpu
     params: dict[str, Any] = {
         "model": config.model.name,

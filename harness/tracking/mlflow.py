@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 DATABASE_NAME: Final = "mlflow.db"
-MAX_PARAMS: Final = 40
 _FINAL_STATUS: Final = {"ok": "FINISHED", "killed": "KILLED"}
 """Record status -> MLflow's; the others are FAILED."""
 _SWEEP_STATUS: Final = {"ok": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
@@ -41,6 +40,7 @@ _ARTIFACTS: Final = (
 _SWEEP_ARTIFACTS: Final = ("multirun.yaml", "sweep.csv", "sweep.html", "sweep.md")
 _FIGURES: Final = ("*.png", "figures/*.png")
 _MAX_BATCH: Final = 1000
+_MAX_PARAM_BATCH: Final = 100
 _TS_FIELDS: Final = {
     "tokens_s": "ts/output_tok_s",
     "output_tokens": "ts/output_tokens",
@@ -186,9 +186,10 @@ class MlflowTracker:
     def _log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        chosen = list(params.items())[:MAX_PARAMS]
-        batch = [Param(key, str(value)) for key, value in chosen]
-        self._open_client().log_batch(run_id, params=batch)
+        all_params = [Param(key, str(value)) for key, value in params.items()]
+        for start in range(0, len(all_params), _MAX_PARAM_BATCH):
+            batch = all_params[start : start + _MAX_PARAM_BATCH]
+            self._open_client().log_batch(run_id, params=batch)
 
     def _log_figures(self, record: RunRecord) -> None:
         from mlflow.entities import Metric, RunTag

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.describe import flat_params
 from harness.measure.host import start_ticks
 from harness.point import run_point, skip_point
 from harness.schema import SweepContext, TrackingConfig
 from harness.sweep import finish_sweep
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts
 from harness.tracking.choose import open_tracker
-from harness.tracking.mlflow import MAX_PARAMS, MlflowTracker
+from harness.tracking.mlflow import MlflowTracker
 from harness.tracking.none import NoTracker
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
@@ -128,7 +129,8 @@ def test_runs_of_dead_processes_are_repaired(database, home, client):
 
 
 def test_a_point_is_mirrored(tmp_path, request, client):
-    record = run(tmp_path, unchecked(request), prefill_s=0.5)
+    config = unchecked(request)
+    record = run(tmp_path, config, prefill_s=0.5)
     assert record.effective["warnings"] == []
     (mirrored,) = runs_of(client, request.node.name)
     assert mirrored.info.status == "FINISHED"
@@ -140,7 +142,7 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert len(tags["harness.config_hash"]) == 64
     assert tags["mlflow.note.content"].startswith("**ok**")
     params = mirrored.data.params
-    assert len(params) <= MAX_PARAMS
+    assert params.keys() == flat_params(config).keys()
     assert (params["model"], params["offload"], params["engine.seed"]) == ("tiny", "none", "0")
     metrics = mirrored.data.metrics
     assert metrics["latency/ttft_ms/p50"] == pytest.approx(500)
@@ -150,6 +152,15 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert {"config.yaml", "result.json", "worker.log", "samples.jsonl"} <= names
     artifact = Path(mirrored.info.artifact_uri.removeprefix("file://")) / "result.json"
     assert artifact.read_bytes() == (tmp_path / "run" / "result.json").read_bytes()
+
+
+def test_no_parameter_is_left_out(request, client, home):
+    tracker = MlflowTracker(tracking(request), home)
+    tracker.open()
+    wanted = {f"group.key_{index}": str(index) for index in range(250)}
+    tracker.start_point(PointFacts(run_id="a", name="a", params=wanted, tags={}))
+    (mirrored,) = runs_of(client, request.node.name)
+    assert mirrored.data.params == wanted
 
 
 @pytest.mark.parametrize(
