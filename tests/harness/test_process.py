@@ -128,3 +128,14 @@ def test_oom_counters_are_numbers_and_only_known_ones_count():
     assert all(count >= 0 for count in oom_kills().values())
     assert num_new_kills({"a": 1}, {"a": 3, "b": 9}) == 2
     assert num_new_kills({}, {}) == 0
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_of_a_worker_do_not_spin_unless_asked(tmp_path, given):
+    code = (
+        f"import os; open({str(tmp_path / 'policy')!r}, 'w').write(os.environ['OMP_WAIT_POLICY'])"
+    )
+    command = (sys.executable, "-c", code)
+    environ = {} if given is None else {"OMP_WAIT_POLICY": given}
+    assert start_worker(tmp_path, "job", command=command, environ=environ).wait().returncode == 0
+    assert (tmp_path / "policy").read_text() == (given or "PASSIVE")
