@@ -22,6 +22,7 @@ from harness.measure.host import num_new_kills, oom_kills
 from harness.measure.nvml import Gpu
 from harness.measure.page_cache import cached_share, drop_page_cache
 from harness.models.errors import unavailable
+from harness.models.identity import identify
 from harness.models.resolve import ensure_model
 from harness.plain import read_json
 from harness.process import start_worker
@@ -110,6 +111,8 @@ class Attempt:
                 path = Path(node.prompts_file).expanduser()
                 self._prompts[part] = read_prompts(path, node.num_requests)
         self._model_path = _resolve_model(self._config, self._around.say)
+        load_format = self._config.model.load_format
+        self.findings.effective["model"] = identify(self._model_path, load_format)
         self._engine = engine_config(self._config, self._model_path)
 
     def run(self) -> None:

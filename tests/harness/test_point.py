@@ -62,6 +62,7 @@ def test_a_whole_point(tmp_path, capsys):
     assert record.environment["git"] is None or len(record.environment["git"]["sha"]) == 40
     assert record.plan == PLAN
     assert record.effective["correctness"]["checked"] is True
+    assert record.effective["model"] == {"source": "random", "path": None}
     notes = " ".join(record.effective["notes"])
     assert "dummy weights are made in memory, so there is no cold start" in notes
     assert "p90 needs 64" in notes
@@ -242,6 +243,28 @@ def test_absent_weights_are_a_clean_failure(tmp_path, monkeypatch):
     assert "model.load_format=dummy" in record.error["message"]
     assert record.error["traceback"] is None
     assert not (tmp_path / "run" / "worker.log").exists()
+
+
+def test_the_record_names_the_commit_that_was_loaded(tmp_path, monkeypatch):
+    folder = tmp_path / "models--a--b" / "snapshots" / ("0" * 39 + "1")
+    folder.mkdir(parents=True)
+    monkeypatch.setattr("harness.attempt.ensure_model", lambda name, source, report: folder)
+    source = ModelSource(kind="hub", repo="a/b", revision="main")
+    record = run(
+        tmp_path,
+        run_config(
+            model=ModelNode(name="big", source=source, spec=SPEC),
+            scenario=load_only(cold_starts=0, warm_starts=1),
+        ),
+    )
+    assert record.status == "ok"
+    assert record.config["model"]["source"]["revision"] == "main"
+    assert record.effective["model"] == {
+        "source": "hub",
+        "path": str(folder),
+        "repo": "a/b",
+        "revision": folder.name,
+    }
 
 
 def test_a_folder_that_is_absent_is_not_passed_over_for_random_weights(tmp_path):
