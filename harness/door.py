@@ -10,7 +10,10 @@ from engine.plan import MemoryPlan
 from harness.scenarios.drive import Engine
 
 Progress = Callable[[str, int, int], None]
-"""Called with phase, bytes done and bytes in all."""
+"""Called with phase, bytes done and bytes in all.
+
+The same type as in engine.build, which brings torch; mypy holds engine.LLM against it below.
+"""
 
 
 class EngineFactory(Protocol):

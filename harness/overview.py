@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.schema import SweepContext
-from harness.summary import figure
-from reports.record import RunRecord
+from reports.record import RunRecord, number
 
 __all__ = ["sweep_lines"]
 
@@ -46,7 +45,7 @@ def sweep_lines(
         rows = [header]
         for index, (record, name) in enumerate(zip(records, _names(records), strict=True)):
             values = [record.metrics.get(key) for _, key in _COLUMNS]
-            cells = ["-" if value is None else figure(value) for value in values]
+            cells = ["-" if value is None else number(value) for value in values]
             rows.append([str(index), name, record.status, *cells, folders[index].name])
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         for row in rows:

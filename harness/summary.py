@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, TextIO
 
-from reports.record import RunRecord
+from reports.record import RunRecord, number
 
 SHOWN: Final = (
     ("load/total_s", "load, warm start", "s"),
@@ -81,16 +81,4 @@ def _table(record: RunRecord) -> Iterable[str]:
     for name, label, unit in SHOWN:
         value = record.metrics.get(name)
         if value is not None:
-            yield f"  {label:<32} {figure(value):>12} {unit}".rstrip()
-
-
-def figure(value: float) -> str:
-    """Return a number with four significant digits, thousands apart, never in powers of ten."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    if abs(value) < 0.001:
-        return f"{value:.2g}"
-    return f"{value:.{digits}f}"
+            yield f"  {label:<32} {number(value):>12} {unit}".rstrip()

@@ -1,7 +1,7 @@
 """The file format of one run, `result.json`, and the project's only statistics on samples.
 
-Standard library only. The harness writes records through this module; everything else in
-`reports` reads them.
+With it come the definition of each metric and the one rule for digits. Standard library only. The
+harness writes records through this module; everything else in `reports` reads them.
 """
 
 import json
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from reports.definitions import METRIC_DEFINITIONS, definition
+from reports.text import number
 
 __all__ = [
     "METRIC_DEFINITIONS",
@@ -26,6 +27,7 @@ __all__ = [
     "RecordError",
     "RunRecord",
     "definition",
+    "number",
     "percentile",
     "summarise",
     "write_bytes_atomic",

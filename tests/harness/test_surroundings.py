@@ -16,7 +16,7 @@ from harness.lock import device_lock_path, hold
 from harness.progress import LineDisplay, RichDisplay, describe, open_display
 from harness.report import build_report
 from harness.schema import CorrectnessConfig, SweepContext, TrackingConfig
-from harness.summary import figure, summary_lines
+from harness.summary import summary_lines
 from reports.record import RunRecord
 from tests.harness.cases import SPEC, run_config
 
@@ -223,22 +223,6 @@ def test_the_summary_of_a_bad_point_is_short(tmp_path):
     assert "  CapacityError: need 3 GiB, have 2 GiB." in lines
     assert "  CapacityError: Set offload=uva." in lines
     assert not any("long" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.0001234, "0.00012"),
-        (0.1234, "0.123"),
-        (1.234, "1.23"),
-        (12.34, "12.3"),
-        (123.4, "123"),
-        (8602124288.0, "8,602,124,288"),
-    ],
-)
-def test_figures_have_about_three_digits(value, text):
-    assert figure(value) == text
 
 
 def test_a_report_without_a_record_is_a_warning(tmp_path):
