@@ -1,3 +1,4 @@
+# ruff: noqa: N802  some names are NVML's
 import errno
 import json
 
@@ -6,6 +7,7 @@ import pytest
 from engine.config import EngineConfig, ModelConfig
 from harness.correctness import read_reference
 from harness.job import WorkerJob, read_job
+from harness.measure.nvml import Gpu
 from harness.plain import plain
 from harness.prompts import PromptRow
 from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
@@ -220,6 +222,48 @@ def test_a_last_state_that_cannot_be_written_is_noted(tmp_path, monkeypatch):
     assert result["status"] == "ok"
     [note] = [note for note in result["notes"] if "No space left" in note]
     assert note.startswith("writing the last state: OSError: ")
+
+
+class Meter:
+    """NVML with one GPU of constant power; with watts None it raises, as without a counter."""
+
+    def __init__(self, clock, watts):
+        self.clock, self.watts = clock, watts
+
+    def nvmlDeviceGetUUID(self, handle):
+        return "GPU-1"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return int(1e3 * self.watts * self.clock())
+
+
+@pytest.mark.parametrize(
+    ("parts", "watts", "total_j", "j_per_token"),
+    [
+        # 4 requests at once: 0.5 s of prefill and 4 decodes of 0.125 s for 20 tokens.
+        ({}, 100, 100, 5),
+        # 11 requests in turn: 1 s and 5 tokens each.
+        ({"throughput": None}, 100, 1100, 20),
+        ({}, None, None, None),
+    ],
+)
+def test_energy_is_that_of_the_last_part_without_its_warm_up(
+    tmp_path, monkeypatch, parts, watts, total_j, j_per_token
+):
+    clock = FakeClock()
+    door, _ = fake_door(Script(prefill_s=0.5, decode_s=0.125), clock)
+    opened = []
+
+    def open_gpu(uuid):
+        opened.append(uuid)
+        return Gpu(Meter(clock, watts), 0)
+
+    monkeypatch.setattr("harness.worker.open_gpu", open_gpu)
+    task = job(scenario=scenario(**parts), gpu_uuid="GPU-1")
+    metrics = Work(task, tmp_path, door, spawned_s=0.0).run()["metrics"]
+    assert set(opened) == {"GPU-1"}
+    assert metrics["energy/total_j"] == pytest.approx(total_j)
+    assert metrics["energy/j_per_token"] == pytest.approx(j_per_token)
 
 
 def test_a_job_survives_the_way_to_the_worker(tmp_path):
