@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,24 @@ def test_harness_command_composes(line: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "offload:" in done.stdout
+
+
+def test_the_python_lines_run(
+    glass_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from engine.config import OffloadWarning
+
+    [lines] = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    assert '"path/to/checkpoint"' in lines
+    lines = lines.replace('"path/to/checkpoint"', repr(str(glass_model_dir)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names: dict[str, Any] = {}
+    with pytest.warns(OffloadWarning, match="everything fits"):  # it is for a larger model
+        exec(lines, names)
+    names["llm"].close()
+    assert capsys.readouterr().out.strip()
 
 
 def test_linked_files_exist() -> None:
