@@ -10,7 +10,7 @@ from engine.offload_config import (
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
-from engine.sealed import Sealed, check_choice, check_number
+from engine.sealed import Sealed, check_choice, check_flag, check_number
 from engine.spec import DTYPES, ModelSpec
 
 __all__ = [
@@ -77,11 +77,13 @@ class KVConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or not available yet."""
-        if self.block_size not in {8, 16, 32, 64, 128}:
+        if type(self.block_size) is not int or self.block_size not in {8, 16, 32, 64, 128}:
             raise ConfigError(
                 f"kv.block_size: expected 8, 16, 32, 64 or 128 tokens, got {self.block_size!r}."
             )
         check_number("kv.swap_space", self.swap_space, low=0, hint="It is a size in GiB.")
+        for name in ("enable_prefix_caching", "disable_sliding_window"):
+            check_flag(f"kv.{name}", getattr(self, name))
         if self.enable_prefix_caching:
             raise ConfigError(
                 "kv.enable_prefix_caching: expected false (prefix caching is not available yet), "
@@ -147,6 +149,7 @@ class EngineSettings(Sealed):
                 f"{self.max_num_seqs}, got {self.max_num_batched_tokens}. Raise it, or lower "
                 "engine.max_num_seqs."
             )
+        check_flag("engine.enforce_eager", self.enforce_eager)
         check_choice("engine.dtype", self.dtype, ("auto", *DTYPES))
         check_number("engine.seed", self.seed, low=0, high=2**63 - 1, integer=True)
         check_number("engine.host_reserve_gib", self.host_reserve_gib, low=0)

@@ -1,6 +1,7 @@
 """The base of configuration classes: checked once, then read-only, and usable as Hydra schemas."""
 
 import math
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -56,11 +57,23 @@ def check_number(
     kind = "an integer" if integer else "a number"
     sign = ">" if low_open else ">="
     bounds = f"{sign} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
-    ok = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, kinds) and not isinstance(value, bool)
+    # NaN, infinities and integers beyond every float compare false here.
+    ok = ok and -sys.float_info.max <= value <= sys.float_info.max
     ok = ok and (value > low if low_open else value >= low) and value <= high
     if not ok:
         tail = f" {hint}" if hint else ""
         raise ConfigError(f"{name}: expected {kind} {bounds}, got {value!r}.{tail}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is True or False.
+
+    Raises:
+        ConfigError: It is anything else; a text such as "false" would count as true.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: expected true or false, got {value!r}.")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:

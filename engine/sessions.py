@@ -1,9 +1,10 @@
 """Sessions: from prompts to requests, and from token events to text and outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 from engine.core import EngineCore
@@ -214,8 +215,13 @@ class Sessions:
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            "prompts: expected a string, a list of token ids, or a list of either, got "
+            f"{type(prompts).__name__}. Pass the text or the token ids themselves."
+        )
     many = list(prompts)
-    if many and all(isinstance(item, int) for item in many):
+    if many and all(isinstance(item, Integral) for item in many):
         return [many]  # type: ignore[list-item]
     return many  # type: ignore[return-value]
 
@@ -225,6 +231,11 @@ def _as_params(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if isinstance(params, Mapping) or not isinstance(params, Iterable):
+        raise ConfigError(
+            "sampling_params: expected SamplingParams or a list of them, got "
+            f"{type(params).__name__}. Write SamplingParams(...)."
+        )
     many = list(params)
     if len(many) != count:
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.architectures import ARCHITECTURES, Architecture
 from engine.errors import CheckpointError, ConfigError
-from engine.sealed import Sealed, check_choice, check_number
+from engine.sealed import Sealed, check_choice, check_flag, check_number
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -108,6 +108,8 @@ class ModelSpec(Sealed):
             raise ConfigError(
                 f"model.spec.head_dim: expected an even number from 16 to 256, got {self.head_dim}."
             )
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            check_flag(f"model.spec.{name}", getattr(self, name))
         check_choice("model.spec.dtype", self.dtype, DTYPES)
         check_number("model.spec.rope_theta", self.rope_theta, low=0, low_open=True)
         check_number("model.spec.rms_norm_eps", self.rms_norm_eps, low=0)

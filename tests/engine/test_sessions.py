@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine import LLM
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy_params, make_prompt, tokens_of
 
@@ -19,6 +20,23 @@ def test_sampling_params_of_another_type_fail_alone(llm: LLM, tiny: TinyModels) 
     assert "expected SamplingParams, got {'temperature': 0}" in str(outputs[1].error)
     with pytest.raises(RequestError, match="expected SamplingParams, got 5"):
         llm.add_request(PROMPTS[0], 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [{"prompt_token_ids": [1, 2]}, b"text", None, 5])
+def test_prompts_that_cannot_be_meant_are_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ConfigError, match=f"prompts: .* got {type(prompts).__name__}"):
+        llm.generate(prompts, greedy_params(4))
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 5])
+def test_params_that_cannot_be_meant_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(ConfigError, match=f"sampling_params: .* got {type(params).__name__}"):
+        llm.generate(PROMPTS[:1], params)
+
+
+def test_token_ids_of_numpy_are_token_ids(llm: LLM, tiny: TinyModels) -> None:
+    outputs = llm.generate(np.array(PROMPTS[1]), greedy_params(4))  # type: ignore[arg-type]
+    assert tokens_of(outputs) == tiny.greedy("llama", PROMPTS[1:2], 4)
 
 
 def test_what_was_queued_is_dropped_when_queueing_fails(
