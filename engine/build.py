@@ -70,11 +70,14 @@ def read_spec(model: ModelConfig) -> ModelSpec:
     if not file.is_file():
         if model.spec is not None and model.load_format == "dummy":
             return model.spec
-        raise CheckpointError(f"{model.path}: expected a folder with config.json, found none.")
+        raise CheckpointError(
+            f"{model.path}: expected a folder with config.json, found none. Give the path of a "
+            "checkpoint on this machine."
+        )
     try:
         found = ModelSpec.from_hf_config(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file}: not JSON ({error}).") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not JSON ({error}). Fetch it again.") from error
     if model.spec is not None:
         _check_same(model, found)
     return found

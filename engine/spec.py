@@ -235,34 +235,37 @@ class ModelSpec(Sealed):
             CheckpointError: The architecture, activation or rotary scaling is not supported, or a
                 size is missing.
         """
+        if not isinstance(config, Mapping):
+            raise CheckpointError(f"config.json: expected an object, got {type(config).__name__}.")
         kind = config.get("model_type")
-        if kind not in ARCHITECTURES:
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise CheckpointError(
                 f"config.json: expected model_type among {', '.join(ARCHITECTURES)}, got {kind!r}. "
                 "Other architectures are not supported."
             )
-        _check_supported(config)
         try:
-            heads = int(config["num_attention_heads"])
+            _check_supported(config)
+            heads = _size(config, "num_attention_heads")
+            hidden = _size(config, "hidden_size")
             rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
             theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
             return cls(
-                model_type=str(kind),
-                vocab_size=int(config["vocab_size"]),
-                hidden_size=int(config["hidden_size"]),
-                intermediate_size=int(config["intermediate_size"]),
-                num_hidden_layers=int(config["num_hidden_layers"]),
+                model_type=kind,
+                vocab_size=_size(config, "vocab_size"),
+                hidden_size=hidden,
+                intermediate_size=_size(config, "intermediate_size"),
+                num_hidden_layers=_size(config, "num_hidden_layers"),
                 num_attention_heads=heads,
-                num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-                max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
+                num_key_value_heads=_size(config, "num_key_value_heads", heads),
+                head_dim=_size(config, "head_dim", hidden // max(1, heads)),
+                max_position_embeddings=_size(config, "max_position_embeddings", 2048),
                 rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
                 rope_theta=float(theta),
                 rope_scaling=_rope_scaling(rope),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
                 attention_bias=bool(config.get("attention_bias", False)),
                 mlp_bias=bool(config.get("mlp_bias", False)),
-                sliding_window=_sliding_window(config, ARCHITECTURES[str(kind)]),
+                sliding_window=_sliding_window(config, ARCHITECTURES[kind]),
                 dtype=str(
                     config.get("dtype") or config.get("torch_dtype") or "float32"
                 ).removeprefix("torch."),
@@ -271,6 +274,21 @@ class ModelSpec(Sealed):
             raise CheckpointError(f"config.json: expected the key {error}, found none.") from error
         except ConfigError as error:
             raise CheckpointError(f"config.json: {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"config.json: a value is of the wrong kind ({error}). Fetch it again."
+            ) from error
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        if default is None:
+            raise KeyError(name)
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"config.json: {name}: expected an integer, got {value!r}.")
+    return value
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
@@ -311,5 +329,6 @@ def _sliding_window(config: Mapping[str, Any], arch: Architecture) -> int | None
     types = config.get("layer_types")
     if types and "sliding_attention" not in types:
         return None
-    window = config.get("sliding_window", arch.window_default)
-    return None if window is None else int(window)
+    if config.get("sliding_window", arch.window_default) is None:
+        return None
+    return _size(config, "sliding_window", arch.window_default)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -85,7 +86,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             if length > size:
                 raise ValueError("header longer than the file")
             header = json.loads(stream.read(length))
-        return {
+        found = {
             name: _stored(file, size, 8 + length, name, entry)
             for name, entry in header.items()
             if name != "__metadata__"
@@ -94,6 +95,18 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{file}: not a safetensors file ({error!r}). Fetch it again."
         ) from error
+    _check_apart(file, found)
+    return found
+
+
+def _check_apart(file: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse a file in which two tensors share bytes, which the format does not allow."""
+    in_order = sorted(stored.items(), key=lambda item: (item[1].start, item[1].num_bytes))
+    for (first, one), (second, other) in pairwise(in_order):
+        if one.start + one.num_bytes > other.start:
+            raise CheckpointError(
+                f"{file}: {first} and {second} share bytes of the file. Fetch it again."
+            )
 
 
 def _stored(
@@ -107,7 +120,9 @@ def _stored(
         )
     dtype, shape = FILE_DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(f"{name}: expected whole numbers in shape and data_offsets")
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
             f"{file}: {name} of shape {list(shape)} in {entry['dtype']} takes "
             f"{math.prod(shape) * dtype.itemsize} bytes, the header says {begin} to {end}. "

@@ -162,6 +162,10 @@ def test_headers_that_contradict_themselves_are_refused(folder: Path) -> None:
     refuse(lambda header: header[DOWN].pop("shape"), "shape")
     refuse(lambda header: header[DOWN].update(dtype="F8_E4M3"), DOWN, "F8_E4M3", "Quantised")
     refuse(lambda header: header[DOWN].update(data_offsets=[0]))
+    refuse(lambda header: header[DOWN].update(shape=["a", 64]), DOWN, "whole numbers")
+    refuse(lambda header: header[DOWN].update(shape=[-1, -1]), DOWN, "whole numbers")
+    other = DOWN.replace("layers.1", "layers.0")
+    refuse(lambda header: header[DOWN].update(header[other]), DOWN, other, "share bytes")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"[{}]")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         open_llm(folder)
@@ -211,6 +215,9 @@ def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
         open_llm(folder)
     open_llm(folder, load_format="dummy").close()
     (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
+        open_llm(folder, load_format="dummy")
+    (folder / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
         open_llm(folder, load_format="dummy")
 

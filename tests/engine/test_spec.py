@@ -121,6 +121,11 @@ def test_sliding_window(changes: dict[str, Any], window: int | None) -> None:
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"vocab_size": None}, ["vocab_size"]),
+        ({"vocab_size": "64"}, ["vocab_size", "an integer", "'64'"]),
+        ({"hidden_size": 64.5}, ["hidden_size", "an integer", "64.5"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads", ">= 1"]),
+        ({"rms_norm_eps": "x"}, ["wrong kind", "'x'"]),
+        ({"rope_scaling": "x"}, ["wrong kind"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
         ({"head_dim": 12}, ["head_dim", "12"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
@@ -133,6 +138,12 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], words: list[s
         ModelSpec.from_hf_config(config)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [[], None, {"model_type": ["llama"]}])
+def test_a_config_that_is_none_is_refused(content: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: expected"):
+        ModelSpec.from_hf_config(content)
 
 
 @pytest.mark.parametrize(
