@@ -316,6 +316,12 @@ def _check_host(plan: MemoryPlan, asked: _Asked) -> None:
     )
 
 
+def _gib(num_bytes: int) -> str:
+    """GiB with two decimals, three digits below 1, so that a small lack is seen."""
+    value = num_bytes / GIB
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
 def _refusal(plan: MemoryPlan, asked: _Asked) -> str:
     """Say what was needed, what is there, and the cheapest settings that would fit."""
     items = plan.gpu_items
@@ -323,11 +329,11 @@ def _refusal(plan: MemoryPlan, asked: _Asked) -> str:
     left = plan.gpu_budget_bytes - fixed
     blocks = math.ceil(asked.max_model_len / plan.block_size)
     need = blocks * plan.block_bytes
-    parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in items.items() if v and k != "kv_cache")
+    parts = ", ".join(f"{k} {_gib(v)}" for k, v in items.items() if v and k != "kv_cache")
     text = (
-        f"available KV cache memory: {left / GIB:.2f} GiB; one sequence of max_model_len="
-        f"{asked.max_model_len} needs {need / GIB:.2f} GiB. GPU budget "
-        f"{plan.gpu_budget_bytes / GIB:.2f} GiB, taken by {parts} (GiB)."
+        f"available KV cache memory: {_gib(left)} GiB; one sequence of max_model_len="
+        f"{asked.max_model_len} needs {_gib(need)} GiB. GPU budget "
+        f"{_gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB)."
     )
     advice = _advice(asked)
     length = left // plan.block_bytes * plan.block_size
@@ -349,6 +355,13 @@ def _last_resort(asked: _Asked, plan: MemoryPlan, num_bytes: int) -> str:
     on_card = plan.facts.emulated or budget <= plan.facts.free_bytes
     if on_card and _fits(larger, Assignment(plan.placements, plan.lookahead)):
         return f"Fits with: gpu.memory_gib={memory:g}."
+    roomy = _advice(replace(asked, facts=replace(asked.facts, host_available_bytes=2**60)))
+    if roomy:
+        return (
+            f"It would fit with {'; or '.join(roomy)}, but not in the "
+            f"{_gib(plan.host_limit_bytes)} GiB of host memory that are available here. Free host "
+            "memory, or take a machine with more."
+        )
     return (
         f"No offload makes it fit: lower engine.max_num_batched_tokens or engine.max_num_seqs, or "
         f"use a card of {memory:.2f} GiB."

@@ -45,6 +45,26 @@ def test_a_plan_beyond_host_memory_is_refused(facts: DeviceFacts) -> None:
     assert ("gpu.memory_gib" in text) is facts.emulated
 
 
+def test_a_refusal_names_offloads_that_only_host_memory_rules_out() -> None:
+    config = configuration(OLMO_7B, memory_gib=15, dtype="bfloat16")
+    with pytest.raises(CapacityError, match="Fits with: offload=uva"):
+        plan_memory(config, OLMO_7B, H200)
+    short = replace(H200, host_available_bytes=3 * GIB, free_bytes=14 * GIB)
+    with pytest.raises(CapacityError) as error:
+        plan_memory(config, OLMO_7B, short)
+    text = str(error.value)
+    assert "It would fit with offload=uva" in text
+    assert "not in the 2.00 GiB of host memory" in text
+
+
+def test_small_lacks_are_seen_in_the_figures() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan_small(memory_gib=0.00195)
+    found = re.search(r"memory: (-?[\d.]+) GiB; .* needs ([\d.]+) GiB", str(error.value))
+    assert found is not None
+    assert 0 < float(found[1]) < float(found[2])
+
+
 def test_an_emulated_card_counts_as_host_memory() -> None:
     plan = plan_small()
     assert plan.host_items["emulated_gpu"] == plan.gpu_total_bytes
