@@ -15,6 +15,7 @@ def load_tokenizer(folder: Path | None) -> Any | None:
 
     Raises:
         EngineError: transformers cannot be imported beside an installed package named kernels.
+        CheckpointError: The tokenizer's files are damaged.
     """
     if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
@@ -22,7 +23,14 @@ def load_tokenizer(folder: Path | None) -> Any | None:
         from transformers import AutoTokenizer  # slow, and not needed for ids
     except ImportError as error:
         raise _clash(error) from error
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}). Fetch "
+            "its files again, or remove them and send token ids."
+        ) from error
 
 
 def _clash(error: ImportError) -> Exception:

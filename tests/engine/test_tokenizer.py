@@ -7,12 +7,20 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from engine import tokenizer
-from engine.errors import EngineError
+from engine.errors import CheckpointError, EngineError
 
 
 def test_a_folder_without_tokenizer_files_has_none(tmp_path):
     assert tokenizer.load_tokenizer(tmp_path) is None
     assert tokenizer.load_tokenizer(None) is None
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"\xff"])
+def test_damaged_tokenizer_files_are_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer cannot be loaded.*send token ids"):
+        tokenizer.load_tokenizer(tmp_path)
 
 
 def test_end_tokens_come_from_the_generation_config_first(tmp_path):
