@@ -317,9 +317,10 @@ def _check_host(plan: MemoryPlan, asked: _Asked) -> None:
 
 
 def _gib(num_bytes: int) -> str:
-    """GiB with two decimals, three digits below 1, so that a small lack is seen."""
+    """GiB with two decimals, more below 1, so that a small lack is seen."""
     value = num_bytes / GIB
-    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+    decimals = 2 if abs(value) >= 1 else 3 if abs(value) >= 0.05 else 6
+    return f"{value:.{decimals}f}"
 
 
 def _refusal(plan: MemoryPlan, asked: _Asked) -> str:
