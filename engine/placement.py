@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Final
 
 from engine.errors import ConfigError
 from engine.offload_config import OffloadConfig
@@ -21,6 +22,9 @@ class Placement(StrEnum):
     """In pinned host memory, copied ahead into a slot."""
     ON_DEMAND = "on_demand"
     """In host memory, copied when its layer runs."""
+
+
+_STEP: Final = "offload.prefetch.offload_prefetch_step"
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
     notes = _widened_notes(setting, tensors, selectors)
     if step + 1 >= len(layers):
         notes.append(
-            f"offload.prefetch.offload_prefetch_step={step} gives {len(layers)} slots for "
+            f"{_STEP}={step} gives {len(layers)} slots for "
             f"{len(layers)} offloaded layers: all of them stay on the GPU after the load, so "
             "nothing is streamed and no GPU memory is saved."
         )
@@ -213,7 +217,9 @@ def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: s
         name: Placement.ON_DEMAND if name in changed else place
         for name, place in assignment.placements.items()
     }
-    return Assignment(placements, assignment.lookahead, [*assignment.notes, note])
+    # Nothing is copied ahead any more, so what was said of slots does not hold.
+    kept = [text for text in assignment.notes if not text.startswith(_STEP)]
+    return Assignment(placements, assignment.lookahead, [*kept, note])
 
 
 def _is_tied_embedding(spec: ModelSpec, tensor: TensorSpec) -> bool:

@@ -55,6 +55,7 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
         lines += [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
     lines += [f"  {reason}" for reason in record.reasons[:_MAX_REASONS]]
     lines += list(_table(record))
+    lines += [f"  {text}" for text in record.effective.get("fallbacks") or []]
     warnings = record.effective.get("warnings") or []
     lines += [f"  warning: {text}" for text in warnings]
     lines.append(f"  run folder  {run_dir}")

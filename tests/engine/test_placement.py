@@ -244,3 +244,10 @@ def test_fallbacks() -> None:
     assert places(in_place, can_pin=False, can_uva=False) == {"resident", "on_demand"}
     assert places(ahead, can_pin=True, can_uva=False) == {"resident", "prefetch"}
     assert places(ahead, can_pin=False, can_uva=False) == {"resident", "on_demand"}
+
+
+def test_a_fallback_drops_what_was_said_of_slots() -> None:
+    all_in_slots = assign_prefetch(small_spec(), prefetch(4, step=7))
+    assert "stay on the GPU" in all_in_slots.notes[-1]
+    (note,) = fall_back(all_in_slots, can_pin=False, can_uva=False, reason="because").notes
+    assert note.startswith("fallback: prefetch is not possible (because)")

@@ -210,6 +210,13 @@ def test_the_summary_shows_figures_folder_and_command(tmp_path):
     assert "compare     mlflow ui --x" in text
 
 
+def test_the_summary_names_fallbacks_and_warnings(tmp_path):
+    effective = {"fallbacks": ["fallback: uva is not possible"], "warnings": ["not needed"]}
+    lines = summary_lines(record(effective=effective), tmp_path, view_command=None)
+    assert "  fallback: uva is not possible" in lines
+    assert "  warning: not needed" in lines
+
+
 def test_the_summary_of_a_bad_point_is_short(tmp_path):
     error = {
         "type": "CapacityError",
