@@ -1,5 +1,6 @@
 """The files of conf/: each composes, and the sizes and rates that they state are the real ones."""
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -62,6 +63,7 @@ def composer() -> Composer:
     return Composer()
 
 
+@functools.cache
 def point(composer: Composer, *overrides: str) -> Point:
     """The only point of some overrides."""
     (found,) = composer.plan(overrides).points

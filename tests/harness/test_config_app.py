@@ -175,13 +175,10 @@ def test_a_sweep_in_one_folder_with_one_context(
     assert str(parent) in out
 
 
-@pytest.mark.parametrize("status", ["no_fit", "killed"])
-def test_a_point_that_is_not_ok_leaves_the_others_and_exit_code_3(
-    status: str, points: FakePoints
-) -> None:
-    points.statuses[1] = status
+def test_points_that_are_not_ok_leave_the_others_and_exit_code_3(points: FakePoints) -> None:
+    points.statuses |= {0: "no_fit", 1: "killed"}
     assert main(["+model=glass", "-m", "engine.seed=1,2,3"]) == 3
-    assert points.finished == [(["ok", status, "ok"], False)]
+    assert points.finished == [(["no_fit", "killed", "ok"], False)]
 
 
 def test_a_single_point_that_is_not_ok_is_exit_code_3(points: FakePoints) -> None:
