@@ -1,5 +1,7 @@
 """Run what a command line asks for: every point checked first, then one after another by Hydra."""
 
+import re
+import secrets
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -115,6 +117,7 @@ class _Session:
         self._plan = plan
         self._config_dir = config_dir
         self._done = _Progress()
+        self._suffix = f"-{secrets.token_hex(3)}"
 
     def run(self) -> int:
         """Let Hydra run every point; return the exit code."""
@@ -164,12 +167,18 @@ class _Session:
         first, *others = (point.overrides for point in self._plan.points)
         shared = [item for item in first if all(item in other for other in others)]
         return SweepContext(
-            sweep_id=folder.name,
+            sweep_id=self._sweep_id(folder),
             folder=folder,
             index=int(job.job.num),
             total=len(self._plan.points),
             shared=tuple(shared),
         )
+
+    def _sweep_id(self, folder: Path) -> str:
+        """Return a name that no other sweep has, of letters that a tracker can search for."""
+        if folder.parent == (tightfit_home() / "runs").resolve():
+            return folder.name
+        return re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII) + self._suffix
 
     def _add_interrupted(self) -> None:
         """Take over the record that an interrupted point left on disk."""

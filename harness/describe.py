@@ -35,7 +35,7 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
 
 
 def flat_params(config: RunConfig) -> dict[str, Any]:
-    """Return what was chosen, flat; files of prompts are left out."""
+    """Return what was chosen, flat; a file of prompts where there is one."""
     gpu = config.gpu
     params: dict[str, Any] = {
         "model": config.model.name,
@@ -53,7 +53,7 @@ def flat_params(config: RunConfig) -> dict[str, Any]:
     params |= _leaves("engine", asked["engine"])
     for part in ("load", "throughput", "latency"):
         node = asked["scenario"][part] or {}
-        chosen = {key: value for key, value in node.items() if key != "prompts_file"}
+        chosen = {k: v for k, v in node.items() if k != "prompts_file" or v is not None}
         params |= _leaves(f"scenario.{part}", chosen)
     return params
 

@@ -134,6 +134,18 @@ def test_a_folder_with_records_is_refused_before_anything_runs(
     assert "expected a folder without records" in capsys.readouterr().err
 
 
+def test_sweeps_in_folders_of_the_same_name_have_ids_of_their_own(
+    points: FakePoints, tmp_path: Path
+) -> None:
+    for parent in ("a", "b"):
+        folder = tmp_path / parent / "it's"
+        words = ["-m", "engine.seed=1,2", f'hydra.sweep.dir="{folder}"']
+        assert main(["+model=glass", *words]) == 0
+    ids = [asked[3].sweep_id for asked in points.asked if asked[3]]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    assert all(re.fullmatch(r"it_s-[0-9a-f]{6}", sweep_id) for sweep_id in ids)
+
+
 def test_no_record_is_written_over_another(points: FakePoints, tmp_path: Path) -> None:
     points.statuses[1] = FileExistsError("the record of another")
     words = [f"hydra.sweep.dir={tmp_path}/mine", "hydra.sweep.subdir=same"]

@@ -15,7 +15,13 @@ from harness.describe import config_hash, flat_params, point_name, tags
 from harness.lock import device_lock_path, hold
 from harness.progress import LineDisplay, RichDisplay, describe, open_display
 from harness.report import build_report
-from harness.schema import CorrectnessConfig, SweepContext, TrackingConfig
+from harness.schema import (
+    CorrectnessConfig,
+    LatencyScenario,
+    ScenarioConfig,
+    SweepContext,
+    TrackingConfig,
+)
 from harness.summary import summary_lines
 from reports.record import RunRecord
 from tests.harness.cases import SPEC, run_config
@@ -78,6 +84,11 @@ def test_params_are_flat_and_few():
     assert len(params) <= 40
     assert not any(isinstance(value, dict) for value in params.values())
     assert params["scenario.latency.num_requests"] == 11
+    assert "scenario.latency.prompts_file" not in params
+    scenario = ScenarioConfig(name="rows", latency=LatencyScenario(prompts_file="rows.jsonl"))
+    params = flat_params(run_config(scenario=scenario))
+    assert params["scenario.latency.prompts_file"] == "rows.jsonl"
+    assert len(params) <= 40
 
 
 def test_names_say_what_varies():
