@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.errors import RequestError
 from harness.correctness import (
     check_prompts,
     compare_tokens,
@@ -265,6 +266,8 @@ class Work:
         self._note_outcome(part, outcome)
         self._note_energy(outcome, energy_before_j, energy_after_j)
         self._save()
+        if not outcome.num_complete:
+            raise RequestError(f"nothing was measured. {outcome.reasons[0]}")
         return totals
 
     def _prompts(self, llm: Engine, part: str, config: RequestSet) -> list[list[int]]:

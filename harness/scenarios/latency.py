@@ -24,6 +24,7 @@ def measure_latency(
     outcome = Outcome(
         metrics=latency_metrics(requests),
         samples=[request.to_row() for request in requests],
+        num_complete=num_complete,
         reasons=failure_reasons("latency", requests),
         notes=[note] if note else [],
     )

@@ -13,6 +13,8 @@ class Outcome:
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     samples: Any = None
+    num_complete: int = 0
+    """Requests that ended by themselves; without any, nothing was measured."""
     reasons: list[str] = field(default_factory=list)
     """Why the figures may not be used, and what to change."""
     notes: list[str] = field(default_factory=list)

@@ -55,4 +55,5 @@ def measure_throughput(
         ],
     }
     reasons = failure_reasons("throughput", requests)
-    return Outcome(metrics=metrics, samples=samples, reasons=reasons), totals
+    outcome = Outcome(metrics=metrics, samples=samples, num_complete=len(done), reasons=reasons)
+    return outcome, totals

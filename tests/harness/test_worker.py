@@ -66,6 +66,16 @@ def test_measure_takes_latency_and_throughput_of_known_times(tmp_path):
     assert factory.built[0].closed
 
 
+def test_a_part_without_any_completed_request_fails_the_point(tmp_path):
+    result, _ = work(tmp_path, job(), refuse=[f"latency-{index}" for index in range(11)])
+    assert result["status"] == "failed"
+    assert result["error"]["type"] == "RequestError"
+    assert "nothing was measured. latency: 11 of 11 requests" in result["error"]["message"]
+    assert result["error"]["traceback"] is None
+    assert result["metrics"]["latency/ttft_ms/mean"] is None
+    assert len(result["samples"]["latency"]) == 11
+
+
 def test_warm_up_is_not_timed_and_shares_no_prompt(tmp_path):
     result, factory = work(tmp_path, job())
     sent = factory.built[0].prompts
