@@ -114,6 +114,13 @@ class OffloadConfig(Sealed):
     def check(self) -> None:
         """Raise ConfigError on a contradiction; warn about fields that are ignored."""
         check_choice("offload.offload_backend", self.offload_backend, BACKENDS)
+        for name, kind in (("uva", UVAOffloadConfig), ("prefetch", PrefetchOffloadConfig)):
+            node: object = getattr(self, name)
+            if not isinstance(node, kind):
+                raise ConfigError(
+                    f"offload.{name}: expected {kind.__name__}, got {node!r}. Write "
+                    f"{kind.__name__}(...)."
+                )
         if self.offload_backend == "prefetch" or self.prefetch.offload_group_size > 0:
             self._check_prefetch()
         for message in self.ignored():

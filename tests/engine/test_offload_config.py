@@ -229,3 +229,10 @@ def test_is_read_only_and_serialisable() -> None:
     with pytest.raises(TypeError, match="unexpected keyword"):
         OffloadConfig(backend="uva")  # type: ignore[call-arg]
     assert json.loads(json.dumps(dataclasses.asdict(config)))["uva"]["cpu_offload_gb"] == 2
+
+
+@pytest.mark.parametrize("name", ["uva", "prefetch"])
+@pytest.mark.parametrize("node", [None, 3, {"cpu_offload_gb": 1}])
+def test_parts_of_another_type_are_refused(name: str, node: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"offload\.{name}: expected \w+OffloadConfig, got "):
+        OffloadConfig(**{name: node})
