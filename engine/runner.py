@@ -233,6 +233,7 @@ class ModelRunner:
             logits_rows=self._logits_rows.send(rows),
         )
         self._decoder.forward(batch)
+        self._device.synchronize()  # the inputs have been read and may be written again
         self._lens.array[0] = 0
         self._lens.send(1)
         self._decoder.forward(self._decode_batch(1, plan.max_model_len))
