@@ -31,4 +31,5 @@ def build_report(folder: Path) -> list[str]:
     if done.returncode == 0:
         return []
     lines = done.stderr.strip().splitlines()
-    return [f"report: not made: {lines[-1] if lines else 'no message'} Later: {again}"]
+    reason = lines[-1].rstrip(".") if lines else "no message"
+    return [f"report: not made: {reason}. Later: {again}"]

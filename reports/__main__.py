@@ -9,11 +9,16 @@ from reports.load import is_run_folder, load_points
 from reports.record import RESULT_NAME, RecordError
 from reports.render import REPORT_NAME, write_report, write_sweep_report
 
+EXIT_NO_PACKAGE = 1
 EXIT_BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the reports, print their paths, return the exit code (0, or 2 on bad input)."""
+    """Write the reports and print their paths.
+
+    Returns:
+        The exit code: 0, 1 where a package for drawing is missing, 2 on bad input.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m reports",
         description="Rebuild the report of a run, or of a sweep and all its points.",
@@ -34,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RecordError, OSError) as error:
         sys.stderr.write(f"reports: {error}\n")
         return EXIT_BAD_INPUT
+    except ImportError as error:
+        sys.stderr.write(
+            f"reports: {error}. Install the missing package, or copy the folder to a machine that "
+            "has matplotlib and jinja2.\n"
+        )
+        return EXIT_NO_PACKAGE
 
 
 def _sweep(folder: Path, out: Path | None, *, is_forced: bool) -> int:

@@ -143,9 +143,10 @@ class GuardedTracker:
             except Exception as error:  # noqa: BLE001  the edge: tracking never costs a run
                 if name == "open":
                     self._is_broken = True
+                reason = f"{type(error).__name__}: {error}".rstrip(".")
                 self.warnings.append(
-                    f"tracking: {name} failed: {type(error).__name__}: {error} The files in the "
-                    "run's folder are complete."
+                    f"tracking: {name} failed: {reason}. The files in the run's folder are "
+                    "complete; choose tracking=none if this repeats."
                 )
             finally:
                 done.set()

@@ -54,6 +54,15 @@ def test_record_module_is_standard_library_only():
     assert not any(f"'{name}'" in done.stdout for name in ("numpy", "jinja2", "matplotlib"))
 
 
+def test_a_missing_drawing_package_is_named_without_a_traceback(tmp_path, monkeypatch, capsys):
+    folder = write_run(ok_record(), tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert "matplotlib" in error
+    assert "Install the missing package" in error
+
+
 def test_command_rebuilds_a_run_from_its_folder_without_torch(tmp_path):
     folder = write_run(no_fit_record(), tmp_path / "run")
     code = (
