@@ -8,6 +8,7 @@ import fcntl
 import logging
 import math
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ class MlflowTracker:
         """Return the command that opens the UI on these runs."""
         if self._uri.startswith(("http://", "https://")):
             return f"open {self._uri}"
-        return f"mlflow ui --backend-store-uri {self._uri}"
+        return f"mlflow ui --backend-store-uri {shlex.quote(self._uri)}"
 
     def _open_client(self) -> "MlflowClient":
         if self._client is None:

@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import shlex
 import threading
 from pathlib import Path
 
@@ -244,6 +245,9 @@ def test_tracking_without_mlflow_is_a_warning(tmp_path, monkeypatch):
 def test_the_view_command_names_the_database(home):
     command = MlflowTracker(TrackingConfig(), home).view_command()
     assert command == f"mlflow ui --backend-store-uri sqlite:///{home}/mlflow.db"
+    spaced = home / "my runs"
+    command = MlflowTracker(TrackingConfig(), spaced).view_command()
+    assert shlex.split(command)[-1] == f"sqlite:///{spaced}/mlflow.db"
     assert "sqlite:////" in command
 
 
