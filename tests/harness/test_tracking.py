@@ -1,8 +1,8 @@
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
-import shlex
 import threading
 from pathlib import Path
 
