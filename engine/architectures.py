@@ -21,6 +21,8 @@ class Architecture:
     """never | config (when sliding_window is set) | flag (when use_sliding_window is true too)."""
     window_default: int | None = None
     """transformers' default of sliding_window where a config.json leaves it out."""
+    eps_default: float = 1e-6
+    """transformers' default of rms_norm_eps where a config.json leaves it out."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -28,5 +30,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture(sliding_window="config", window_default=4096),
     "qwen2": Architecture(qkv_bias=True, sliding_window="flag"),
     "qwen3": Architecture(qkv_bias=None, o_bias=None, qk_norm="head", sliding_window="flag"),
-    "olmo2": Architecture(qkv_bias=None, o_bias=None, qk_norm="full", norms="post"),
+    "olmo2": Architecture(
+        qkv_bias=None, o_bias=None, qk_norm="full", norms="post", eps_default=1e-5
+    ),
 }

@@ -259,7 +259,7 @@ class ModelSpec(Sealed):
                 num_key_value_heads=_size(config, "num_key_value_heads", heads),
                 head_dim=_size(config, "head_dim", hidden // max(1, heads)),
                 max_position_embeddings=_size(config, "max_position_embeddings", 2048),
-                rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+                rms_norm_eps=float(config.get("rms_norm_eps") or ARCHITECTURES[kind].eps_default),
                 rope_theta=float(theta),
                 rope_scaling=_rope_scaling(rope),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from engine.architectures import ARCHITECTURES
 from engine.errors import CheckpointError, ConfigError
 from engine.spec import ModelSpec
 
@@ -138,6 +140,13 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], words: list[s
         ModelSpec.from_hf_config(config)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_an_epsilon_that_is_left_out_is_that_of_transformers(kind: str) -> None:
+    config = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
+    expected = AutoConfig.for_model(kind).rms_norm_eps
+    assert ModelSpec.from_hf_config(config | {"model_type": kind}).rms_norm_eps == expected
 
 
 @pytest.mark.parametrize("content", [[], None, {"model_type": ["llama"]}])
