@@ -23,13 +23,31 @@ class Architecture:
     """transformers' default of sliding_window where a config.json leaves it out."""
     eps_default: float = 1e-6
     """transformers' default of rms_norm_eps where a config.json leaves it out."""
+    kv_heads_default: int | None = None
+    """transformers' default of num_key_value_heads; None: as many as query heads."""
+    head_dim_default: int | None = None
+    """transformers' default of head_dim; None: hidden_size over heads."""
+    positions_default: int = 2048
+    """transformers' default of max_position_embeddings."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(qkv_bias=None, o_bias=None, mlp_bias=None),
-    "mistral": Architecture(sliding_window="config", window_default=4096),
-    "qwen2": Architecture(qkv_bias=True, sliding_window="flag"),
-    "qwen3": Architecture(qkv_bias=None, o_bias=None, qk_norm="head", sliding_window="flag"),
+    "mistral": Architecture(
+        sliding_window="config", window_default=4096, kv_heads_default=8, positions_default=131072
+    ),
+    "qwen2": Architecture(
+        qkv_bias=True, sliding_window="flag", kv_heads_default=32, positions_default=32768
+    ),
+    "qwen3": Architecture(
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm="head",
+        sliding_window="flag",
+        kv_heads_default=32,
+        head_dim_default=128,
+        positions_default=32768,
+    ),
     "olmo2": Architecture(
         qkv_bias=None, o_bias=None, qk_norm="full", norms="post", eps_default=1e-5
     ),

@@ -249,6 +249,10 @@ class ModelSpec(Sealed):
             hidden = _size(config, "hidden_size")
             rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
             theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+            arch = ARCHITECTURES[kind]
+            # The family's defaults are for a key that is absent; null means as in Llama.
+            kv_default = None if "num_key_value_heads" in config else arch.kv_heads_default
+            dim_default = None if "head_dim" in config else arch.head_dim_default
             return cls(
                 model_type=kind,
                 vocab_size=_size(config, "vocab_size"),
@@ -256,16 +260,18 @@ class ModelSpec(Sealed):
                 intermediate_size=_size(config, "intermediate_size"),
                 num_hidden_layers=_size(config, "num_hidden_layers"),
                 num_attention_heads=heads,
-                num_key_value_heads=_size(config, "num_key_value_heads", heads),
-                head_dim=_size(config, "head_dim", hidden // max(1, heads)),
-                max_position_embeddings=_size(config, "max_position_embeddings", 2048),
-                rms_norm_eps=float(config.get("rms_norm_eps") or ARCHITECTURES[kind].eps_default),
+                num_key_value_heads=_size(config, "num_key_value_heads", kv_default or heads),
+                head_dim=_size(config, "head_dim", dim_default or hidden // max(1, heads)),
+                max_position_embeddings=_size(
+                    config, "max_position_embeddings", arch.positions_default
+                ),
+                rms_norm_eps=float(config.get("rms_norm_eps") or arch.eps_default),
                 rope_theta=float(theta),
                 rope_scaling=_rope_scaling(rope),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
                 attention_bias=bool(config.get("attention_bias", False)),
                 mlp_bias=bool(config.get("mlp_bias", False)),
-                sliding_window=_sliding_window(config, ARCHITECTURES[kind]),
+                sliding_window=_sliding_window(config, arch),
                 dtype=str(
                     config.get("dtype") or config.get("torch_dtype") or "float32"
                 ).removeprefix("torch."),

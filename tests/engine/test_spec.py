@@ -149,6 +149,21 @@ def test_an_epsilon_that_is_left_out_is_that_of_transformers(kind: str) -> None:
     assert ModelSpec.from_hf_config(config | {"model_type": kind}).rms_norm_eps == expected
 
 
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_sizes_that_are_left_out_are_those_of_transformers(kind: str) -> None:
+    """Of a config.json without the key, not of one where it is null."""
+    sizes = {k: SIZES[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    sizes |= {"hidden_size": 4096, "num_attention_heads": 32}
+    theirs = AutoConfig.for_model(kind, **sizes)
+    ours = ModelSpec.from_hf_config({"model_type": kind} | sizes)
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4096 // 32)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    nulls = {"num_key_value_heads": None, "head_dim": None}
+    null = ModelSpec.from_hf_config({"model_type": kind} | sizes | nulls)
+    assert (null.num_key_value_heads, null.head_dim) == (32, 128)
+
+
 @pytest.mark.parametrize("content", [[], None, {"model_type": ["llama"]}])
 def test_a_config_that_is_none_is_refused(content: Any) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: expected"):
