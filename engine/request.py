@@ -173,6 +173,8 @@ class TokenEvent:
     """Itself first, then the most probable tokens in order; None if not asked for."""
     time_s: float = math.nan
     """When the token was on the host, seconds of the engine's clock; set by the core."""
+    text: str = ""
+    """Text of the output that became final with it; none without a tokenizer."""
 
 
 @dataclass(kw_only=True)

@@ -152,9 +152,10 @@ class Sessions:
         sequence = session.sequences[event.index]
         if decoder is None:
             return
-        session.texts[event.index] += decoder.append(event.token_id)
+        event.text = decoder.append(event.token_id)
         if event.finish_reason is not None:
-            session.texts[event.index] += decoder.finish()
+            event.text += decoder.finish()
+        session.texts[event.index] += event.text
         hit = decoder.stop_reason
         if hit is not None and event.finish_reason != "stop":
             event.finish_reason, event.stop_reason = "stop", hit
