@@ -1,0 +1,1 @@
+"""What is sent and when: arrivals, lengths, prompts, traces, and the schedule made of them."""

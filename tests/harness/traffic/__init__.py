@@ -1,0 +1,1 @@
+"""Tests of the traffic: settings, arrivals, lengths, traces, schedules."""
