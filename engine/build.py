@@ -26,15 +26,12 @@ from engine.sampler import Sampler
 from engine.sizes import pad_batch
 from engine.spec import ModelSpec
 from engine.tokenizer import eos_token_ids, load_tokenizer
-from engine.weights.checkpoint import (
-    CheckpointReader,
-    StoredTensor,
-    check_checkpoint,
-    read_headers,
-)
+from engine.weights.checkpoint import StoredTensor, check_checkpoint, read_headers
 from engine.weights.dummy import fill_dummy
+from engine.weights.reader import CheckpointReader
 from engine.weights.store import WeightStore
 from kernels import ops
+from kernels.compile_time import count_compile_time
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""
@@ -141,11 +138,7 @@ def build_engine(
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device)
             runner = _runner(spec, plan, device, store, cache)
-        with clock.phase("warm_up"):
-            # A CPU has no kernels to compile; a GPU's largest step also sizes its allocator.
-            runner.warm_up(16 if plan.facts.emulated else plan.max_num_batched_tokens)
-            if plan.use_graphs:
-                runner.capture()
+        _warm_up(runner, plan, clock)
     except BaseException:
         device.close()
         raise
@@ -161,6 +154,20 @@ def build_engine(
     )
 
 
+def _warm_up(runner: ModelRunner, plan: MemoryPlan, clock: PhaseClock) -> None:
+    """Run a first step and capture graphs, compiling kernels on the way."""
+    emulated = plan.facts.emulated
+    with count_compile_time(enabled=not emulated) as compiled:
+        with clock.phase("warm_up"):
+            # A CPU has no kernels to compile; a GPU's largest step also sizes its allocator.
+            runner.warm_up(16 if emulated else plan.max_num_batched_tokens)
+            clock.part("compile", compiled.take_s())
+        if plan.use_graphs:
+            with clock.phase("capture"):
+                runner.capture()
+                clock.part("compile", compiled.take_s())
+
+
 def _place(
     config: EngineConfig,
     spec: ModelSpec,
@@ -172,16 +179,26 @@ def _place(
 ) -> tuple[MemoryPlan, WeightStore]:
     """Allocate the weights' places; where pinning fails, plan again without it."""
     try:
-        with clock.phase("pin"):
-            return plan, WeightStore(plan, device)
+        return plan, _allocate(plan, device, clock)
     except PinningError as error:
         reason = str(error)
     # Not above: there the error holds the memory that could not be pinned, as large as the weights.
     with clock.phase("plan"):
         facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
         plan = plan_memory(config, spec, facts, reference=reference)
-    with clock.phase("pin"):
-        return plan, WeightStore(plan, device)
+    return plan, _allocate(plan, device, clock)
+
+
+def _allocate(plan: MemoryPlan, device: Device, clock: PhaseClock) -> WeightStore:
+    """Allocate the weights' places on both sides; the host's is touched, and pinned as planned."""
+    with clock.phase("allocate"):
+        store = WeightStore(plan, device)
+        touch_s, pin_s = store.host_seconds()
+        clock.part("touch", touch_s)
+        clock.part("pin", pin_s)
+    clock.add_bytes("touch", sum(store.host_bytes()))
+    clock.add_bytes("pin", store.host_bytes()[0])
+    return store
 
 
 def _find_weights(model: ModelConfig, spec: ModelSpec) -> dict[str, StoredTensor]:
@@ -215,13 +232,14 @@ def _load(
         if progress is not None:
             progress("load", done, total)
 
+    advance(0)
     if config.model.load_format == "dummy":
         with clock.phase("convert"):
             fill_dummy(parts, config.engine.seed, advance)
             device.synchronize()
+        clock.add_bytes("convert", total)
         return
-    with clock.phase("read"):
-        CheckpointReader(device, clock, advance).read(parts, stored)
+    CheckpointReader(device, clock, advance, pin=store.plan.pin).read(parts, stored)
 
 
 def _runner(

@@ -1,9 +1,9 @@
-"""Time spent by phase on the critical path, and busy times beside it."""
+"""Time spent by phase on the critical path, and busy times and bytes beside it."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 
@@ -16,6 +16,8 @@ class LoadReport:
     """Seconds on the critical path by phase; they do not overlap and sum to total_s."""
     busy: dict[str, float]
     """Seconds of work in other threads by kind, summed over threads."""
+    moved: dict[str, int] = field(default_factory=dict)
+    """Bytes that a phase brought into place; phases without bytes are absent."""
 
 
 class PhaseClock:
@@ -29,13 +31,16 @@ class PhaseClock:
         self._stack = ["other"]
         self._phases: dict[str, float] = {}
         self._busy: dict[str, float] = {}
+        self._moved: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def _settle(self) -> None:
         now = perf_counter()
-        name = self._stack[-1]
-        self._phases[name] = self._phases.get(name, 0.0) + now - self._mark
+        self._add(self._stack[-1], now - self._mark)
         self._mark = now
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -48,12 +53,30 @@ class PhaseClock:
             self._settle()
             self._stack.pop()
 
+    def part(self, name: str, seconds: float) -> None:
+        """Attribute seconds of the open phase, measured by what ran in it, to another one.
+
+        Args:
+            name: The phase that receives them.
+            seconds: How many; no more than the open phase has had are taken.
+        """
+        self._settle()
+        taken = min(seconds, self._phases[self._stack[-1]])
+        self._add(self._stack[-1], -taken)
+        self._add(name, taken)
+
     def add_busy(self, name: str, seconds: float) -> None:
         """Add work done in any thread."""
         with self._lock:
             self._busy[name] = self._busy.get(name, 0.0) + seconds
 
+    def add_bytes(self, name: str, num_bytes: int) -> None:
+        """Add bytes that a phase brought into place."""
+        self._moved[name] = self._moved.get(name, 0) + num_bytes
+
     def report(self) -> LoadReport:
         """Close the account."""
         self._settle()
-        return LoadReport(self._mark - self._start, dict(self._phases), dict(self._busy))
+        return LoadReport(
+            self._mark - self._start, dict(self._phases), dict(self._busy), dict(self._moved)
+        )

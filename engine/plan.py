@@ -35,6 +35,8 @@ class DeviceFacts:
     can_uva: bool = True
     reason: str = ""
     """Why pinning or in-place reads are not possible."""
+    pin_limit_bytes: int | None = None
+    """Host memory that may be pinned where a limit on locked memory binds the driver."""
 
     @property
     def emulated(self) -> bool:
@@ -118,6 +120,19 @@ class MemoryPlan:
         """Bytes of the budget for tensors: all but the runtime and the graphs' own memory."""
         outside = self.gpu_items["runtime"] + self.gpu_items["graphs"]
         return self.gpu_budget_bytes - outside
+
+    @property
+    def memlock_lack(self) -> str:
+        """What to say where more would be pinned than the memlock limit allows, else empty."""
+        wanted, limit = self.host_items.get("pinned_weights", 0), self.facts.pin_limit_bytes
+        if limit is None or wanted <= limit:
+            return ""
+        return (
+            f"host memory: {wanted / 2**30:.3f} GiB of weights would be pinned, but the memlock "
+            f"limit leaves {limit / 2**30:.3f} GiB. Raise it (ulimit -l unlimited, or --ulimit "
+            "memlock=-1 for a container), offload less, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 to "
+            "run from pageable memory."
+        )
 
     @property
     def host_total_bytes(self) -> int:

@@ -182,7 +182,8 @@ def _fits(asked: _Asked, assignment: Assignment) -> bool:
     """Whether this machine can serve it, in GPU and host memory."""
     plan = _build(asked, _served(asked, assignment))
     has_kv = plan.kv_tokens >= asked.max_model_len
-    return has_kv and plan.host_total_bytes <= plan.host_limit_bytes
+    has_host = plan.host_total_bytes <= plan.host_limit_bytes and not plan.memlock_lack
+    return has_kv and has_host
 
 
 def _build(asked: _Asked, assignment: Assignment) -> MemoryPlan:
@@ -303,6 +304,8 @@ def _slots(
 
 
 def _check_host(plan: MemoryPlan, asked: _Asked) -> None:
+    if plan.memlock_lack:
+        raise CapacityError(plan.memlock_lack, plan.to_dict())
     if plan.host_total_bytes <= plan.host_limit_bytes:
         return
     parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in plan.host_items.items() if v)

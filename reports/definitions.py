@@ -13,12 +13,22 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "load/import_s": "t(engine construction starts) - t(start of the process)",
         "load/plan_s": "time to read the model's sizes, open the device and plan every byte",
         "load/tokenizer_s": "time to load the tokenizer",
-        "load/pin_s": "time to allocate, touch and register the weights' places in host memory",
-        "load/read_s": "time the load waits for checkpoint bytes from storage or the page cache",
-        "load/convert_s": "time the load waits for dtype conversion, packing or random weights",
-        "load/copy_s": "time the load waits for copies of weights into their place",
-        "load/allocate_s": "time to allocate the KV cache and the work buffers",
-        "load/warm_up_s": "time of warm-up steps and graph capture before the first request",
+        "load/touch_s": "time to map the weights' place in host memory and make its pages present",
+        "load/pin_s": "time to register that memory with the device",
+        "load/read_s": (
+            "time of bringing a checkpoint into place, less load/convert_s and load/copy_s: its"
+            " threads read, convert and copy at once, and share its time by what they did"
+        ),
+        "load/convert_s": "time of dtype conversion, or of making random weights",
+        "load/copy_s": "time of copies of weights to the GPU, as far as reading waits for them",
+        "load/allocate_s": "time to allocate GPU memory: weights, KV cache and work buffers",
+        "load/warm_up_s": "time of a first prefill and decode, in which kernels are loaded",
+        "load/compile_s": "time of compiling Triton kernels during warm-up and capture",
+        "load/capture_s": "time to capture decode steps as graphs",
+        "load/weights_gb_s": (
+            "bytes of the weights in their source / (load/read_s + load/convert_s + load/copy_s)"
+        ),
+        "load/pin_gb_s": "bytes pinned / (load/touch_s + load/pin_s), GB = 10^9 bytes",
         "load/build_s": "rest of the engine's construction that no other phase names",
         "load/first_token_s": "t(first token on the host) - t(engine is built), one short prompt",
         "load/busy": "time the phase was active; busy times overlap and do not sum to total_s",

@@ -197,15 +197,18 @@ def _phase_table(record: RunRecord) -> Table | None:
     starts = facts.rows(record, "load")
     phases = [facts.numbers(row.get("phases")) for row in starts]
     busy = [facts.numbers(row.get("busy")) for row in starts]
+    moved = [facts.numbers(row.get("moved_bytes")) for row in starts]
     names = phase_names([*phases, *busy])
     if not names:
         return None
     rows = []
     for name in names:
         cells = []
-        for waited, active in zip(phases, busy, strict=True):
+        for waited, active, sizes in zip(phases, busy, moved, strict=True):
+            notes = [f"busy {seconds(active[name])}"] if name in active else []
+            notes += [gib(sizes[name])] if sizes.get(name) else []
             text = seconds(waited.get(name))
-            cells.append(f"{text} (busy {seconds(active[name])})" if name in active else text)
+            cells.append(f"{text} ({', '.join(notes)})" if notes else text)
         rows.append((label_of(name), *cells))
     totals = [seconds(facts.dig_number(row, "total_s")) for row in starts]
     rows.append(("total", *totals))

@@ -14,13 +14,17 @@ class HostBuffer(Protocol):
     tensor: torch.Tensor
     """uint8 [num_bytes] on the CPU."""
     pinned: bool
+    touch_s: float
+    """Seconds that mapping and touching took."""
+    pin_s: float
+    """Seconds that registration took."""
 
     def close(self) -> None:
         """Unregister and release; views must no longer be used."""
 
 
 class CopyStream(Protocol):
-    """A queue of copies beside the compute stream."""
+    """A queue of copies beside the compute stream; any thread may use it."""
 
     def after_compute(self) -> None:
         """Let later copies wait for everything enqueued on the compute stream so far."""
@@ -33,6 +37,9 @@ class CopyStream(Protocol):
 
     def compute_after(self, event: Any) -> None:
         """Let later work on the compute stream wait for the event."""
+
+    def wait(self, event: Any) -> None:
+        """Block the caller until the event's copies are done."""
 
 
 class Device(Protocol):

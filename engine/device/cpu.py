@@ -4,6 +4,7 @@ Copies are real. The copy stream runs a copy as late as it may (when compute wai
 a missing wait shows up as wrong tokens; `eager_copies` runs it as early as it may instead.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -30,16 +31,18 @@ class LazyCopyStream:
         self._queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._enqueued = 0
         self._done = 0
+        self._lock = threading.RLock()
 
     def after_compute(self) -> None:
         """Compute on the CPU is done when its call returns."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue a copy."""
-        self._enqueued += 1
-        self._queue.append((dst, src))
-        if self._eager:
-            self.compute_after(self._enqueued)
+        with self._lock:
+            self._enqueued += 1
+            self._queue.append((dst, src))
+            if self._eager:
+                self.compute_after(self._enqueued)
 
     def record(self) -> int:
         """Return the number of copies enqueued so far."""
@@ -47,10 +50,15 @@ class LazyCopyStream:
 
     def compute_after(self, event: int) -> None:
         """Run the copies that the event stands for."""
-        while self._done < event:
-            dst, src = self._queue.popleft()
-            dst.copy_(src)
-            self._done += 1
+        with self._lock:
+            while self._done < event:
+                dst, src = self._queue.popleft()
+                dst.copy_(src)
+                self._done += 1
+
+    def wait(self, event: int) -> None:
+        """Run the copies that the event stands for."""
+        self.compute_after(event)
 
 
 class CPUDevice:

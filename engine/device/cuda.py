@@ -1,14 +1,18 @@
 """One CUDA device: exact pinned slabs, views of host memory, a copy stream, graphs."""
 
 import contextlib
+import mmap
+import os
+import resource
 import weakref
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from engine.device.base import Graph, HostBuffer
-from engine.device.host import MappedBuffer, available_bytes, capabilities
+from engine.device.host import MappedBuffer, available_bytes, capabilities, memlock_room
 from engine.device.nvml import own_bytes
 from engine.errors import CapacityError, ConfigError, PinningError
 from engine.plan import DeviceFacts
@@ -17,34 +21,77 @@ CONTEXT_BYTES = 640 * 2**20
 """A CUDA context with its modules, about."""
 
 
-def _unregister(address: int, keep: object) -> None:  # noqa: ARG001
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+def _register(address: int, num_bytes: int) -> int:
+    """Register host memory with CUDA; return its error code, 0 where it is registered."""
+    code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
+    if code != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # collects the error that CUDA remembers
+    return code
+
+
+def _unregister(address: int, keep: object, owner: int) -> None:  # noqa: ARG001
+    if os.getpid() == owner:  # a forked child has neither the registration nor CUDA
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class RegisteredBuffer(MappedBuffer):
-    """Host memory of an exact size, registered with CUDA once."""
+    """Host memory of an exact size, registered with CUDA once.
+
+    Forked children do not get it: the kernel would copy every pinned page at the fork, and where it
+    does not, a write after the fork would move the page away from under the GPU.
+    """
 
     pinned = True
 
     def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes)
+        super().__init__(num_bytes, inherit=False)
+        begin = perf_counter()
         address = self.tensor.data_ptr()
-        code = int(torch.cuda.cudart().cudaHostRegister(address, max(1, num_bytes), 0))  # type: ignore[no-untyped-call]
+        code = _register(address, max(1, num_bytes))
         if code != 0:
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # collects the error that CUDA remembers
             raise PinningError(
                 f"pinning: cudaHostRegister of {num_bytes} bytes failed with CUDA error {code}. "
-                "Free host memory, raise the memlock limit, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 "
-                "to run from pageable memory."
+                "Free host memory, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 to run from pageable "
+                "memory."
             )
+        self.pin_s = perf_counter() - begin
         # The finalizer holds the memory, so that it is unregistered before it is unmapped.
-        self._finalizer = weakref.finalize(self, _unregister, address, self.tensor)
+        self._finalizer = weakref.finalize(self, _unregister, address, self.tensor, os.getpid())
 
     def close(self) -> None:
         """Unregister now; views must no longer be used."""
         self._finalizer()
         super().close()
+
+
+def probe_pinning() -> tuple[str, int | None]:
+    """Ask the driver, with one page, whether it pins and whether RLIMIT_MEMLOCK binds it.
+
+    NVIDIA's driver for Linux takes the pages itself and does not count them as locked (os-mlock.c
+    of its published module), so that the usual limit of 8 MiB does not matter there; other
+    platforms may count them. Where the limit binds this process, a page is registered while the
+    soft limit is 0.
+
+    Returns:
+        Why nothing can be pinned (empty: it can), and how many bytes can be pinned (None: any).
+    """
+    room = memlock_room()
+    try:
+        RegisteredBuffer(mmap.PAGESIZE).close()
+    except PinningError as error:
+        return str(error), room
+    if room is None:
+        return "", None
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, limits[1]))
+        RegisteredBuffer(mmap.PAGESIZE).close()
+    except PinningError:
+        return "", room
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+    return "", None
 
 
 class _HostArray:
@@ -85,6 +132,10 @@ class CUDACopyStream:
         """Let the compute stream wait for the event."""
         torch.cuda.current_stream().wait_event(event)
 
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Block until the event has come; other threads run meanwhile."""
+        event.synchronize()
+
 
 class CUDAGraph:
     """A captured step."""
@@ -120,6 +171,7 @@ class CUDADevice:
         # Where the driver does not count per process: what exceeds a context is other processes'.
         self._others = max(0, outside - CONTEXT_BYTES)
         self._pool: Any = None
+        self._can_pin = capabilities()[0]
         torch.cuda.reset_peak_memory_stats(index)
 
     def facts(self) -> DeviceFacts:
@@ -127,6 +179,12 @@ class CUDADevice:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         can_pin, can_uva, reason = capabilities()
+        limit = None
+        if can_pin:
+            refusal, limit = probe_pinning()
+            if refusal:
+                can_pin, can_uva, reason = False, False, refusal
+        self._can_pin = can_pin
         return DeviceFacts(
             kind=self.kind,
             name=self.name,
@@ -136,6 +194,7 @@ class CUDADevice:
             can_pin=can_pin,
             can_uva=can_uva,
             reason=reason,
+            pin_limit_bytes=limit,
         )
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -169,8 +228,8 @@ class CUDADevice:
         return CUDACopyStream()
 
     def upload_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a pinned host tensor."""
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        """Allocate a host tensor, pinned where this process may pin."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=self._can_pin)
 
     def enforce_budget(self, num_bytes: int) -> None:
         """Bound torch's allocator; `num_bytes` leaves out what lies outside it."""

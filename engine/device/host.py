@@ -1,16 +1,28 @@
 """Host memory: what may be taken, buffers of exact size, and the switches that disable pinning."""
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
 
 import psutil
 import torch
 
+from engine.errors import CapacityError
+
+GIB = 2**30
 CHUNK_BYTES = 64 * 2**20
+HUGE_PAGE_BYTES = 2 * 2**20
+MADV_POPULATE_WRITE = 23
+"""Make pages present; Linux 5.14 and later, without a name in Python."""
+CAP_IPC_LOCK = 14
+"""The bit of the capability that lifts RLIMIT_MEMLOCK."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -40,9 +52,15 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _cgroup_room(folder: Path) -> int | None:
-    """Return what a cgroup's limit leaves, bytes; None without a limit."""
+    """Return what a cgroup's limits leave, bytes; None without a limit.
+
+    Beyond memory.high a group is slowed down until it has given memory back, which a load of
+    weights cannot: it is a limit too.
+    """
+    rooms = []
     for limit, usage, prefix in (
         ("memory.max", "memory.current", ""),
+        ("memory.high", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         with contextlib.suppress(OSError, ValueError):
@@ -52,8 +70,31 @@ def _cgroup_room(folder: Path) -> int | None:
             cached = sum(
                 int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active")
             )
-            return most - used + cached
-    return None
+            rooms.append(most - used + cached)
+    return min(rooms, default=None)
+
+
+def memlock_room(proc: Path = Path("/proc")) -> int | None:
+    """Return what RLIMIT_MEMLOCK leaves this process, bytes; None where it does not bind it.
+
+    Whether registering memory with a device counts against the limit is the driver's choice; ask
+    the device.
+
+    Args:
+        proc: Where this process's status is found.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    status = {}
+    with contextlib.suppress(OSError):
+        lines = (proc / "self" / "status").read_text().splitlines()
+        status = dict(line.split(":", 1) for line in lines if ":" in line)
+    with contextlib.suppress(ValueError):
+        if int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1:
+            return None
+    locked = status.get("VmLck", "0 kB").split()[0]
+    return max(0, limit - int(locked) * 1024)
 
 
 def disabled(switch: str) -> bool:
@@ -75,6 +116,26 @@ def num_threads() -> int:
     return min(16, len(os.sched_getaffinity(0)))
 
 
+@contextlib.contextmanager
+def worker_pool(num_workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
+    """Threads for work on host memory; each runs torch operators on its own core alone.
+
+    Without that every thread would start a team of threads of its own.
+
+    Args:
+        num_workers: How many; None: `num_threads`.
+    """
+    before = torch.get_num_threads()
+    workers = num_threads() if num_workers is None else num_workers
+    try:
+        with ThreadPoolExecutor(
+            max(1, workers), initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)  # the threads changed what later threads begin with
+
+
 def chunks(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of pieces of a buffer."""
     for start in range(0, num_bytes, chunk_bytes):
@@ -82,21 +143,92 @@ def chunks(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int
 
 
 class MappedBuffer:
-    """Anonymous memory of an exact size, touched in parallel so that every page is present."""
+    """Private anonymous memory of an exact size, touched in parallel: every page is present.
+
+    It begins at a multiple of a huge page. Whole huge pages are asked for as such, which makes
+    touching and registering several times faster; the rest is of ordinary pages, so that no more
+    is taken than was asked for. The up to 2 MiB that are mapped for alignment are never touched.
+
+    Args:
+        num_bytes: How much.
+        inherit: Whether a forked child gets the memory.
+
+    Raises:
+        CapacityError: The kernel has not that much.
+    """
 
     pinned = False
+    pin_s = 0.0
+    """Seconds that registration took."""
 
-    def __init__(self, num_bytes: int) -> None:
-        mapping = mmap.mmap(-1, max(1, num_bytes))
-        with contextlib.suppress(AttributeError, OSError):  # not on every kernel; only faster
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    def __init__(self, num_bytes: int, *, inherit: bool = True) -> None:
+        begin = perf_counter()
         # The tensor owns the mapping.
-        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
-        with ThreadPoolExecutor(num_threads()) as pool:
-            list(
-                pool.map(lambda piece: self.tensor[piece[0] : piece[1]].zero_(), chunks(num_bytes))
-            )
+        self.tensor = _map(num_bytes, inherit=inherit)
+        touch(self.tensor)
+        self.touch_s = perf_counter() - begin
+        """Seconds that mapping and touching took."""
 
     def close(self) -> None:
         """Drop this object's reference; the memory goes with the last view."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def _map(num_bytes: int, *, inherit: bool) -> torch.Tensor:
+    slack = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        mapping = mmap.mmap(-1, max(1, num_bytes) + slack, flags=flags)
+    except OSError as error:
+        raise _no_memory(num_bytes, error.errno) from error
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES if slack else 0
+    huge = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    rest = start + huge
+    # Not on every kernel, and only faster: a refusal changes nothing else.
+    with contextlib.suppress(OSError):
+        if huge:
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, huge)
+        mapping.madvise(mmap.MADV_NOHUGEPAGE, rest, len(mapping) - rest)
+    if not inherit:
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_DONTFORK)
+    return whole[start : start + num_bytes]
+
+
+def touch(memory: torch.Tensor) -> None:
+    """Make every page of fresh memory present, with several threads.
+
+    Args:
+        memory: uint8 [num_bytes] of zeros, at the beginning of a page.
+
+    Raises:
+        CapacityError: Memory ran out.
+    """
+    threads = num_threads()
+    share = -(-memory.numel() // threads)
+    size = min(CHUNK_BYTES, -(-share // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+    populate = ctypes.CDLL(None, use_errno=True).madvise
+    populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def touch_piece(piece: tuple[int, int]) -> None:
+        start, stop = piece
+        address = memory.data_ptr() + start
+        if populate(address, stop - start, MADV_POPULATE_WRITE) == 0:
+            return
+        if ctypes.get_errno() == errno.ENOMEM:
+            raise _no_memory(memory.numel(), errno.ENOMEM)
+        memory[start : stop : mmap.PAGESIZE].zero_()  # an older kernel
+
+    with worker_pool(min(threads, -(-memory.numel() // max(1, size)))) as pool:
+        for _ in pool.map(touch_piece, chunks(memory.numel(), max(1, size))):
+            pass
+
+
+def _no_memory(num_bytes: int, code: int | None) -> CapacityError:
+    why = "unknown" if code is None else os.strerror(code)
+    return CapacityError(
+        f"host memory: expected to map {num_bytes} bytes ({num_bytes / GIB:.2f} GiB), the kernel "
+        f"refused ({why}). Offload less, free memory, or raise the limit (ulimit -v, ulimit -d, "
+        "the cgroup, vm.overcommit_memory)."
+    )

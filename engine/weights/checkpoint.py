@@ -1,29 +1,19 @@
-"""Read safetensors straight into their planned place, in pieces, with threads reading ahead."""
+"""What a folder of safetensors holds: headers read and checked against the model's sizes."""
 
 import json
 import math
-import os
 import struct
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from engine.clock import PhaseClock
-from engine.device.base import Device
-from engine.device.host import chunks, num_threads
 from engine.errors import CheckpointError
-from engine.plan import LOAD_STAGING_BYTES
-from engine.spec import ModelSpec, ParamSpec
+from engine.spec import ModelSpec
 
-PIECE_BYTES = 8 * 2**20
 FILE_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -166,115 +156,3 @@ def check_checkpoint(stored: Mapping[str, StoredTensor], spec: ModelSpec, folder
             f"{folder}: {len(extra)} tensors do not belong to a {spec.model_type} model, the first "
             f"is {extra[0]}."
         )
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A run of bytes of one tensor and where it goes."""
-
-    source: StoredTensor
-    offset: int
-    num_bytes: int
-    target: torch.Tensor
-    """Flat, of the target's dtype."""
-
-    @property
-    def is_direct(self) -> bool:
-        return self.target.device.type == "cpu" and self.target.dtype == self.source.dtype
-
-
-def _pieces(
-    parameters: Iterable[tuple[ParamSpec, torch.Tensor]], stored: Mapping[str, StoredTensor]
-) -> Iterator[_Piece]:
-    for spec, target in parameters:
-        source, flat = stored[spec.name], target.view(-1)
-        width = source.dtype.itemsize
-        for start, stop in chunks(source.num_bytes, PIECE_BYTES):
-            yield _Piece(source, start, stop - start, flat[start // width : stop // width])
-
-
-class CheckpointReader:
-    """Reads pieces ahead in threads; the caller's thread converts and copies them in order.
-
-    Args:
-        device: Whose memory targets may lie in.
-        clock: Receives the phases read, convert and copy, and the busy time of reading.
-        progress: Called with the bytes of each piece when it is in place.
-    """
-
-    def __init__(self, device: Device, clock: PhaseClock, progress: Callable[[int], None]) -> None:
-        self._device, self._clock, self._progress = device, clock, progress
-        self._files: dict[Path, int] = {}
-        self._free: deque[torch.Tensor] = deque()
-        self._copying: deque[torch.Tensor] = deque()
-        self._reading: deque[tuple[_Piece, torch.Tensor, Future[None]]] = deque()
-
-    def read(
-        self,
-        parameters: Iterable[tuple[ParamSpec, torch.Tensor]],
-        stored: Mapping[str, StoredTensor],
-    ) -> None:
-        """Fill every parameter; all of them are in place when this returns."""
-        pieces = list(_pieces(parameters, stored))
-        threads = num_threads()
-        if not all(piece.is_direct for piece in pieces):
-            for _ in range(min(threads + 2, LOAD_STAGING_BYTES // PIECE_BYTES)):
-                self._free.append(self._device.upload_buffer((PIECE_BYTES,), torch.uint8))
-        with ExitStack() as stack:
-            for file in {piece.source.file for piece in pieces}:
-                self._files[file] = os.open(file, os.O_RDONLY)
-                stack.callback(os.close, self._files[file])
-            pool = stack.enter_context(ThreadPoolExecutor(threads))
-            for piece in pieces:
-                raw = self._buffer(piece)
-                self._reading.append((piece, raw, pool.submit(self._fetch, piece, raw)))
-                if len(self._reading) > 2 * threads:
-                    self._place_oldest()
-            while self._reading:
-                self._place_oldest()
-            self._recycle()
-
-    def _buffer(self, piece: _Piece) -> torch.Tensor:
-        """Return where a piece is read to: its place, or a staging buffer."""
-        if piece.is_direct:
-            return piece.target.view(torch.uint8)
-        while not self._free:
-            if self._reading:
-                self._place_oldest()
-            self._recycle()
-        return self._free.popleft()
-
-    def _fetch(self, piece: _Piece, raw: torch.Tensor) -> None:
-        """Read a piece, in a reader thread."""
-        begin = perf_counter()
-        view, done = memoryview(raw.numpy())[: piece.num_bytes], 0  # type: ignore[arg-type]
-        at = piece.source.start + piece.offset
-        while done < piece.num_bytes:
-            got = os.preadv(self._files[piece.source.file], [view[done:]], at + done)
-            if got == 0:
-                raise CheckpointError(f"{piece.source.file}: ended early. Fetch it again.")
-            done += got
-        self._clock.add_busy("read", perf_counter() - begin)
-
-    def _place_oldest(self) -> None:
-        """Wait for the oldest piece and put it in its place."""
-        piece, raw, future = self._reading.popleft()
-        with self._clock.phase("read"):
-            future.result()
-        if not piece.is_direct:
-            values = raw[: piece.num_bytes].view(piece.source.dtype)
-            if values.dtype != piece.target.dtype:
-                with self._clock.phase("convert"):
-                    values = values.to(piece.target.dtype)
-            with self._clock.phase("copy"):
-                piece.target.copy_(values, non_blocking=True)
-            self._copying.append(raw)
-        self._progress(piece.num_bytes)
-
-    def _recycle(self) -> None:
-        """Wait for the copies in flight and free their buffers."""
-        if self._copying:
-            with self._clock.phase("copy"):
-                self._device.synchronize()
-            self._free.extend(self._copying)
-            self._copying.clear()

@@ -1,10 +1,12 @@
 """Random weights of the exact shape: seeded per parameter, the same on every device and place."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 
 import torch
 
+from engine.device.host import worker_pool
 from engine.spec import ParamSpec
 
 POOL_SIZE = 4_194_301
@@ -19,24 +21,35 @@ def fill_dummy(
 ) -> None:
     """Fill every parameter: norms with 1 plus noise, biases and weights with normal noise.
 
-    Values are read cyclically from one pool of draws at an offset hashed from seed and name.
+    Values are read cyclically from one pool of draws at an offset hashed from seed and name. Host
+    memory is filled by threads; work for a GPU is enqueued on the current stream.
 
     Args:
         parameters: Name and shape with the tensor to fill, on any device.
         seed: Changes every value.
-        progress: Called with the bytes of each parameter when it is enqueued.
+        progress: Called with bytes that are in place or enqueued.
     """
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(POOL_SIZE, generator=generator, dtype=torch.float32) * STD
     pools: dict[tuple[torch.device, torch.dtype, bool], torch.Tensor] = {}
-    for spec, target in parameters:
-        is_norm = spec.name.endswith("norm.weight")
-        key = (target.device, target.dtype, is_norm)
-        if key not in pools:
-            values = base + 1.0 if is_norm else base
-            pools[key] = values.to(target.dtype).to(target.device)
-        _fill(target.view(-1), pools[key], _offset(spec.name, seed))
-        progress(target.numel() * target.element_size())
+    pending: list[tuple[Future[torch.Tensor], int]] = []
+    with worker_pool() as workers:
+        for spec, target in parameters:
+            is_norm = spec.name.endswith("norm.weight")
+            key = (target.device, target.dtype, is_norm)
+            if key not in pools:
+                values = base + 1.0 if is_norm else base
+                pools[key] = values.to(target.dtype).to(target.device)
+            for part, values in _cut(target.view(-1), pools[key], _offset(spec.name, seed)):
+                num_bytes = part.numel() * part.element_size()
+                if part.device.type == "cpu":
+                    pending.append((workers.submit(part.copy_, values), num_bytes))
+                else:
+                    part.copy_(values)
+                    progress(num_bytes)
+        for future, num_bytes in pending:
+            future.result()
+            progress(num_bytes)
 
 
 def _offset(name: str, seed: int) -> int:
@@ -44,11 +57,12 @@ def _offset(name: str, seed: int) -> int:
     return int.from_bytes(digest, "little") % POOL_SIZE
 
 
-def _fill(flat: torch.Tensor, pool: torch.Tensor, offset: int) -> None:
-    head = min(flat.numel(), POOL_SIZE - offset)
-    flat[:head].copy_(pool[offset : offset + head])
-    done = head
+def _cut(
+    flat: torch.Tensor, pool: torch.Tensor, offset: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parts of a tensor with their values: the pool from `offset` on, then over again."""
+    done, start = 0, offset
     while done < flat.numel():
-        size = min(POOL_SIZE, flat.numel() - done)
-        flat[done : done + size].copy_(pool[:size])
-        done += size
+        size = min(POOL_SIZE - start, flat.numel() - done)
+        yield flat[done : done + size], pool[start : start + size]
+        done, start = done + size, 0

@@ -188,6 +188,10 @@ class WeightStore:
         size = self._host_buffer.tensor.numel()
         return (size, 0) if self._host_buffer.pinned else (0, size)
 
+    def host_seconds(self) -> tuple[float, float]:
+        """Return the seconds that touching and that registering host memory took."""
+        return self._host_buffer.touch_s, self._host_buffer.pin_s
+
     def close(self) -> None:
         """Release every view, then the slabs."""
         self._direct, self._slotted, self._outer, self._stored = [], [], {}, {}

@@ -47,8 +47,28 @@ def measure_load(
         "total_s": end_s - spawned_s,
         "phases": phases,
         "busy": {str(name): float(seconds) for name, seconds in report.busy.items()},
+        "moved_bytes": {str(name): int(size) for name, size in report.moved.items()},
     }
     return row, llm
+
+
+def rates_gb_s(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return GB/s by kind: `weights` from their source into place, `pin` of host memory.
+
+    Args:
+        row: of `measure_load`.
+    """
+    phases, moved = row["phases"], row.get("moved_bytes", {})
+    weights = moved.get("read", moved.get("convert", 0))
+    found = {}
+    for kind, num_bytes, names in (
+        ("weights", weights, ("read", "convert", "copy")),
+        ("pin", moved.get("pin", 0), ("touch", "pin")),
+    ):
+        seconds = sum(phases.get(name, 0.0) for name in names)
+        if num_bytes and seconds:
+            found[kind] = num_bytes / seconds / 1e9
+    return found
 
 
 def summarise_loads(rows: Sequence[Mapping[str, Any]]) -> Outcome:
@@ -67,6 +87,10 @@ def summarise_loads(rows: Sequence[Mapping[str, Any]]) -> Outcome:
             for name in dict.fromkeys(key for row in starts for key in row[part]):
                 seconds = sum(row[part].get(name, 0.0) for row in starts) / len(starts)
                 metrics[_metric(prefix, infix, name)] = seconds
+        for kind in ("weights", "pin"):
+            rates = [rates[kind] for rates in map(rates_gb_s, starts) if kind in rates]
+            if rates:
+                metrics[f"{prefix}{kind}_gb_s"] = sum(rates) / len(rates)
     return Outcome(metrics=metrics, samples=list(rows))
 
 

@@ -43,7 +43,8 @@ class Card:
 def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every metric of a point that measures all there is."""
     folder = tmp_path_factory.mktemp("run")
-    door, _ = fake_door(Script(phases=dict.fromkeys(engine_names("phase"), 1.0)), FakeClock())
+    names = engine_names("phase") | engine_names("part")
+    door, _ = fake_door(Script(phases=dict.fromkeys(names, 1.0)), FakeClock())
     door = replace(door, probe=lambda config: probe_link("cpu"))
     results = {
         kind: Work(job(kind), folder, door, spawned_s=0.0).run() for kind in ("measure", "load")

@@ -90,7 +90,7 @@ def test_shards_and_pieces_of_any_size(
     assert greedy(llm, PROMPTS, 6) == expected
     llm.close()
     stored = load_file(tiny.folder("llama") / "model.safetensors")
-    monkeypatch.setattr("engine.weights.checkpoint.PIECE_BYTES", 1000)
+    monkeypatch.setattr("engine.weights.reader.PIECE_BYTES", 1000)
     for dtype in ("float32", "bfloat16"):
         found = engine_weights(folder, dtype=dtype)
         assert all(torch.equal(found[n], stored[n].to(found[n].dtype)) for n in stored)
@@ -131,7 +131,7 @@ def test_a_file_that_is_cut_short_is_refused(folder: Path, keep: float) -> None:
 def test_a_file_that_shrinks_after_its_header_was_read_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.weights.checkpoint import CheckpointReader
+    from engine.weights.reader import CheckpointReader
 
     read = CheckpointReader.read
 

@@ -55,8 +55,8 @@ def test_a_closed_buffer_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         def madvise(self, *args: Any) -> None:
             raise OSError(22, "Invalid argument")
 
-    def watched(*args: Any) -> Mapping:
-        mapping = Mapping(*args)
+    def watched(*args: Any, **keywords: Any) -> Mapping:
+        mapping = Mapping(*args, **keywords)
         made.append(weakref.ref(mapping))
         return mapping
 
@@ -186,9 +186,16 @@ def test_a_clock_attributes_every_moment_once() -> None:
             sum(range(1000))
         with pytest.raises(ValueError, match="x"), clock.phase("convert"):
             raise ValueError("x")
+        clock.part("touch", 1e-9)
+        clock.part("pin", 1000.0)
+    clock.add_bytes("read", 5)
+    clock.add_bytes("read", 6)
     clock.add_busy("read", 5.0)
     clock.add_busy("read", 1.0)
     report = clock.report()
-    assert report.phases.keys() == {"other", "read", "copy", "convert"}
+    assert report.phases.keys() == {"other", "read", "copy", "convert", "touch", "pin"}
+    assert report.phases["touch"] == 1e-9
+    assert 0 <= report.phases["read"] < report.phases["pin"] < 1  # it had no 1000 seconds
+    assert report.moved == {"read": 11}
     assert sum(report.phases.values()) == pytest.approx(report.total_s, abs=1e-9)
     assert report.busy == {"read": 6.0}

@@ -95,7 +95,7 @@ def test_phases_of_the_load_sum_to_its_time(tiny: TinyModels) -> None:
         report = llm.load_report
         assert sum(report.phases.values()) == pytest.approx(report.total_s, rel=1e-6)
         assert all(seconds >= 0 for seconds in report.phases.values())
-        wanted = {"plan", "pin", "warm_up", "allocate"}
+        wanted = {"plan", "touch", "pin", "warm_up", "allocate"}
         wanted |= {"convert"} if keywords else {"read"}
         assert wanted <= report.phases.keys()
         llm.close()

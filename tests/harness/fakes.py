@@ -120,6 +120,7 @@ class FakeLLM:
             phases=dict(script.phases),
             total_s=sum(script.phases.values()),
             busy={"read": 1.5},
+            moved={"read": 3_000_000_000, "touch": 10**9, "pin": 10**9},
         )
 
     def add_request(self, prompt, params, request_id=None):

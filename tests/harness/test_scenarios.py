@@ -111,6 +111,7 @@ def test_load_phases_sum_to_the_total():
     assert row["total_s"] == pytest.approx(6.75)
     assert sum(row["phases"].values()) == pytest.approx(row["total_s"])
     assert row["busy"] == {"read": 1.5}
+    assert row["moved_bytes"] == {"read": 3_000_000_000, "touch": 10**9, "pin": 10**9}
 
 
 def test_load_metrics_keep_cold_and_warm_apart():
@@ -120,6 +121,7 @@ def test_load_metrics_keep_cold_and_warm_apart():
             "total_s": seconds + 1,
             "phases": {"read": seconds, "pin": 1.0},
             "busy": {"read": seconds},
+            "moved_bytes": {"read": 18 * 10**9, "pin": 10**9} if not is_cold else {},
         }
 
     outcome = summarise_loads([start(9.0, True), start(1.0, False), start(2.0, False)])
@@ -129,6 +131,8 @@ def test_load_metrics_keep_cold_and_warm_apart():
             "load/read_s": 1.5,
             "load/pin_s": 1.0,
             "load/busy/read_s": 1.5,
+            "load/weights_gb_s": 13.5,
+            "load/pin_gb_s": 1.0,
             "load/cold_total_s": 10.0,
             "load/cold_read_s": 9.0,
             "load/cold_pin_s": 1.0,

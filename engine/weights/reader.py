@@ -1,0 +1,310 @@
+"""Read safetensors straight into their planned place: every thread reads, converts and uploads."""
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import attrgetter
+from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from engine.clock import PhaseClock
+from engine.device.base import CopyStream, Device, HostBuffer
+from engine.device.host import chunks, num_threads, worker_pool
+from engine.errors import CheckpointError, PinningError
+from engine.offload_config import OffloadWarning
+from engine.plan import ALIGNMENT, LOAD_STAGING_BYTES
+from engine.spec import ParamSpec
+from engine.weights.checkpoint import StoredTensor
+
+PIECE_BYTES = 4 * 2**20
+"""Most bytes of one read."""
+RUN_BYTES = 32 * 2**20
+"""What a thread reads of one file before it takes what is next, so that reads are sequential."""
+BUFFERS_PER_THREAD = 2
+"""One is read into while the other is copied to the GPU."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run of bytes of one tensor and where it goes."""
+
+    source: StoredTensor
+    offset: int
+    num_bytes: int
+    target: torch.Tensor
+    """Flat, of the target's dtype."""
+
+    @property
+    def file(self) -> Path:
+        return self.source.file
+
+    @property
+    def position(self) -> int:
+        return self.source.start + self.offset
+
+    @property
+    def on_host(self) -> bool:
+        return self.target.device.type == "cpu"
+
+    @property
+    def converts(self) -> bool:
+        return self.target.dtype != self.source.dtype
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it can be read into its place."""
+        return self.on_host and not self.converts
+
+
+def _pieces(
+    parameters: Iterable[tuple[ParamSpec, torch.Tensor]],
+    stored: Mapping[str, StoredTensor],
+    piece_bytes: int,
+) -> Iterator[_Piece]:
+    """Cut parameters so that a piece, and beside it what it is converted to, fit a buffer."""
+    for spec, target in parameters:
+        source, flat = stored[spec.name], target.view(-1)
+        width = source.dtype.itemsize
+        room = width if flat.dtype == source.dtype else width + flat.dtype.itemsize
+        for start, stop in chunks(source.num_bytes, max(1, piece_bytes // room) * width):
+            yield _Piece(source, start, stop - start, flat[start // width : stop // width])
+
+
+def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield what one thread reads at a time: each file in its own order, the files in turn."""
+    by_file: dict[Path, list[list[_Piece]]] = {}
+    for piece in sorted(pieces, key=attrgetter("file", "position")):
+        runs = by_file.setdefault(piece.file, [])
+        if not runs or sum(other.num_bytes for other in runs[-1]) >= RUN_BYTES:
+            runs.append([])
+        runs[-1].append(piece)
+    for in_turn in zip_longest(*by_file.values()):
+        yield from (run for run in in_turn if run is not None)
+
+
+class _OneThread:
+    """What one thread holds: its own descriptors, whose readahead no other disturbs, and buffers.
+
+    Args:
+        stream: Where copies to the GPU are enqueued.
+        order: Held while a copy and its event are enqueued.
+        buffers: uint8 host tensors that pieces are read into, used in turn.
+    """
+
+    def __init__(self, stream: CopyStream, order: threading.Lock, buffers: list[torch.Tensor]):
+        self._stream, self._order = stream, order
+        self._buffers: deque[tuple[torch.Tensor, Any]] = deque((raw, None) for raw in buffers)
+        self._files: dict[Path, int] = {}
+        self._stack = ExitStack()
+        self.spent_s = dict.fromkeys(("read", "convert", "copy"), 0.0)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def bring(self, piece: _Piece) -> None:
+        """Read a piece and put it into its place, or enqueue that."""
+        try:
+            if piece.is_direct:
+                self._read(piece, piece.target.view(torch.uint8))
+            else:
+                self._bring_through_buffer(piece)
+        except OSError as error:
+            raise CheckpointError(
+                f"{piece.file}: reading {piece.num_bytes} bytes at {piece.position} failed "
+                f"({error.strerror}). Check the disk, or fetch the file again."
+            ) from error
+
+    def _bring_through_buffer(self, piece: _Piece) -> None:
+        raw, event = self._buffers.popleft()
+        if event is not None:
+            with self._spend("copy"):
+                self._stream.wait(event)
+        self._read(piece, raw)
+        values = raw[: piece.num_bytes].view(piece.source.dtype)
+        if piece.on_host:
+            with self._spend("convert"):
+                piece.target.copy_(values)
+            self._buffers.append((raw, None))
+            return
+        if piece.converts:
+            with self._spend("convert"):
+                size = piece.target.numel() * piece.target.element_size()
+                values = raw[raw.numel() - size :].view(piece.target.dtype).copy_(values)
+        with self._spend("copy"), self._order:
+            self._stream.copy(piece.target, values)
+            event = self._stream.record()
+        self._buffers.append((raw, event))
+
+    def _read(self, piece: _Piece, raw: torch.Tensor) -> None:
+        with self._spend("read"):
+            file = self._open(piece.file)
+            view, done = memoryview(raw.numpy())[: piece.num_bytes], 0  # type: ignore[arg-type]
+            while done < piece.num_bytes:
+                got = os.preadv(file, [view[done:]], piece.position + done)
+                if got == 0:
+                    raise CheckpointError(f"{piece.file}: ended early. Fetch it again.")
+                done += got
+
+    def _open(self, path: Path) -> int:
+        found = self._files.get(path)
+        if found is None:
+            found = self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, found)
+            os.posix_fadvise(found, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return found
+
+    def _spend(self, kind: str) -> "_Spending":
+        return _Spending(self.spent_s, kind)
+
+
+class _Spending:
+    """Adds the time inside to a kind of work."""
+
+    __slots__ = ("_begin", "_kind", "_spent_s")
+
+    def __init__(self, spent_s: dict[str, float], kind: str) -> None:
+        self._spent_s, self._kind = spent_s, kind
+
+    def __enter__(self) -> None:
+        self._begin = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent_s[self._kind] += perf_counter() - self._begin
+
+
+@dataclass
+class _Shared:
+    """What the threads of one load share."""
+
+    runs: deque[list[_Piece]]
+    done: SimpleQueue[int | None] = field(default_factory=SimpleQueue)
+    """Bytes of each piece, then None from each thread that ends."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class CheckpointReader:
+    """Reads in threads, each of which converts and uploads what it has read.
+
+    Args:
+        device: Whose memory targets may lie in.
+        clock: Receives the phases read, convert and copy, busy times and bytes.
+        progress: Called, by the caller's thread, with bytes that are in place or on their way.
+        pin: Whether buffers on the way to the GPU may be pinned.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        clock: PhaseClock,
+        progress: Callable[[int], None],
+        *,
+        pin: bool = True,
+    ) -> None:
+        self._device, self._clock, self._progress, self._pin = device, clock, progress, pin
+
+    def read(
+        self,
+        parameters: Iterable[tuple[ParamSpec, torch.Tensor]],
+        stored: Mapping[str, StoredTensor],
+    ) -> None:
+        """Fill every parameter; all of them are in place when this returns.
+
+        Raises:
+            CheckpointError: A file cannot be read to its end.
+        """
+        count = num_threads()
+        room = min(PIECE_BYTES, LOAD_STAGING_BYTES // (BUFFERS_PER_THREAD * count))
+        piece_bytes = max(1, room // ALIGNMENT) * ALIGNMENT
+        pieces = list(_pieces(parameters, stored, piece_bytes))
+        shared = _Shared(deque(_runs(pieces)))
+        count = max(1, min(count, len(shared.runs)))
+        begin = perf_counter()
+        with self._clock.phase("read"), ExitStack() as stack:
+            staging = torch.empty(0, dtype=torch.uint8)
+            if not all(piece.is_direct for piece in pieces):
+                on_host = all(piece.on_host for piece in pieces)
+                buffer = self._staging(count * BUFFERS_PER_THREAD * piece_bytes, on_host=on_host)
+                stack.callback(buffer.close)
+                staging = buffer.tensor
+            stream, order = self._device.copy_stream(), threading.Lock()
+            stream.after_compute()
+            buffers = [staging[start:stop] for start, stop in chunks(staging.numel(), piece_bytes)]
+            hands = [_OneThread(stream, order, buffers[at::count]) for at in range(count)]
+            stack.callback(lambda: stream.wait(stream.record()))  # before the buffers go
+            self._run(shared, hands)
+            self._account(hands, perf_counter() - begin)
+            with self._clock.phase("copy"):
+                stream.wait(stream.record())
+        self._clock.add_bytes("read", sum(piece.num_bytes for piece in pieces))
+
+    def _staging(self, num_bytes: int, *, on_host: bool) -> HostBuffer:
+        """Buffers that pieces are read into where they cannot be read into place."""
+        try:
+            return self._device.host_buffer(num_bytes, pin=self._pin and not on_host)
+        except PinningError as error:
+            warnings.warn(
+                f"fallback: weights are copied to the GPU from pageable memory. {error}",
+                OffloadWarning,
+                stacklevel=2,
+            )
+        return self._device.host_buffer(num_bytes, pin=False)
+
+    def _run(self, shared: _Shared, hands: list[_OneThread]) -> None:
+        """Let every thread take runs until there are none; raise what one of them raised."""
+        with worker_pool(len(hands)) as pool:
+            futures = [pool.submit(self._work, shared, hand) for hand in hands]
+            try:
+                running = len(hands)
+                while running:
+                    num_bytes = shared.done.get()
+                    if num_bytes is None:
+                        running -= 1
+                    else:
+                        self._progress(num_bytes)
+            finally:
+                shared.stop.set()  # where the caller's progress failed, or was interrupted
+        for future in futures:
+            future.result()
+
+    @staticmethod
+    def _work(shared: _Shared, hand: _OneThread) -> None:
+        """Bring run after run, in a thread."""
+        try:
+            while shared.runs and not shared.stop.is_set():
+                try:
+                    run = shared.runs.popleft()
+                except IndexError:  # another thread took the last
+                    return
+                for piece in run:
+                    if shared.stop.is_set():
+                        return
+                    hand.bring(piece)
+                    shared.done.put(piece.num_bytes)
+        except BaseException:
+            shared.stop.set()
+            raise
+        finally:
+            hand.close()
+            shared.done.put(None)
+
+    def _account(self, hands: list[_OneThread], wall_s: float) -> None:
+        """Divide the time of the open phase by what the threads did in it."""
+        read_s, convert_s, copy_s = (
+            sum(hand.spent_s[kind] for hand in hands) for kind in ("read", "convert", "copy")
+        )
+        self._clock.add_busy("read", read_s)
+        self._clock.add_busy("convert", convert_s)
+        self._clock.add_busy("copy", copy_s)
+        if total_s := read_s + convert_s + copy_s:
+            self._clock.part("convert", wall_s * convert_s / total_s)
+            self._clock.part("copy", wall_s * copy_s / total_s)
