@@ -3,13 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
     from engine.config import KVTransferConfig, OffloadConfig
     from engine.llm import LLM
     from engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "KVTransferConfig", "OffloadConfig", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams"]
 
 _HOMES = {
+    "AsyncLLM": "engine.async_llm",
     "KVTransferConfig": "engine.config",
     "LLM": "engine.llm",
     "OffloadConfig": "engine.config",

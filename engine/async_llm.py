@@ -1,0 +1,326 @@
+"""AsyncLLM: the asynchronous door. A thread of its own steps the engine; clients await tokens."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable
+from itertools import count
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+
+from engine.errors import EngineError, RequestError
+from engine.request import RequestOutput, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.streams import Answer, Stream
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+
+MAX_PENDING: Final = 1024
+"""Default for the requests that may be unfinished at once."""
+
+
+class SteppedEngine(Protocol):
+    """The part of `engine.LLM` that is used here."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        ...
+
+    @property
+    def last_step(self) -> Any:
+        """What the newest step did."""
+        ...
+
+    def add_request(self, prompt: Any, params: Any, request_id: str | None = None) -> str:
+        """Queue a request."""
+        ...
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step."""
+        ...
+
+    def has_unfinished(self) -> bool:
+        """Return whether a step has work."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class _Command(NamedTuple):
+    """What a client asks of the engine's thread."""
+
+    kind: Literal["add", "abort", "stop"]
+    stream: Stream | None = None
+    request_id: str | None = None
+    """Of abort, where the client has no stream."""
+
+
+class AsyncLLM:
+    """Answers prompts for clients on event loops, while one thread of its own runs the engine.
+
+    The engine belongs to that thread until `release` or `close`; nobody else may use it. Close it
+    with `await close()`, with `async with`, or give the engine back with `release`.
+
+    Args:
+        llm: The engine.
+        max_pending: Requests that may be unfinished at once; one more is refused.
+        on_step: Called on the engine's thread after each step with its StepStats and its wall
+            time in seconds; must return at once.
+    """
+
+    def __init__(
+        self,
+        llm: SteppedEngine,
+        *,
+        max_pending: int = MAX_PENDING,
+        on_step: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        if type(max_pending) is not int or max_pending < 1:
+            raise EngineError(f"max_pending: expected an integer >= 1, got {max_pending!r}.")
+        self._llm, self._max_pending, self._on_step = llm, max_pending, on_step
+        self._lock = threading.Lock()
+        self._pending: set[str] = set()
+        self._names = count()
+        self._stopped: str | None = None
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._streams: dict[str, Stream] = {}  # of the engine's thread alone
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: "EngineConfig", *, max_pending: int = MAX_PENDING) -> "AsyncLLM":
+        """Build an engine and its asynchronous door.
+
+        Args:
+            config: What is asked.
+            max_pending: Requests that may be unfinished at once.
+        """
+        from engine.llm import LLM  # noqa: PLC0415  brings torch
+
+        return cls(LLM.from_config(config), max_pending=max_pending)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that the engine has not ended."""
+        with self._lock:
+            return len(self._pending)
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the whole output so far whenever it grew, `finished` with the last one.
+
+        A client that is slower than the engine gets fewer outputs, none of them outdated. Leaving
+        the iterator (cancellation, `aclose`) drops the request.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How to choose tokens; None: the defaults.
+            request_id: None: a name is made.
+
+        Raises:
+            RequestError: The request cannot be served, its id is in use, or too many are pending.
+            EngineError: The engine was closed or failed while the request ran.
+        """
+        answers: dict[int, Answer] = {}
+        async with contextlib.aclosing(self._follow(prompt, params, request_id)) as parts:
+            async for stream, events, is_last in parts:
+                for event in events:
+                    answers.setdefault(event.index, Answer(event.index)).add(event)
+                num = 1 if params is None else params.n
+                yield RequestOutput(
+                    request_id=stream.request_id,
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt_token_ids=list(stream.prompt_token_ids),
+                    outputs=[answers.get(index, Answer(index)).output() for index in range(num)],
+                    finished=is_last,
+                )
+
+    async def tokens(
+        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """Yield the new tokens with the times at which they were on the host.
+
+        Arguments, errors and cancellation are those of `generate`; this costs less.
+        """
+        async with contextlib.aclosing(self._follow(prompt, params, request_id)) as parts:
+            async for _, events, _ in parts:
+                if events:
+                    yield events
+
+    async def _follow(
+        self, prompt: Any, params: SamplingParams | None, request_id: str | None
+    ) -> AsyncGenerator[tuple[Stream, list[TokenEvent], bool], None]:
+        stream = self._submit(prompt, params, request_id)
+        is_last = False
+        try:
+            while not is_last:
+                events, is_last = await stream.next()
+                yield stream, events, is_last
+        finally:
+            if not is_last:
+                self._commands.put(_Command("abort", stream))
+
+    def _submit(self, prompt: Any, params: Any, request_id: str | None) -> Stream:
+        """Queue a request for the engine's thread.
+
+        Raises:
+            RequestError: The id is in use, or the queue is full.
+            EngineError: The engine is closed or failed.
+        """
+        with self._lock:
+            if self._stopped is not None:
+                raise EngineError(self._stopped)
+            if request_id is None:
+                free = (f"async-{number}" for number in self._names)
+                request_id = next(name for name in free if name not in self._pending)
+            if request_id in self._pending:
+                raise RequestError(
+                    f"request_id: expected an unused one, got {request_id!r}. Choose another."
+                )
+            if len(self._pending) >= self._max_pending:
+                raise RequestError(
+                    f"queue: expected fewer than max_pending={self._max_pending} unfinished "
+                    f"requests, got {len(self._pending)}. Send it later, or raise max_pending."
+                )
+            stream = Stream(request_id, prompt, params)
+            self._pending.add(request_id)
+            self._commands.put(_Command("add", stream))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its iterator raises EngineError. Unknown and finished ids are ignored."""
+        self._commands.put(_Command("abort", request_id=request_id))
+
+    def release(self) -> SteppedEngine:
+        """Stop the thread after its step and return the engine, which the caller may use again.
+
+        Requests that still run are dropped; their iterators raise EngineError.
+        """
+        self._stop("AsyncLLM: it was closed. Build a new one.")
+        self._commands.put(_Command("stop"))
+        self._thread.join()
+        return self._llm
+
+    async def close(self) -> None:
+        """Stop the thread after its step and free the engine's memory.
+
+        Requests that still run are dropped; their iterators raise EngineError.
+        """
+        llm = await asyncio.to_thread(self.release)
+        llm.close()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # What follows runs on the engine's thread.
+
+    def _run(self) -> None:
+        why = EngineError("AsyncLLM: it was closed before this request ended.")
+        try:
+            while self._obey():
+                if self._llm.has_unfinished():
+                    self._step()
+        except BaseException as error:  # noqa: BLE001  the edge: carried to every client
+            why = EngineError(f"AsyncLLM: the engine failed: {type(error).__name__}: {error}")
+            why.__cause__ = error
+            self._stop(f"{str(why).rstrip('.')}. Build a new one.")
+        for stream in list(self._streams.values()):
+            self._drop(stream, why)
+        with contextlib.suppress(Empty):
+            while True:  # what came too late
+                late = self._commands.get_nowait()
+                if late.kind == "add" and late.stream is not None:
+                    self._retire(late.stream, why)
+
+    def _stop(self, why: str) -> None:
+        with self._lock:
+            if self._stopped is None:
+                self._stopped = why
+
+    def _obey(self) -> bool:
+        """Take what clients asked for, waiting while there is nothing to run; False: stop."""
+        wait = not self._llm.has_unfinished()
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except Empty:
+                return True
+            wait = False
+            match command:
+                case _Command(kind="stop"):
+                    return False
+                case _Command(kind="add", stream=Stream() as stream):
+                    self._add(stream)
+                case _Command(kind="abort", stream=Stream() as stream):
+                    if self._streams.get(stream.request_id) is stream:
+                        self._drop(stream, None)
+                case _Command(request_id=name):
+                    named = self._streams.get(name or "")
+                    if named is not None:
+                        self._drop(named, EngineError("AsyncLLM: the request was aborted."))
+
+    def _add(self, stream: Stream) -> None:
+        try:
+            self._llm.add_request(stream.prompt, stream.params, stream.request_id)
+            if isinstance(stream.prompt, str):
+                stream.prompt_token_ids = list(self._llm.tokenizer(stream.prompt)["input_ids"])
+            else:
+                stream.prompt_token_ids = list(stream.prompt)
+        except RequestError as error:
+            self._retire(stream, error)
+            return
+        except BaseException as error:
+            self._retire(stream, error)
+            raise
+        stream.open_answers = 1 if stream.params is None else stream.params.n
+        self._streams[stream.request_id] = stream
+
+    def _step(self) -> None:
+        before, begin_s = self._llm.last_step, perf_counter()
+        events = self._llm.step()
+        step = self._llm.last_step
+        if self._on_step is not None and step is not None and step is not before:
+            self._on_step(step, perf_counter() - begin_s)
+        grouped: dict[str, list[TokenEvent]] = {}
+        for event in events:
+            grouped.setdefault(event.request_id, []).append(event)
+        for name, mine in grouped.items():
+            stream = self._streams.get(name)
+            if stream is None:
+                continue
+            stream.open_answers -= sum(event.finish_reason is not None for event in mine)
+            if not stream.post(mine):
+                self._drop(stream, None)
+            elif stream.open_answers == 0:
+                self._retire(stream, None)
+        if self._streams and not self._llm.has_unfinished():
+            why = EngineError("AsyncLLM: the engine finished without ending this request.")
+            for stream in list(self._streams.values()):
+                self._retire(stream, why)
+
+    def _drop(self, stream: Stream, why: BaseException | None) -> None:
+        """Take a request from the engine before its end."""
+        with contextlib.suppress(Exception):  # a failed engine may refuse; the client must hear
+            self._llm.abort(stream.request_id)
+        self._retire(stream, why)
+
+    def _retire(self, stream: Stream, why: BaseException | None) -> None:
+        """Forget a request and tell its client that it ended, or why it failed."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+        with self._lock:
+            self._pending.discard(stream.request_id)
+        stream.post(why)
