@@ -91,6 +91,7 @@ class AsyncLLM:
         self._pending: set[str] = set()
         self._names = count()
         self._stopped: str | None = None
+        self._failure: BaseException | None = None
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._streams: dict[str, Stream] = {}  # of the engine's thread alone
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -113,6 +114,11 @@ class AsyncLLM:
         """Requests that the engine has not ended."""
         with self._lock:
             return len(self._pending)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the engine raised when it failed; no request is served after that."""
+        return self._failure
 
     async def generate(
         self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
@@ -235,7 +241,7 @@ class AsyncLLM:
                     self._step()
         except BaseException as error:  # noqa: BLE001  the edge: carried to every client
             why = EngineError(f"AsyncLLM: the engine failed: {type(error).__name__}: {error}")
-            why.__cause__ = error
+            why.__cause__ = self._failure = error
             self._stop(f"{str(why).rstrip('.')}. Build a new one.")
         for stream in list(self._streams.values()):
             self._drop(stream, why)

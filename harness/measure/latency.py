@@ -69,8 +69,10 @@ class RequestTimes:
         }
 
 
-def latency_metrics(requests: Sequence[RequestTimes]) -> dict[str, float | None]:
-    """Return `latency/QUANTITY/STATISTIC` over the requests that completed.
+def latency_metrics(
+    requests: Sequence[RequestTimes], area: str = "latency"
+) -> dict[str, float | None]:
+    """Return `AREA/QUANTITY/STATISTIC` over the requests that completed.
 
     ITL pools the gaps of all requests. A statistic below its sample floor is None.
     """
@@ -82,18 +84,18 @@ def latency_metrics(requests: Sequence[RequestTimes]) -> dict[str, float | None]
         "e2e_ms": [value for r in done if (value := r.e2e_ms) is not None],
     }
     return {
-        f"latency/{quantity}/{statistic}": value
+        f"{area}/{quantity}/{statistic}": value
         for quantity in QUANTITIES
         for statistic, value in summarise(pools[quantity]).items()
     }
 
 
-def floor_note(num_requests: int) -> str | None:
+def floor_note(num_requests: int, part: str = "latency") -> str | None:
     """Return which percentiles of per-request latencies `num_requests` cannot support, or None."""
     lacking = [f"p{q} needs {floor}" for q, floor in SAMPLE_FLOORS.items() if num_requests < floor]
     if not lacking:
         return None
     return (
-        f"latency: {num_requests} requests completed and {', '.join(lacking)}; these percentiles "
-        "are null. Raise scenario.latency.num_requests to get them."
+        f"{part}: {num_requests} requests completed and {', '.join(lacking)}; these percentiles "
+        f"are null. Raise scenario.{part}.num_requests to get them."
     )

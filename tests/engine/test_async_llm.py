@@ -120,6 +120,7 @@ def test_requests_stream_and_end_apart() -> None:
             assert first.prompt_token_ids == [1]
             assert (second.request_id, second.outputs[0].token_ids) == ("b", [21, 20])
             assert door.num_pending == 0
+            assert door.failure is None
         assert engine.is_closed
         assert engine.threads != {threading.get_ident()}
         assert len(engine.threads) == 1
@@ -260,6 +261,7 @@ def test_a_failed_step_reaches_every_request_and_later_ones() -> None:
             with pytest.raises(EngineError, match=r"broken\. Build a new one"):
                 await collect(door, [3])
             assert sorted(engine.aborted) == ["async-0", "async-1"]
+            assert door.failure is engine.fail
 
     asyncio.run(main())
 
