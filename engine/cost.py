@@ -1,0 +1,316 @@
+"""Predicted times of a plan: decode steps, prefill, first token, load, a queue of requests.
+
+The model: a layer takes the longer of its bytes over the memory's rate and its operations over the
+matrix rate, and a fixed overhead; copies of offloaded layers run beside, in the order of the slot
+ring; what is read in place is waited for. Constants: engine.rates. Pure arithmetic, no torch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from engine.placement import Placement
+from engine.plan import MemoryPlan
+from engine.rates import (
+    IN_PLACE_KERNEL_SHARE,
+    IN_PLACE_TILE_ROWS,
+    KV_SHARE,
+    START_S,
+    WEIGHT_SHARE,
+    Rates,
+)
+from engine.spec import DTYPE_BYTES, ModelSpec
+
+CONTEXT_TOKENS: Final = 256
+"""Context of the sequences in predicted decode steps (less where max_model_len is)."""
+PREFILL_TOKENS: Final = 2048
+"""Prompt of the predicted prefill (less where max_model_len is)."""
+QUEUE_REQUESTS: Final = 200
+QUEUE_PROMPT_TOKENS: Final = 128
+QUEUE_OUTPUT_TOKENS: Final = 128
+"""The queue that throughput is predicted for (shorter where max_model_len is)."""
+
+EMBED: Final = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the times of a plan depend on; bytes are those of the plan's dtype."""
+
+    resident_bytes: tuple[int, ...]
+    """Of each layer, in GPU memory."""
+    offloaded_bytes: tuple[int, ...]
+    """Of each layer, in host memory."""
+    placement: Placement
+    """Of the offloaded layers."""
+    num_slots: int
+    stage_tokens: int | None
+    head_bytes: int
+    """Outside the layers, read from GPU memory by every step."""
+    head_in_place_bytes: int
+    """Outside the layers, read in place from host memory by every step."""
+    outer_copied_bytes: int
+    """Outside the layers, copied on demand by every step."""
+    embed_row_bytes: int
+    """Read in place from host memory for each token; 0 where the table is in GPU memory."""
+    layer_params: int
+    head_params: int
+    q_size: int
+    kv_layer_bytes: int
+    """Keys and values of one token in one layer."""
+    is_float32: bool
+    is_pinned: bool
+    uses_graphs: bool
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def total_offloaded_bytes(self) -> int:
+        """Bytes of offloaded layers."""
+        return sum(self.offloaded_bytes)
+
+    def concurrency(self, tokens: float) -> int:
+        """Sequences of that many tokens that run at once, at least 1."""
+        blocks = max(1, math.ceil(tokens / self.block_size))
+        return max(1, min(self.max_num_seqs, self.num_blocks // blocks))
+
+
+def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
+    """Return what the times of a plan depend on."""
+    size = DTYPE_BYTES[plan.dtype]
+    kinds = {layer.placement for layer in plan.offloaded_layers}
+    outer = {t.name: t.numel * size for t in spec.outer_tensors()}
+    places = plan.placements
+    read = [name for name in outer if spec.tie_word_embeddings or name != EMBED]
+    return Shape(
+        resident_bytes=tuple(layer.resident.num_bytes for layer in plan.layers),
+        offloaded_bytes=tuple(layer.offloaded.num_bytes for layer in plan.layers),
+        placement=kinds.pop() if kinds else Placement.RESIDENT,
+        num_slots=plan.num_slots,
+        stage_tokens=plan.stage_tokens,
+        head_bytes=sum(outer[n] for n in read if places[n] is not Placement.UVA),
+        head_in_place_bytes=sum(outer[n] for n in read if places[n] is Placement.UVA),
+        outer_copied_bytes=sum(outer[n] for n in outer if places[n] is Placement.ON_DEMAND),
+        embed_row_bytes=spec.hidden_size * size if places[EMBED] is Placement.UVA else 0,
+        layer_params=sum(t.numel for t in spec.layer_tensors(0)),
+        head_params=spec.vocab_size * spec.hidden_size,
+        q_size=spec.q_size,
+        kv_layer_bytes=2 * spec.kv_size * size,
+        is_float32=size == 4,
+        is_pinned=plan.pin,
+        uses_graphs=plan.use_graphs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_seqs=plan.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        num_blocks=plan.num_gpu_blocks,
+    )
+
+
+def ring_s(
+    compute_s: Sequence[float],
+    copy_s: Sequence[float],
+    num_slots: int,
+    *,
+    wrap: bool,
+    after_s: float = 0.0,
+) -> float:
+    """Return the time of one step of the slot ring, exactly as engine.weights.ring runs it.
+
+    Copies run one after another. Offloaded layer k waits for its copy; when it is done its slot is
+    refilled with layer k + S, or, with `wrap`, after the last of that chain with its first. At the
+    end of the step all copies are joined, so every step is like the one before.
+
+    Args:
+        compute_s: Of each layer.
+        copy_s: Of each layer; 0 for those that are not offloaded.
+        num_slots: S, at least 1.
+        wrap: The first S layers lie in their slots when the step begins.
+        after_s: Work after the last layer, beside which copies run on.
+    """
+    order = [index for index, seconds in enumerate(copy_s) if seconds > 0]
+    count = len(order)
+    held = list(range(min(num_slots, count)))
+    ready, copied_at, now = [0.0] * len(held), 0.0, 0.0
+    if not wrap:
+        for slot in held:
+            if slot + len(held) < count:  # else the slot has held its only layer since long
+                copied_at += copy_s[order[slot]]
+                ready[slot] = copied_at
+    k = 0
+    for index, seconds in enumerate(compute_s):
+        if k == count or order[k] != index:
+            now += seconds
+            continue
+        slot = k % len(held)
+        now = max(now, ready[slot]) + seconds
+        following = k + len(held)
+        if following >= count:
+            following = slot if wrap else k
+        if held[slot] != following:
+            copied_at = max(copied_at, now) + copy_s[order[following]]
+            ready[slot], held[slot] = copied_at, following
+        k += 1
+    return max(now + after_s, copied_at)
+
+
+def step_s(
+    shape: Shape,
+    rates: Rates,
+    *,
+    decodes: int = 0,
+    context: float = 0,
+    prefill: int = 0,
+    before: int = 0,
+    rows: int | None = None,
+) -> float:
+    """Return the time of one step.
+
+    Args:
+        shape: Of the plan.
+        rates: Of the machine.
+        decodes: Sequences that decode one token.
+        context: Tokens of each.
+        prefill: Tokens of prompts.
+        before: Tokens of the same prompt that earlier steps computed.
+        rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
+    """
+    tokens = decodes + prefill
+    flops = 2.0 * tokens * shape.layer_params
+    flops += 4.0 * shape.q_size * prefill * (before + prefill / (2 * max(1, rows or 1)))
+    flops_s = flops / _matrix_rate(shape, rates)
+    kv_s = decodes * context * shape.kv_layer_bytes / (KV_SHARE * rates.hbm_gb_s * 1e9)
+    read_rate = WEIGHT_SHARE * rates.hbm_gb_s * 1e9
+    in_place = _reads_in_place(shape, tokens)
+    tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
+    place_rate = IN_PLACE_KERNEL_SHARE * rates.in_place_gb_s * 1e9
+    graphed = shape.uses_graphs and not prefill
+    compute = []
+    for resident, offloaded in zip(shape.resident_bytes, shape.offloaded_bytes, strict=True):
+        from_gpu = resident if in_place else resident + offloaded
+        read = from_gpu / read_rate + (offloaded * tiles / place_rate if in_place else 0.0)
+        seconds = max(read, flops_s) + kv_s + rates.layer_overhead_s
+        compute.append(seconds if graphed else max(seconds, rates.eager_layer_overhead_s))
+    after = _outside_s(shape, rates, tokens, decodes + (rows or min(1, prefill)))
+    return _run(shape, rates, compute, after, in_place=in_place) + rates.step_overhead_s
+
+
+def _run(
+    shape: Shape, rates: Rates, compute: list[float], after_s: float, *, in_place: bool
+) -> float:
+    """Layers and copies together."""
+    if in_place or shape.placement is Placement.RESIDENT:
+        return sum(compute) + after_s
+    link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
+    sizes, overhead = shape.offloaded_bytes, rates.copy_overhead_s
+    copies = [size / link + overhead if size else 0.0 for size in sizes]
+    if shape.placement is Placement.ON_DEMAND:
+        return sum(compute) + sum(copies) + after_s
+    wrap = shape.placement is Placement.PREFETCH
+    seconds = ring_s(compute, copies, shape.num_slots, wrap=wrap, after_s=after_s)
+    streamed = sum(copies) if len([size for size in sizes if size]) > shape.num_slots else 0.0
+    shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)  # the link carries both
+    return max(seconds, streamed + shared) if shared else seconds
+
+
+def _reads_in_place(shape: Shape, tokens: int) -> bool:
+    staged = shape.stage_tokens is not None and tokens >= shape.stage_tokens
+    return shape.placement is Placement.UVA and not staged
+
+
+def _matrix_rate(shape: Shape, rates: Rates) -> float:
+    return 1e12 * (rates.float32_tflops if shape.is_float32 else rates.bf16_tflops)
+
+
+def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
+    """Embedding and logits."""
+    read = shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
+    link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
+    embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
+    head = shape.head_in_place_bytes / (IN_PLACE_KERNEL_SHARE * rates.in_place_gb_s * 1e9)
+    flops = 2.0 * rows * shape.head_params / _matrix_rate(shape, rates)
+    return max(read + head, flops) + embed + shape.outer_copied_bytes / link
+
+
+def decode_step_s(shape: Shape, rates: Rates, batch: int, context: float) -> float:
+    """Return the time of a step in which `batch` sequences of `context` tokens decode one token."""
+    return step_s(shape, rates, decodes=batch, context=context)
+
+
+def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> float:
+    """Return the time until `prompts` prompts of `tokens` tokens each are computed.
+
+    A step takes max_num_batched_tokens tokens.
+    """
+    total, done, chunk = tokens * prompts, 0, shape.max_num_batched_tokens
+    seconds = 0.0
+    while done < total:
+        part = min(chunk, total - done)
+        rows = max(1, part // tokens)
+        before = done % tokens if part < tokens else 0
+        seconds += step_s(shape, rates, prefill=part, before=before, rows=rows)
+        done += part
+    return seconds
+
+
+def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int) -> float:
+    """Return the time of `requests` requests that are offered at once.
+
+    As many run as the KV cache holds at their mean length; finished ones are replaced.
+    """
+    batch = min(requests, shape.concurrency(prompt + output / 2))
+    waves = max(1.0, requests / batch)
+    step = decode_step_s(shape, rates, batch, prompt + output / 2)
+    return waves * (prefill_s(shape, rates, prompt, batch) + max(0, output - 1) * step)
+
+
+def load_s(shape: Shape, rates: Rates) -> float:
+    """Return the time from the start of a process until weights in files are in their places."""
+    layers = sum(shape.resident_bytes) + shape.total_offloaded_bytes
+    total = layers + shape.head_bytes + shape.head_in_place_bytes
+    pinned = shape.total_offloaded_bytes + shape.head_in_place_bytes if shape.is_pinned else 0
+    return START_S + total / (rates.file_read_gb_s * 1e9) + pinned / (rates.pin_gb_s * 1e9)
+
+
+def queue_of(max_model_len: int) -> tuple[int, int]:
+    """Return prompt and output tokens of the requests that throughput is predicted for."""
+    prompt = min(QUEUE_PROMPT_TOKENS, max(1, max_model_len // 2))
+    return prompt, min(QUEUE_OUTPUT_TOKENS, max(1, max_model_len - prompt))
+
+
+def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
+    """Return the predicted times of a plan as plain data, with the rates that they follow from."""
+    shape = shape_of(plan, spec)
+    context = min(CONTEXT_TOKENS, plan.max_model_len)
+    full = shape.concurrency(context)
+    one_s, full_s = (decode_step_s(shape, rates, batch, context) for batch in (1, full))
+    prefill = min(PREFILL_TOKENS, plan.max_model_len)
+    prompt, output = queue_of(plan.max_model_len)
+    prefill_time_s = prefill_s(shape, rates, prefill)
+    queue_time_s = queue_s(shape, rates, QUEUE_REQUESTS, prompt, output)
+    return {
+        "context_tokens": context,
+        "decode_step_ms": one_s * 1e3,
+        "decode_tokens_s": 1 / one_s,
+        "full_batch": full,
+        "decode_step_full_ms": full_s * 1e3,
+        "decode_tokens_full_s": full / full_s,
+        "prefill_tokens": prefill,
+        "prefill_ms": prefill_time_s * 1e3,
+        "ttft_ms": prefill_s(shape, rates, prompt) * 1e3,
+        "ttft_prompt_tokens": prompt,
+        "queue": {
+            "requests": QUEUE_REQUESTS,
+            "prompt_tokens": prompt,
+            "output_tokens": output,
+            "total_s": queue_time_s,
+            "output_tokens_s": QUEUE_REQUESTS * output / queue_time_s,
+        },
+        "load_s": load_s(shape, rates),
+        "bytes_per_step": plan.bytes_per_step(),
+        "rates": rates.to_dict(),
+    }

@@ -1,0 +1,314 @@
+"""The time model: rings worked by hand, the real ring on a clock, measured steps, monotonicity."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import GPUConfig
+from engine.cost import decode_step_s, load_s, predict, prefill_s, queue_s, ring_s, shape_of
+from engine.plan import MemoryPlan
+from engine.planner import plan_memory
+from engine.rates import (
+    CARDS,
+    HBM_SHARE,
+    IN_PLACE_SHARE,
+    LINK_SHARE,
+    UNKNOWN_CARD,
+    cpu_rates,
+    rates_for,
+    sheet_rates,
+)
+from engine.weights.ring import SlotRing
+from tests.engine.specs import (
+    CPU,
+    H200,
+    NO_PIN,
+    NO_UVA,
+    OLMO_7B,
+    configuration,
+    plan_olmo,
+    plan_small,
+    prefetch,
+    small_spec,
+    uva,
+)
+
+H100 = replace(H200, name="NVIDIA H100 80GB HBM3")
+PROBE = {"h2d_gb_s": 54.8, "in_place_gb_s": 50.7, "hbm_copy_gb_s": 2850.0, "d2h_gb_s": None}
+RATES = rates_for(GPUConfig(), H100, PROBE)
+
+# Rings worked by hand.
+
+
+@pytest.mark.parametrize(
+    ("compute", "copies", "slots", "wrap", "expected"),
+    [
+        ([1, 1, 1, 1], [0, 0, 0, 0], 1, True, 4),
+        # One layer that has a slot to itself is never copied again.
+        ([1, 1, 1, 1], [0, 9, 0, 0], 1, True, 4),
+        ([1, 1, 1, 1], [0, 9, 0, 9], 2, True, 4),
+        # Copy-bound, every layer off, 2 slots: the link rests during the first layer alone.
+        ([1, 1, 1, 1], [5, 5, 5, 5], 2, True, 21),
+        # 3 slots: layers 1 and 2 have slots to themselves, 0 and 3 take turns in one.
+        ([1, 1, 1, 1], [5, 5, 5, 5], 3, True, 12),
+        # One slot: copies and layers take turns; all but the first layer's copy are waited for,
+        # and that one after the last layer.
+        ([1, 1, 1, 1], [5, 5, 5, 5], 1, True, 24),
+        # Spread (0, 3, 6) hides copies of 2 behind three layers of 1; lumped (0, 1, 2) does not.
+        ([1] * 9, [2, 0, 0, 2, 0, 0, 2, 0, 0], 2, True, 9),
+        ([1] * 9, [2, 2, 2, 0, 0, 0, 0, 0, 0], 2, True, 10),
+        # Lumped at the end: the copies for the next step are waited for when the step ends.
+        ([1] * 9, [0, 0, 0, 0, 0, 0, 2, 2, 2], 2, True, 12),
+        # The first layers resident: the link rests until the first release.
+        ([1, 1, 1, 1], [0, 0, 5, 5], 1, True, 14),
+        # Without wrap the first copies are waited for, and none follows the last layer.
+        ([1, 1, 1, 1], [5, 5, 5, 5], 2, False, 21),
+        ([1, 1, 1, 1], [5, 5, 0, 0], 1, False, 14),
+        ([1, 1, 1, 1], [5, 5, 0, 0], 2, False, 4),
+    ],
+)
+def test_rings_worked_by_hand(
+    compute: list[float], copies: list[float], slots: int, wrap: bool, expected: float
+) -> None:
+    assert ring_s(compute, copies, slots, wrap=wrap) == pytest.approx(expected)
+
+
+def test_work_after_the_layers_hides_copies() -> None:
+    assert ring_s([1, 1], [4, 4], 1, wrap=True) == 10
+    assert ring_s([1, 1], [4, 4], 1, wrap=True, after_s=3) == 10
+    assert ring_s([1, 1], [4, 4], 1, wrap=True, after_s=6) == 12
+
+
+class Clock:
+    """Two streams on which work takes as long as it says; the interface of CopyStream."""
+
+    def __init__(self) -> None:
+        self.compute = 0.0
+        self.copies = 0.0
+
+    def after_compute(self) -> None:
+        self.copies = max(self.copies, self.compute)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copies += src.numel()
+
+    def record(self) -> float:
+        return self.copies
+
+    def compute_after(self, event: float) -> None:
+        self.compute = max(self.compute, event)
+
+
+def real_ring(
+    compute: Sequence[int], copies: Sequence[int], slots: int, wrap: bool, after: int
+) -> float:
+    """The time of the third step of the engine's own ring."""
+    clock, sizes = Clock(), [size for size in copies if size]
+    ring = SlotRing(
+        clock,
+        [torch.empty(max(sizes), dtype=torch.uint8) for _ in range(min(slots, len(sizes)))],
+        [torch.empty(size, dtype=torch.uint8) for size in sizes],
+        wrap=wrap,
+    )
+    spent = 0.0
+    for _ in range(3):
+        begun, k = clock.compute, 0
+        clock.copies = max(clock.copies, begun)
+        ring.begin_step()
+        for seconds, size in zip(compute, copies, strict=True):
+            if size:
+                ring.acquire(k)
+            clock.compute += seconds
+            if size:
+                ring.release(k)
+                k += 1
+        clock.compute += after
+        ring.end_step()
+        spent = clock.compute - begun
+    return spent
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layers=st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 1, 3, 8])), min_size=1, max_size=12
+    ).filter(lambda items: any(size for _, size in items)),
+    slots=st.integers(1, 14),
+    wrap=st.booleans(),
+    after=st.integers(0, 9),
+)
+def test_the_model_is_the_engines_ring(
+    layers: list[tuple[int, int]], slots: int, wrap: bool, after: int
+) -> None:
+    compute, copies = [item[0] for item in layers], [item[1] for item in layers]
+    found = ring_s(compute, copies, slots, wrap=wrap, after_s=after)
+    assert found == pytest.approx(real_ring(compute, copies, slots, wrap, after))
+
+
+# Against measured steps: OLMo-2-7B on an H100, prompts of 128 tokens, rates of the same run.
+
+
+def olmo(offload: Any, memory_gib: float = 15.99) -> MemoryPlan:
+    return plan_olmo(memory_gib=memory_gib, offload=offload, max_num_batched_tokens=8192)
+
+
+@pytest.mark.parametrize(
+    ("offload", "memory_gib", "steps_ms", "prefill_ms"),
+    [
+        (prefetch(8, 5, 2), 15.99, (148.1, 148.4, 149.0), 153.8),
+        (uva(8), 15.99, (184.0, 177.3, 179.5), 173.0),
+        (None, 40 / 0.9, (6.62, 7.39, 9.60), 46.7),
+    ],
+    ids=["prefetch", "uva", "resident"],
+)
+def test_measured_steps_are_predicted_within_fifteen_percent(
+    offload: Any, memory_gib: float, steps_ms: tuple[float, ...], prefill_ms: float
+) -> None:
+    shape = shape_of(olmo(offload, memory_gib), OLMO_7B)
+    for batch, measured in zip((1, 16, 64), steps_ms, strict=True):
+        predicted = decode_step_s(shape, RATES, batch, 150) * 1e3
+        assert predicted == pytest.approx(measured, rel=0.15), batch
+    assert prefill_s(shape, RATES, 2048) * 1e3 == pytest.approx(prefill_ms, rel=0.15)
+
+
+def test_sheets_alone_predict_nearly_the_same() -> None:
+    shape = shape_of(olmo(prefetch(8, 5, 2)), OLMO_7B)
+    sheet = decode_step_s(shape, rates_for(GPUConfig(), H100), 1, 150)
+    assert sheet == pytest.approx(decode_step_s(shape, RATES, 1, 150), rel=0.05)
+
+
+# Monotonicity.
+
+PLACEMENTS = {
+    "resident": None,
+    "uva": uva(0.0002),
+    "all uva": uva(1),
+    "prefetch": prefetch(4, 3, 1),
+    "all prefetch": prefetch(1, 1, 2),
+}
+ANY_RATE = st.floats(0.01, 5000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(PLACEMENTS)),
+    rates=st.fixed_dictionaries({"h2d_gb_s": ANY_RATE, "hbm_copy_gb_s": ANY_RATE}),
+    factor=st.floats(1, 50),
+    batch=st.integers(1, 4),
+    gaps=st.sampled_from([{}, NO_UVA, NO_PIN]),
+)
+def test_a_faster_link_is_never_slower(
+    name: str, rates: dict[str, float], factor: float, batch: int, gaps: dict[str, Any]
+) -> None:
+    spec = small_spec()
+    plan = plan_small(replace(H200, **gaps), offload=PLACEMENTS[name], memory_gib=2)
+    shape = shape_of(plan, spec)
+    slow = sheet_rates(UNKNOWN_CARD, "test").measured(rates)
+    faster = [
+        slow.measured({**rates, "h2d_gb_s": rates["h2d_gb_s"] * factor}),
+        slow.measured({**rates, "hbm_copy_gb_s": rates["hbm_copy_gb_s"] * factor}),
+        replace(slow, bf16_tflops=slow.bf16_tflops * factor),
+        replace(slow, float32_tflops=slow.float32_tflops * factor),
+    ]
+    for fast in faster:
+        times = [
+            (
+                decode_step_s(shape, rate, batch, 60),
+                prefill_s(shape, rate, 60),
+                queue_s(shape, rate, 30, 30, 30),
+                load_s(shape, rate),
+            )
+            for rate in (slow, fast)
+        ]
+        for before, after in zip(*times, strict=True):
+            assert after <= before * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(num=st.integers(1, 7), step=st.integers(1, 9), link=ANY_RATE)
+def test_more_resident_layers_are_never_slower_at_batch_1(num: int, step: int, link: float) -> None:
+    spec = small_spec()
+    rates = rates_for(GPUConfig(), H100, {**PROBE, "h2d_gb_s": link})
+    plans = [
+        plan_small(H200, offload=offload, memory_gib=2)
+        for offload in (prefetch(8, num, step), prefetch(8, num + 1, step))
+    ]
+    more, fewer = (shape_of(plan, spec) for plan in plans)
+    assert decode_step_s(more, rates, 1, 60) <= decode_step_s(fewer, rates, 1, 60) * (1 + 1e-9)
+    assert decode_step_s(more, rates, 1, 60) >= plans[0].bytes_per_step() / (link * 1e9)
+
+
+def test_larger_batches_and_contexts_take_longer_and_give_more_tokens() -> None:
+    shape = shape_of(olmo(None, 40 / 0.9), OLMO_7B)
+    times = [decode_step_s(shape, RATES, batch, 500) for batch in (1, 4, 16, 64)]
+    assert times == sorted(times)
+    assert times[3] / 64 < times[0]
+    assert decode_step_s(shape, RATES, 1, 4000) > times[0]
+    assert prefill_s(shape, RATES, 2048, 4) < 4.1 * prefill_s(shape, RATES, 2048)
+    assert prefill_s(shape, RATES, 4000) > prefill_s(shape, RATES, 2000) * 2
+
+
+def test_staging_beats_in_place_prefills() -> None:
+    staged = shape_of(olmo(uva(8)), OLMO_7B)
+    in_place = replace(staged, stage_tokens=None)
+    assert prefill_s(in_place, RATES, 2048) > 5 * prefill_s(staged, RATES, 2048)
+
+
+def test_on_demand_and_pageable_memory_are_slower_than_prefetch() -> None:
+    config = configuration(OLMO_7B, memory_gib=15.99, offload=prefetch(8, 5, 2))
+    times = []
+    for gaps in ({}, NO_PIN):
+        plan = plan_memory(config, OLMO_7B, replace(H100, **gaps))
+        times.append(decode_step_s(shape_of(plan, OLMO_7B), RATES, 1, 150))
+    assert times[1] > 5 * times[0]
+
+
+def test_predicted_figures_are_complete_and_consistent() -> None:
+    plan = olmo(prefetch(8, 5, 2))
+    found = predict(plan, OLMO_7B, RATES)
+    assert found["decode_tokens_s"] == pytest.approx(1e3 / found["decode_step_ms"])
+    assert found["full_batch"] == min(64, plan.kv_tokens // found["context_tokens"])
+    assert found["bytes_per_step"] == plan.bytes_per_step()
+    assert found["rates"]["source"].startswith("probe of this machine")
+    queue = found["queue"]
+    assert queue["output_tokens_s"] == pytest.approx(200 * 128 / queue["total_s"])
+    assert found["decode_tokens_s"] < queue["output_tokens_s"] < 64 * found["decode_tokens_s"]
+    assert found["ttft_ms"] < found["prefill_ms"]
+    assert found["load_s"] > 8
+    assert all(value > 0 for value in found.values() if isinstance(value, float | int))
+
+
+# Rates.
+
+
+def test_rates_come_from_probe_device_sheet_or_assumption_and_say_so() -> None:
+    card = GPUConfig(name="rtx4080_16gb", link_gb_s=32, hbm_gb_s=716.8, bf16_tflops=97.5)
+    on_h100 = rates_for(card, H100, None)
+    assert on_h100.source == "sheet of NVIDIA H100 80GB HBM3"
+    assert on_h100.h2d_gb_s == pytest.approx(64 * LINK_SHARE)
+    probed = rates_for(card, H100, {"h2d_gb_s": 50.0})
+    assert probed.source == "probe of this machine; the rest: sheet of NVIDIA H100 80GB HBM3"
+    assert (probed.h2d_gb_s, probed.in_place_gb_s) == (50.0, 50.0 * IN_PLACE_SHARE)
+    assert probed.hbm_gb_s == on_h100.hbm_gb_s == pytest.approx(3350 * HBM_SHARE)
+    absent = replace(H200, name="rtx4080_16gb")
+    assert rates_for(card, absent, None).source == "sheet of rtx4080_16gb"
+    assert rates_for(card, absent, None).bf16_tflops < 97.5
+    assert rates_for(GPUConfig(), absent, None).source.startswith("assumed: no sheet")
+    assert "which a CPU stands in for" in rates_for(card, CPU, {"h2d_gb_s": 3.0}).source
+    assert rates_for(GPUConfig(), CPU, None) == cpu_rates()
+    assert rates_for(GPUConfig(), CPU, {"h2d_gb_s": 3.0}).h2d_gb_s == 3.0
+
+
+def test_no_card_reaches_more_than_its_sheet() -> None:
+    for sheet in CARDS.values():
+        rates = sheet_rates(sheet, "test")
+        assert rates.in_place_gb_s < rates.h2d_gb_s < sheet.link_gb_s
+        assert rates.two_way_gb_s < 2 * sheet.link_gb_s
+        assert rates.hbm_gb_s < sheet.hbm_gb_s
+        assert rates.float32_tflops < rates.bf16_tflops < sheet.bf16_tflops
+        assert rates.pageable_gb_s <= rates.h2d_gb_s
