@@ -86,15 +86,16 @@ def memlock_room(proc: Path = Path("/proc")) -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return None
-    status = {}
+    status, locked = {}, 0
     with contextlib.suppress(OSError):
         lines = (proc / "self" / "status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines if ":" in line)
     with contextlib.suppress(ValueError):
         if int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1:
             return None
-    locked = status.get("VmLck", "0 kB").split()[0]
-    return max(0, limit - int(locked) * 1024)
+    with contextlib.suppress(ValueError, IndexError):
+        locked = int(status.get("VmLck", "0 kB").split()[0]) * 1024
+    return max(0, limit - locked)
 
 
 def disabled(switch: str) -> bool:
@@ -208,21 +209,25 @@ def touch(memory: torch.Tensor) -> None:
     threads = num_threads()
     share = -(-memory.numel() // threads)
     size = min(CHUNK_BYTES, -(-share // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
-    populate = ctypes.CDLL(None, use_errno=True).madvise
-    populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def touch_piece(piece: tuple[int, int]) -> None:
         start, stop = piece
-        address = memory.data_ptr() + start
-        if populate(address, stop - start, MADV_POPULATE_WRITE) == 0:
-            return
-        if ctypes.get_errno() == errno.ENOMEM:
-            raise _no_memory(memory.numel(), errno.ENOMEM)
-        memory[start : stop : mmap.PAGESIZE].zero_()  # an older kernel
+        code = _populate(memory.data_ptr() + start, stop - start)
+        if code == errno.ENOMEM:
+            raise _no_memory(memory.numel(), code)
+        if code:  # an older kernel
+            memory[start : stop : mmap.PAGESIZE].zero_()
 
     with worker_pool(min(threads, -(-memory.numel() // max(1, size)))) as pool:
         for _ in pool.map(touch_piece, chunks(memory.numel(), max(1, size))):
             pass
+
+
+def _populate(address: int, num_bytes: int) -> int:
+    """Make pages present in one call, without the GIL; return the error number, 0 for none."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return ctypes.get_errno() if madvise(address, num_bytes, MADV_POPULATE_WRITE) else 0
 
 
 def _no_memory(num_bytes: int, code: int | None) -> CapacityError:
