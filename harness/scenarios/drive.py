@@ -89,6 +89,10 @@ class Engine(Protocol):
         """Return whether a step has work."""
         ...
 
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        ...
+
     def stats(self) -> dict[str, Any]:
         """Return totals since the engine started."""
         ...
@@ -161,15 +165,19 @@ class Driver:
         return times
 
     def drain(self, on_step: Callable[[int], None] | None = None) -> None:
-        """Step until nothing is unfinished; `on_step` gets the number of new tokens."""
+        """Step until nothing is unfinished; `on_step` gets the number of new tokens.
+
+        A step's time is from the end of the one before it: the engine works on a step while the
+        tokens of the one before are handled here.
+        """
+        end_s = self._clock()
         while self._llm.has_unfinished():
             before = self._llm.last_step
-            begin_s = self._clock()
             events = self._llm.step()
-            duration_s = self._clock() - begin_s
+            begin_s, end_s = end_s, self._clock()
             step = self._llm.last_step
             if step is not None and step is not before:
-                self.totals.add(step, duration_s)
+                self.totals.add(step, end_s - begin_s)
             for event in events:
                 self._count(event)
             if on_step is not None:

@@ -82,7 +82,7 @@ def plan_requests(
         config: what is asked.
         trace: rows of `read_trace`, for arrivals.process=trace.
         rate_per_s: in place of arrivals.rate_per_s, for a search.
-        name: first part of the requests' ids, and of what keys their draws.
+        name: first part of the requests' ids.
     """
     if config.trace is not None:
         return _from_trace(config, trace, name)
@@ -90,7 +90,7 @@ def plan_requests(
     num_turns = config.turns.num
     num = int(config.num_requests or 0) // num_turns
     times = arrival_times(num, config.arrivals, rate_per_s=asked or 1.0, seed=config.seeds.arrivals)
-    conversations = _draw_conversations(config, num, name)
+    conversations = _draw_conversations(config, num)
     if config.seeds.order is not None:
         random.Random(f"tightfit/order/{config.seeds.order}").shuffle(conversations)
     ramp_up_s = config.arrivals.ramp_up_s or 0.0
@@ -111,10 +111,10 @@ def plan_requests(
     return Schedule(requests=tuple(requests), requested_per_s=asked)
 
 
-def _draw_conversations(config: ServeScenario, num: int, name: str) -> list[list[PlannedRequest]]:
+def _draw_conversations(config: ServeScenario, num: int) -> list[list[PlannedRequest]]:
     """Return the turns of each conversation, without ids and times."""
     num_turns = config.turns.num
-    draw = random.Random(f"tightfit/{name}/lengths/{config.seeds.prompts}")
+    draw = random.Random(f"tightfit/lengths/{config.seeds.prompts}")
     outputs = draw_lengths(num * num_turns, config.output, draw) if config.output else []
     own: list[int | None] = [None] * (num * num_turns)
     if config.prompt is not None:

@@ -170,6 +170,10 @@ class FakeLLM:
             time_s=self._clock(),
         )
 
+    def abort(self, request_id):
+        self._new = [sequence for sequence in self._new if sequence.id != request_id]
+        self._running = [sequence for sequence in self._running if sequence.id != request_id]
+
     def stats(self):
         return {"steps": self._steps, "preemptions": 0}
 

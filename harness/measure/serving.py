@@ -1,0 +1,165 @@
+"""Served requests -> rates, latencies from the scheduled arrival, goodput, and their accounts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.measure.latency import RequestTimes, latency_metrics
+from reports.record import summarise
+
+
+@dataclass(kw_only=True)
+class ServedRequest(RequestTimes):
+    """One planned request and what came of it.
+
+    `submit_s` is its scheduled arrival, NaN for a later turn that never arrived, so that all
+    latencies hold what it waited at the client and in the queue.
+    """
+
+    output_tokens: int
+    """Tokens that were planned."""
+    is_ramp_up: bool = False
+    """It arrived while the rate still rose, and is not counted."""
+    sent_s: float | None = None
+    """When it was handed to the engine."""
+    is_cancelled: bool = False
+    """The harness took it back, or never sent it."""
+
+    @property
+    def lag_ms(self) -> float | None:
+        """How long after its scheduled arrival it was sent; None if it was not."""
+        return None if self.sent_s is None else 1e3 * (self.sent_s - self.submit_s)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it completed with fewer tokens than were planned."""
+        return self.is_complete and len(self.token_ids) < self.output_tokens
+
+    def meets(self, bounds: Mapping[str, float]) -> bool:
+        """Return whether it completed within all bounds; one without a TPOT keeps that bound."""
+        found = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "e2e_ms": self.e2e_ms}
+        values = [(found[name], bound) for name, bound in bounds.items()]
+        return self.is_complete and all(value is None or value <= bound for value, bound in values)
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the request as a row of the record's samples, without its gaps."""
+        row = {key: value for key, value in super().to_row().items() if key != "itl_ms"}
+        return row | {
+            "scheduled_s": self.submit_s,
+            "lag_ms": self.lag_ms,
+            "planned_output_tokens": self.output_tokens,
+            "is_ramp_up": self.is_ramp_up,
+            "is_cancelled": self.is_cancelled,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounts:
+    """Where the planned requests are; every one is in exactly one place if nothing was lost."""
+
+    planned: int
+    completed: int
+    failed: int
+    cancelled: int
+
+    @property
+    def lost(self) -> int:
+        """Requests that are in no place (or in several, negative)."""
+        return self.planned - self.completed - self.failed - self.cancelled
+
+
+def count_requests(num_planned: int, served: Sequence[ServedRequest]) -> Accounts:
+    """Count what became of the planned requests.
+
+    Args:
+        num_planned: in the schedule.
+        served: what the run hands back.
+    """
+    return Accounts(
+        planned=num_planned,
+        completed=sum(request.is_complete for request in served),
+        failed=sum(request.error is not None and not request.is_cancelled for request in served),
+        cancelled=sum(request.is_cancelled for request in served),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The time from the first counted arrival to the last one, seconds of the clock."""
+
+    begin_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        """How long it is; 0 where all arrived at once."""
+        return self.end_s - self.begin_s
+
+
+def arrival_window(served: Sequence[ServedRequest]) -> Window | None:
+    """Return the window of the counted requests; None without any that arrived."""
+    arrived = [r.submit_s for r in served if not r.is_ramp_up and math.isfinite(r.submit_s)]
+    return Window(begin_s=min(arrived), end_s=max(arrived)) if arrived else None
+
+
+def serving_metrics(
+    served: Sequence[ServedRequest], bounds: Mapping[str, float]
+) -> dict[str, float | None]:
+    """Return the `serve/...` metrics of the counted requests.
+
+    The wall runs from the first counted arrival to the last token. In the window, which ends with
+    the last arrival, tokens are counted by their own times, whichever request they belong to.
+
+    Args:
+        served: all of the run.
+        bounds: of a good request, milliseconds by quantity; none: no goodput.
+    """
+    counted = [request for request in served if not request.is_ramp_up]
+    done = [request for request in counted if request.is_complete]
+    window = arrival_window(served)
+    wall_s = _wall_s(done, window)
+    num_output = sum(len(request.token_ids) for request in done)
+    num_prompt = sum(request.num_prompt_tokens for request in done)
+    good = sum(request.meets(bounds) for request in counted)
+    lags = [lag for request in counted if (lag := request.lag_ms) is not None]
+    has_bounds = bool(bounds and counted)
+    return {
+        "serve/sent_requests_s": _sent_rate(counted),
+        "serve/requests_s": _rate(len(done), wall_s),
+        "serve/output_tok_s": _rate(num_output, wall_s),
+        "serve/total_tok_s": _rate(num_prompt + num_output, wall_s),
+        "serve/wall_s": wall_s,
+        "serve/window_s": window.length_s if window is not None else None,
+        "serve/window_output_tok_s": _window_rate(served, window),
+        "serve/good_requests_s": _rate(good, wall_s) if has_bounds else None,
+        "serve/good_share": good / len(counted) if has_bounds else None,
+        **{f"serve/schedule_lag_ms/{name}": value for name, value in summarise(lags).items()},
+        **latency_metrics(counted, area="serve"),
+    }
+
+
+def _wall_s(done: Sequence[RequestTimes], window: Window | None) -> float | None:
+    if not done or window is None:
+        return None
+    wall_s = max(request.token_times_s[-1] for request in done) - window.begin_s
+    return wall_s if wall_s > 0 else None
+
+
+def _rate(amount: float, seconds: float | None) -> float | None:
+    """Return amount / seconds; an amount of 0 is a measurement, a time that is absent is none."""
+    return None if seconds is None else amount / seconds
+
+
+def _sent_rate(counted: Sequence[ServedRequest]) -> float | None:
+    sent = [request.sent_s for request in counted if request.sent_s is not None]
+    span_s = max(sent) - min(sent) if len(sent) > 1 else 0.0
+    return (len(sent) - 1) / span_s if span_s > 0 else None
+
+
+def _window_rate(served: Sequence[ServedRequest], window: Window | None) -> float | None:
+    if window is None or window.length_s <= 0:
+        return None
+    times = (time_s for request in served for time_s in request.token_times_s)
+    inside = sum(window.begin_s < time_s <= window.end_s for time_s in times)
+    return inside / window.length_s

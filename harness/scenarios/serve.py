@@ -1,0 +1,274 @@
+"""Serve: requests that arrive by themselves; their figures, accounts and what speaks against them.
+
+One run at a rate, or a search of the highest rate that keeps the objectives.
+"""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from engine.async_llm import AsyncLLM
+from harness.measure.latency import floor_note
+from harness.measure.serving import (
+    Accounts,
+    ServedRequest,
+    arrival_window,
+    count_requests,
+    serving_metrics,
+)
+from harness.measure.statistics import drift
+from harness.prompts import synthetic_prompts
+from harness.scenarios.drive import Clock, Driver, Engine, OnProgress, StepTotals
+from harness.scenarios.open_loop import Limits, Wait, run_open_loop
+from harness.scenarios.outcome import Outcome, failure_reasons
+from harness.scenarios.peak import Peak, search_peak
+from harness.traffic.prompts import fill_tokens
+from harness.traffic.scenario import ServeScenario
+from harness.traffic.schedule import Schedule, plan_requests
+from harness.traffic.trace import TraceRow
+
+LEAST_SENT_SHARE: Final = 0.95
+"""Share of the planned rate below which the client did not keep its schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is sent: the scenario and what was read for it."""
+
+    config: ServeScenario
+    rows: Sequence[Sequence[int]] = ()
+    """Encoded rows of the file of prompts."""
+    trace: Sequence[TraceRow] = ()
+    """Rows of the trace."""
+    vocab_size: int
+    avoid: Collection[int] = ()
+    """Ids that synthetic prompts do not hold."""
+
+    def schedule(self, rate_per_s: float | None = None, trial: int = 0) -> Schedule:
+        """Return what to send, with token ids; each trial has prompts of its own."""
+        name = f"serve-{trial}" if trial else "serve"
+        planned = plan_requests(self.config, self.trace, rate_per_s=rate_per_s, name=name)
+        return fill_tokens(
+            planned,
+            self.config,
+            vocab_size=self.vocab_size,
+            avoid=self.avoid,
+            rows=self.rows,
+            stream=name,
+        )
+
+
+def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
+    """Run requests of the first planned lengths, one at a time; return what went wrong."""
+    driver = Driver(llm, clock)
+    served = []
+    schedule = load.schedule(rate_per_s=1.0)
+    for index, request in enumerate(schedule.requests[: load.config.warmup_requests]):
+        (prompt,) = synthetic_prompts(
+            1,
+            max(1, request.num_prompt_tokens or 1),
+            vocab_size=load.vocab_size,
+            seed=load.config.seeds.prompts,
+            stream=f"serve/warm-up/{index}",
+            avoid=load.avoid,
+        )
+        served.append(driver.offer(prompt, request.output_tokens, f"serve-warm-up-{index}"))
+        driver.drain()
+    return failure_reasons("serve warm-up", served)
+
+
+def measure_serve(
+    llm: Engine,
+    load: Load,
+    *,
+    clock: Clock,
+    wait: Wait = asyncio.sleep,
+    on_progress: OnProgress | None = None,
+) -> tuple[Outcome, StepTotals]:
+    """Run the scenario; return its figures and the sums over the steps.
+
+    Args:
+        llm: the engine; a thread of its own steps it until this returns.
+        load: what is sent.
+        clock: seconds, the clock of the tokens' times.
+        wait: lets time pass on that clock.
+        on_progress: called with requests done, requests in all, output tokens.
+    """
+    totals = StepTotals()
+
+    def serve(schedule: Schedule) -> list[ServedRequest]:
+        return asyncio.run(_serve(llm, schedule, load.config, totals, clock, wait, on_progress))
+
+    if load.config.search is None:
+        schedule = load.schedule()
+        return judge(load.config, schedule, serve(schedule)), totals
+    found: dict[float, tuple[Schedule, list[ServedRequest]]] = {}
+
+    def measure(rate_per_s: float) -> float:
+        schedule = load.schedule(rate_per_s, trial=len(found) + 1)
+        served = serve(schedule)
+        found[rate_per_s] = (schedule, served)
+        return good_share(load.config, schedule, served)
+
+    peak = search_peak(load.config.search, measure)
+    shown = load.config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
+    outcome = judge(load.config, *found[shown])
+    _note_peak(outcome, peak)
+    return outcome, totals
+
+
+async def _serve(
+    llm: Engine,
+    schedule: Schedule,
+    config: ServeScenario,
+    totals: StepTotals,
+    clock: Clock,
+    wait: Wait,
+    on_progress: OnProgress | None,
+) -> list[ServedRequest]:
+    door = AsyncLLM(llm, max_pending=len(schedule.requests), on_step=totals.add)
+    limits = Limits(max_concurrency=config.max_concurrency, drain_s=config.drain_s)
+    try:
+        return await run_open_loop(
+            door, schedule, limits, clock=clock, wait=wait, on_progress=on_progress
+        )
+    finally:
+        door.release()
+
+
+def good_share(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> float:
+    """Return the share of the counted planned requests that kept the objectives."""
+    counted = sum(not request.is_ramp_up for request in schedule.requests)
+    bounds = config.slo.bounds()
+    good = sum(request.meets(bounds) for request in served if not request.is_ramp_up)
+    return good / counted if counted else 0.0
+
+
+def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> Outcome:
+    """Return the figures of one run with what speaks against them.
+
+    Args:
+        config: what was asked.
+        schedule: what was planned.
+        served: what the run handed back.
+    """
+    accounts = count_requests(len(schedule.requests), served)
+    metrics = {
+        "serve/requested_requests_s": schedule.requested_per_s,
+        "serve/planned_requests_s": schedule.planned_per_s,
+        **serving_metrics(served, config.slo.bounds()),
+    }
+    counted = [request for request in served if not request.is_ramp_up]
+    note = floor_note(sum(request.is_complete for request in counted), "serve")
+    reasons = [
+        *_account_reasons(config, accounts, served),
+        *_schedule_reasons(config, metrics, served),
+        *_drift_reasons(config, counted),
+    ]
+    return Outcome(
+        metrics=metrics,
+        samples=_samples(accounts, served),
+        num_complete=accounts.completed,
+        reasons=reasons,
+        notes=[note] if note else [],
+    )
+
+
+def _samples(accounts: Accounts, served: Sequence[ServedRequest]) -> dict[str, Any]:
+    """Return the accounts and one row a request; times from the first arrival of all."""
+    window = arrival_window(served)
+    rows = [request.to_row() for request in served]
+    begin_s = min((r.submit_s for r in served if r.sent_s is not None), default=0.0)
+    for row in rows:
+        row["scheduled_s"] -= begin_s  # NaN stays NaN, which a record holds as null
+    return {
+        "num_planned": accounts.planned,
+        "num_completed": accounts.completed,
+        "num_failed": accounts.failed,
+        "num_cancelled": accounts.cancelled,
+        "window_begin_s": None if window is None else window.begin_s - begin_s,
+        "window_end_s": None if window is None else window.end_s - begin_s,
+        "requests": rows,
+    }
+
+
+def _account_reasons(
+    config: ServeScenario, accounts: Accounts, served: Sequence[ServedRequest]
+) -> list[str]:
+    reasons = failure_reasons("serve", [r for r in served if not r.is_cancelled])
+    cancelled = [request for request in served if request.is_cancelled]
+    if cancelled:
+        first = cancelled[0]
+        reasons.append(
+            f"serve: {len(cancelled)} of {accounts.planned} requests were cancelled; "
+            f"{first.request_id}: {first.error}. Lower the rate, or raise scenario.serve.drain_s "
+            f"(now {config.drain_s:g})."
+        )
+    if accounts.lost:
+        reasons.append(
+            f"serve: {accounts.planned} requests were planned, but {accounts.completed} completed, "
+            f"{accounts.failed} failed and {accounts.cancelled} were cancelled. The figures lack "
+            f"{accounts.lost}; report this."
+        )
+    short = [request for request in served if request.is_short]
+    if short:
+        first = short[0]
+        reasons.append(
+            f"serve: {len(short)} requests ended before their planned length; {first.request_id} "
+            f"after {len(first.token_ids)} of {first.output_tokens} tokens. Raise "
+            "engine.max_model_len, or ask for shorter prompts or outputs."
+        )
+    return reasons
+
+
+def _schedule_reasons(
+    config: ServeScenario, metrics: dict[str, float | None], served: Sequence[ServedRequest]
+) -> list[str]:
+    reasons = []
+    planned, sent = metrics["serve/planned_requests_s"], metrics["serve/sent_requests_s"]
+    is_free = config.max_concurrency is None and config.turns.num == 1
+    if is_free and planned and sent and sent < LEAST_SENT_SHARE * planned:
+        reasons.append(
+            f"serve: {planned:.4g} requests/s were planned and {sent:.4g}/s sent: the client could "
+            "not keep its schedule. Lower the rate, or give the run more CPU cores."
+        )
+    window = arrival_window(served)
+    length_s = window.length_s if window is not None else 0.0
+    if config.min_duration_s is not None and length_s < config.min_duration_s:
+        reasons.append(
+            f"serve: the arrivals took {length_s:.4g} s where min_duration_s="
+            f"{config.min_duration_s:g} was asked. Raise scenario.serve.num_requests."
+        )
+    return reasons
+
+
+def _drift_reasons(config: ServeScenario, counted: Sequence[ServedRequest]) -> list[str]:
+    """Say if waiting grew or shrank over the run, where the rate was steady."""
+    if not config.arrivals.has_rate:
+        return []
+    done = sorted((r for r in counted if r.is_complete), key=lambda request: request.submit_s)
+    found = drift([request.ttft_ms for request in done if request.ttft_ms is not None])
+    if found is None or not found.is_drift:
+        return []
+    return [
+        f"serve: the mean time to first token went from {found.first:.4g} ms in the first third to "
+        f"{found.last:.4g} ms in the last: the load is not steady, and the figures depend on its "
+        "length. Lower the rate, or raise warmup_requests, ramp_up_s or num_requests of "
+        "scenario.serve."
+    ]
+
+
+def _note_peak(outcome: Outcome, peak: Peak) -> None:
+    outcome.metrics["serve/peak_requests_s"] = peak.rate_per_s
+    outcome.samples["trials"] = [asdict(trial) for trial in peak.trials]
+    if peak.rate_per_s is None:
+        outcome.reasons.append(
+            f"serve: no rate was found: {peak.ending}, with {peak.trials[0].good_share:.0%} good "
+            "requests. Lower scenario.serve.search.low_per_s, or relax scenario.serve.slo."
+        )
+    else:
+        outcome.notes.append(
+            f"serve: the peak is {peak.rate_per_s:.4g} requests/s after {len(peak.trials)} rates; "
+            f"{peak.ending}. The other figures of serve are those at this rate."
+        )
