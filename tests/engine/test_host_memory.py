@@ -53,6 +53,7 @@ def test_whole_huge_pages_are_asked_for_and_the_rest_is_not() -> None:
     assert rest["nh"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, in 3.12
 def test_memory_that_children_do_not_get() -> None:
     kept, shared = host.MappedBuffer(3 * MIB, inherit=False), host.MappedBuffer(3 * MIB)
     assert mapped(kept.tensor.data_ptr(), 3 * MIB)["dc"] == 2
@@ -90,6 +91,7 @@ def test_a_kernel_without_room_is_named_with_the_figures(monkeypatch: pytest.Mon
         host.MappedBuffer(4 * MIB)
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, in 3.12
 def test_a_limit_on_the_address_space_is_refused() -> None:
     """The kernel's own refusal, in a child of ours."""
     child = os.fork()
