@@ -145,7 +145,7 @@ def build_engine(
     core = EngineCore(
         plan,
         runner,
-        Sampler(spec.vocab_size, device.torch_device),
+        Sampler(spec.vocab_size, device.torch_device, max_rows=plan.max_num_seqs),
         seed=config.engine.seed,
         eos_token_ids=eos_ids,
     )

@@ -1,14 +1,17 @@
 """EngineCore: one step after another, from scheduler to runner to sampler and back."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+from engine.device.base import Mark
 from engine.kv.blocks import BlockPool
 from engine.plan import MemoryPlan
 from engine.request import SampledToken, TokenEvent
 from engine.runner import ModelRunner
-from engine.sampler import Sampler, SampleRow
+from engine.sample_row import SampleRow
+from engine.sampler import PendingTokens, Sampler
 from engine.scheduler import Scheduler
 from engine.scheduler_config import SchedulerConfig
 from engine.step_plan import StepPlan
@@ -28,11 +31,41 @@ class StepStats:
     """Weight bytes read in place from host memory."""
     used_graph: bool
     duration_s: float
-    """From the plan to the tokens on the host."""
+    """To its tokens on the host, from its own plan or from the end of the step before, whichever
+    was later: where steps overlap, the time that it adds."""
+    is_overlapped: bool
+    """Whether it was planned and launched before the step before it was collected."""
+    launch_s: float
+    """Host time from its plan to the last of its work enqueued."""
+    wait_s: float
+    """Host time spent waiting for its tokens; near zero where the host is the slower side."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is launched and not collected."""
+
+    plan: StepPlan
+    pending: PendingTokens | None
+    """Its tokens; None where it samples none."""
+    mark: Mark
+    """Behind all its work."""
+    begin_s: float
+    launched_s: float
+    h2d_bytes: int
+    in_place_bytes: int
+    used_graph: bool
+    is_overlapped: bool
 
 
 class EngineCore:
     """Schedules, runs and samples; knows nothing of text.
+
+    Between calls of `step` at most one step is in flight: launched on the device, its tokens not
+    read. A call plans and launches the step behind it, as if it had been committed, and then
+    collects it; so the device goes on while the host collects, commits, and decodes text between
+    calls. The tokens that the step behind needs are read on the device. Within a call two steps
+    are in flight, and a request that is added between calls waits for one: the step in flight.
 
     Args:
         plan: The memory plan in force.
@@ -64,56 +97,128 @@ class EngineCore:
         self.runner = runner
         self.eos_token_ids = eos_token_ids
         self.last_step: StepStats | None = None
+        """The newest step whose tokens were read."""
         self.num_steps = 0
+        """Steps whose tokens were read."""
+        self.overlapped_steps = 0
+        """Those of them that were launched before the step before them was collected."""
+        self.overlap = True
+        """Launch a step before the one before it is collected; may change between steps."""
         self._sampler, self._seed = sampler, seed
+        self._flight: _Flight | None = None
+        self._is_torn = False
+        self._end_s = 0.0
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; return its tokens, none where nothing was to run or no prompt is complete.
+        """Return the tokens of one step, none where nothing was to run or no prompt is complete.
 
-        A step that raises leaves every sequence with the tokens that it had before.
+        A step that raises leaves every sequence with the tokens that it had before. Where the
+        launch of the step behind fails, the step in flight stays so and the next call returns its
+        tokens; where a step fails later, it and the step behind it are forgotten and planned anew.
         """
-        begin = perf_counter()
-        plan = self.scheduler.plan_step()
-        if plan is None:
+        num_flying = int(self._flight is not None)
+        if len(self.scheduler.planned) > num_flying:
+            self._discard(num_flying)  # an interrupt came between a launch and its result
+        if self._flight is not None and self._flight.plan.is_dead:
+            # All its sequences ended while it was in flight; nobody waits for it.
+            self._collect(self._flight, None)
+        if self._flight is None:
+            self._flight = self._launch(self.scheduler.plan_step)
+        if self._flight is None:
             return []
-        runner = self.runner
+        behind = None
+        if self.overlap and not self._is_torn:
+            behind = self._launch(self.scheduler.plan_ahead)
+        return self._collect(self._flight, behind)
+
+    def _launch(self, make_plan: Callable[[], StepPlan | None]) -> _Flight | None:
+        """Plan a step and enqueue all of it; None if nothing is to be planned."""
+        runner, begin_s = self.runner, perf_counter()
         before = runner.copied_bytes, runner.in_place_bytes, runner.graph_steps
+        num_planned = len(self.scheduler.planned)
         try:
-            sampled = self._run(plan)
+            plan = make_plan()
+            if plan is None:
+                return None
+            logits = runner.execute(runner.prepare(plan, self._sampler.tokens))
+            pending = None
+            if plan.sampling:
+                rows = self._rows(plan)
+                pending = self._sampler.enqueue(logits[: len(rows)], rows)
+            return _Flight(
+                plan=plan,
+                pending=pending,
+                mark=runner.mark(),
+                begin_s=begin_s,
+                launched_s=perf_counter(),
+                h2d_bytes=runner.copied_bytes - before[0],
+                in_place_bytes=runner.in_place_bytes - before[1],
+                used_graph=runner.graph_steps > before[2],
+                is_overlapped=num_planned > 0,
+            )
         except BaseException:
-            self.scheduler.discard(plan)
-            # The next step fills the input buffers again; what is enqueued must have read them.
-            with contextlib.suppress(Exception):
-                runner.wait()
+            self._discard(num_planned)
             raise
-        now = perf_counter()
-        events = self.scheduler.commit(plan, sampled, self.eos_token_ids)
+
+    def _rows(self, plan: StepPlan) -> list[SampleRow]:
+        return [
+            SampleRow.of(
+                item.sequence,
+                self._seed,
+                self.eos_token_ids,
+                num_unknown=int(item.token_row is not None),
+            )
+            for item in plan.sampling
+        ]
+
+    def _collect(self, flight: _Flight, behind: _Flight | None) -> list[TokenEvent]:
+        """Wait for the step in flight and commit it; `behind` is in flight then."""
+        begin_s = perf_counter()
+        try:
+            flight.mark.wait()
+            end_s = perf_counter()
+            sampled = self._read(flight)
+            events = self.scheduler.commit(flight.plan, sampled, self.eos_token_ids)
+        except BaseException:
+            self._flight = None
+            self._discard(0)
+            raise
+        self._flight, self._is_torn = behind, False
         for event in events:
-            event.time_s = now
+            event.time_s = end_s
         self.num_steps += 1
-        self.last_step = self._stats(plan, before, now - begin)
+        self.overlapped_steps += flight.is_overlapped
+        self.last_step = StepStats(
+            num_prefill_tokens=sum(item.num_tokens for item in flight.plan.prefills),
+            num_decode_tokens=len(flight.plan.decodes),
+            num_prefills=len(flight.plan.prefills),
+            num_decodes=len(flight.plan.decodes),
+            h2d_bytes=flight.h2d_bytes,
+            in_place_bytes=flight.in_place_bytes,
+            used_graph=flight.used_graph,
+            duration_s=end_s - max(flight.begin_s, self._end_s),
+            is_overlapped=flight.is_overlapped,
+            launch_s=flight.launched_s - flight.begin_s,
+            wait_s=end_s - begin_s,
+        )
+        self._end_s = end_s
         return events
 
-    def _run(self, plan: StepPlan) -> dict[int, SampledToken]:
-        """Run a plan; return the sampled tokens by seq_id, once they are on the host."""
-        logits = self.runner.execute(self.runner.prepare(plan))
-        wanted = plan.sampling
-        rows = [SampleRow.of(item.sequence, self._seed, self.eos_token_ids) for item in wanted]
-        if not rows:
-            self.runner.wait()
+    def _read(self, flight: _Flight) -> dict[int, SampledToken]:
+        """Return the tokens of a step that ran, by seq_id."""
+        if flight.pending is None:
             return {}
-        tokens = self._sampler.sample(logits[: len(rows)], rows)
-        return {item.sequence.seq_id: token for item, token in zip(wanted, tokens, strict=True)}
+        sequences = [item.sequence for item in flight.plan.sampling]
+        ended = {row for row, sequence in enumerate(sequences) if sequence.is_finished}
+        tokens = self._sampler.collect(flight.pending, ended)
+        return {s.seq_id: token for s, token in zip(sequences, tokens, strict=True)}
 
-    def _stats(self, plan: StepPlan, before: tuple[int, int, int], duration_s: float) -> StepStats:
-        copied, read, graphs = before
-        return StepStats(
-            num_prefill_tokens=sum(item.num_tokens for item in plan.prefills),
-            num_decode_tokens=len(plan.decodes),
-            num_prefills=len(plan.prefills),
-            num_decodes=len(plan.decodes),
-            h2d_bytes=self.runner.copied_bytes - copied,
-            in_place_bytes=self.runner.in_place_bytes - read,
-            used_graph=self.runner.graph_steps > graphs,
-            duration_s=duration_s,
-        )
+    def _discard(self, num_kept: int) -> None:
+        """Forget the newest plans but for `num_kept`, and wait for what is enqueued of them."""
+        for plan in reversed(self.scheduler.planned[num_kept:]):
+            self.scheduler.discard(plan)
+        # What was forgotten may have taken the place of the tokens of the step in flight.
+        self._is_torn = num_kept > 0
+        # The next step fills an input buffer again; what is enqueued must have read it.
+        with contextlib.suppress(Exception):
+            self.runner.mark().wait()

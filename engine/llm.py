@@ -170,11 +170,29 @@ class LLM:
         return self._requests.add(prompt, params, request_id).request.request_id
 
     def step(self) -> list[TokenEvent]:
-        """Run one step of the engine; return the tokens that became known."""
+        """Return the tokens of one step of the engine, as they became known.
+
+        The step behind it is launched before its tokens are waited for, and runs while the caller
+        handles them. So a request that is added between calls begins behind the step in flight.
+        """
         return self._requests.apply(self._live.core.step())
 
+    def replay_only(self, size: int) -> None:
+        """Enqueue the graph of the newest decode step once more: what a step costs without a host.
+
+        For measurement, between calls of `step` that decode `size` requests: replays between two
+        events of the current stream, against `last_step.duration_s`. Tokens do not change.
+
+        Args:
+            size: Rows of the newest step, padded to one of `effective()["graphs"]`.
+
+        Raises:
+            EngineError: There is no such graph, or the newest step launched was another one.
+        """
+        self._live.core.runner.replay_only(size)
+
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Whether any request is waiting or running, in the step in flight too."""
         return self._live.core.scheduler.has_unfinished
 
     def abort(self, request_id: str) -> None:
@@ -190,6 +208,7 @@ class LLM:
         core = self._live.core
         return {
             "steps": core.num_steps,
+            "overlapped_steps": core.overlapped_steps,
             "graph_steps": core.runner.graph_steps,
             "h2d_bytes": core.runner.copied_bytes,
             "in_place_bytes": core.runner.in_place_bytes,

@@ -1,121 +1,90 @@
 """ModelRunner: a StepPlan becomes a Batch of device tensors, and the Batch becomes logits."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from engine.batch import Batch
-from engine.device.base import Device, Graph
+from engine.device.base import Device, Graph, Mark
+from engine.errors import EngineError
+from engine.inputs import StepInputs
 from engine.models.decoder import Decoder
 from engine.plan import MemoryPlan
 from engine.sizes import pad_batch
 from engine.step_plan import ScheduledSequence, StepPlan
 
 
-@dataclass
-class _Upload:
-    """One input of a step: a host tensor, its NumPy view, and its place on the device."""
-
-    host: torch.Tensor
-    array: np.ndarray
-    device: torch.Tensor
-
-    @classmethod
-    def of(cls, device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> "_Upload":
-        host = device.upload_buffer(shape, dtype)
-        return cls(host, host.numpy(), torch.zeros(shape, dtype=dtype, device=device.torch_device))
-
-    def send(self, count: int) -> torch.Tensor:
-        """Copy the first `count` rows on the compute stream; return them on the device."""
-        target = self.device[:count]
-        target.copy_(self.host[:count], non_blocking=True)
-        return target
-
-
 class ModelRunner:
     """Owns the input buffers and the graphs; decides nothing.
 
-    Host buffers are reused by the next step, so its results must have been read before.
+    Everything is only enqueued. A step may be prepared and executed while the one before it still
+    runs; the results of the one before that must have been waited for (`mark`).
     """
 
     def __init__(self, plan: MemoryPlan, decoder: Decoder, device: Device) -> None:
         self._plan, self._decoder, self._device = plan, decoder, device
-        tokens = max(plan.max_num_batched_tokens, pad_batch(plan.max_num_seqs))
         rows = pad_batch(plan.max_num_seqs)
+        tokens = max(plan.max_num_batched_tokens, rows)
         width = -(-plan.max_model_len // plan.block_size)
-        self._ids = _Upload.of(device, (tokens,), torch.int64)
-        self._positions = _Upload.of(device, (tokens,), torch.int64)
-        self._slots = _Upload.of(device, (tokens,), torch.int64)
-        self._tables = _Upload.of(device, (rows, width), torch.int32)
-        self._lens = _Upload.of(device, (rows,), torch.int32)
-        self._starts = _Upload.of(device, (rows + 1,), torch.int32)
-        self._logits_rows = _Upload.of(device, (rows,), torch.int64)
-        self._rows: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
+        self._inputs = StepInputs(device, tokens, rows, width)
         self._graphs: dict[int, tuple[Graph, int, int]] = {}
+        self._newest_size: int | None = None
         self.graph_steps = 0
         self._replayed_copies = 0
         self._replayed_reads = 0
 
-    def prepare(self, plan: StepPlan) -> Batch:
-        """Fill the input buffers and enqueue their upload."""
-        if not plan.prefills:
-            return self._prepare_decodes(plan.decodes)
-        at = self._fill_decodes(plan.decodes)
-        starts, longest = [0], 0
-        for row, item in enumerate(plan.prefills, start=len(plan.decodes)):
-            stop = at + item.num_tokens
-            self._ids.array[at:stop] = item.token_ids
-            positions = np.arange(item.start, item.stop)
-            self._positions.array[at:stop] = positions
-            table = np.asarray(item.sequence.block_table, dtype=np.int64)
-            size = self._plan.block_size
-            self._slots.array[at:stop] = table[positions // size] * size + positions % size
-            self._lens.array[row] = item.stop
-            self._fill_table(row, item)
-            starts.append(starts[-1] + item.num_tokens)
-            longest = max(longest, item.num_tokens)
-            at = stop
-        self._starts.array[: len(starts)] = starts
-        wanted = self._wanted_rows(plan)
-        rows = len(plan.decodes) + len(plan.prefills)
+    def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
+        """Fill the input buffers and enqueue their upload.
+
+        Args:
+            plan: What runs.
+            tokens: int64 on the device, the tokens of the step before by row of its `sampling`;
+                needed where the plan was made ahead. They are read on the device, behind the
+                sampling of that step, and not here.
+
+        Returns:
+            The inputs on the device.
+        """
+        self._newest_size = None
+        decodes, prefills = plan.decodes, plan.prefills
+        size = len(decodes)
+        if not prefills and self._plan.graph_sizes:
+            size = pad_batch(size)
+        inputs = self._inputs
+        num_tokens = size + sum(item.num_tokens for item in prefills)
+        inputs.begin(num_tokens, size + len(prefills))
+        self._fill_decodes(decodes, size)
+        longest = max((item.stop for item in decodes), default=0)
+        if not prefills:
+            inputs.send(tokens)
+            self._newest_size = size
+            return self._decode_batch(size, longest)
+        starts = inputs.add(self._fill_prefills(prefills, size), torch.int32)
+        wanted = inputs.add(_wanted_tokens(plan), torch.int64)
+        inputs.send(tokens)
         return Batch(
-            input_ids=self._ids.send(at),
-            positions=self._positions.send(at),
-            slots=self._slots.send(at),
-            block_tables=self._tables.send(rows),
-            seq_lens=self._lens.send(rows),
-            num_decodes=len(plan.decodes),
-            max_decode_len=max((item.stop for item in plan.decodes), default=0),
-            prefill_starts=self._starts.send(len(starts)),
-            max_prefill_tokens=longest,
-            logits_rows=self._logits_rows.send(wanted),
+            input_ids=inputs.ids.device,
+            positions=inputs.positions.device,
+            slots=inputs.slots.device,
+            block_tables=inputs.tables[: size + len(prefills)],
+            seq_lens=inputs.lens.device,
+            num_decodes=size,
+            max_decode_len=longest,
+            prefill_starts=starts,
+            max_prefill_tokens=max(item.num_tokens for item in prefills),
+            logits_rows=wanted,
         )
 
-    def _prepare_decodes(self, decodes: SequenceOf[ScheduledSequence]) -> Batch:
-        """A batch of decodes, padded to a captured size."""
-        count = self._fill_decodes(decodes)
-        size = pad_batch(count) if self._plan.graph_sizes else count
-        self._ids.array[count:size] = 0
-        self._positions.array[count:size] = 0
-        self._slots.array[count:size] = -1
-        self._lens.array[count:size] = 0
-        self._ids.send(size)
-        self._positions.send(size)
-        self._slots.send(size)
-        self._tables.send(size)
-        self._lens.send(size)
-        return self._decode_batch(size, max(item.stop for item in decodes))
-
     def _decode_batch(self, size: int, max_len: int) -> Batch:
+        inputs = self._inputs
         return Batch(
-            input_ids=self._ids.device[:size],
-            positions=self._positions.device[:size],
-            slots=self._slots.device[:size],
-            block_tables=self._tables.device[:size],
-            seq_lens=self._lens.device[:size],
+            input_ids=inputs.ids.device,
+            positions=inputs.positions.device,
+            slots=inputs.slots.device,
+            block_tables=inputs.tables[:size],
+            seq_lens=inputs.lens.device,
             num_decodes=size,
             max_decode_len=max_len,
             prefill_starts=None,
@@ -123,37 +92,51 @@ class ModelRunner:
             logits_rows=None,
         )
 
-    def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence]) -> int:
-        size = self._plan.block_size
+    def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence], size: int) -> None:
+        """Write the rows of decodes, then padding up to `size` rows."""
+        inputs, block_size = self._inputs, self._plan.block_size
+        positions, slots = [], []
         for row, item in enumerate(decodes):
-            position = item.start
-            self._ids.array[row] = item.sequence.last_token_id
-            self._positions.array[row] = position
-            block = item.sequence.block_table[position // size]
-            self._slots.array[row] = block * size + position % size
-            self._lens.array[row] = position + 1
-            self._fill_table(row, item)
-        return len(decodes)
+            sequence, position = item.sequence, item.start
+            if item.token_row is None:
+                inputs.ids.host[row] = sequence.last_token_id
+            else:
+                inputs.set_unknown(row, item.token_row)
+            positions.append(position)
+            block = sequence.block_table[position // block_size]
+            slots.append(block * block_size + position % block_size)
+            inputs.set_table(row, sequence)
+        count = len(decodes)
+        inputs.positions.host[:count] = positions
+        inputs.slots.host[:count] = slots
+        inputs.lens.host[:count] = inputs.positions.host[:count] + 1
+        self._fill_padding(count, size)
 
-    def _fill_table(self, row: int, item: ScheduledSequence) -> None:
-        """Write a row of the block table; only what is new where the row held the same sequence."""
-        sequence = item.sequence
-        seq_id, preemptions, written = self._rows[row]
-        if seq_id != sequence.seq_id or preemptions != sequence.num_preemptions:
-            written = 0
-        blocks = sequence.block_table
-        self._tables.array[row, written : len(blocks)] = blocks[written:]
-        self._rows[row] = (sequence.seq_id, sequence.num_preemptions, len(blocks))
+    def _fill_padding(self, start: int, stop: int) -> None:
+        inputs = self._inputs
+        inputs.ids.host[start:stop] = 0
+        inputs.positions.host[start:stop] = 0
+        inputs.slots.host[start:stop] = -1
+        inputs.lens.host[start:stop] = 0
 
-    def _wanted_rows(self, plan: StepPlan) -> int:
-        """Fill the tokens whose logits are wanted, in the order of plan.sampling."""
-        wanted, at = list(range(len(plan.decodes))), len(plan.decodes)
-        for item in plan.prefills:
-            at += item.num_tokens
-            if item.samples:
-                wanted.append(at - 1)
-        self._logits_rows.array[: len(wanted)] = wanted
-        return len(wanted)
+    def _fill_prefills(self, prefills: SequenceOf[ScheduledSequence], at: int) -> list[int]:
+        """Write the prefills' tokens behind `at` decodes; return where each starts and the end."""
+        inputs, block_size = self._inputs, self._plan.block_size
+        starts = [0]
+        first = at
+        for row, item in enumerate(prefills, start=at):
+            stop = first + item.num_tokens
+            inputs.ids.host[first:stop] = item.token_ids
+            positions = np.arange(item.start, item.stop)
+            inputs.positions.host[first:stop] = positions
+            table = np.asarray(item.sequence.block_table, dtype=np.int64)
+            blocks = table[positions // block_size]
+            inputs.slots.host[first:stop] = blocks * block_size + positions % block_size
+            inputs.lens.host[row] = item.stop
+            inputs.set_table(row, item.sequence)
+            starts.append(stop - at)
+            first = stop
+        return starts
 
     def execute(self, batch: Batch) -> torch.Tensor:
         """Run a batch; return float32 logits [R, V], one row per wanted token, then padding.
@@ -163,20 +146,49 @@ class ModelRunner:
         captured = self._graphs.get(batch.num_tokens) if batch.prefill_starts is None else None
         if captured is None:
             return self._decoder.forward(batch)
+        self._replay(batch.num_tokens, captured)
+        self.graph_steps += 1
+        return self._decoder.logits[: batch.num_tokens]
+
+    def _replay(self, size: int, captured: tuple[Graph, int, int]) -> None:
         graph, copied, read = captured
         # A step that failed amid its layers left other layers in the slots than the graph expects.
         store = self._decoder.weights
-        store.begin_step(batch.num_tokens)
+        store.begin_step(size)
         store.end_step()
         graph.replay()
-        self.graph_steps += 1
         self._replayed_copies += copied
         self._replayed_reads += read
-        return self._decoder.logits[: batch.num_tokens]
 
-    def wait(self) -> None:
-        """Wait until the step's inputs have been read, where no token is read back."""
-        self._device.wait_compute()
+    def replay_only(self, size: int) -> None:
+        """Enqueue the graph of `size` rows once more, on the newest step's inputs.
+
+        For measuring what a step costs beside its graph. It computes the newest step's keys,
+        values and logits again and changes no sequence; it counts as moved bytes, not as a step.
+
+        Args:
+            size: Rows of the newest step, padding included.
+
+        Raises:
+            EngineError: No graph of that size was captured, or the newest step was another one.
+
+        Stream: Enqueued on the current stream; nothing is waited for.
+        """
+        captured = self._graphs.get(size)
+        if captured is None:
+            raise EngineError(
+                f"replay: expected a captured size, one of {self.captured_sizes}, got {size}."
+            )
+        if self._newest_size != size:
+            raise EngineError(
+                f"replay: expected the newest step to be a decode of {size} rows, got "
+                f"{self._newest_size or 'one with a prefill, or none'}. Step until it is."
+            )
+        self._replay(size, captured)
+
+    def mark(self) -> Mark:
+        """Return a point behind everything that is enqueued so far."""
+        return self._device.mark()
 
     def capture(self) -> None:
         """Capture decode at every planned size, the largest first."""
@@ -184,12 +196,9 @@ class ModelRunner:
             stage = self._plan.stage_tokens
             if stage is not None and size >= stage:
                 continue
-            self._slots.array[:size] = -1
-            self._lens.array[:size] = 0
-            self._ids.array[:size] = 0
-            self._positions.array[:size] = 0
-            for upload in (self._slots, self._lens, self._ids, self._positions):
-                upload.send(size)
+            self._inputs.begin(size, size)
+            self._fill_padding(0, size)
+            self._inputs.send(None)
             run = partial(self._decoder.forward, self._decode_batch(size, self._plan.max_model_len))
             run()
             self._device.synchronize()
@@ -213,29 +222,31 @@ class ModelRunner:
         longest = min(num_tokens, plan.max_model_len)
         rows = min(num_tokens // longest, plan.max_num_seqs)
         count = rows * longest
-        self._ids.array[:count] = 0
-        self._positions.array[:count] = 0
-        self._slots.array[:count] = -1
-        self._lens.array[:rows] = longest
-        self._tables.array[:rows] = 0
-        self._starts.array[: rows + 1] = np.arange(rows + 1) * longest
-        self._logits_rows.array[:rows] = np.arange(1, rows + 1) * longest - 1
+        inputs = self._inputs
+        inputs.begin(count, rows)
+        self._fill_padding(0, count)
+        inputs.lens.host[:] = longest
+        starts = inputs.add(range(0, count + 1, longest), torch.int32)
+        wanted = inputs.add(range(longest - 1, count, longest), torch.int64)
+        inputs.send(None)
         batch = Batch(
-            input_ids=self._ids.send(count),
-            positions=self._positions.send(count),
-            slots=self._slots.send(count),
-            block_tables=self._tables.send(rows),
-            seq_lens=self._lens.send(rows),
+            input_ids=inputs.ids.device,
+            positions=inputs.positions.device,
+            slots=inputs.slots.device,
+            block_tables=inputs.tables[:rows],
+            seq_lens=inputs.lens.device,
             num_decodes=0,
             max_decode_len=0,
-            prefill_starts=self._starts.send(rows + 1),
+            prefill_starts=starts,
             max_prefill_tokens=longest,
-            logits_rows=self._logits_rows.send(rows),
+            logits_rows=wanted,
         )
         self._decoder.forward(batch)
-        self._device.synchronize()  # the inputs have been read and may be written again
-        self._lens.array[0] = 0
-        self._lens.send(1)
+        self._device.synchronize()
+        inputs.begin(1, 1)
+        self._fill_padding(0, 1)
+        inputs.set_unknown(0, 0)
+        inputs.send(torch.zeros(1, dtype=torch.int64, device=self._device.torch_device))
         self._decoder.forward(self._decode_batch(1, plan.max_model_len))
         self._device.synchronize()
 
@@ -257,3 +268,13 @@ class ModelRunner:
     def close(self) -> None:
         """Release graphs before the buffers that they use."""
         self._graphs.clear()
+
+
+def _wanted_tokens(plan: StepPlan) -> list[int]:
+    """Return the tokens whose logits are wanted, in the order of plan.sampling."""
+    wanted, at = list(range(len(plan.decodes))), len(plan.decodes)
+    for item in plan.prefills:
+        at += item.num_tokens
+        if item.samples:
+            wanted.append(at - 1)
+    return wanted

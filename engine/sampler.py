@@ -9,7 +9,6 @@ tokens sorted from most to least probable, the lower id first among equals. Weig
 thereby not on the batch; a token 2^40 times less probable than the first is never drawn.
 """
 
-import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import request as requests
 from engine.errors import EngineError
 from engine.request import SampledToken
+from engine.sample_row import SampleKey, SampleRow
 from engine.sampling_params import (
+    MAX_LOGPROBS,
     SAMPLER_GREEDY_ELEMENTS,
     SAMPLER_SORT_ELEMENTS,
-    SamplingParams,
 )
+
+__all__ = ["PendingTokens", "SampleKey", "SampleRow", "Sampler"]
 
 WEIGHT_BITS = 40
 MAX_SELECT = 1024
@@ -34,68 +35,15 @@ MAX_SELECT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class SampleKey:
-    """What the draws of a sequence depend on, beside the position."""
+class PendingTokens:
+    """Tokens that are being chosen; `Sampler.collect` reads them."""
 
-    seed: int
-    """The request's seed, or the engine's if it has none."""
-    request: int | str
-    """The request's number in order of arrival; 0 if it has a seed of its own."""
-    index: int
-    """Which of the n answers."""
-
-    def uniform(self, position: int) -> float:
-        """Return the number in [0, 1) that decides the token at `position`."""
-        kind = "s" if isinstance(self.request, str) else "i"
-        text = f"{self.seed}|{self.index}|{position}|{kind}{self.request}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """What is known of the sequence that a row of logits belongs to."""
-
-    params: SamplingParams
-    """How its tokens are chosen; checked."""
-    key: SampleKey
-    """What its draws depend on."""
-    position: int
-    """Place of the new token in prompt and output, from 0."""
-    prompt_ids: Sequence[int]
-    """Tokens of the prompt."""
-    output_ids: Sequence[int]
-    """Tokens of the output so far."""
-    eos_ids: Collection[int]
-    """The model's end-of-sequence tokens."""
-
-    @classmethod
-    def of(
-        cls, sequence: requests.Sequence, engine_seed: int, eos_ids: Collection[int]
-    ) -> "SampleRow":
-        """Make the row of a sequence; the token lists are not copied."""
-        params = sequence.params
-        if params.seed is None:
-            key = SampleKey(engine_seed, sequence.request.arrival, sequence.index)
-        else:
-            key = SampleKey(params.seed, 0, sequence.index)
-        return cls(
-            params=params,
-            key=key,
-            position=sequence.num_tokens,
-            prompt_ids=sequence.prompt_token_ids,
-            output_ids=sequence.output_token_ids,
-            eos_ids=eos_ids,
-        )
-
-    @property
-    def banned_ids(self) -> set[int]:
-        """Tokens that would end the output before min_tokens."""
-        params = self.params
-        if len(self.output_ids) >= params.min_tokens:
-            return set()
-        banned = set(params.stop_token_ids or ())
-        return banned if params.ignore_eos else banned.union(self.eos_ids)
+    rows: Sequence[SampleRow]
+    """Whose tokens."""
+    width: int
+    """Alternatives returned."""
+    table: Tensor
+    """float64 [S, 2 + 2 K] on the host, pinned beside a GPU."""
 
 
 class Sampler:
@@ -105,12 +53,16 @@ class Sampler:
     mass that top_k left), min_p, draw. Greedy rows take the largest logit after the mask, the
     lowest id among equals. Log-probabilities are those of the logits as they came.
 
+    The tokens come back through two host buffers used in turn: those of a call must be collected
+    before the next call but one. More rows than `max_rows` make the buffers grow.
+
     Args:
         vocab_size: V, columns of the logits.
         device: Where the logits are.
+        max_rows: Rows for which memory is allocated at once.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str, *, max_rows: int = 0) -> None:
         if not 1 <= vocab_size < 2 ** (62 - WEIGHT_BITS):
             raise EngineError(
                 f"sampler: expected a vocabulary of 1 to {2 ** (62 - WEIGHT_BITS) - 1} tokens, got "
@@ -118,39 +70,93 @@ class Sampler:
             )
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self._turn = 0
+        self._tokens = torch.zeros(0, dtype=torch.int64)
+        self._hosts = [torch.empty(0, dtype=torch.float64)] * 2
+        self._grow(max_rows)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 on the device: the newest call's tokens by row, once its work has run there."""
+        return self._tokens
+
+    def _grow(self, num_rows: int) -> None:
+        """Allocate for more rows; never within a step, where max_rows is kept to."""
+        if num_rows <= self._tokens.shape[0]:
+            return
+        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        size, pin = num_rows * (2 + 2 * MAX_LOGPROBS), self.device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.float64, pin_memory=pin) for _ in range(2)]
 
     def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """Choose a token for each row.
+        """Choose a token for each row and wait for them; else as `enqueue` and `collect`.
+
+        Stream: Waits for the current stream.
+        """
+        pending = self.enqueue(logits_SV, rows)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return self.collect(pending)
+
+    def enqueue(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
+        """Start choosing a token for each row.
 
         Args:
             logits_SV: [S, V] float32 on the sampler's device; not changed.
             rows: S rows.
 
         Returns:
+            What `collect` turns into tokens, after the work enqueued here.
+
+        Raises:
+            EngineError: The shape or type is wrong, or every token of a row is masked.
+
+        Stream: Enqueued on the current stream, with one copy to the host at the end; waits for
+            nothing. (Parameters go to the device from pageable memory, which does not wait up to
+            64 KiB; the history that repetition_penalty needs may be longer and wait.) Rows run in
+            portions, so that the temporary memory stays within `sampler_workspace_bytes(V)`.
+        """
+        self._check(logits_SV, rows)
+        width = max((row.params.logprobs or 0 for row in rows), default=0)
+        width = min(width, self.vocab_size)
+        self._grow(len(rows))
+        self._turn = (self._turn + 1) % len(self._hosts)
+        shape = len(rows), 2 + 2 * width
+        table = self._hosts[self._turn][: shape[0] * shape[1]].view(shape)
+        self._enqueue(logits_SV, rows, width, table)
+        return PendingTokens(rows, width, table)
+
+    def collect(self, pending: PendingTokens, unwanted: Collection[int] = ()) -> list[SampledToken]:
+        """Read the tokens of `enqueue`, whose work the caller has waited for.
+
+        Args:
+            pending: What `enqueue` returned.
+            unwanted: Rows whose tokens nobody needs; unusable logits there are no error.
+
+        Returns:
             S tokens with their log-probabilities.
 
         Raises:
-            EngineError: The shape or type is wrong, a row has NaN, +infinity or nothing finite,
-                or every token of a row is masked.
-
-        Stream: Works on the current stream and waits for it once, in one copy to the host. Rows
-            run in portions, so that the temporary memory stays within
-            `sampler_workspace_bytes(V)`.
+            EngineError: A row has NaN, +infinity or nothing finite.
         """
-        self._check(logits_SV, rows)
+        return _read(pending.table.tolist(), pending.rows, pending.width, unwanted)
+
+    def _enqueue(
+        self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int, table: Tensor
+    ) -> None:
         if not rows:
-            return []
+            return
         plain = all(_is_plain(row) for row in rows)
         elements = SAMPLER_GREEDY_ELEMENTS if plain else SAMPLER_SORT_ELEMENTS
         portion = max(1, elements // self.vocab_size)
-        width = min(max(row.params.logprobs or 0 for row in rows), self.vocab_size)
         with torch.inference_mode():
             parts = [
                 self._choose(logits_SV[at : at + portion], rows[at : at + portion], width)
                 for at in range(0, len(rows), portion)
             ]
-            table = torch.cat(parts).cpu().tolist()
-        return _read(table, rows, width)
+            found = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._tokens[: len(rows)].copy_(found[:, 0])
+            table.copy_(found, non_blocking=True)
 
     def _check(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> None:
         expected = (len(rows), self.vocab_size)
@@ -166,8 +172,10 @@ class Sampler:
 
     def _choose(self, raw_SV: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
         """Return [S, 2 + 2 K] float64: token, log-probability, K tokens, K log-probabilities."""
+        largest_S, tokens_S = raw_SV.max(dim=-1)
         work_SV = self._adjust(raw_SV, rows)
-        tokens_S = work_SV.argmax(dim=-1)
+        if work_SV is not raw_SV:
+            tokens_S = work_SV.argmax(dim=-1)
         drawing = [at for at, row in enumerate(rows) if not row.params.is_greedy]
         if len(drawing) == len(rows):
             tokens_S = self._draw(work_SV, rows)
@@ -176,7 +184,7 @@ class Sampler:
             drawn_D = self._draw(work_SV[at_D], [rows[at] for at in drawing])
             tokens_S = tokens_S.index_copy(0, at_D, drawn_D)
         del work_SV
-        norm_S = _log_normaliser(raw_SV)
+        norm_S = _log_normaliser(raw_SV, largest_S)
         picked_S = raw_SV.gather(1, tokens_S[:, None])[:, 0].double() - norm_S
         columns = [tokens_S.double()[:, None], picked_S[:, None]]
         if width:
@@ -242,7 +250,9 @@ class Sampler:
         share_DV.exp_()
         kept = top_k.long()
         if any(row.params.min_p > 0 for row in rows):
-            kept = torch.minimum(kept, (share_DV >= min_p).sum(dim=-1, keepdim=True))
+            enough = (share_DV >= min_p).sum(dim=-1, keepdim=True)
+            # Not below 1: NaN is no share, and `collect` reports it.
+            kept = torch.minimum(kept, enough.clamp_(min=1))
         share_DV *= 2.0**WEIGHT_BITS
         sums_DV = share_DV.long().cumsum(dim=-1)
         del share_DV
@@ -284,11 +294,13 @@ def _is_plain(row: SampleRow) -> bool:
     return params.is_greedy and params.repetition_penalty == 1 and not params.logprobs
 
 
-def _log_normaliser(raw_SV: Tensor) -> Tensor:
-    """Return [S] float64, the logarithm of the sum of exponentials; NaN for unusable rows."""
-    largest_S = raw_SV.amax(dim=-1, keepdim=True)
-    sums_S = (raw_SV - largest_S).exp_().sum(dim=-1, dtype=torch.float64)
-    return sums_S.log() + largest_S[:, 0].double()
+def _log_normaliser(raw_SV: Tensor, largest_S: Tensor) -> Tensor:
+    """Return [S] float64, the logarithm of the sum of exponentials; NaN for unusable rows.
+
+    The exponentials are summed in float32, pairwise: an error of some 2^-22 of the sum.
+    """
+    sums_S = (raw_SV - largest_S[:, None]).exp_().sum(dim=-1)
+    return sums_S.double().log_() + largest_S
 
 
 def _sort_rows(work_DV: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -320,8 +332,10 @@ def _order_keys(raw_DV: Tensor) -> Tensor:
     return keys
 
 
-def _read(table: list[list[float]], rows: Sequence[SampleRow], width: int) -> list[SampledToken]:
-    bad = [at for at, line in enumerate(table) if not math.isfinite(line[1])]
+def _read(
+    table: list[list[float]], rows: Sequence[SampleRow], width: int, unwanted: Collection[int]
+) -> list[SampledToken]:
+    bad = [at for at, line in enumerate(table) if not math.isfinite(line[1]) and at not in unwanted]
     if bad:
         keys = [rows[at].key.request for at in bad[:8]]
         raise EngineError(

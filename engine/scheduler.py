@@ -5,41 +5,15 @@ Pure bookkeeping over block ids; tensors and devices are elsewhere.
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from engine.errors import EngineError, RequestError
 from engine.kv.blocks import BlockPool
+from engine.outlook import Outlook
 from engine.request import FinishReason, SampledToken, Sequence, SequenceStatus, TokenEvent
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduler_config import SchedulerConfig, SchedulerStats
 from engine.step_plan import ScheduledSequence, StepPlan
 
 __all__ = ["ScheduledSequence", "Scheduler", "SchedulerConfig", "SchedulerStats", "StepPlan"]
-
-
-@dataclass(kw_only=True)
-class SchedulerStats:
-    """Counts since the scheduler was made."""
-
-    num_steps: int = 0
-    """Steps committed."""
-    num_decode_tokens: int = 0
-    """Tokens run as decodes."""
-    num_prefill_tokens: int = 0
-    """Tokens run as prefills, recomputed ones included."""
-    num_recomputed_tokens: int = 0
-    """Tokens that ran once more because of a preemption."""
-    num_preemptions: int = 0
-    """Sequences whose blocks were taken away."""
-    num_stalls: int = 0
-    """Times that a running sequence sat out a step for want of a block."""
-    num_finished: int = 0
-    """Sequences that ended, aborted ones included."""
-    num_aborted: int = 0
-    """Sequences that were aborted."""
-    peak_running: int = 0
-    """Most sequences that ran at once."""
-    peak_blocks: int = 0
-    """Most blocks in use."""
 
 
 class Scheduler:
@@ -52,6 +26,12 @@ class Scheduler:
     block, the newest running one loses its blocks and waits at the front of the queue; its
     output is kept and computed again. The newest itself waits in place, because losing its own
     blocks would only lose work.
+
+    A step may be planned while the one before it still runs (`plan_ahead`): as if that had been
+    committed, tokens counted though not known. Nothing is taken from a sequence for such a plan.
+    Sequences that end meanwhile free their blocks at once, though the plan ahead still writes
+    them: steps run in order on the device, so a block's next owner writes it later. What is
+    planned depends on lengths and blocks, never on time.
 
     Args:
         config: Limits of a step.
@@ -70,7 +50,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._unfinished: dict[str, list[Sequence]] = {}
-        self._planned: StepPlan | None = None
+        self._plans: list[StepPlan] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -86,6 +66,11 @@ class Scheduler:
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences in the queue, next first."""
         return tuple(self._waiting)
+
+    @property
+    def planned(self) -> tuple[StepPlan, ...]:
+        """Plans in force, oldest first: at most two."""
+        return tuple(self._plans)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -145,33 +130,71 @@ class Scheduler:
         Raises:
             EngineError: The last plan was neither committed nor discarded.
         """
-        if self._planned is not None:
+        if self._plans:
             raise EngineError(
-                f"scheduler: expected step {self._planned.step} to be committed or discarded "
+                f"scheduler: expected step {self._plans[0].step} to be committed or discarded "
                 "before the next is planned."
             )
         if not self.has_unfinished:
             return None
-        items = self._plan_running()
-        items += self._admit(sum(item.num_tokens for item in items))
-        assert items, "the oldest running sequence can always take the blocks of newer ones"
+        plan = self._plan(Outlook(None, self.config.max_model_len))
+        assert plan is not None, "the oldest running sequence can always take newer ones' blocks"
+        return plan
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Decide the step behind the plan in force, as if that had been committed.
+
+        Sequences that the plan in force ends whatever it samples are left out; they keep their
+        place among the running ones until it is committed. Those that it may end are in; their
+        tokens are ignored then.
+
+        Returns:
+            The plan; None where that of now must be committed first: nothing would run, a running
+            sequence would find no free block, or one has a repetition_penalty, for which the host
+            must know its tokens.
+
+        Raises:
+            EngineError: Not exactly one plan is in force.
+        """
+        if len(self._plans) != 1:
+            raise EngineError(
+                f"scheduler: expected one step in force to plan behind, got {len(self._plans)}."
+            )
+        outlook = Outlook(self._plans[0], self.config.max_model_len)
+        used = need = 0
+        for sequence in self._running:
+            is_sampled = outlook.token_row(sequence) is not None
+            want = self._want(sequence, used, outlook)
+            if want and is_sampled and sequence.params.repetition_penalty != 1:
+                return None
+            blocks = self.pool.blocks_for(outlook.computed(sequence) + want)
+            need += max(0, blocks - len(sequence.block_table))
+            used += want
+        return self._plan(outlook) if need <= self.pool.num_free else None
+
+    def _plan(self, outlook: Outlook) -> StepPlan | None:
+        items = self._plan_running(outlook)
+        items += self._admit(sum(item.num_tokens for item in items), outlook)
+        if not items:
+            return None
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)
-        self._planned = StepPlan(
-            step=self.stats.num_steps,
-            decodes=tuple(item for item in items if _is_decode(item.sequence)),
-            prefills=tuple(item for item in items if not _is_decode(item.sequence)),
+        plan = StepPlan(
+            step=self.stats.num_steps + len(self._plans),
+            decodes=tuple(item for item in items if outlook.is_decode(item.sequence)),
+            prefills=tuple(item for item in items if not outlook.is_decode(item.sequence)),
         )
-        return self._planned
+        self._plans.append(plan)
+        return plan
 
     def discard(self, plan: StepPlan) -> None:
         """Forget a plan that did not run; its sequences stay as they were, with their blocks.
 
         Raises:
-            EngineError: It is not the plan in force.
+            EngineError: It is not the newest plan in force.
         """
-        self._check_plan(plan)
-        self._planned = None
+        self._check_plan(plan, newest=True)
+        self._plans.pop()
 
     def commit(
         self,
@@ -182,7 +205,7 @@ class Scheduler:
         """Record that a planned step ran, append its tokens and end sequences that are done.
 
         Args:
-            plan: The plan in force.
+            plan: The plan in force, the oldest of two.
             sampled: By seq_id the token of each sequence that samples; those of sequences that
                 ended since the plan was made may be absent and are ignored.
             eos_token_ids: The model's end-of-sequence tokens.
@@ -191,10 +214,10 @@ class Scheduler:
             One event for each appended token, in the order of the plan.
 
         Raises:
-            EngineError: It is not the plan in force, a token is missing, or one is for a sequence
+            EngineError: It is not that plan, a token is missing, or one is for a sequence
                 that does not sample.
         """
-        self._check_plan(plan)
+        self._check_plan(plan, newest=False)
         open_ids = {i.sequence.seq_id for i in plan.sampling if not i.sequence.is_finished}
         known_ids = {item.sequence.seq_id for item in plan.sampling}
         if open_ids - sampled.keys() or sampled.keys() - known_ids:
@@ -202,7 +225,7 @@ class Scheduler:
                 f"scheduler: expected tokens for sequences {sorted(open_ids)} of step "
                 f"{plan.step}, got them for {sorted(sampled)}."
             )
-        self._planned = None
+        self._plans.pop(0)
         self.stats.num_steps += 1
         self.stats.num_decode_tokens += len(plan.decodes)
         self.stats.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
@@ -216,7 +239,17 @@ class Scheduler:
                 events.append(self._append(item.sequence, token, eos_token_ids))
         return events
 
-    def _plan_running(self) -> list[ScheduledSequence]:
+    def _want(self, sequence: Sequence, used: int, outlook: Outlook) -> int:
+        """Tokens that a running sequence runs in a step that already has `used`, given blocks."""
+        if outlook.ends(sequence):
+            return 0
+        if outlook.is_decode(sequence):
+            return 1
+        # It is the newest: none was admitted behind it, as it takes all that is left.
+        left = self.config.max_num_batched_tokens - used
+        return max(0, min(left, outlook.known(sequence) - outlook.computed(sequence)))
+
+    def _plan_running(self, outlook: Outlook) -> list[ScheduledSequence]:
         """Schedule running sequences, oldest first; newer ones may be preempted on the way."""
         items: list[ScheduledSequence] = []
         used = 0
@@ -224,50 +257,47 @@ class Scheduler:
         while position < len(self._running):
             sequence = self._running[position]
             position += 1
-            if _is_decode(sequence):
-                want = 1
-            else:
-                # It is the newest: none was admitted behind it, as it takes all that is left.
-                left = self.config.max_num_batched_tokens - used
-                want = min(left, sequence.num_tokens - sequence.num_computed)
-            granted = self._grow(sequence, want) if want > 0 else 0
+            want = self._want(sequence, used, outlook)
+            granted = self._grow(sequence, want, outlook) if want else 0
             if granted:
-                items.append(_schedule(sequence, granted))
+                items.append(outlook.schedule(sequence, granted))
                 used += granted
         return items
 
-    def _admit(self, used: int) -> list[ScheduledSequence]:
+    def _admit(self, used: int, outlook: Outlook) -> list[ScheduledSequence]:
         """Move waiting sequences to the running ones while limits and blocks allow."""
         items = []
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
             left = self.config.max_num_batched_tokens - used
-            spare = self.pool.num_free - sum(self._reserve(other) for other in self._running)
-            if left < 1 or spare < self.pool.blocks_for(sequence.num_tokens):
+            reserved = sum(self._reserve(other, outlook) for other in self._running)
+            if left < 1 or self.pool.num_free - reserved < self.pool.blocks_for(
+                sequence.num_tokens
+            ):
                 break
             self._waiting.popleft()
             self._running.append(sequence)
             sequence.status = SequenceStatus.RUNNING
-            granted = self._grow(sequence, min(left, sequence.num_tokens))
-            items.append(_schedule(sequence, granted))
+            granted = self._grow(sequence, min(left, sequence.num_tokens), outlook)
+            items.append(outlook.schedule(sequence, granted))
             used += granted
         return items
 
-    def _reserve(self, sequence: Sequence) -> int:
+    def _reserve(self, sequence: Sequence, outlook: Outlook) -> int:
         """Blocks that a running sequence lacks for its known tokens, and one if it can grow."""
-        known = self.pool.blocks_for(sequence.num_tokens)
+        known = self.pool.blocks_for(outlook.known(sequence))
         # The last token of the longest output is never computed.
         most = self.pool.blocks_for(sequence.max_length(self.config.max_model_len) - 1)
         return max(0, min(most, known + 1) - len(sequence.block_table))
 
-    def _grow(self, sequence: Sequence, want: int) -> int:
+    def _grow(self, sequence: Sequence, want: int, outlook: Outlook) -> int:
         """Give a running sequence blocks for up to `want` more tokens; return for how many."""
         table, size = sequence.block_table, self.pool.block_size
+        computed = outlook.computed(sequence)
         while True:
-            room = (len(table) + self.pool.num_free) * size - sequence.num_computed
-            granted = min(want, room)
+            granted = min(want, (len(table) + self.pool.num_free) * size - computed)
             if granted > 0:
-                need = self.pool.blocks_for(sequence.num_computed + granted) - len(table)
+                need = self.pool.blocks_for(computed + granted) - len(table)
                 table.extend(self.pool.allocate(max(0, need)))
                 return granted
             newest = self._running[-1]
@@ -355,19 +385,9 @@ class Scheduler:
             return "length", None
         return None, None
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        if plan is not self._planned:
+    def _check_plan(self, plan: StepPlan, *, newest: bool) -> None:
+        if not self._plans or plan is not self._plans[-1 if newest else 0]:
+            which = "newest" if newest else "oldest"
             raise EngineError(
-                f"scheduler: expected the plan in force, got that of step {plan.step}."
+                f"scheduler: expected the {which} plan in force, got that of step {plan.step}."
             )
-
-
-def _is_decode(sequence: Sequence) -> bool:
-    """Whether all tokens but the last are computed, and the last was generated."""
-    return bool(sequence.output_token_ids) and sequence.num_computed == sequence.num_tokens - 1
-
-
-def _schedule(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    start = sequence.num_computed
-    samples = start + num_tokens == sequence.num_tokens
-    return ScheduledSequence(sequence, start, num_tokens, samples)

@@ -1,4 +1,4 @@
-"""Limits that the scheduler keeps to."""
+"""Limits that the scheduler keeps to, and what it counts."""
 
 from dataclasses import dataclass
 
@@ -49,3 +49,29 @@ class SchedulerConfig:
                 f"tokens, got {pool.num_free} free blocks of {pool.block_size} tokens = {room}. "
                 "Lower engine.max_model_len or give the KV cache more blocks."
             )
+
+
+@dataclass(kw_only=True)
+class SchedulerStats:
+    """Counts since the scheduler was made."""
+
+    num_steps: int = 0
+    """Steps committed."""
+    num_decode_tokens: int = 0
+    """Tokens run as decodes."""
+    num_prefill_tokens: int = 0
+    """Tokens run as prefills, recomputed ones included."""
+    num_recomputed_tokens: int = 0
+    """Tokens that ran once more because of a preemption."""
+    num_preemptions: int = 0
+    """Sequences whose blocks were taken away."""
+    num_stalls: int = 0
+    """Times that a running sequence sat out a step for want of a block."""
+    num_finished: int = 0
+    """Sequences that ended, aborted ones included."""
+    num_aborted: int = 0
+    """Sequences that were aborted."""
+    peak_running: int = 0
+    """Most sequences that ran at once."""
+    peak_blocks: int = 0
+    """Most blocks in use."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.errors import EngineError
 from engine.request import Sequence
 
 
@@ -17,6 +18,10 @@ class ScheduledSequence:
     """How many tokens run, at least 1."""
     samples: bool
     """Whether the part reaches the last known token, so that a new one is sampled."""
+    token_row: int | None = None
+    """Where the step before samples the one token that runs: its row among that step's `sampling`.
+    The token is read on the device, because the host does not know it when the step is prepared.
+    None: the host knows every token that runs."""
 
     @property
     def stop(self) -> int:
@@ -25,7 +30,17 @@ class ScheduledSequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that run, a new list."""
+        """The tokens that run, a new list.
+
+        Raises:
+            EngineError: The step before samples them (`token_row` is set).
+        """
+        if self.token_row is not None:
+            raise EngineError(
+                f"step plan: expected tokens that the host knows, got position {self.start} of "
+                f"sequence {self.sequence.seq_id}, which the step before samples. Read it on the "
+                "device."
+            )
         return self.sequence.tokens(self.start, self.stop)
 
 
@@ -54,3 +69,8 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that run in the step."""
         return len(self.decodes) + sum(item.num_tokens for item in self.prefills)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether every sequence in it has ended since it was made."""
+        return all(item.sequence.is_finished for item in self.scheduled)

@@ -91,14 +91,21 @@ class Device(Protocol):
             EngineError: The device has no graphs.
         """
 
-    def wait_compute(self) -> None:
-        """Block until what is enqueued on the compute stream is done."""
+    def mark(self) -> "Mark":
+        """Return a point behind what is enqueued on the compute stream so far."""
 
     def synchronize(self) -> None:
         """Wait for all work; for start-up and measurement only."""
 
     def close(self) -> None:
         """Release what the device holds."""
+
+
+class Mark(Protocol):
+    """A point in the work of the compute stream."""
+
+    def wait(self) -> None:
+        """Block until the work before it is done."""
 
 
 class Graph(Protocol):

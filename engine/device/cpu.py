@@ -61,6 +61,13 @@ class LazyCopyStream:
         self.compute_after(event)
 
 
+class CPUMark:
+    """A point in the work of the CPU."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class CPUDevice:
     """Emulates a GPU of a given budget in host memory."""
 
@@ -152,8 +159,9 @@ class CPUDevice:
         """
         raise EngineError("graphs: expected a CUDA device, got the CPU.")
 
-    def wait_compute(self) -> None:
-        """Return at once: compute is done when its call returns."""
+    def mark(self) -> "CPUMark":
+        """Return a point that is passed already: compute is done when its call returns."""
+        return CPUMark()
 
     def synchronize(self) -> None:
         """Return at once: nothing runs asynchronously."""

@@ -150,6 +150,18 @@ class CUDAGraph:
         self._graph.replay()
 
 
+class CUDAMark:
+    """An event on the stream that was current."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        """Block until the event is done; other threads may run meanwhile."""
+        self._event.synchronize()
+
+
 class CUDADevice:
     """The current CUDA device."""
 
@@ -264,11 +276,9 @@ class CUDADevice:
             self._pool = torch.cuda.graph_pool_handle()
         return CUDAGraph(run, self._pool)
 
-    def wait_compute(self) -> None:
-        """Block on one event after the compute stream's work so far."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        event.synchronize()
+    def mark(self) -> "CUDAMark":
+        """Record an event after the current stream's work so far."""
+        return CUDAMark()
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

@@ -24,6 +24,7 @@ def make_row(position=5, *, request=0, index=0, seed=0, prompt=(1, 2), output=()
         position=position,
         prompt_ids=list(prompt),
         output_ids=list(output),
+        num_output_tokens=len(output),
         eos_ids={EOS},
     )
 

@@ -1,0 +1,144 @@
+"""Inputs of a step: laid side by side in pinned memory, sent to the device in one copy."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.device.base import Device
+from engine.errors import EngineError
+from engine.request import Sequence
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One input: where the host writes it, and where the device reads it."""
+
+    host: np.ndarray
+    device: torch.Tensor
+
+
+class StepInputs:
+    """The inputs of one step after the other.
+
+    Between `begin` and `send` the host writes the fields of a step. Two host buffers are used in
+    turn, because the copy of a step may wait on the device for the step before it: the buffer of a
+    step is written again by the step after next, and before that the results of the first must
+    have been waited for. On the device there is one buffer, because there steps run in order. The
+    first fields lie where the step's numbers of tokens and rows put them, so that a graph finds
+    the inputs of every step of its size.
+
+    Block tables have a place of their own on the device, as wide as the longest sequence allows;
+    the columns in use are sent with the rest and spread there.
+
+    Args:
+        device: Where the inputs go.
+        tokens: Most tokens of a step.
+        rows: Most sequences of a step.
+        width: Most blocks of a sequence.
+    """
+
+    def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
+        self.ids: Field
+        """int64 [tokens]."""
+        self.positions: Field
+        """int64 [tokens]."""
+        self.slots: Field
+        """int64 [tokens]."""
+        self.lens: Field
+        """int32 [rows]."""
+        num_bytes = tokens * 3 * 8 + rows * (width * 4 + 4 + 4 + 8 + 8 + 8) + 10 * ALIGN_BYTES
+        self._hosts = [device.upload_buffer((num_bytes,), torch.uint8) for _ in range(2)]
+        self._arrays = [host.numpy() for host in self._hosts]
+        at = device.torch_device
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=at)
+        self.tables = torch.zeros((rows, width), dtype=torch.int32, device=at)
+        """int32 [rows, width] on the device; entries beyond a sequence's blocks are old ones."""
+        self._table_array = np.zeros((rows, width), dtype=np.int32)
+        self._table_rows: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
+        self._turn = self._at = 0
+        self._used_rows = self._used_width = 0
+        self._unknown: list[tuple[int, int]] = []
+
+    def begin(self, num_tokens: int, num_rows: int) -> None:
+        """Start the inputs of another step; its first fields may be written then."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+        self._at = self._used_rows = self._used_width = 0
+        self._unknown = []
+        self.ids = self._take(num_tokens, torch.int64)
+        self.positions = self._take(num_tokens, torch.int64)
+        self.slots = self._take(num_tokens, torch.int64)
+        self.lens = self._take(num_rows, torch.int32)
+
+    def _take(self, count: int, dtype: torch.dtype) -> Field:
+        start, stop = self._at, self._at + count * dtype.itemsize
+        self._at = -(-stop // ALIGN_BYTES) * ALIGN_BYTES
+        device = self._device[start:stop].view(dtype)
+        kind = np.int64 if dtype is torch.int64 else np.int32
+        return Field(self._arrays[self._turn][start:stop].view(kind), device)
+
+    def add(self, values: SequenceOf[int], dtype: torch.dtype) -> torch.Tensor:
+        """Append one more input, int64 or int32; return it on the device, valid after `send`."""
+        field = self._take(len(values), dtype)
+        field.host[:] = values
+        return field.device
+
+    def set_table(self, row: int, sequence: Sequence) -> None:
+        """Write a row of the block table; only what is new where it held the same sequence."""
+        blocks = sequence.block_table
+        self._used_rows = max(self._used_rows, row + 1)
+        self._used_width = max(self._used_width, len(blocks))
+        seq_id, preemptions, written = self._table_rows[row]
+        if seq_id != sequence.seq_id or preemptions != sequence.num_preemptions:
+            written = 0
+        if written < len(blocks):
+            self._table_array[row, written : len(blocks)] = blocks[written:]
+        self._table_rows[row] = (sequence.seq_id, sequence.num_preemptions, len(blocks))
+
+    def set_unknown(self, place: int, token_row: int) -> None:
+        """Let the id at `place` be the token that the step before samples in `token_row`."""
+        self.ids.host[place] = 0
+        self._unknown.append((place, token_row))
+
+    def send(self, tokens: torch.Tensor | None) -> None:
+        """Enqueue the copy of everything that was written, and fill in unknown ids.
+
+        Args:
+            tokens: int64 on the device, the newest step's sampled tokens by row; needed where an
+                id is unknown.
+
+        Raises:
+            EngineError: An id is unknown and there are no tokens.
+
+        Stream: Everything is enqueued on the current stream, where the step before samples.
+        """
+        if self._unknown and tokens is None:
+            raise EngineError(
+                f"inputs: expected the tokens that the step before samples, got none for "
+                f"{len(self._unknown)} rows. A step planned ahead runs behind another."
+            )
+        rows, width = self._used_rows, self._used_width
+        table = self._take(rows * width, torch.int32)
+        table.host.reshape(rows, width)[:] = self._table_array[:rows, :width]
+        places = self.add([place for place, _ in self._unknown], torch.int64)
+        sources = self.add([row for _, row in self._unknown], torch.int64)
+        self._enqueue(table.device.view(rows, width), places, sources, tokens)
+
+    def _enqueue(
+        self,
+        table: torch.Tensor,
+        places: torch.Tensor,
+        sources: torch.Tensor,
+        tokens: torch.Tensor | None,
+    ) -> None:
+        """Do the device's part of `send`; `table` and the indices lie in what is copied."""
+        host = self._hosts[self._turn]
+        self._device[: self._at].copy_(host[: self._at], non_blocking=True)
+        rows, width = table.shape
+        if table.numel():
+            self.tables[:rows, :width].copy_(table)
+        if tokens is not None and places.numel():
+            self.ids.device.index_copy_(0, places, tokens.index_select(0, sources))
