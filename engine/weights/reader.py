@@ -5,12 +5,12 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
-from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +29,8 @@ PIECE_BYTES = 4 * 2**20
 """Most bytes of one read."""
 RUN_BYTES = 32 * 2**20
 """What a thread reads of one file before it takes what is next, so that reads are sequential."""
+PROGRESS_S = 0.05
+"""Time between two reports of progress."""
 BUFFERS_PER_THREAD = 2
 """One is read into while the other is copied to the GPU."""
 
@@ -82,11 +84,14 @@ def _pieces(
 def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Yield what one thread reads at a time: each file in its own order, the files in turn."""
     by_file: dict[Path, list[list[_Piece]]] = {}
+    room = 0
     for piece in sorted(pieces, key=attrgetter("file", "position")):
         runs = by_file.setdefault(piece.file, [])
-        if not runs or sum(other.num_bytes for other in runs[-1]) >= RUN_BYTES:
+        if not runs or room <= 0:
             runs.append([])
+            room = RUN_BYTES
         runs[-1].append(piece)
+        room -= piece.num_bytes
     for in_turn in zip_longest(*by_file.values()):
         yield from (run for run in in_turn if run is not None)
 
@@ -105,6 +110,7 @@ class _OneThread:
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((raw, None) for raw in buffers)
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
+        self.placed_bytes = 0
         self.spent_s = dict.fromkeys(("read", "convert", "copy"), 0.0)
 
     def close(self) -> None:
@@ -118,6 +124,7 @@ class _OneThread:
                 self._read(piece, piece.target.view(torch.uint8))
             else:
                 self._bring_through_buffer(piece)
+            self.placed_bytes += piece.num_bytes
         except OSError as error:
             raise CheckpointError(
                 f"{piece.file}: reading {piece.num_bytes} bytes at {piece.position} failed "
@@ -187,8 +194,6 @@ class _Shared:
     """What the threads of one load share."""
 
     runs: deque[list[_Piece]]
-    done: SimpleQueue[int | None] = field(default_factory=SimpleQueue)
-    """Bytes of each piece, then None from each thread that ends."""
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -263,14 +268,14 @@ class CheckpointReader:
         """Let every thread take runs until there are none; raise what one of them raised."""
         with worker_pool(len(hands)) as pool:
             futures = [pool.submit(self._work, shared, hand) for hand in hands]
+            told, running = 0, set(futures)
             try:
-                running = len(hands)
                 while running:
-                    num_bytes = shared.done.get()
-                    if num_bytes is None:
-                        running -= 1
-                    else:
-                        self._progress(num_bytes)
+                    # Not after every piece: each wake-up would take the GIL from the readers.
+                    _, running = wait(running, timeout=PROGRESS_S)
+                    placed = sum(hand.placed_bytes for hand in hands)
+                    self._progress(placed - told)
+                    told = placed
             finally:
                 shared.stop.set()  # where the caller's progress failed, or was interrupted
         for future in futures:
@@ -289,13 +294,11 @@ class CheckpointReader:
                     if shared.stop.is_set():
                         return
                     hand.bring(piece)
-                    shared.done.put(piece.num_bytes)
         except BaseException:
             shared.stop.set()
             raise
         finally:
             hand.close()
-            shared.done.put(None)
 
     def _account(self, hands: list[_OneThread], wall_s: float) -> None:
         """Divide the time of the open phase by what the threads did in it."""
