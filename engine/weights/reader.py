@@ -274,7 +274,8 @@ class CheckpointReader:
                     # Not after every piece: each wake-up would take the GIL from the readers.
                     _, running = wait(running, timeout=PROGRESS_S)
                     placed = sum(hand.placed_bytes for hand in hands)
-                    self._progress(placed - told)
+                    if placed > told:
+                        self._progress(placed - told)
                     told = placed
             finally:
                 shared.stop.set()  # where the caller's progress failed, or was interrupted

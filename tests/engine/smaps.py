@@ -1,7 +1,10 @@
 """What the kernel says of a range of this process's memory."""
 
+import mmap
 import re
+import struct
 from pathlib import Path
+from typing import Any
 
 _RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
@@ -23,6 +26,22 @@ def mapped(address: int, num_bytes: int, smaps: str = "/proc/self/smaps") -> dic
             elif values[-1] == "kB":
                 found[key[:-1]] = found.get(key[:-1], 0) + int(values[0]) * 1024
     return found
+
+
+def present_bytes(view: Any) -> int:
+    """Return how much is present of the whole mapping that a tensor is a view of.
+
+    Args:
+        view: A tensor over memory that was mapped for it; mappings beside it are not counted,
+            which the kernel may have joined with it.
+    """
+    storage = view.untyped_storage()
+    first = storage.data_ptr() // mmap.PAGESIZE
+    count = -(-storage.nbytes() // mmap.PAGESIZE)
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(8 * first)
+        entries = struct.unpack(f"<{count}Q", file.read(8 * count))
+    return sum(entry >> 63 for entry in entries) * mmap.PAGESIZE
 
 
 def anonymous_bytes() -> int:
