@@ -83,15 +83,23 @@ def probe_pinning() -> tuple[str, int | None]:
         return str(error), room
     if room is None:
         return "", None
+    return "", room if _counts_as_locked() else None
+
+
+def _counts_as_locked() -> bool:
+    """Whether a registration counts against RLIMIT_MEMLOCK; the limit is restored."""
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, limits[1]))
+    except (OSError, ValueError):  # a sandbox that forbids it: what NVIDIA's driver does
+        return False
+    try:
         RegisteredBuffer(mmap.PAGESIZE).close()
     except PinningError:
-        return "", room
+        return True
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
-    return "", None
+    return False
 
 
 class _HostArray:

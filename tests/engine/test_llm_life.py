@@ -98,6 +98,14 @@ def test_phases_of_the_load_sum_to_its_time(tiny: TinyModels) -> None:
         wanted = {"plan", "touch", "pin", "warm_up", "allocate"}
         wanted |= {"convert"} if keywords else {"read"}
         assert wanted <= report.phases.keys()
+        slab = llm.memory()["host_pinned_bytes"]
+        source = report.moved["convert" if keywords.get("load_format") else "read"]
+        assert report.moved == {
+            "touch": slab,
+            "pin": slab,
+            ("convert" if keywords.get("load_format") else "read"): source,
+        }
+        assert source == sum(part.numel for part, _ in llm._engine.store.parameters()) * 4
         llm.close()
 
 

@@ -139,6 +139,17 @@ def test_load_table_has_phases_busy_times_and_totals():
     assert rows["load/cold_total_s"][2].endswith("dropped from the page cache first")
 
 
+def test_load_table_has_the_bytes_of_phases():
+    record = ok_record()
+    for row, size in zip(record.samples["load"], (2 * 2**30, 0), strict=True):
+        row["moved_bytes"] = {"read": size}
+    assert table_rows(record, "Load")["read"] == (
+        "read",
+        "9.80 (busy 9.80, 2.00 GiB)",
+        "2.00 (busy 2.00)",
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "valid", "kind", "label"),
     [
