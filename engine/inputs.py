@@ -21,6 +21,33 @@ class Field:
     device: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """The device's part of sending a step's inputs."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    table: torch.Tensor
+    """int32 [rows in use, columns in use], in `device`."""
+    tables: torch.Tensor
+    """int32, where they belong."""
+    ids: torch.Tensor
+    """int64, in `device`."""
+    places: torch.Tensor
+    """int64, in `device`: ids that are unknown to the host."""
+    token_rows: torch.Tensor
+    """int64, in `device`: where they are among `tokens`."""
+    tokens: torch.Tensor | None
+
+    def run(self) -> None:
+        """Enqueue the copy, spread the block table, fill in unknown ids."""
+        self.device.copy_(self.host, non_blocking=True)
+        if self.table.numel():
+            self.tables.copy_(self.table)
+        if self.tokens is not None and self.places.numel():
+            self.ids.index_copy_(0, self.places, self.tokens.index_select(0, self.token_rows))
+
+
 class StepInputs:
     """The inputs of one step after the other.
 
@@ -124,21 +151,14 @@ class StepInputs:
         table = self._take(rows * width, torch.int32)
         table.host.reshape(rows, width)[:] = self._table_array[:rows, :width]
         places = self.add([place for place, _ in self._unknown], torch.int64)
-        sources = self.add([row for _, row in self._unknown], torch.int64)
-        self._enqueue(table.device.view(rows, width), places, sources, tokens)
-
-    def _enqueue(
-        self,
-        table: torch.Tensor,
-        places: torch.Tensor,
-        sources: torch.Tensor,
-        tokens: torch.Tensor | None,
-    ) -> None:
-        """Do the device's part of `send`; `table` and the indices lie in what is copied."""
-        host = self._hosts[self._turn]
-        self._device[: self._at].copy_(host[: self._at], non_blocking=True)
-        rows, width = table.shape
-        if table.numel():
-            self.tables[:rows, :width].copy_(table)
-        if tokens is not None and places.numel():
-            self.ids.device.index_copy_(0, places, tokens.index_select(0, sources))
+        token_rows = self.add([row for _, row in self._unknown], torch.int64)
+        Upload(
+            host=self._hosts[self._turn][: self._at],
+            device=self._device[: self._at],
+            table=table.device.view(rows, width),
+            tables=self.tables[:rows, :width],
+            ids=self.ids.device,
+            places=places,
+            token_rows=token_rows,
+            tokens=tokens,
+        ).run()

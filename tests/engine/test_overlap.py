@@ -1,0 +1,260 @@
+"""Steps launched before the one before them is collected: the same tokens, and no others."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams, build
+from engine.errors import EngineError
+from engine.inputs import Upload
+from tests.engine.conftest import TinyModels
+from tests.engine.late import drain, make_late
+from tests.tiny import greedy, greedy_params, make_prompt, open_llm, tokens_of
+
+PROMPTS = [make_prompt(length, seed=5) for length in (1, 12, 30, 7, 18)]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "max_tokens": 1},
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 4},
+    {"top_k": 5, "n": 2},
+    {"min_p": 0.1, "logprobs": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8, "top_k": 20},
+    {"temperature": 1.5, "min_tokens": 6, "stop_token_ids": list(range(0, 151, 3))},
+    {"temperature": 1.5, "stop_token_ids": list(range(0, 151, 5))},
+    {"temperature": 0, "stop": ["e", " a", "t"]},
+    {"temperature": 1.2, "stop": ["o"], "min_tokens": 3},
+]
+
+
+def open_overlap(folder: Path, **keywords: Any) -> LLM:
+    given = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "max_model_len": 64, **keywords}
+    return open_llm(folder, block_size=8, **given)
+
+
+def load(llm: LLM) -> list[Any]:
+    """What every kind of sampling gives: tokens, text, reasons and log-probabilities."""
+    params = [SamplingParams(**{"max_tokens": 14, **kind}) for kind in KINDS]
+    prompts = [PROMPTS[at % len(PROMPTS)] for at in range(len(params))]
+    found: list[Any] = []
+    for output in llm.generate(prompts, params):
+        assert output.error is None
+        for x in output.outputs:
+            tops = None if x.logprobs is None else [list(top) for top in x.logprobs]
+            found.append((x.token_ids, x.text, x.finish_reason, x.stop_reason, tops))
+            found.append(pytest.approx(x.cumulative_logprob, abs=1e-4))
+    return found
+
+
+def few_blocks(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    plan_memory = build.plan_memory
+    monkeypatch.setattr(
+        build,
+        "plan_memory",
+        lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=num_blocks),
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(text_folder: Path) -> list[Any]:
+    """What the load gives where no step overlaps another."""
+    llm = open_overlap(text_folder)
+    llm._engine.core.overlap = False
+    found = load(llm)
+    assert llm.stats()["overlapped_steps"] == 0
+    reasons = {answer[2] for answer in found[::2]}
+    assert reasons == {"length", "stop"}
+    llm.close()
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("num_blocks", [None, 9])
+def test_every_kind_of_sampling_gives_the_tokens_of_steps_that_do_not_overlap(
+    text_folder: Path,
+    expected: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    pool_is_full: Callable[[LLM], bool],
+    late: bool,
+    num_blocks: int | None,
+) -> None:
+    if num_blocks is not None:
+        few_blocks(monkeypatch, num_blocks)
+    llm = open_overlap(text_folder, offload_group_size=2)
+    work = make_late(llm, monkeypatch) if late else None
+    assert load(llm) == expected
+    stats = llm.stats()
+    assert 5 < stats["overlapped_steps"] < stats["steps"]
+    assert (stats["preemptions"] > 0) is (num_blocks is not None)
+    assert pool_is_full(llm)
+    if work is not None:
+        assert work.most == 6  # of two steps: inputs, layers, sampling
+    llm.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_greedy_requests_overlap_in_all_steps_but_the_first(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    llm = open_llm(tiny.folder("llama"), offload_group_size=1)
+    if late:
+        make_late(llm, monkeypatch)
+    for count in (1, 3, 5):
+        before = llm.stats()
+        found = greedy(llm, PROMPTS[:count], 9)
+        assert found == tiny.greedy("llama", PROMPTS[:count], 9)
+        after = llm.stats()
+        assert after["steps"] - before["steps"] == 9
+        assert after["overlapped_steps"] - before["overlapped_steps"] == 8
+    llm.close()
+
+
+# Faults put in on purpose.
+
+
+def overlapped_tokens(llm: LLM) -> list[list[int]]:
+    found = greedy(llm, PROMPTS[:3], 9)
+    llm.close()
+    return found
+
+
+def stale_ids(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """The newest token that the host knows runs again."""
+    inputs = llm._engine.runner._inputs
+    scheduler = llm._engine.core.scheduler
+
+    def set_stale(place: int, token_row: int) -> None:
+        inputs.ids.host[place] = scheduler.running[place].last_token_id
+
+    monkeypatch.setattr(inputs, "set_unknown", set_stale)
+
+
+def ids_not_read(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    run = Upload.run
+    monkeypatch.setattr(Upload, "run", lambda self: run(replace(self, tokens=None)))
+
+
+def wrong_rows(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    run = Upload.run
+    monkeypatch.setattr(
+        Upload, "run", lambda self: run(replace(self, token_rows=self.token_rows.flip(0)))
+    )
+
+
+def tokens_overwritten(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Tokens of the step before that are read once another has sampled."""
+    sampler = llm._engine.core._sampler
+    enqueue = sampler.enqueue
+
+    def enqueue_and_wipe(*args: Any) -> Any:
+        pending = enqueue(*args)
+        sampler.tokens.zero_()
+        return pending
+
+    monkeypatch.setattr(sampler, "enqueue", enqueue_and_wipe)
+
+
+def one_host_table(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    sampler = llm._engine.core._sampler
+    sampler._hosts = sampler._hosts[:1]
+
+
+@pytest.mark.parametrize(
+    "fault", [stale_ids, ids_not_read, wrong_rows, tokens_overwritten, one_host_table]
+)
+def test_control_a_fault_changes_tokens(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+) -> None:
+    llm = open_llm(tiny.folder("llama"))
+    fault(monkeypatch, llm)
+    assert overlapped_tokens(llm) != tiny.greedy("llama", PROMPTS[:3], 9)
+
+
+def test_control_one_buffer_of_inputs_changes_tokens_where_the_device_is_late(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_buffers, is_right in ((1, False), (2, True)):
+        llm = open_llm(tiny.folder("llama"))
+        with monkeypatch.context() as patched:
+            make_late(llm, patched)
+            for index, prompt in enumerate(PROMPTS[:3]):
+                llm.add_request(prompt, greedy_params(9), str(index))
+            tokens = {event.request_id: [event.token_id] for event in llm.step()}
+            inputs = llm._engine.runner._inputs
+            inputs._hosts = inputs._hosts[:num_buffers]
+            inputs._arrays = inputs._arrays[:num_buffers]
+            found = list(drain(llm, tokens).values())
+            llm.close()
+        assert (found == tiny.greedy("llama", PROMPTS[:3], 9)) is is_right
+
+
+# What is counted.
+
+
+def test_times_of_steps_that_overlap_add_up(tiny: TinyModels) -> None:
+    llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
+    llm.add_request(PROMPTS[1], greedy_params(6))
+    steps, times = [], []
+    while llm.has_unfinished():
+        [event] = llm.step()
+        times.append(event.time_s)
+        steps.append(llm.last_step)
+    assert [step.is_overlapped for step in steps] == [False] + [True] * 5
+    assert [step.num_decodes for step in steps] == [0] + [1] * 5
+    per_step = llm.plan.bytes_per_step()
+    assert [step.in_place_bytes for step in steps] == [per_step] * 6
+    for step, first, second in zip(steps[1:], times, times[1:], strict=False):
+        assert step.duration_s == pytest.approx(second - first)
+        assert 0 <= step.wait_s <= step.duration_s
+        assert step.launch_s > 0
+    llm.close()
+
+
+def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
+    llm = open_llm(tiny.folder("llama"))
+    replays: list[int] = []
+
+    class Graph:
+        def replay(self) -> None:
+            replays.append(1)
+
+    runner = llm._engine.runner
+    with pytest.raises(EngineError, match=r"one of \[\], got 2"):
+        llm.replay_only(2)
+    for prompt in PROMPTS[1:3]:
+        llm.add_request(prompt, greedy_params(4))
+    runner._graphs[2] = (Graph(), 100, 20)
+    llm.step()
+    assert llm.last_step.used_graph is False
+    before = llm.stats()
+    replays.clear()
+    llm.replay_only(2)
+    llm.replay_only(2)
+    after = llm.stats()
+    assert replays == [1, 1]
+    assert after["graph_steps"] == before["graph_steps"]
+    assert after["h2d_bytes"] - before["h2d_bytes"] == 200
+    assert after["in_place_bytes"] - before["in_place_bytes"] == 40
+    llm.add_request(PROMPTS[3], greedy_params(1))
+    llm.step()
+    with pytest.raises(EngineError, match="one with a prefill"):
+        llm.replay_only(2)
+    llm.close()
+
+
+def test_the_same_tokens_whatever_the_torch_seed(tiny: TinyModels) -> None:
+    """Draws are keyed by position, which a token in flight counts for."""
+    params = SamplingParams(temperature=1.3, max_tokens=10)
+    found = []
+    for seed, overlap in ((0, True), (1, False)):
+        torch.manual_seed(seed)
+        llm = open_llm(tiny.folder("llama"))
+        llm._engine.core.overlap = overlap
+        found.append(tokens_of(llm.generate(PROMPTS, params)))
+        llm.close()
+    assert found[0] == found[1]
