@@ -22,11 +22,14 @@ __all__ = [
     "ModelConfig",
     "OffloadConfig",
     "OffloadWarning",
+    "PlannerConfig",
     "PrefetchOffloadConfig",
     "UVAOffloadConfig",
 ]
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+OBJECTIVES = ("latency", "throughput", "context")
+AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
 
 
 @dataclass(kw_only=True)
@@ -156,6 +159,73 @@ class EngineSettings(Sealed):
 
 
 @dataclass(kw_only=True)
+class PlannerConfig(Sealed):
+    """What is chosen by predicted times where the weights do not fit the GPU budget."""
+
+    choose: bool = False
+    """Choose the placement of every tensor; offload=auto sets it."""
+    objective: str = "latency"
+    """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
+    sequence)."""
+    auto_fields: list[str] = field(default_factory=list)
+    """Settings to choose: cpu_offload_gb (the least that fits), max_model_len and max_num_seqs (the
+    largest that fit, at most the value set)."""
+    referee: bool = False
+    """Time the two best candidates. Not available yet: true is refused."""
+
+    def check(self) -> None:
+        """Raise ConfigError for an unknown objective or field, or for what is not available."""
+        for name in ("choose", "referee"):
+            check_flag(f"planner.{name}", getattr(self, name))
+        check_choice("planner.objective", self.objective, OBJECTIVES)
+        names: object = self.auto_fields
+        if not isinstance(names, (list, tuple)):
+            raise ConfigError(
+                f"planner.auto_fields: expected a list of {', '.join(AUTO_FIELDS)}, got "
+                f"{names!r}. Put the name into a list."
+            )
+        for name in self.auto_fields:
+            check_choice("planner.auto_fields", name, AUTO_FIELDS)
+        if len(set(self.auto_fields)) != len(self.auto_fields):
+            raise ConfigError(
+                f"planner.auto_fields: expected each name once, got {list(self.auto_fields)!r}."
+            )
+        if self.referee:
+            raise ConfigError(
+                "planner.referee: expected false (timing candidates is not available yet), got "
+                "true. Remove it; the choice follows from predicted times."
+            )
+        if self.objective != "latency" and not self.choose:
+            raise ConfigError(
+                f"planner.objective: expected planner.choose=true beside it, got choose=false: "
+                f"{self.objective} would have no effect. Set offload=auto (in Python choose=True), "
+                "or remove it."
+            )
+
+    def check_against(self, offload: OffloadConfig) -> None:
+        """Raise ConfigError where the offload settings fix what is to be chosen."""
+        is_set = offload.offload_backend != "auto" or offload.uva.is_set or offload.prefetch.is_set
+        if self.choose and is_set:
+            raise ConfigError(
+                "planner.choose: expected no offload settings beside it, got some: they fix what "
+                "is to be chosen, and are not overridden. Remove them, or planner.choose."
+            )
+        if "cpu_offload_gb" not in self.auto_fields:
+            return
+        if self.choose:
+            raise ConfigError(
+                "planner.auto_fields: expected no cpu_offload_gb with planner.choose=true, which "
+                "chooses every placement. Remove one of the two."
+            )
+        is_prefetch = offload.offload_backend == "prefetch" or offload.prefetch.is_set
+        if is_prefetch:
+            raise ConfigError(
+                "planner.auto_fields: expected the uva backend for cpu_offload_gb, got prefetch "
+                "settings. Remove them, or cpu_offload_gb."
+            )
+
+
+@dataclass(kw_only=True)
 class ModelConfig(Sealed):
     """Where a model's weights come from and, where known beforehand, its sizes."""
 
@@ -191,6 +261,13 @@ class EngineConfig(Sealed):
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     kv: KVConfig = field(default_factory=KVConfig)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    measured_rates: dict[str, float | None] = field(default_factory=dict)
+    """What engine.probe.probe_link found on this machine, for predicted times; empty: unknown."""
+
+    def check(self) -> None:
+        """Raise ConfigError when parts contradict each other."""
+        self.planner.check_against(self.offload)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""

@@ -16,7 +16,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "emulated": plan.facts.emulated,
         "reference": engine.reference,
         "dtype": plan.dtype,
-        "backend": engine.config.offload.backend,
+        "backend": "auto" if engine.config.planner.choose else engine.config.offload.backend,
         "placement_bytes": plan.placed_bytes(),
         "offloaded_layers": [layer.index for layer in plan.offloaded_layers],
         "num_slots": plan.num_slots,

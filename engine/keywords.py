@@ -12,6 +12,7 @@ from engine.config import (
     KVConfig,
     ModelConfig,
     OffloadConfig,
+    PlannerConfig,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
@@ -44,6 +45,7 @@ _PREFETCH = (
     "offload_prefetch_step",
     "offload_params",
 )
+_PLANNER = ("choose", "objective", "auto_fields", "referee")
 _OTHER = (
     "device",
     "gpu_memory_gib",
@@ -53,7 +55,7 @@ _OTHER = (
     "offload_config",
     "tensor_parallel_size",
 )
-KEYWORDS = frozenset((*_ENGINE, *_KV, *_UVA, *_PREFETCH, *_OTHER))
+KEYWORDS = frozenset((*_ENGINE, *_KV, *_UVA, *_PREFETCH, *_PLANNER, *_OTHER))
 
 
 def config_from_keywords(model: str, keywords: dict[str, Any]) -> EngineConfig:
@@ -80,6 +82,7 @@ def config_from_keywords(model: str, keywords: dict[str, Any]) -> EngineConfig:
         offload=_offload(keywords),
         kv=KVConfig(**_pick(keywords, _KV)),
         engine=EngineSettings(**_pick(keywords, _ENGINE)),
+        planner=PlannerConfig(**_pick(keywords, _PLANNER)),
     )
 
 

@@ -176,14 +176,21 @@ def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
     return Assignment(placements, lookahead=step, notes=notes)
 
 
+def spread_layers(total: int, count: int) -> list[int]:
+    """Return `count` of `total` layers at even distances, the first among them.
+
+    Their copies then follow each other without a gap, and those for the next step begin as soon as
+    the first layer of this one is done.
+    """
+    return [layer for layer in range(total) if layer * count % total < count]
+
+
 def assign_spread(spec: ModelSpec, num_layers: int) -> Assignment:
     """Place `num_layers` layers, spread evenly, in host memory, copied one ahead."""
-    total = spec.num_hidden_layers
     placements = assign_resident(spec).placements
-    for layer in range(total):
-        if (layer + 1) * num_layers // total > layer * num_layers // total:
-            for tensor in spec.layer_tensors(layer):
-                placements[tensor.name] = Placement.PREFETCH
+    for layer in spread_layers(spec.num_hidden_layers, num_layers):
+        for tensor in spec.layer_tensors(layer):
+            placements[tensor.name] = Placement.PREFETCH
     return Assignment(placements)
 
 

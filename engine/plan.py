@@ -108,6 +108,10 @@ class MemoryPlan:
     host_items: dict[str, int]
     notes: tuple[str, ...] = ()
     swap_space_bytes: int = 0
+    predicted: dict[str, Any] | None = field(default=None, repr=False)
+    """Times that engine.cost.predict gives for this plan."""
+    choice: dict[str, Any] | None = field(default=None, repr=False)
+    """What the planner chose, why, and what else there was; None: it chose nothing."""
     facts: DeviceFacts = field(repr=False)
 
     @cached_property
@@ -218,6 +222,8 @@ class MemoryPlan:
                 else 0,
                 "kv_bytes": 0,
             },
+            "predicted": self.predicted,
+            "choice": self.choice,
             "notes": list(self.notes),
         }
 

@@ -150,12 +150,21 @@ class Attempt:
         return WorkerJob(
             name=name,
             kind=kind,
-            engine=self._engine,
+            engine=replace(self._engine, measured_rates=self._measured_rates()),
             scenario=self._config.scenario,
             prompts=self._prompts if kind == "measure" else {},
             reference=reference,
             gpu_uuid=self._around.gpu.uuid if self._around.gpu else None,
         )
+
+    def _measured_rates(self) -> dict[str, float | None]:
+        """Return what an earlier worker of this point probed, so that all plan with the same."""
+        prefix = "link/"
+        return {
+            name.removeprefix(prefix): rate
+            for name, rate in self.findings.metrics.items()
+            if name.startswith(prefix) and name.endswith("_gb_s")
+        }
 
     def _reference(self) -> Path | None:
         """Return the file of the reference tokens, made now when absent; None if it cannot be.

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import EngineConfig, ModelConfig, OffloadConfig
+from engine.config import EngineConfig, ModelConfig, OffloadConfig, PlannerConfig
 from engine.placement import assign
 from engine.planner import resolve_dtype, resolve_max_model_len
 from harness.errors import ConfigError
@@ -34,6 +34,7 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
         offload=config.offload,
         kv=config.kv,
         engine=config.engine,
+        planner=config.planner,
     )
 
 
@@ -47,6 +48,7 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
     return replace(
         engine_config(config, model_path),
         offload=OffloadConfig(),
+        planner=PlannerConfig(),
         kv=replace(config.kv, swap_space=0.0),
         engine=replace(config.engine, enforce_eager=True),
     )
@@ -72,7 +74,12 @@ def check_settings(config: RunConfig) -> None:
         return
     sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
     asked = EngineConfig(
-        model=sizes, gpu=config.gpu, offload=config.offload, kv=config.kv, engine=config.engine
+        model=sizes,
+        gpu=config.gpu,
+        offload=config.offload,
+        kv=config.kv,
+        engine=config.engine,
+        planner=config.planner,
     )
     resolve_max_model_len(asked, spec)
     # Only whether anything moves matters here, and that is the same in every dtype.

@@ -29,8 +29,7 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
         varying = [item.lstrip("+") for item in overrides if item not in sweep.shared]
         if varying:
             return ",".join(varying)[:_NAME_CHARS]
-    backend = config.offload.backend
-    parts = (config.model.name, backend, config.gpu.name, config.scenario.name)
+    parts = (config.model.name, config.offload_name, config.gpu.name, config.scenario.name)
     return "-".join(part for part in parts if part)[:_NAME_CHARS]
 
 
@@ -43,7 +42,7 @@ def flat_params(config: RunConfig) -> dict[str, Any]:
         "gpu": gpu.name,
         "gpu.device": gpu.device,
         "gpu.memory_gib": gpu.memory_gib,
-        "offload": config.offload.backend,
+        "offload": config.offload_name,
         "scenario": config.scenario.name,
         "kv.block_size": config.kv.block_size,
         "kv.swap_space": config.kv.swap_space,
@@ -76,7 +75,7 @@ def tags(config: RunConfig, environment: Mapping[str, Any]) -> dict[str, str]:
         "harness.status": "running",
         "harness.config_hash": config_hash(config.to_dict()),
         "model": config.model.name,
-        "offload": config.offload.backend,
+        "offload": config.offload_name,
         "git.sha": git.get("sha"),
         "git.dirty": git.get("dirty"),
         "host": environment.get("host"),

@@ -23,6 +23,7 @@ _EXAMPLES: Final = """\
 examples:
   python -m harness                                        the demo model, whatever hardware is here
   python -m harness +model=olmo7b offload=uva              a 7B model, 8 GiB of it in host memory
+  python -m harness +model=olmo7b gpu=rtx4080_16gb offload=auto   the best placement is chosen
   python -m harness +model=olmo7b model.load_format=dummy  random weights, no download
   python -m harness -m offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb
   python -m harness +experiment=smoke                      a file that holds all choices
@@ -59,7 +60,7 @@ ROOT_KEYS: Final = {
     "fail_fast=false": "true: stop a sweep at the first point that is not ok",
     "timeout_s=null": "seconds that a point may take",
     "engine.*": "limits and switches of the engine; --cfg job --package engine lists them",
-    "planner.*": "choosing the sizes of an offload automatically (not available yet)",
+    "planner.*": "what is chosen by predicted times: objective, auto_fields (offload=auto uses it)",
 }
 
 

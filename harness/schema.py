@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.config import LOAD_FORMATS, EngineSettings, GPUConfig, KVConfig, OffloadConfig
+from engine.config import (
+    LOAD_FORMATS,
+    EngineSettings,
+    GPUConfig,
+    KVConfig,
+    OffloadConfig,
+    PlannerConfig,
+)
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from engine.spec import ModelSpec
@@ -267,30 +274,6 @@ class TrackingConfig(Sealed):
 
 
 @dataclass(kw_only=True)
-class PlannerConfig(Sealed):
-    """Choosing the sizes of an offload automatically; not available yet."""
-
-    choose: bool = False
-    """Not available yet: true is refused."""
-    objective: str | None = None
-    """Not available yet: a value is refused."""
-    referee: str | None = None
-    """Not available yet: a value is refused."""
-    auto_fields: list[str] = field(default_factory=list)
-    """Not available yet: an entry is refused."""
-
-    def check(self) -> None:
-        """Raise ConfigError when anything is asked for."""
-        for name in ("choose", "objective", "referee", "auto_fields"):
-            value = getattr(self, name)
-            if value:
-                raise ConfigError(
-                    f"planner.{name}: choosing an offload automatically is not available yet, got "
-                    f"{value!r}. Remove it, and choose offload=none, uva or prefetch."
-                )
-
-
-@dataclass(kw_only=True)
 class RunConfig(Sealed):
     """One run of the harness: what is asked, complete."""
 
@@ -319,7 +302,7 @@ class RunConfig(Sealed):
     engine: EngineSettings = field(default_factory=EngineSettings)
     """Limits and switches of the engine."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    """Automatic choice of offload sizes."""
+    """What is chosen by predicted times."""
 
     def check(self) -> None:
         """Raise ConfigError for what is not available yet and for requests that cannot fit."""
@@ -334,7 +317,13 @@ class RunConfig(Sealed):
                 )
         if self.timeout_s is not None:
             check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
+        self.planner.check_against(self.offload)
         self._check_lengths()
+
+    @property
+    def offload_name(self) -> str:
+        """What reports call the offload: none, uva, prefetch, or auto where it is chosen."""
+        return "auto" if self.planner.choose else self.offload.backend
 
     def _check_lengths(self) -> None:
         limits = {"engine.max_model_len": self.engine.max_model_len}

@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Work:
         self, job: WorkerJob, run_dir: Path, door: EngineDoor, *, spawned_s: float
     ) -> None:
         self._job = job
+        self._engine = job.engine
         self._path = result_path(run_dir, job.name)
         self._door = door
         self._spawned_s = spawned_s
@@ -150,7 +152,7 @@ class Work:
     def _build(self, *, reference: bool = False) -> Engine:
         self._state.enter("build")
         llm = self._code().from_config(
-            self._job.engine, progress=self._state.loading, reference=reference
+            self._engine, progress=self._state.loading, reference=reference
         )
         self._llm = llm
         return llm
@@ -199,8 +201,9 @@ class Work:
         if is_timed:
             # Before the engine takes its memory: the probe's buffers are not part of the budget.
             self._state.enter("probe")
-            for name, rate in self._door.probe(self._job.engine).items():
-                self._result["metrics"][f"link/{name}"] = rate
+            rates = self._door.probe(self._job.engine)
+            self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
+            self._engine = replace(self._engine, measured_rates=rates)
             reset_rss_peak()
         llm = self._build()
         self._note_engine(llm)

@@ -65,7 +65,10 @@ def model_name(record: RunRecord) -> str | None:
 
 
 def offload_name(record: RunRecord) -> str | None:
-    """Return the backend that moves weights: none, uva or prefetch."""
+    """Return the backend that moves weights: none, uva, prefetch, or auto where it was chosen."""
+    planner = record.config.get("planner")
+    if isinstance(planner, Mapping) and planner.get("choose") is True:
+        return "auto"
     backend = dig_text(record.config, "offload.offload_backend")
     if backend != "auto":
         return backend

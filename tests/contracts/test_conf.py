@@ -41,7 +41,7 @@ MEMORY_MIB = {
 }
 """As nvidia-smi shows it."""
 OPTIONS = {
-    "offload": {"none", "uva", "prefetch"},
+    "offload": {"none", "uva", "prefetch", "auto"},
     "kv": {"gpu"},
     "scenario": {"quick", "load", "throughput", "latency", "all"},
     "tracking": {"mlflow", "none"},

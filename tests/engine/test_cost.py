@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from engine.rates import (
     sheet_rates,
 )
 from engine.weights.ring import SlotRing
+from harness.folders import CONF
 from tests.engine.specs import (
     CPU,
     H200,
@@ -312,3 +314,24 @@ def test_no_card_reaches_more_than_its_sheet() -> None:
         assert rates.hbm_gb_s < sheet.hbm_gb_s
         assert rates.float32_tflops < rates.bf16_tflops < sheet.bf16_tflops
         assert rates.pageable_gb_s <= rates.h2d_gb_s
+
+
+def test_sheets_in_conf_are_those_of_the_device_names() -> None:
+    names = {
+        "rtx3060_12gb": "NVIDIA GeForce RTX 3060",
+        "rtx4080_16gb": "NVIDIA GeForce RTX 4080",
+        "rtx4090_24gb": "NVIDIA GeForce RTX 4090",
+        "l4_24gb": "NVIDIA L4",
+        "a100_80gb": "NVIDIA A100-SXM4-80GB",
+        "h100_80gb": "NVIDIA H100 80GB HBM3",
+        "h200_141gb": "NVIDIA H200",
+    }
+    assert set(names.values()) == set(CARDS)
+    for file, device in names.items():
+        gpu = yaml.safe_load((CONF / "gpu" / f"{file}.yaml").read_text(encoding="utf-8"))
+        sheet = CARDS[device]
+        assert (gpu["link_gb_s"], gpu["hbm_gb_s"], gpu["bf16_tflops"]) == (
+            sheet.link_gb_s,
+            sheet.hbm_gb_s,
+            sheet.bf16_tflops,
+        )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig, GPUConfig
+from engine.config import EngineConfig, GPUConfig, OffloadConfig, PlannerConfig
 from engine.errors import CapacityError
 from engine.planner import plan_memory
 from engine.spec import ModelSpec
@@ -78,6 +78,11 @@ def alternatives(text: str) -> list[str]:
 def follow(config: EngineConfig, advice: str) -> EngineConfig:
     """Apply one alternative of a refusal."""
     fields = dict(part.split("=", 1) for part in advice.split())
+    if fields.get("offload") == "auto":
+        planner = PlannerConfig(choose=True)
+        config = replace(config, offload=OffloadConfig(), planner=planner)
+        if len(fields) == 1:
+            return config
     if "engine.max_model_len" in fields:
         length = int(fields["engine.max_model_len"])
         return replace(config, engine=replace(config.engine, max_model_len=length))

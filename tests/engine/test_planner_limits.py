@@ -47,13 +47,13 @@ def test_a_plan_beyond_host_memory_is_refused(facts: DeviceFacts) -> None:
 
 def test_a_refusal_names_offloads_that_only_host_memory_rules_out() -> None:
     config = configuration(OLMO_7B, memory_gib=15, dtype="bfloat16")
-    with pytest.raises(CapacityError, match="Fits with: offload=uva"):
+    with pytest.raises(CapacityError, match="Fits with: offload=auto; or offload=uva"):
         plan_memory(config, OLMO_7B, H200)
     short = replace(H200, host_available_bytes=3 * GIB, free_bytes=14 * GIB)
     with pytest.raises(CapacityError) as error:
         plan_memory(config, OLMO_7B, short)
     text = str(error.value)
-    assert "It would fit with offload=uva" in text
+    assert "It would fit with offload=auto; or offload=uva" in text
     assert "not in the 2.00 GiB of host memory" in text
 
 

@@ -1,0 +1,199 @@
+"""From a placement to a MemoryPlan: every byte on both sides. Pure arithmetic, no torch."""
+
+import math
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.errors import CapacityError, ConfigError
+from engine.placement import Assignment, Placement, fall_back
+from engine.plan import (
+    LOAD_STAGING_BYTES,
+    DeviceFacts,
+    MemoryPlan,
+    WeightLayout,
+    align,
+    lay_out,
+)
+from engine.sizes import activation_bytes, graph_bytes, graph_sizes, logits_bytes, runtime_bytes
+from engine.spec import DTYPE_BYTES, ModelSpec
+
+GIB = 2**30
+PROCESS_BYTES = GIB
+"""Host memory of the process itself: interpreter, libraries, tokenizer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is made from, resolved."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    facts: DeviceFacts
+    dtype: str
+    max_model_len: int
+    reference: bool
+
+
+def resolve_dtype(config: EngineConfig, spec: ModelSpec, kind: str) -> str:
+    """Return the dtype in force: auto is the checkpoint's on a GPU and float32 on a CPU."""
+    if config.engine.dtype != "auto":
+        return config.engine.dtype
+    return "float32" if kind == "cpu" else spec.dtype
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the length limit in force.
+
+    Raises:
+        ConfigError: The model has a sliding window that was not disabled, or the limit exceeds the
+            model's.
+    """
+    window = spec.sliding_window
+    if window is not None and not config.kv.disable_sliding_window:
+        raise ConfigError(
+            f"model: it attends to a sliding window of {window} tokens, which is not available "
+            "yet. Set kv.disable_sliding_window=true to attend to the whole context."
+        )
+    limit = spec.max_position_embeddings
+    asked = limit if config.engine.max_model_len is None else config.engine.max_model_len
+    if not 2 <= asked <= limit:
+        raise ConfigError(
+            "engine.max_model_len: expected at least 2 (one token of prompt, one of output) and at "
+            f"most the model's {limit} positions, got {asked}. Change it."
+        )
+    return asked
+
+
+def served(asked: Asked, assignment: Assignment) -> Assignment:
+    """What this machine makes of an assignment."""
+    facts = asked.facts
+    return fall_back(assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason)
+
+
+def fits(asked: Asked, assignment: Assignment) -> bool:
+    """Whether this machine can serve it, in GPU and host memory."""
+    return plan_fits(build_plan(asked, served(asked, assignment)))
+
+
+def plan_fits(plan: MemoryPlan) -> bool:
+    """Whether one sequence of max_model_len has room on the GPU, and the rest in host memory."""
+    has_kv = plan.kv_tokens >= plan.max_model_len
+    has_host = plan.host_total_bytes <= plan.host_limit_bytes and not plan.memlock_lack
+    return has_kv and has_host
+
+
+def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
+    """Account for every byte; the KV cache takes what is left."""
+    config, spec, facts, dtype = asked.config, asked.spec, asked.facts, asked.dtype
+    settings, size = config.engine, DTYPE_BYTES[dtype]
+    layout = lay_out(spec, assignment, dtype)
+    slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, dtype)
+    sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
+    budget = gpu_budget_bytes(config, facts)
+    notes = list(assignment.notes)
+    use_graphs = bool(sizes) and not settings.enforce_eager and not asked.reference
+    if use_graphs and layout.offloaded_bytes and not facts.can_pin:
+        use_graphs = False
+        notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
+    if config.kv.disable_sliding_window and spec.sliding_window is None:
+        notes.append("kv.disable_sliding_window: this model has no window, so nothing changes.")
+    graph_pool, graph_nodes = graph_bytes(spec, sizes if use_graphs else (), size)
+    workspace, runtime = runtime_bytes(facts.kind)
+    items = {
+        "weights": layout.resident_bytes,
+        "prefetch_slots": 0 if stage is not None else slots * slot_bytes,
+        "staging_slots": (slots * slot_bytes if stage is not None else 0) + outer_slot,
+        "activations": activation_bytes(spec, settings, size, asked.max_model_len)
+        + graph_pool
+        + workspace,
+        "logits": logits_bytes(spec, settings, size),
+        "graphs": graph_nodes,
+        "runtime": runtime,
+    }
+    block_bytes = spec.kv_bytes_per_token(dtype) * config.kv.block_size
+    room = max(0, budget - sum(items.values()))
+    useful = settings.max_num_seqs * math.ceil(asked.max_model_len / config.kv.block_size)
+    blocks = min(room // block_bytes, useful)
+    items["kv_cache"] = blocks * block_bytes
+    pinned = facts.can_pin
+    host = {
+        "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
+        "load_staging": LOAD_STAGING_BYTES,
+        "process": PROCESS_BYTES,
+    }
+    if facts.emulated:
+        host["emulated_gpu"] = sum(items.values())
+    reserve = int(settings.host_reserve_gib * GIB)
+    return MemoryPlan(
+        dtype=dtype,
+        placements=assignment.placements,
+        layers=layout.layers,
+        outer_resident=layout.outer_resident,
+        outer_offloaded=layout.outer_offloaded,
+        lookahead=assignment.lookahead,
+        num_slots=slots,
+        slot_bytes=slot_bytes,
+        outer_slot_bytes=outer_slot,
+        stage_tokens=stage,
+        block_size=config.kv.block_size,
+        block_bytes=block_bytes,
+        num_gpu_blocks=blocks,
+        max_model_len=asked.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        graph_sizes=sizes,
+        use_graphs=use_graphs,
+        pin=pinned,
+        gpu_budget_bytes=budget,
+        gpu_items=items,
+        host_limit_bytes=max(0, facts.host_available_bytes - reserve),
+        host_items=host,
+        notes=tuple(notes),
+        facts=facts,
+    )
+
+
+def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
+    """Return memory_gib (or the card's) times gpu_memory_utilization.
+
+    Raises:
+        CapacityError: The budget is larger than what is free on the card.
+    """
+    memory = config.gpu.memory_gib
+    total = facts.total_bytes if memory is None else int(memory * GIB)
+    budget = int(total * config.engine.gpu_memory_utilization)
+    if budget > facts.free_bytes and not facts.emulated:
+        raise CapacityError(
+            f"GPU budget: expected at most the {facts.free_bytes / GIB:.2f} GiB that are free of "
+            f"{facts.total_bytes / GIB:.2f} GiB on {facts.name}, got {total / GIB:.2f} GiB x "
+            f"gpu_memory_utilization {config.engine.gpu_memory_utilization:g} = "
+            f"{budget / GIB:.2f} GiB. Lower gpu.memory_gib or engine.gpu_memory_utilization, or "
+            "stop the processes that hold the rest."
+        )
+    return budget
+
+
+def _slots(
+    layout: WeightLayout, assignment: Assignment, config: EngineConfig, dtype: str
+) -> tuple[int, int, int, int | None]:
+    """Return slots, bytes of one, bytes of the outer scratch, and the staging threshold."""
+    moved = [layer for layer in layout.layers if layer.offloaded.num_bytes]
+    slot_bytes = max((layer.offloaded.num_bytes for layer in moved), default=0)
+    outer = [
+        align(tensor.numel * DTYPE_BYTES[dtype])
+        for tensor in layout.outer_offloaded.tensors
+        if assignment.placements[tensor.name] is Placement.ON_DEMAND
+    ]
+    kinds = {layer.placement for layer in moved}
+    stage = None
+    if not moved:
+        return 0, 0, max(outer, default=0), None
+    if Placement.UVA in kinds:
+        threshold = config.engine.uva_stage_tokens
+        stage = threshold if threshold <= config.engine.max_num_batched_tokens else None
+        count = min(2, len(moved)) if stage is not None else 0
+    elif Placement.PREFETCH in kinds:
+        count = min(assignment.lookahead + 1, len(moved))
+    else:
+        count = 1
+    return count, slot_bytes, max(outer, default=0), stage

@@ -1,0 +1,141 @@
+"""What a refusal says: what was needed, what is there, and the cheapest settings that would fit."""
+
+import math
+from dataclasses import replace
+
+from engine.accounting import GIB, Asked, fits, plan_fits
+from engine.choose import Chooser, largest
+from engine.offload_config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from engine.placement import Assignment, assign_prefetch, assign_uva
+from engine.plan import MemoryPlan
+from engine.rates import rates_for
+from engine.spec import DTYPE_BYTES
+
+
+def gib(num_bytes: int) -> str:
+    """GiB with two decimals, more below 1, so that a small lack is seen."""
+    value = num_bytes / GIB
+    decimals = 2 if abs(value) >= 1 else 3 if abs(value) >= 0.05 else 6
+    return f"{value:.{decimals}f}"
+
+
+def refusal(plan: MemoryPlan, asked: Asked) -> str:
+    """Say what was needed, what is there, and the cheapest settings that would fit."""
+    items = plan.gpu_items
+    fixed = plan.gpu_total_bytes - items["kv_cache"]
+    left = plan.gpu_budget_bytes - fixed
+    blocks = math.ceil(asked.max_model_len / plan.block_size)
+    need = blocks * plan.block_bytes
+    parts = ", ".join(f"{k} {gib(v)}" for k, v in items.items() if v and k != "kv_cache")
+    text = (
+        f"available KV cache memory: {gib(left)} GiB; one sequence of max_model_len="
+        f"{asked.max_model_len} needs {gib(need)} GiB. GPU budget "
+        f"{gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB)."
+    )
+    found = advice(asked)
+    length = left // plan.block_bytes * plan.block_size
+    shorter = replace(asked, max_model_len=length)
+    if asked.config.planner.choose:
+        text += _host_lack(asked, plan)
+        found += _shorter_with_auto(asked, "")
+    elif length > 0 and fits(shorter, Assignment(plan.placements, plan.lookahead)):
+        found.append(f"engine.max_model_len={length}")
+    elif not found:
+        found += _shorter_with_auto(asked, "offload=auto ")
+    if not found:
+        return f"{text} {_last_resort(asked, plan, fixed + need)}"
+    return text + " Fits with: " + "; or ".join(found) + "."
+
+
+def _with_auto(asked: Asked) -> Asked:
+    """The same question with every placement chosen."""
+    planner = replace(asked.config.planner, choose=True, auto_fields=[])
+    config = replace(asked.config, planner=planner, offload=OffloadConfig())
+    return replace(asked, config=config)
+
+
+def _host_lack(asked: Asked, plan: MemoryPlan) -> str:
+    """Say so where a chosen placement lacks host memory alone."""
+    roomy = replace(asked.facts, host_available_bytes=2**60, pin_limit_bytes=None)
+    found = _chooser(replace(asked, facts=roomy)).best()
+    if found is None:
+        return ""
+    need = sum(found[0].placed_bytes().values()) - found[0].placed_bytes()["resident"]
+    limit = plan.host_limit_bytes - plan.host_total_bytes
+    return (
+        f" It would fit with {gib(need)} GiB of weights in host memory, where {gib(limit)} GiB are "
+        "available for them."
+    )
+
+
+def _chooser(asked: Asked) -> Chooser:
+    rates = rates_for(asked.config.gpu, asked.facts, asked.config.measured_rates)
+    return Chooser(_with_auto(asked), rates)
+
+
+def _auto_fits(asked: Asked) -> bool:
+    chooser = _chooser(asked)
+    return plan_fits(chooser.resident) or chooser.best() is not None
+
+
+def _shorter_with_auto(asked: Asked, prefix: str) -> list[str]:
+    """The largest length, in blocks, for which a chosen placement fits."""
+    size = asked.config.kv.block_size
+
+    def is_good(blocks: int) -> bool:
+        return _auto_fits(replace(asked, max_model_len=blocks * size))
+
+    blocks = largest(1, (asked.max_model_len - 1) // size, is_good)
+    return [] if blocks is None else [f"{prefix}engine.max_model_len={blocks * size}"]
+
+
+def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
+    """What remains where neither offload nor a shorter length fits: a larger budget."""
+    memory = num_bytes / asked.config.engine.gpu_memory_utilization / GIB
+    memory = math.ceil(memory * 100 + 1e-6) / 100
+    config = replace(asked.config, gpu=replace(asked.config.gpu, memory_gib=memory))
+    budget = int(memory * GIB) * asked.config.engine.gpu_memory_utilization
+    larger = replace(asked, config=config)
+    on_card = plan.facts.emulated or budget <= plan.facts.free_bytes
+    if on_card and fits(larger, Assignment(plan.placements, plan.lookahead)):
+        return f"Fits with: gpu.memory_gib={memory:g}."
+    roomy = advice(replace(asked, facts=replace(asked.facts, host_available_bytes=2**60)))
+    if roomy:
+        return (
+            f"It would fit with {'; or '.join(roomy)}, but not in the "
+            f"{gib(plan.host_limit_bytes)} GiB of host memory that are available here. Free host "
+            "memory, or take a machine with more."
+        )
+    return (
+        f"No offload makes it fit: lower engine.max_num_batched_tokens or engine.max_num_seqs, or "
+        f"use a card of {memory:.2f} GiB."
+    )
+
+
+def advice(asked: Asked) -> list[str]:
+    """Return settings with which the plan fits: a chosen placement, then the least of a backend."""
+    spec, found = asked.spec, []
+    if asked.config.planner.choose:
+        return []
+    if _auto_fits(asked):
+        found.append("offload=auto")
+    layers = spec.num_hidden_layers
+    total = sum(t.numel for i in range(layers) for t in spec.layer_tensors(i))
+    layer_gib = total / layers * DTYPE_BYTES[asked.dtype] / GIB
+    for count in range(1, layers + 1):
+        size = math.ceil(count * layer_gib * 100) / 100
+        uva = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=size))
+        if fits(asked, assign_uva(spec, uva, asked.dtype)):
+            found.append(f"offload=uva offload.uva.cpu_offload_gb={size:g}")
+            break
+    group = min(8, layers)
+    for count in range(1, group + 1):
+        node = PrefetchOffloadConfig(offload_group_size=group, offload_num_in_group=count)
+        if fits(asked, assign_prefetch(spec, OffloadConfig(prefetch=node))):
+            found.append(
+                f"offload=prefetch offload.prefetch.offload_group_size={group} "
+                f"offload.prefetch.offload_num_in_group={count} "
+                "offload.prefetch.offload_prefetch_step=1"
+            )
+            break
+    return found

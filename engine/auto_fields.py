@@ -1,0 +1,159 @@
+"""planner.auto_fields: settings that are chosen so that it fits. Pure arithmetic, no torch."""
+
+import math
+from dataclasses import replace
+
+from engine.accounting import (
+    GIB,
+    Asked,
+    build_plan,
+    fits,
+    plan_fits,
+    resolve_dtype,
+    resolve_max_model_len,
+    served,
+)
+from engine.choose import Chooser, largest
+from engine.config import EngineConfig
+from engine.offload_config import OffloadConfig
+from engine.placement import Assignment, assign, assign_resident, assign_uva
+from engine.plan import DeviceFacts
+from engine.rates import rates_for
+from engine.spec import ModelSpec
+
+
+def choose_fields(
+    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts
+) -> tuple[EngineConfig, list[str]]:
+    """Return the configuration with planner.auto_fields chosen, and a note for each.
+
+    max_num_seqs is halved, and then max_model_len lowered, only where no offload is enough;
+    cpu_offload_gb is the least with which it fits. Where nothing fits the configuration is returned
+    as it is, and planning it refuses with the figures. The objective context chooses max_model_len
+    too where none is set.
+    """
+    planner = config.planner
+    names = set(planner.auto_fields)
+    if planner.choose and planner.objective == "context" and config.engine.max_model_len is None:
+        names.add("max_model_len")
+    if not names:
+        return config, []
+    search = _Search(config, spec, facts, names)
+    found = search.run()
+    return config if found is None else found, search.notes(found)
+
+
+class _Search:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, names: set[str]
+    ) -> None:
+        self._config, self._spec, self._facts, self._names = config, spec, facts, names
+        self._limit = resolve_max_model_len(config, spec)
+
+    def run(self) -> EngineConfig | None:
+        """Return the first configuration that fits."""
+        most = self._config.engine.max_num_seqs
+        counts = [most]
+        while "max_num_seqs" in self._names and counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        for count in counts:
+            found = self._offloaded(self._with(count, self._limit))
+            if found is not None:
+                return self._with_kept_seqs(found)
+        if "max_model_len" not in self._names:
+            return None
+        length = largest(2, self._limit, lambda n: self._offloaded(self._least(n)) is not None)
+        if length is None:
+            return None
+        found = self._offloaded(self._least(length))
+        return None if found is None else self._with_kept_seqs(found)
+
+    def notes(self, found: EngineConfig | None) -> list[str]:
+        """Return what was chosen in words."""
+        if found is None:
+            return []
+        values = {
+            "cpu_offload_gb": f"offload.uva.cpu_offload_gb={found.offload.uva.cpu_offload_gb:g}",
+            "max_model_len": f"engine.max_model_len={found.engine.max_model_len}",
+            "max_num_seqs": f"engine.max_num_seqs={found.engine.max_num_seqs}",
+        }
+        chosen = ", ".join(values[name] for name in sorted(self._names))
+        return [f"planner.auto_fields: {chosen}."]
+
+    def _with(self, max_num_seqs: int, max_model_len: int) -> EngineConfig:
+        engine = replace(
+            self._config.engine, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
+        return replace(self._config, engine=engine)
+
+    def _least(self, length: int) -> EngineConfig:
+        """The fewest sequences that may be chosen, of that length."""
+        few = 1 if "max_num_seqs" in self._names else self._config.engine.max_num_seqs
+        return self._with(few, length)
+
+    def _asked(self, config: EngineConfig) -> Asked:
+        dtype = resolve_dtype(config, self._spec, self._facts.kind)
+        length = config.engine.max_model_len or self._limit
+        return Asked(config, self._spec, self._facts, dtype, length, reference=False)
+
+    def _offloaded(self, config: EngineConfig) -> EngineConfig | None:
+        """Return the configuration with the least offload that fits, or None."""
+        asked = self._asked(config)
+        if "cpu_offload_gb" in self._names:
+            return self._with_least_uva(asked)
+        if config.planner.choose:
+            rates = rates_for(config.gpu, self._facts, config.measured_rates)
+            chooser = Chooser(asked, rates)
+            has_any = plan_fits(chooser.resident) or chooser.best() is not None
+            return config if has_any else None
+        return config if fits(asked, assign(self._spec, config.offload, asked.dtype)) else None
+
+    def _with_least_uva(self, asked: Asked) -> EngineConfig | None:
+        config = asked.config
+        node = config.offload.uva
+        total = self._spec.weight_bytes(asked.dtype)
+
+        def offload(hundredths: int) -> OffloadConfig:
+            # The backend stays as asked: uva with 0 GiB moves nothing and would be refused.
+            backend = config.offload.offload_backend if hundredths else "auto"
+            selectors = node.cpu_offload_params if hundredths else []
+            uva = replace(node, cpu_offload_gb=hundredths / 100, cpu_offload_params=selectors)
+            return replace(config.offload, offload_backend=backend, uva=uva)
+
+        def placed(hundredths: int) -> Assignment:
+            if hundredths == 0:
+                return assign_resident(self._spec)
+            return assign_uva(self._spec, offload(hundredths), asked.dtype)
+
+        def has_room(hundredths: int) -> bool:
+            plan = build_plan(asked, served(asked, placed(hundredths)))
+            return plan.kv_tokens >= asked.max_model_len
+
+        low, high = 0, math.ceil(total / GIB * 100)  # low has no room, high has
+        if has_room(low):
+            high = low
+        elif not has_room(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_room(middle) else (middle, high)
+        if not fits(asked, placed(high)):  # it lacks host memory
+            return None
+        return replace(config, offload=offload(high))
+
+    def _with_kept_seqs(self, config: EngineConfig) -> EngineConfig:
+        """Lower max_num_seqs to what the KV cache holds at full length, where it is chosen."""
+        if "max_num_seqs" not in self._names:
+            return config
+        asked = self._asked(config)
+        if config.planner.choose:
+            rates = rates_for(config.gpu, self._facts, config.measured_rates)
+            chooser = Chooser(asked, rates)
+            found = chooser.best()
+            plan = chooser.resident if plan_fits(chooser.resident) or not found else found[0]
+        else:
+            assignment: Assignment = assign(self._spec, config.offload, asked.dtype)
+            plan = build_plan(asked, served(asked, assignment))
+        held = max(1, plan.kv_tokens // asked.max_model_len)
+        count = min(held, config.engine.max_num_seqs)
+        return replace(config, engine=replace(config.engine, max_num_seqs=count))

@@ -1,0 +1,321 @@
+"""Choose the placement of every tensor by predicted times, where the weights do not fit.
+
+Candidates are what the engine can run: an untied embedding table read in place, which costs
+nothing; then as few layers as free the room that is needed, spread evenly, whole or some products
+of each, copied ahead into slots or read in place; the last of them only in part where that is
+enough. Pure arithmetic, no torch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any, Final
+
+from engine.accounting import GIB, Asked, build_plan, plan_fits, served
+from engine.cost import (
+    CONTEXT_TOKENS,
+    EMBED,
+    QUEUE_REQUESTS,
+    Shape,
+    decode_step_s,
+    queue_of,
+    queue_s,
+    shape_of,
+)
+from engine.placement import Assignment, Placement, assign_resident, spread_layers
+from engine.plan import MemoryPlan, align
+from engine.rates import Rates
+from engine.spec import DTYPE_BYTES
+
+HEAD: Final = "lm_head.weight"
+QKV, OUT, GATE_UP, DOWN = (
+    "self_attn.qkv_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
+)
+GRANULES: Final = {
+    "whole layers": (),
+    "mlp": (GATE_UP, DOWN),
+    "attention products": (QKV, OUT),
+    "mlp.gate_up_proj": (GATE_UP,),
+    "mlp.down_proj": (DOWN,),
+    "self_attn.qkv_proj": (QKV,),
+    "self_attn.o_proj": (OUT,),
+}
+"""What is taken of a layer; nothing named: all of it."""
+NUM_LISTED: Final = 5
+TIE: Final = 0.002
+"""Times that differ by less count as equal; then fewer bytes in host memory decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One placement with its predicted times."""
+
+    label: str
+    assignment: Assignment
+    shape: Shape
+    host_bytes: int
+    decode_s: float
+    """At batch 1."""
+    queue_s: float
+
+    def score(self, objective: str) -> tuple[int, int]:
+        """Return what is least for the best candidate."""
+        seconds = self.queue_s if objective == "throughput" else self.decode_s
+        return round(math.log(seconds) / TIE), self.host_bytes
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data for the record."""
+        prompt, output = queue_of(self.shape.max_model_len)
+        return {
+            "label": self.label,
+            "host_gib": self.host_bytes / GIB,
+            "kv_tokens": self.shape.num_blocks * self.shape.block_size,
+            "decode_step_ms": self.decode_s * 1e3,
+            "queue_output_tokens_s": QUEUE_REQUESTS * output / self.queue_s,
+            "queue_prompt_tokens": prompt,
+        }
+
+
+class Chooser:
+    """Enumerates candidates for one question.
+
+    Args:
+        asked: Model, budget and limits.
+        rates: Of the machine that the plan is for.
+    """
+
+    def __init__(self, asked: Asked, rates: Rates) -> None:
+        self._asked = asked
+        self._rates = rates
+        self._spec = asked.spec
+        self._size = DTYPE_BYTES[asked.dtype]
+        self._layers = asked.spec.num_hidden_layers
+        self._tensors = {
+            tensor.name.split(".", 3)[3]: align(tensor.numel * self._size)
+            for tensor in asked.spec.layer_tensors(0)
+        }
+        self._outer = {t.name: align(t.numel * self._size) for t in asked.spec.outer_tensors()}
+        self.resident = build_plan(asked, assign_resident(asked.spec))
+
+    @cached_property
+    def _base(self) -> Shape:
+        return shape_of(self.resident, self._spec)
+
+    def best(self) -> tuple[MemoryPlan, list[Candidate]] | None:
+        """Return the plan of the best candidate that fits, and all candidates, the best first."""
+        objective = self._asked.config.planner.objective
+        ranked = sorted(self._candidates(objective), key=lambda item: item.score(objective))
+        for index, candidate in enumerate(ranked):
+            assignment = served(self._asked, candidate.assignment)
+            plan = build_plan(self._asked, assignment)
+            if plan_fits(plan):
+                return plan, ranked[index:]
+        return None
+
+    def _candidates(self, objective: str) -> Iterator[Candidate]:
+        facts, seen = self._asked.facts, set()
+        kinds = [Placement.ON_DEMAND]
+        if facts.can_pin:
+            kinds = [Placement.PREFETCH, *([Placement.UVA] if facts.can_uva else [])]
+        for blocks in self._block_targets(objective):
+            for outer in self._outer_options():
+                found = False
+                for kind in kinds:
+                    for lookahead in (1, 2) if kind is Placement.PREFETCH else (1,):
+                        for name in GRANULES:
+                            item = self._candidate(blocks, outer, kind, lookahead, name)
+                            found = found or item is not None
+                            if item is not None and item.label not in seen:
+                                seen.add(item.label)
+                                yield item
+                if found:
+                    break  # the head is read from the host only where nothing else is enough
+
+    def _block_targets(self, objective: str) -> list[int]:
+        """KV blocks to make room for."""
+        asked, size = self._asked, self._base.block_size
+        least = math.ceil(asked.max_model_len / size)
+        if objective != "throughput":
+            return [least]
+        most = asked.config.engine.max_num_seqs
+        each = math.ceil(sum(queue_of(asked.max_model_len)) / size)
+        counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+        return sorted({min(max(least, count * each), most * least) for count in counts})
+
+    def _outer_options(self) -> list[tuple[str, ...]]:
+        """Tensors outside the layers that are read in place; a tied table never is."""
+        if not self._asked.facts.can_uva or self._spec.tie_word_embeddings:
+            return [()]
+        return [(EMBED,), (EMBED, HEAD)]
+
+    def _candidate(
+        self, blocks: int, outer: tuple[str, ...], kind: Placement, lookahead: int, name: str
+    ) -> Candidate | None:
+        """Return the least offload of one sort that leaves the blocks free, or None."""
+        plan = self.resident
+        other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
+        freed = sum(self._outer[item] for item in outer)
+        need = other + blocks * plan.block_bytes - freed - plan.gpu_budget_bytes
+        taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
+        if taken is None:
+            return None
+        sizes = [sum(self._tensors[item] for item in items) for items in taken]
+        slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
+        moved = sum(sizes)
+        left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
+        most = self._asked.config.engine.max_num_seqs * math.ceil(
+            self._asked.max_model_len / self._base.block_size
+        )
+        shape = self._shape(sizes, outer, kind, slots, min(left // plan.block_bytes, most))
+        context = self._asked.max_model_len
+        if self._asked.config.planner.objective != "context":
+            context = min(CONTEXT_TOKENS, context)
+        prompt, output = queue_of(self._asked.max_model_len)
+        return Candidate(
+            label=self._label(taken, outer, kind, slots, name),
+            assignment=self._assignment(taken, outer, kind, lookahead),
+            shape=shape,
+            host_bytes=moved + freed,
+            decode_s=decode_step_s(shape, self._rates, 1, context),
+            queue_s=queue_s(shape, self._rates, QUEUE_REQUESTS, prompt, output),
+        )
+
+    def _num_slots(self, kind: Placement, lookahead: int) -> int:
+        settings = self._asked.config.engine
+        if kind is Placement.UVA:
+            return 2 if settings.uva_stage_tokens <= settings.max_num_batched_tokens else 0
+        return lookahead + 1 if kind is Placement.PREFETCH else 1
+
+    def _choose_layers(self, need: int, name: str, slots: int) -> list[tuple[str, ...]] | None:
+        """Return what is taken of each layer so that `need` bytes are freed beside the slots."""
+        whole = GRANULES[name] or tuple(self._tensors)
+        none: list[tuple[str, ...]] = [()] * self._layers
+        if need <= 0:
+            return none
+        size = sum(self._tensors[item] for item in whole)
+        count = slots + math.ceil(need / size)
+        if count > self._layers:
+            return None
+        taken = none
+        places = spread_layers(self._layers, count)
+        for layer in places:
+            taken[layer] = whole
+        taken[places[-1]] = self._part(whole, need - (count - 1 - slots) * size)
+        return taken
+
+    def _part(self, whole: tuple[str, ...], least: int) -> tuple[str, ...]:
+        """Return the fewest bytes of products that reach `least`, or the whole."""
+        products = [item for item in whole if item in {QKV, OUT, GATE_UP, DOWN}]
+        options = [
+            items
+            for count in range(1, len(products) + 1)
+            for items in combinations(products, count)
+        ]
+        sizes = {items: sum(self._tensors[item] for item in items) for items in options}
+        enough = [items for items in options if sizes[items] >= least]
+        part = min(enough, key=sizes.__getitem__, default=whole)
+        return whole if len(part) == len(products) else part
+
+    def _shape(
+        self, sizes: list[int], outer: tuple[str, ...], kind: Placement, slots: int, blocks: int
+    ) -> Shape:
+        base = self._base
+        head = self._outer.get(HEAD, 0) if HEAD in outer else 0
+        threshold = self._asked.config.engine.uva_stage_tokens
+        return replace(
+            base,
+            resident_bytes=tuple(
+                whole - size for whole, size in zip(base.resident_bytes, sizes, strict=True)
+            ),
+            offloaded_bytes=tuple(sizes),
+            placement=kind if any(sizes) else Placement.RESIDENT,
+            num_slots=slots,
+            stage_tokens=threshold if kind is Placement.UVA and slots else None,
+            head_bytes=base.head_bytes - head,
+            head_in_place_bytes=head,
+            embed_row_bytes=self._spec.hidden_size * self._size if EMBED in outer else 0,
+            uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
+            is_pinned=self._asked.facts.can_pin,
+            num_blocks=blocks,
+        )
+
+    def _assignment(
+        self, taken: list[tuple[str, ...]], outer: tuple[str, ...], kind: Placement, lookahead: int
+    ) -> Assignment:
+        facts = self._asked.facts
+        placements = assign_resident(self._spec).placements
+        placements |= dict.fromkeys(outer, Placement.UVA)
+        for layer, items in enumerate(taken):
+            for item in items:
+                placements[f"model.layers.{layer}.{item}"] = kind
+        notes = []
+        if not facts.can_pin:
+            notes.append(
+                f"fallback: copying ahead and reading in place are not possible ({facts.reason}), "
+                "so offloaded layers are copied on demand from pageable host memory."
+            )
+        elif not facts.can_uva:
+            notes.append(
+                f"fallback: reading in place is not possible ({facts.reason}), so everything but "
+                "the layers stays in GPU memory."
+            )
+        return Assignment(placements, lookahead, notes)
+
+    @staticmethod
+    def _label(
+        taken: list[tuple[str, ...]],
+        outer: tuple[str, ...],
+        kind: Placement,
+        slots: int,
+        name: str,
+    ) -> str:
+        parts = []
+        if outer:
+            names = ["embedding", "output head"][: len(outer)]
+            parts.append(f"{' and '.join(names)} read in place")
+        count = sum(1 for items in taken if items)
+        if count:
+            what = f"{count} layers" if name == "whole layers" else f"{name} of {count} layers"
+            how = {
+                Placement.PREFETCH: f"copied ahead, {slots} slots",
+                Placement.UVA: "read in place",
+                Placement.ON_DEMAND: "copied on demand",
+            }[kind]
+            used = [items for items in taken if items]
+            if used[-1] != used[0]:
+                names = [item.split(".")[-2] for item in used[-1]]
+                what += f" (of the last: {', '.join(names)})"
+            parts.append(f"{what} {how}")
+        return "; ".join(parts)
+
+
+def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict[str, Any]:
+    """Return what was chosen and why as plain data; the first candidate is the choice."""
+    best = candidates[0]
+    what = {
+        "latency": "the shortest decode step at batch 1",
+        "throughput": f"the most output tokens/s of a queue of {QUEUE_REQUESTS} requests",
+        "context": "the longest sequence, then the shortest decode step at its end",
+    }[objective]
+    return {
+        "objective": objective,
+        "chosen": best.label,
+        "why": f"{what} of {len(candidates)} placements that fit (predicted; {rates.source})",
+        "candidates": [candidate.row() for candidate in candidates[:NUM_LISTED]],
+    }
+
+
+def largest(low: int, high: int, is_good: Callable[[int], bool]) -> int | None:
+    """Return the largest number from low to high for which a falling condition holds."""
+    if high < low or not is_good(low):
+        return None
+    bad = high + 1
+    while bad - low > 1:
+        middle = (low + bad) // 2
+        low, bad = (middle, bad) if is_good(middle) else (low, middle)
+    return low

@@ -1,0 +1,126 @@
+"""Embedding in place beside copied layers, whole or in part, and chosen placements: same tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine import LLM, planner
+from engine.placement import Assignment, Placement, assign_resident, spread_layers
+from engine.plan import MemoryPlan
+from engine.spec import ModelSpec
+from tests.engine.conftest import TinyModels
+from tests.engine.placements import FEW_TOKENS, MAX_TOKENS, PROMPTS, Residents, copies
+from tests.tiny import greedy, greedy_params
+
+LAYERS = 5
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MLP = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
+
+
+@pytest.fixture(scope="module")
+def residents(tiny: TinyModels) -> Residents:
+    return Residents(tiny)
+
+
+def mixed(spec: ModelSpec, outer: tuple[str, ...], count: int, lookahead: int) -> Assignment:
+    """`outer` read in place, the MLPs of some layers copied ahead, the last one in part."""
+    placements = assign_resident(spec).placements
+    placements |= dict.fromkeys(outer, Placement.UVA)
+    layers = spread_layers(spec.num_hidden_layers, count)
+    for layer in layers:
+        for name in MLP[:1] if layer == layers[-1] else MLP:
+            placements[f"model.layers.{layer}.{name}"] = Placement.PREFETCH
+    return Assignment(placements, lookahead)
+
+
+def check_steps(llm: LLM) -> None:
+    """Every decode step copies what the plan says, and reads the head in place where it is off."""
+    plan = llm.plan
+    llm.add_request(PROMPTS[1], greedy_params(4))
+    in_place = 0
+    if plan.placements.get(HEAD) is Placement.UVA:
+        [head] = [t for t in plan.outer_offloaded.tensors if t.name == HEAD]
+        in_place = head.numel * 4
+    num_decodes = 0
+    while llm.has_unfinished():
+        llm.step()
+        step = llm.last_step
+        if step is None or step.num_prefills or not step.num_decodes:
+            continue
+        num_decodes += 1
+        assert step.h2d_bytes == plan.bytes_per_step() - in_place
+        assert step.in_place_bytes == in_place
+    assert num_decodes >= 2
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])
+@pytest.mark.parametrize(
+    ("outer", "count", "lookahead"),
+    [((EMBED,), 3, 1), ((EMBED,), 5, 1), ((EMBED, HEAD), 4, 2), ((EMBED,), 2, 3)],
+)
+def test_tokens_are_those_of_everything_resident(
+    residents: Residents,
+    outer: tuple[str, ...],
+    count: int,
+    lookahead: int,
+    eager: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = residents.tokens(LAYERS)
+    copies(monkeypatch, eager=eager)
+    monkeypatch.setattr(planner, "assign", lambda spec, *_: mixed(spec, outer, count, lookahead))
+    llm = residents.open(LAYERS)
+    assert llm.plan.placements[EMBED] is Placement.UVA
+    assert {x.placement for x in llm.plan.offloaded_layers} == {Placement.PREFETCH}
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
+    check_steps(llm)
+    assert greedy(llm, PROMPTS[1:2], MAX_TOKENS) == expected[1:2]
+    llm.close()
+
+
+@pytest.fixture
+def tight(residents: Residents) -> dict[str, Any]:
+    """A budget in which not all weights have room beside one sequence."""
+    llm = residents.open(LAYERS)
+    plan: MemoryPlan = llm.plan
+    llm.close()
+    other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"] - plan.gpu_items["weights"]
+    kv = plan.block_bytes * 64 // plan.block_size
+    budget = other + kv + int(0.8 * plan.gpu_items["weights"])
+    return {"gpu_memory_gib": budget / 2**30, "gpu_memory_utilization": 1.0}
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput", "context"])
+@pytest.mark.parametrize("switch", ["", "TIGHTFIT_DISABLE_UVA", "TIGHTFIT_DISABLE_PIN_MEMORY"])
+def test_chosen_placements_give_the_same_tokens(
+    residents: Residents,
+    tight: dict[str, Any],
+    objective: str,
+    switch: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if switch:
+        monkeypatch.setenv(switch, "1")
+    llm = residents.open(LAYERS, choose=True, objective=objective, **tight)
+    plan = llm.plan
+    assert sum(plan.placed_bytes().values()) > plan.placed_bytes()["resident"]
+    assert (plan.placements[EMBED] is Placement.UVA) is not bool(switch)
+    assert plan.choice is not None
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == residents.tokens(LAYERS)
+    assert llm.effective()["backend"] == "auto"
+    assert bool(switch) is bool(llm.effective()["fallbacks"])
+    llm.close()
+
+
+def test_nothing_is_chosen_where_all_fits(residents: Residents) -> None:
+    llm = residents.open(LAYERS, choose=True)
+    assert llm.plan.offloaded_layers == ()
+    assert llm.plan.choice is not None
+    assert llm.plan.to_dict()["predicted"]["rates"]["source"].startswith("assumed for a CPU")
+    config = replace(llm.config, measured_rates={"h2d_gb_s": 3.0, "d2h_gb_s": None})
+    llm.close()
+    again = LLM.plan_for(config)
+    assert again.predicted is not None
+    assert again.predicted["rates"]["h2d_gb_s"] == 3.0
+    assert FEW_TOKENS["max_model_len"] == again.max_model_len
