@@ -173,6 +173,7 @@ class Sampler:
     def _choose(self, raw_SV: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
         """Return [S, 2 + 2 K] float64: token, log-probability, K tokens, K log-probabilities."""
         largest_S, tokens_S = raw_SV.max(dim=-1)
+        log_sums_S = _log_sums(raw_SV, largest_S)
         work_SV = self._adjust(raw_SV, rows)
         if work_SV is not raw_SV:
             tokens_S = work_SV.argmax(dim=-1)
@@ -183,12 +184,15 @@ class Sampler:
             at_D = self._send(drawing, np.int64)
             drawn_D = self._draw(work_SV[at_D], [rows[at] for at in drawing])
             tokens_S = tokens_S.index_copy(0, at_D, drawn_D)
+        if drawing or work_SV is not raw_SV:
+            picked_S = raw_SV.gather(1, tokens_S[:, None])[:, 0] - largest_S
+            logprobs_S = picked_S.double() - log_sums_S
+        else:
+            logprobs_S = log_sums_S.neg()
         del work_SV
-        norm_S = _log_normaliser(raw_SV, largest_S)
-        picked_S = raw_SV.gather(1, tokens_S[:, None])[:, 0].double() - norm_S
-        columns = [tokens_S.double()[:, None], picked_S[:, None]]
+        columns = [tokens_S.double()[:, None], logprobs_S[:, None]]
         if width:
-            columns += self._alternatives(raw_SV, norm_S, rows, width)
+            columns += self._alternatives(raw_SV, largest_S, log_sums_S, rows, width)
         return torch.cat(columns, dim=1)
 
     def _adjust(self, raw_SV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -267,7 +271,12 @@ class Sampler:
         return ids_DV.gather(1, place.clamp(max=ids_DV.shape[1] - 1))[:, 0]
 
     def _alternatives(
-        self, raw_SV: Tensor, norm_S: Tensor, rows: Sequence[SampleRow], width: int
+        self,
+        raw_SV: Tensor,
+        largest_S: Tensor,
+        log_sums_S: Tensor,
+        rows: Sequence[SampleRow],
+        width: int,
     ) -> list[Tensor]:
         """Return [S, K] float64 twice: the most probable tokens and their log-probabilities."""
         wanting = [at for at, row in enumerate(rows) if row.params.logprobs]
@@ -278,7 +287,8 @@ class Sampler:
             at = self._send(wanting, np.int64)
             raw_DV = raw_SV[at]
             ids_DK = _order_keys(raw_DV).topk(width, dim=-1).indices
-            values_DK = raw_DV.gather(1, ids_DK).double() - norm_S[at][:, None]
+            picked_DK = raw_DV.gather(1, ids_DK) - largest_S[at][:, None]
+            values_DK = picked_DK.double() - log_sums_S[at][:, None]
             ids_SK.index_copy_(0, at, ids_DK.double())
             values_SK.index_copy_(0, at, values_DK)
         return [ids_SK, values_SK]
@@ -294,13 +304,12 @@ def _is_plain(row: SampleRow) -> bool:
     return params.is_greedy and params.repetition_penalty == 1 and not params.logprobs
 
 
-def _log_normaliser(raw_SV: Tensor, largest_S: Tensor) -> Tensor:
-    """Return [S] float64, the logarithm of the sum of exponentials; NaN for unusable rows.
+def _log_sums(raw_SV: Tensor, largest_S: Tensor) -> Tensor:
+    """Return [S] float64, log(sum(exp(logit - largest))) of each row; NaN for unusable rows.
 
     The exponentials are summed in float32, pairwise: an error of some 2^-22 of the sum.
     """
-    sums_S = (raw_SV - largest_S[:, None]).exp_().sum(dim=-1)
-    return sums_S.double().log_() + largest_S
+    return (raw_SV - largest_S[:, None]).exp_().sum(dim=-1).double().log_()
 
 
 def _sort_rows(work_DV: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -179,10 +179,14 @@ class Scheduler:
             return None
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)
+        decodes: list[ScheduledSequence] = []
+        prefills: list[ScheduledSequence] = []
+        for item in items:
+            (decodes if outlook.is_decode(item.sequence) else prefills).append(item)
         plan = StepPlan(
             step=self.stats.num_steps + len(self._plans),
-            decodes=tuple(item for item in items if outlook.is_decode(item.sequence)),
-            prefills=tuple(item for item in items if not outlook.is_decode(item.sequence)),
+            decodes=tuple(decodes),
+            prefills=tuple(prefills),
         )
         self._plans.append(plan)
         return plan
