@@ -74,7 +74,8 @@ class AsyncLLM:
         llm: The engine.
         max_pending: Requests that may be unfinished at once; one more is refused.
         on_step: Called on the engine's thread after each step with its StepStats and its wall
-            time in seconds; must return at once.
+            time in seconds (from the end of the step before, where the engine was not idle in
+            between); must return at once.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class AsyncLLM:
         self._stopped: str | None = None
         self._failure: BaseException | None = None
         self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # of the engine's thread alone
+        self._streams: dict[str, Stream] = {}  # of the engine's thread alone, as the next
+        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -259,6 +261,8 @@ class AsyncLLM:
     def _obey(self) -> bool:
         """Take what clients asked for, waiting while there is nothing to run; False: stop."""
         wait = not self._llm.has_unfinished()
+        if wait:
+            self._busy_since_s = None
         while True:
             try:
                 command = self._commands.get(block=wait)
@@ -295,11 +299,11 @@ class AsyncLLM:
         self._streams[stream.request_id] = stream
 
     def _step(self) -> None:
-        before, begin_s = self._llm.last_step, perf_counter()
+        before, begin_s = self._llm.last_step, self._busy_since_s or perf_counter()
         events = self._llm.step()
-        step = self._llm.last_step
+        step, self._busy_since_s = self._llm.last_step, perf_counter()
         if self._on_step is not None and step is not None and step is not before:
-            self._on_step(step, perf_counter() - begin_s)
+            self._on_step(step, self._busy_since_s - begin_s)
         grouped: dict[str, list[TokenEvent]] = {}
         for event in events:
             grouped.setdefault(event.request_id, []).append(event)

@@ -29,6 +29,7 @@ from harness.process import start_worker
 from harness.prompts import PromptRow, read_prompts
 from harness.scenarios.load import summarise_loads
 from harness.schema import RunConfig
+from harness.traffic.trace import TraceRow, read_trace
 from reports.record import STATE_NAME
 
 COLD_SHARE: Final = 0.05
@@ -93,23 +94,27 @@ class Attempt:
         self._around = around
         self._deadline_s: float | None = None
         self._prompts: dict[str, list[PromptRow]] = {}
+        self._trace: list[TraceRow] = []
         self._engine: EngineConfig | None = None
         self._model_path: Path | None = None
         self._unchecked: str | None = None
 
     def prepare(self) -> None:
-        """Check prompts and get the model, before anything loads.
+        """Check prompts and traces and get the model, before anything loads.
 
         Raises:
             PromptError: a prompts file is unusable.
+            TraceError: the trace is unusable.
             ModelUnavailableError: the weights are not to be had.
             ConfigError: the configuration is not one that the engine takes.
         """
         scenario = self._config.scenario
-        for part, node in (("throughput", scenario.throughput), ("latency", scenario.latency)):
+        for node in (scenario.throughput, scenario.latency, scenario.serve):
             if node is not None and node.prompts_file is not None:
                 path = Path(node.prompts_file).expanduser()
-                self._prompts[part] = read_prompts(path, node.num_requests)
+                self._prompts[node.part] = read_prompts(path, node.num_requests or 1)
+        if scenario.serve is not None and scenario.serve.trace is not None:
+            self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
         self._model_path = _resolve_model(self._config, self._around.say)
         load_format = self._config.model.load_format
         self.findings.effective["model"] = identify(self._model_path, load_format)
@@ -126,8 +131,7 @@ class Attempt:
         scenario = self._config.scenario
         self._note_neighbours()
         reference = self._reference() if scenario.correctness.enabled else None
-        is_timed = scenario.throughput is not None or scenario.latency is not None
-        if is_timed or reference is not None:
+        if scenario.is_timed or reference is not None:
             self._take(self._job("measure", "measure", reference))
         if scenario.load is not None:
             self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
@@ -153,6 +157,7 @@ class Attempt:
             engine=replace(self._engine, measured_rates=self._measured_rates()),
             scenario=self._config.scenario,
             prompts=self._prompts if kind == "measure" else {},
+            trace=self._trace if kind == "measure" else [],
             reference=reference,
             gpu_uuid=self._around.gpu.uuid if self._around.gpu else None,
         )

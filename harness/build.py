@@ -59,16 +59,12 @@ def check_settings(config: RunConfig) -> None:
 
     Raises:
         ConfigError: A selector matches nothing, an offload moves nothing, a window or a length is
-            refused, or a prompts file is absent.
+            refused, or a file of prompts or a trace is absent.
     """
-    for part in (config.scenario.throughput, config.scenario.latency):
-        if part is not None and part.prompts_file is not None:
-            path = Path(part.prompts_file).expanduser()
-            if not path.is_file():
-                raise ConfigError(
-                    f"scenario.{part.part}.prompts_file: expected a file of JSON lines, found none "
-                    f"at {path.absolute()}."
-                )
+    for name, file in config.scenario.files().items():
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"scenario.{name}: expected a file, found none at {path.absolute()}.")
     spec = config.model.spec
     if spec is None:
         return

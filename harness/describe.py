@@ -10,6 +10,8 @@ from harness.schema import RunConfig, SweepContext
 _NOT_IDENTITY: Final = ("mode", "rerun", "fail_fast", "timeout_s", "tracking")
 """Settings that change no result."""
 _NAME_CHARS: Final = 200
+_IF_SET: Final = ("prompts_file", "prompt", "output", "trace", "search")
+"""Settings of a scenario that are left out of a tracker's parameters where they are null."""
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -50,9 +52,9 @@ def flat_params(config: RunConfig) -> dict[str, Any]:
     asked = config.to_dict()
     params |= _leaves("offload", asked["offload"])
     params |= _leaves("engine", asked["engine"])
-    for part in ("load", "throughput", "latency"):
+    for part in ("load", "throughput", "latency", "serve"):
         node = asked["scenario"][part] or {}
-        chosen = {k: v for k, v in node.items() if k != "prompts_file" or v is not None}
+        chosen = {k: v for k, v in node.items() if k not in _IF_SET or v is not None}
         params |= _leaves(f"scenario.{part}", chosen)
     return params
 

@@ -1,5 +1,6 @@
 """What the worker takes from the engine: its class, the link probe, and the clock of its times."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.plan import MemoryPlan
 from harness.scenarios.drive import Engine
+from harness.scenarios.open_loop import Wait
 
 Progress = Callable[[str, int, int], None]
 """Called with phase, bytes done and bytes in all.
@@ -42,6 +44,8 @@ class EngineDoor:
     """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the engine's token times."""
+    wait: Wait = asyncio.sleep
+    """Lets seconds of that clock pass."""
 
 
 def load_engine_code() -> EngineFactory:

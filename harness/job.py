@@ -8,6 +8,7 @@ from typing import Final
 from engine.config import EngineConfig
 from harness.prompts import PromptRow
 from harness.schema import ScenarioConfig
+from harness.traffic.trace import TraceRow
 
 SAMPLES_NAME: Final = "samples.jsonl"
 WORKER_LOG_NAME: Final = "worker.log"
@@ -30,6 +31,8 @@ class WorkerJob:
     scenario: ScenarioConfig
     prompts: dict[str, list[PromptRow]] = field(default_factory=dict)
     """Part of the scenario -> rows of its prompts_file."""
+    trace: list[TraceRow] = field(default_factory=list)
+    """Rows of the trace of scenario.serve."""
     reference: Path | None = None
     """File of the reference tokens: read by measure (None: no comparison), written by reference."""
     under_test: EngineConfig | None = None

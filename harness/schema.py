@@ -19,6 +19,7 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from engine.spec import ModelSpec
+from harness.traffic.scenario import ServeScenario
 
 __all__ = [
     "CorrectnessConfig",
@@ -225,16 +226,31 @@ class ScenarioConfig(Sealed):
     """Requests offered at once."""
     latency: LatencyScenario | None = None
     """One request at a time."""
+    serve: ServeScenario | None = None
+    """Requests that arrive by themselves."""
     correctness: CorrectnessConfig = field(default_factory=CorrectnessConfig)
     """The comparison with the reference."""
 
     def check(self) -> None:
         """Raise ConfigError when nothing would be measured."""
-        if self.load is None and self.throughput is None and self.latency is None:
+        if self.load is None and not self.is_timed:
             raise ConfigError(
-                "scenario: expected at least one of load, throughput and latency, got null for "
-                "each. Choose scenario=quick, or set one of them."
+                "scenario: expected at least one of load, throughput, latency and serve, got null "
+                "for each. Choose scenario=quick, or set one of them."
             )
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether requests are timed."""
+        return any((self.throughput, self.latency, self.serve))
+
+    def files(self) -> dict[str, str]:
+        """Return the files that the parts read, by their setting."""
+        parts = (self.throughput, self.latency, self.serve)
+        found = {f"{part.part}.prompts_file": part.prompts_file for part in parts if part}
+        trace = self.serve.trace if self.serve is not None else None
+        found["serve.trace.path"] = trace.path if trace is not None else None
+        return {name: path for name, path in found.items() if path is not None}
 
     def longest_tokens(self) -> dict[str, int]:
         """Return prompt plus output tokens of each part with prompts of a set length."""
@@ -243,11 +259,13 @@ class ScenarioConfig(Sealed):
             "latency": self.latency,
             "correctness": self.correctness if self.correctness.enabled else None,
         }
-        return {
+        found = {
             name: part.prompt_tokens + part.output_tokens
             for name, part in parts.items()
             if part is not None and getattr(part, "prompts_file", None) is None
         }
+        served = self.serve.longest_tokens() if self.serve is not None else None
+        return found if served is None else found | {"serve": served}
 
 
 @dataclass(kw_only=True)
@@ -333,9 +351,9 @@ class RunConfig(Sealed):
             for source, limit in limits.items():
                 if limit is not None and tokens > limit:
                     raise ConfigError(
-                        f"scenario.{name}: expected prompt_tokens + output_tokens of at most "
-                        f"{limit} ({source}), got {tokens}. Lower scenario.{name}.prompt_tokens "
-                        "or output_tokens."
+                        f"scenario.{name}: expected prompt and output tokens of at most {limit} "
+                        f"in all ({source}), got {tokens}. Lower its lengths of prompts or "
+                        "outputs."
                     )
 
     def to_dict(self) -> dict[str, Any]:

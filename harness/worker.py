@@ -34,9 +34,11 @@ from harness.scenarios.drive import Engine, StepTotals, run_in_turn
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
 from harness.scenarios.outcome import Outcome, failure_reasons, ratio
+from harness.scenarios.serve import Load, measure_serve, warm_up
 from harness.scenarios.throughput import measure_throughput
 from harness.schema import RequestSet
 from harness.state import StateWriter
+from harness.traffic.scenario import ServeScenario
 from reports.record import write_text_atomic
 
 GIB = 2**30
@@ -197,8 +199,7 @@ class Work:
 
     def _measure(self) -> None:
         scenario = self._job.scenario
-        is_timed = scenario.throughput is not None or scenario.latency is not None
-        if is_timed:
+        if scenario.is_timed:
             # Before the engine takes its memory: the probe's buffers are not part of the budget.
             self._state.enter("probe")
             rates = self._door.probe(self._job.engine)
@@ -213,6 +214,8 @@ class Work:
             totals = self._run_part(llm, "latency", scenario.latency)
         if scenario.throughput is not None:
             totals = self._run_part(llm, "throughput", scenario.throughput)
+        if scenario.serve is not None:
+            totals = self._run_serve(llm, scenario.serve)
         if totals is not None:
             self._note_transfers(totals)
         self._note_memory(llm)
@@ -254,17 +257,45 @@ class Work:
                 llm, warm, config.output_tokens, clock=self._door.clock, prefix=f"{part}-warm-up"
             )
             self._result["reasons"] += failure_reasons(f"{part} warm-up", requests)
-        self._state.enter(part)
         measure = measure_latency if part == "latency" else measure_throughput
+        return self._measured(
+            part,
+            lambda: measure(
+                llm,
+                prompts,
+                config.output_tokens,
+                clock=self._door.clock,
+                on_progress=self._state.running,
+            ),
+        )
+
+    def _run_serve(self, llm: Engine, config: ServeScenario) -> StepTotals:
+        load = Load(
+            config=config,
+            rows=encode_rows(self._job.prompts.get("serve", ()), llm.tokenizer),
+            trace=self._job.trace,
+            vocab_size=llm.spec.vocab_size,
+            avoid=special_ids(llm),
+        )
+        self._state.enter("serve warm-up")
+        self._result["reasons"] += warm_up(llm, load, clock=self._door.clock)
+        return self._measured(
+            "serve",
+            lambda: measure_serve(
+                llm,
+                load,
+                clock=self._door.clock,
+                wait=self._door.wait,
+                on_progress=self._state.running,
+            ),
+        )
+
+    def _measured(self, part: str, measure: Callable[[], tuple[Outcome, StepTotals]]) -> StepTotals:
+        """Measure a part with its energy, and note what it found."""
+        self._state.enter(part)
         gpu = open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None
         energy_before_j = gpu.energy_j() if gpu else None
-        outcome, totals = measure(
-            llm,
-            prompts,
-            config.output_tokens,
-            clock=self._door.clock,
-            on_progress=self._state.running,
-        )
+        outcome, totals = measure()
         energy_after_j = gpu.energy_j() if gpu else None
         self._note_outcome(part, outcome)
         self._note_energy(outcome, energy_before_j, energy_after_j)

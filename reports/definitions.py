@@ -53,6 +53,44 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "throughput/requests_s": "completed requests / (t(last token) - t(first submit))",
         "throughput/wall_s": "t(last token) - t(first submit)",
+        "serve/ttft_ms": (
+            "time to first token of a request that arrives by itself: t(first token on the host)"
+            " - t(scheduled arrival); waiting at the client and in the queue is in it"
+        ),
+        "serve/tpot_ms": "as latency/tpot_ms, of requests that arrive by themselves",
+        "serve/itl_ms": "as latency/itl_ms, of requests that arrive by themselves",
+        "serve/e2e_ms": "t(last token on the host) - t(scheduled arrival)",
+        "serve/schedule_lag_ms": (
+            "t(request is handed to the engine) - t(scheduled arrival); with max_concurrency it"
+            " holds the wait for a free place"
+        ),
+        "serve/requested_requests_s": (
+            "arrivals asked for per second: arrivals.rate_per_s, or those of the trace; with"
+            " several turns, of conversations"
+        ),
+        "serve/planned_requests_s": (
+            "(arrivals - 1) / (last - first planned arrival) as drawn; the ramp and later turns"
+            " are left out"
+        ),
+        "serve/sent_requests_s": "(requests sent - 1) / (t(last sent) - t(first sent)), later"
+        " turns too",
+        "serve/requests_s": "completed requests / serve/wall_s",
+        "serve/output_tok_s": "sum(output tokens of completed requests) / serve/wall_s",
+        "serve/total_tok_s": ("sum(prompt and output tokens of completed requests) / serve/wall_s"),
+        "serve/wall_s": "t(last token of a completed request) - t(first arrival after the ramp)",
+        "serve/window_s": "t(last arrival) - t(first arrival after the ramp)",
+        "serve/window_output_tok_s": (
+            "tokens that came within that window, of any request / serve/window_s; ramp and drain"
+            " are left out"
+        ),
+        "serve/good_share": (
+            "requests that completed within every bound of the SLO / planned requests; failed and"
+            " cancelled ones are bad; a bound on TPOT does not apply to one output token"
+        ),
+        "serve/good_requests_s": "requests that completed within every bound / serve/wall_s",
+        "serve/peak_requests_s": (
+            "highest rate tried at which the share search.good_share of requests was good"
+        ),
         "memory/gpu_peak_gib": "highest device memory in use by the run",
         "memory/gpu_peak_global_gib": "highest device memory in use by all processes",
         "memory/gpu_budget_gib": "device memory the run was allowed",
@@ -85,8 +123,8 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
             "energy/total_j / output tokens of the part of the scenario that it was measured over"
         ),
         "energy/total_j": (
-            "difference of the GPU's energy counter over the throughput part, over the latency"
-            " part where that is not run; warm-up is left out"
+            "difference of the GPU's energy counter over the last timed part of latency,"
+            " throughput, serve; warm-up is left out"
         ),
     }
 )

@@ -79,7 +79,7 @@ class RunRecord:
     metrics: dict[str, float | None] = field(default_factory=dict)
     """`area/quantity_unit[/statistic]` -> value."""
     samples: dict[str, Any] = field(default_factory=dict)
-    """Rows per scenario: latency and load are lists of objects, throughput is an object."""
+    """Rows per scenario: latency and load are lists of objects, throughput and serve objects."""
     schema_version: int = SCHEMA_VERSION
 
     def check(self) -> None:

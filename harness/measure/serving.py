@@ -42,6 +42,21 @@ class ServedRequest(RequestTimes):
         values = [(found[name], bound) for name, bound in bounds.items()]
         return self.is_complete and all(value is None or value <= bound for value, bound in values)
 
+    def is_bad_by(self, now_s: float, bounds: Mapping[str, float]) -> bool:
+        """Return whether it can no longer become a good request.
+
+        Args:
+            now_s: the time, on the clock of the tokens.
+            bounds: of a good request, milliseconds by quantity.
+        """
+        if self.is_complete:
+            return not self.meets(bounds)
+        if self.error is not None and not self.is_cancelled:
+            return True
+        passed_ms = 1e3 * (now_s - self.submit_s)  # NaN, and so never late, before it arrives
+        is_late = not self.token_times_s and passed_ms > bounds.get("ttft_ms", math.inf)
+        return is_late or passed_ms > bounds.get("e2e_ms", math.inf)
+
     def to_row(self) -> dict[str, Any]:
         """Return the request as a row of the record's samples, without its gaps."""
         row = {key: value for key, value in super().to_row().items() if key != "itl_ms"}

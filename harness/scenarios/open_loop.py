@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -16,8 +16,10 @@ from harness.traffic.schedule import PlannedRequest, Schedule
 
 Wait = Callable[[float], Awaitable[Any]]
 """Lets seconds pass; asyncio.sleep, or a test's own."""
-_LOOK_S: Final = 0.5
-"""Seconds between looks at the clock while the last requests run."""
+GiveUp = Callable[[Sequence[ServedRequest], float], bool]
+"""Called with all requests and the time; True ends the run."""
+_LOOK_S: Final = 0.25
+"""Seconds between looks at whether to go on."""
 
 
 class Door(Protocol):
@@ -53,6 +55,7 @@ async def run_open_loop(
     clock: Clock,
     wait: Wait = asyncio.sleep,
     on_progress: OnProgress | None = None,
+    give_up: GiveUp | None = None,
 ) -> list[ServedRequest]:
     """Send a schedule and return what came of every request of it, in the schedule's order.
 
@@ -63,11 +66,12 @@ async def run_open_loop(
         clock: seconds, the clock of the tokens' times.
         wait: lets time pass on that clock.
         on_progress: called after tokens came.
+        give_up: looked at four times a second; what then runs or is to come is cancelled.
 
     Raises:
         BaseException: what the engine failed of.
     """
-    run = _Run(door, schedule, limits, clock, wait, on_progress)
+    run = _Run(door, schedule, limits, clock, wait, on_progress, give_up)
     try:
         await run.send_all()
         await run.drain()
@@ -89,6 +93,7 @@ class _Run:
         clock: Clock,
         wait: Wait,
         on_progress: OnProgress | None,
+        give_up: GiveUp | None,
     ) -> None:
         self._door, self._limits = door, limits
         self._clock, self._wait, self._on_progress = clock, wait, on_progress
@@ -96,6 +101,7 @@ class _Run:
         self._conversations = _conversations(schedule)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_done = self._num_tokens = 0
+        self._give_up, self._look_s = give_up, -math.inf
         self._begin_s = self._last_arrival_s = clock()
         self.served = {request.request_id: _not_sent(request) for request in schedule.requests}
 
@@ -105,18 +111,28 @@ class _Run:
             arrival_s = self._begin_s + (turns[0].scheduled_s or 0.0)
             self._last_arrival_s = max(self._last_arrival_s, arrival_s)
             await self._wait_until(arrival_s)
-            if self._door.failure is not None:
+            if self._is_over():
                 return
             self._tasks.append(asyncio.create_task(self._converse(turns, arrival_s)))
 
     async def drain(self) -> None:
         """Wait until everything ended, or until the time after the last arrival is over."""
         open_tasks = set(self._tasks)
-        while open_tasks and self._door.failure is None:
+        while open_tasks and not self._is_over():
             left_s = self._last_arrival_s + self._limits.drain_s - self._clock()
             if left_s <= 0:
                 return
             _, open_tasks = await asyncio.wait(open_tasks, timeout=min(left_s, _LOOK_S))
+
+    def _is_over(self) -> bool:
+        """Return whether nothing is worth waiting for."""
+        if self._door.failure is not None:
+            return True
+        now_s = self._clock()
+        if self._give_up is None or now_s < self._look_s + _LOOK_S:
+            return False
+        self._look_s = now_s
+        return self._give_up(list(self.served.values()), now_s)
 
     async def cancel_rest(self) -> None:
         """Take back what still runs, and wait until it is noted."""

@@ -48,10 +48,11 @@ class Load:
     def schedule(self, rate_per_s: float | None = None, trial: int = 0) -> Schedule:
         """Return what to send, with token ids; each trial has prompts of its own."""
         name = f"serve-{trial}" if trial else "serve"
-        planned = plan_requests(self.config, self.trace, rate_per_s=rate_per_s, name=name)
+        config = self.config if rate_per_s is None else self.config.for_rate(rate_per_s)
+        planned = plan_requests(config, self.trace, rate_per_s=rate_per_s, name=name)
         return fill_tokens(
             planned,
-            self.config,
+            config,
             vocab_size=self.vocab_size,
             avoid=self.avoid,
             rows=self.rows,
@@ -127,11 +128,18 @@ async def _serve(
     wait: Wait,
     on_progress: OnProgress | None,
 ) -> list[ServedRequest]:
+    is_trial = config.search is not None
     door = AsyncLLM(llm, max_pending=len(schedule.requests), on_step=totals.add)
     limits = Limits(max_concurrency=config.max_concurrency, drain_s=config.drain_s)
     try:
         return await run_open_loop(
-            door, schedule, limits, clock=clock, wait=wait, on_progress=on_progress
+            door,
+            schedule,
+            limits,
+            clock=clock,
+            wait=wait,
+            on_progress=on_progress,
+            give_up=(lambda served, now_s: is_lost(config, served, now_s)) if is_trial else None,
         )
     finally:
         door.release()
@@ -143,6 +151,22 @@ def good_share(config: ServeScenario, schedule: Schedule, served: Sequence[Serve
     bounds = config.slo.bounds()
     good = sum(request.meets(bounds) for request in served if not request.is_ramp_up)
     return good / counted if counted else 0.0
+
+
+def is_lost(config: ServeScenario, served: Sequence[ServedRequest], now_s: float) -> bool:
+    """Return whether so many requests are bad that the rate cannot pass any more.
+
+    Args:
+        config: with a search.
+        served: all planned requests, as far as they are.
+        now_s: the time.
+    """
+    if config.search is None:
+        return False
+    counted = [request for request in served if not request.is_ramp_up]
+    bounds = config.slo.bounds()
+    num_bad = sum(request.is_bad_by(now_s, bounds) for request in counted)
+    return num_bad > (1 - config.search.good_share) * len(counted)
 
 
 def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> Outcome:
@@ -161,18 +185,21 @@ def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequ
     }
     counted = [request for request in served if not request.is_ramp_up]
     note = floor_note(sum(request.is_complete for request in counted), "serve")
-    reasons = [
-        *_account_reasons(config, accounts, served),
-        *_schedule_reasons(config, metrics, served),
-        *_drift_reasons(config, counted),
-    ]
-    return Outcome(
+    outcome = Outcome(
         metrics=metrics,
         samples=_samples(accounts, served),
         num_complete=accounts.completed,
-        reasons=reasons,
+        reasons=[
+            *_account_reasons(config, accounts, served),
+            *_schedule_reasons(config, metrics, served),
+        ],
         notes=[note] if note else [],
     )
+    unsteady = _drift(config, counted)
+    if unsteady is not None:
+        # A rate near the peak is where waiting begins to grow; a search reports it and goes on.
+        (outcome.reasons if config.search is None else outcome.notes).append(unsteady)
+    return outcome
 
 
 def _samples(accounts: Accounts, served: Sequence[ServedRequest]) -> dict[str, Any]:
@@ -243,20 +270,24 @@ def _schedule_reasons(
     return reasons
 
 
-def _drift_reasons(config: ServeScenario, counted: Sequence[ServedRequest]) -> list[str]:
-    """Say if waiting grew or shrank over the run, where the rate was steady."""
+def _drift(config: ServeScenario, counted: Sequence[ServedRequest]) -> str | None:
+    """Return in words how waiting grew or shrank over the run, where the rate was steady."""
     if not config.arrivals.has_rate:
-        return []
+        return None
     done = sorted((r for r in counted if r.is_complete), key=lambda request: request.submit_s)
     found = drift([request.ttft_ms for request in done if request.ttft_ms is not None])
     if found is None or not found.is_drift:
-        return []
-    return [
+        return None
+    remedy = (
+        "Lower the rate, or raise warmup_requests, ramp_up_s or num_requests of scenario.serve."
+        if config.search is None
+        else "Raise scenario.serve.search.duration_s."
+    )
+    return (
         f"serve: the mean time to first token went from {found.first:.4g} ms in the first third to "
         f"{found.last:.4g} ms in the last: the load is not steady, and the figures depend on its "
-        "length. Lower the rate, or raise warmup_requests, ramp_up_s or num_requests of "
-        "scenario.serve."
-    ]
+        f"length. {remedy}"
+    )
 
 
 def _note_peak(outcome: Outcome, peak: Peak) -> None:

@@ -1,6 +1,7 @@
 """ServeScenario: the node scenario.serve, its parts checked against each other."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from engine.errors import ConfigError
@@ -133,6 +134,18 @@ class ServeScenario(Sealed):
                 f"{NODE}.seeds.order: expected null with a trace, got {self.seeds.order}. Its rows "
                 "have their own times; remove it."
             )
+
+    def for_rate(self, rate_per_s: float) -> "ServeScenario":
+        """Return the scenario with as many requests as a search needs at a rate.
+
+        Args:
+            rate_per_s: that is tried.
+        """
+        if self.search is None or self.num_requests is None:
+            return self
+        seconds = self.search.duration_s + (self.arrivals.ramp_up_s or 0.0)
+        needed = self.turns.num * (math.ceil(rate_per_s * seconds) + 1)
+        return replace(self, num_requests=max(self.num_requests, needed))
 
     def longest_tokens(self) -> int | None:
         """Return the most tokens that prompt and output of a request can have; None: unknown."""

@@ -185,8 +185,8 @@ class TraceSource(Sealed):
         """Raise ConfigError when the file is not named or a factor is out of bounds."""
         if self.path is None or not self.path.strip():
             raise ConfigError(
-                f"{NODE}.trace.path: expected a file, got {self.path!r}. Name a trace in Azure's "
-                "CSV or Mooncake's JSONL format."
+                f"{NODE}.trace.path: expected a file, got {self.path or 'null'}. Name a trace in "
+                "Azure's CSV or Mooncake's JSONL format."
             )
         check_choice(f"{NODE}.trace.format", self.format, TRACE_FORMATS)
         endings = {".csv": "azure", ".jsonl": "mooncake"}
@@ -261,6 +261,9 @@ class PeakSearch(Sealed):
     """End when the lowest failing rate is at most this share above the highest passing one."""
     max_trials: int = 8
     """End after this many rates."""
+    duration_s: float = 10.0
+    """Least seconds of arrivals at each rate; num_requests is raised to it. In a shorter time a
+    queue that grows does not show, and the peak comes out too high."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
@@ -275,3 +278,4 @@ class PeakSearch(Sealed):
         for name in ("good_share", "tolerance"):
             check_number(f"{node}.{name}", getattr(self, name), low=0, high=1, low_open=True)
         check_number(f"{node}.max_trials", self.max_trials, low=2, integer=True)
+        check_positive(f"{node}.duration_s", self.duration_s)

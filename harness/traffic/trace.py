@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from harness.prompts import PromptError
 from harness.traffic.settings import NODE, TraceSource
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -19,7 +20,7 @@ _MOST_MS: Final = 1e14
 _MOST_TOKENS: Final = 10**9
 
 
-class TraceError(ValueError):
+class TraceError(PromptError):
     """A trace that cannot be used; the message names the lines and what to change."""
 
 

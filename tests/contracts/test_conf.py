@@ -43,7 +43,10 @@ MEMORY_MIB = {
 OPTIONS = {
     "offload": {"none", "uva", "prefetch", "auto"},
     "kv": {"gpu"},
-    "scenario": {"quick", "load", "throughput", "latency", "all"},
+    "scenario": {
+        *("quick", "load", "throughput", "latency", "all"),
+        *("serve", "serve_peak", "serve_trace"),
+    },
     "tracking": {"mlflow", "none"},
 }
 
@@ -145,6 +148,26 @@ def test_quick_measures_all_three_and_enough_requests_for_a_median(composer: Com
     assert scenario.latency is not None
     assert scenario.latency.num_requests >= 11
     assert scenario.correctness.enabled
+
+
+def test_serving_is_an_open_loop_a_search_or_a_trace(composer: Composer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.touch()
+    found = {
+        name: point(composer, "model=olmo7b", f"scenario={name}", *more).config.scenario
+        for name, more in {
+            "serve": (),
+            "serve_peak": (),
+            "serve_trace": (f"scenario.serve.trace.path={trace}",),
+        }.items()
+    }
+    assert {name: scenario.name for name, scenario in found.items()} == {n: n for n in found}
+    for name, scenario in found.items():
+        assert (scenario.load, scenario.throughput, scenario.latency) == (None, None, None)
+        assert scenario.serve is not None
+        assert scenario.serve.slo.bounds()
+        assert (scenario.serve.search is not None) == (name == "serve_peak")
+        assert (scenario.serve.trace is not None) == (name == "serve_trace")
 
 
 @pytest.mark.parametrize("name", ["load", "throughput", "latency"])

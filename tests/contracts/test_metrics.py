@@ -12,12 +12,21 @@ from harness.job import WorkerJob
 from harness.measure.latency import QUANTITIES
 from harness.measure.resources import ResourceSampler
 from harness.scenarios.load import summarise_loads
+from harness.traffic.settings import Arrivals, Objectives, PeakSearch
 from harness.worker import Work
 from reports.definitions import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS
 from reports.record import definition, summarise
 from tests.contracts.project import python_files
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import FakeClock, Script, fake_door
+from tests.harness.traffic.cases import serve
+
+
+SEARCH = serve(
+    arrivals=Arrivals(),
+    slo=Objectives(e2e_ms=1e9),
+    search=PeakSearch(low_per_s=1, high_per_s=2, duration_s=1),
+)
 
 
 def engine_names(call: str) -> set[str]:
@@ -28,7 +37,7 @@ def engine_names(call: str) -> set[str]:
 
 def job(kind: str) -> WorkerJob:
     model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
-    parts = load_only() if kind == "load" else scenario()
+    parts = load_only() if kind == "load" else scenario(serve=SEARCH)
     return WorkerJob(name=kind, kind=kind, engine=EngineConfig(model=model), scenario=parts)
 
 

@@ -1,5 +1,6 @@
 """An engine with scripted times and failures; its clock moves only when the script says so."""
 
+import asyncio
 import json
 import os
 import signal
@@ -215,10 +216,16 @@ def fake_door(script, clock=None):
 
     clock = clock or FakeClock()
     factory = FakeFactory(script, clock)
+
+    async def wait(seconds):
+        clock.advance(seconds)
+        await asyncio.sleep(0)
+
     door = EngineDoor(
         load_code=lambda: factory,
         probe=lambda config: {"h2d_gb_s": 0.00002, "d2h_gb_s": None},
         clock=clock,
+        wait=wait,
     )
     return door, factory
 

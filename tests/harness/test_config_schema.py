@@ -72,7 +72,7 @@ def latency(**changes: Any) -> ScenarioConfig:
         (LatencyScenario, {"output_tokens": 0}, ["scenario.latency.output_tokens", ">= 1"]),
         (LatencyScenario, {"prompts_file": " "}, ["scenario.latency.prompts_file"]),
         (CorrectnessConfig, {"num_prompts": 0}, ["scenario.correctness.num_prompts"]),
-        (ScenarioConfig, {"name": "s"}, ["scenario", "load, throughput and latency"]),
+        (ScenarioConfig, {"name": "s"}, ["scenario", "latency and serve"]),
         (TrackingConfig, {"backend": "wandb"}, ["tracking.backend", "mlflow, none", "'wandb'"]),
         (TrackingConfig, {"backend": "none", "uri": "x"}, ["tracking.uri", "tracking=mlflow"]),
         (TrackingConfig, {"experiment": ""}, ["tracking.experiment"]),
