@@ -46,6 +46,18 @@ def test_plus_on_a_known_key_or_group_changes_nothing(composer: Composer) -> Non
     assert config.config.kv.block_size == 32
 
 
+def test_auto_is_an_offload_among_others(composer: Composer) -> None:
+    command = "-m  model=olmo7b  gpu=rtx4080_16gb  offload=none,uva,auto"
+    found = plan(composer, command).points
+    assert [point.config.offload_name for point in found] == ["none", "uva", "auto"]
+    assert [point.config.planner.choose for point in found] == [False, False, True]
+    auto = plan(composer, "model=olmo7b  offload=auto  planner.objective=throughput").points[0]
+    assert auto.config.planner.objective == "throughput"
+    assert auto.config.offload.backend == "none"
+    fields = plan(composer, "offload=uva  planner.auto_fields=[cpu_offload_gb]").points[0]
+    assert fields.config.planner.auto_fields == ["cpu_offload_gb"]
+
+
 def test_the_later_of_two_values_holds(composer: Composer) -> None:
     found = plan(composer, "model=olmo7b  +model=glass  offload=uva  offload=none")
     assert found.points[0].overrides == ["+model=glass", "offload=none"]
