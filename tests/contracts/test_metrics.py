@@ -21,7 +21,6 @@ from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import FakeClock, Script, fake_door
 from tests.harness.traffic.cases import serve
 
-
 SEARCH = serve(
     arrivals=Arrivals(),
     slo=Objectives(e2e_ms=1e9),

@@ -54,7 +54,7 @@ class Gated:
 
     def step(self) -> list[TokenEvent]:
         if self._gate is not None:
-            self._gate.acquire()
+            assert self._gate.acquire(timeout=20), "no ticket came"
         self.threads.add(threading.get_ident())
         if self.fail is not None:
             raise self.fail
@@ -151,6 +151,7 @@ def test_a_slow_client_gets_what_came_meanwhile_at_once() -> None:
             engine.let_go()
             assert len((await task).outputs[0].token_ids) == 1
             other = asyncio.ensure_future(collect(door, [2], SamplingParams(max_tokens=1)))
+            await asyncio.sleep(0)  # it is sent
             engine.let_go(2)
             await other  # its token came with or after the third of the first request's
             engine.let_go(3)
