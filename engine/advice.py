@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from engine.accounting import GIB, Asked, fits, plan_fits
+from engine.accounting import GIB, Asked, fits
 from engine.choose import Chooser, largest
 from engine.offload_config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.placement import Assignment, assign_prefetch, assign_uva
@@ -24,12 +24,14 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     items = plan.gpu_items
     fixed = plan.gpu_total_bytes - items["kv_cache"]
     left = plan.gpu_budget_bytes - fixed
-    blocks = math.ceil(asked.max_model_len / plan.block_size)
-    need = blocks * plan.block_bytes
+    wanted, who = asked.max_model_len, f"one sequence of max_model_len={asked.max_model_len}"
+    more = asked.config.planner.kv_tokens
+    if more is not None and more > wanted:
+        wanted, who = more, f"planner.kv_tokens={more}"
+    need = math.ceil(wanted / plan.block_size) * plan.block_bytes
     parts = ", ".join(f"{k} {gib(v)}" for k, v in items.items() if v and k != "kv_cache")
     text = (
-        f"available KV cache memory: {gib(left)} GiB; one sequence of max_model_len="
-        f"{asked.max_model_len} needs {gib(need)} GiB. GPU budget "
+        f"available KV cache memory: {gib(left)} GiB; {who} needs {gib(need)} GiB. GPU budget "
         f"{gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB)."
     )
     found = advice(asked)
@@ -37,7 +39,7 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     shorter = replace(asked, max_model_len=length)
     if asked.config.planner.choose:
         text += _host_lack(asked, plan)
-        found += _shorter_with_auto(asked, "")
+        found += _less_kv(asked) if more is not None else _shorter_with_auto(asked, "")
     elif length > 0 and fits(shorter, Assignment(plan.placements, plan.lookahead)):
         found.append(f"engine.max_model_len={length}")
     elif not found:
@@ -49,7 +51,7 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
 
 def _with_auto(asked: Asked) -> Asked:
     """The same question with every placement chosen."""
-    planner = replace(asked.config.planner, choose=True, auto_fields=[])
+    planner = replace(asked.config.planner, choose=True, auto_fields=[])  # as offload=auto does
     config = replace(asked.config, planner=planner, offload=OffloadConfig())
     return replace(asked, config=config)
 
@@ -74,8 +76,19 @@ def _chooser(asked: Asked) -> Chooser:
 
 
 def _auto_fits(asked: Asked) -> bool:
-    chooser = _chooser(asked)
-    return plan_fits(chooser.resident) or chooser.best() is not None
+    return _chooser(asked).can_fit
+
+
+def _less_kv(asked: Asked) -> list[str]:
+    """The most KV, in blocks, that a chosen placement leaves room for."""
+    size, planner = asked.config.kv.block_size, asked.config.planner
+
+    def is_good(blocks: int) -> bool:
+        config = replace(asked.config, planner=replace(planner, kv_tokens=blocks * size))
+        return _auto_fits(replace(asked, config=config))
+
+    blocks = largest(1, ((planner.kv_tokens or 1) - 1) // size, is_good)
+    return [] if blocks is None else [f"planner.kv_tokens={blocks * size}"]
 
 
 def _shorter_with_auto(asked: Asked, prefix: str) -> list[str]:

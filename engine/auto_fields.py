@@ -8,7 +8,6 @@ from engine.accounting import (
     Asked,
     build_plan,
     fits,
-    plan_fits,
     resolve_dtype,
     resolve_max_model_len,
     served,
@@ -104,8 +103,7 @@ class _Search:
         if config.planner.choose:
             rates = rates_for(config.gpu, self._facts, config.measured_rates)
             chooser = Chooser(asked, rates)
-            has_any = plan_fits(chooser.resident) or chooser.best() is not None
-            return config if has_any else None
+            return config if chooser.can_fit else None
         return config if fits(asked, assign(self._spec, config.offload, asked.dtype)) else None
 
     def _with_least_uva(self, asked: Asked) -> EngineConfig | None:
@@ -149,8 +147,8 @@ class _Search:
         if config.planner.choose:
             rates = rates_for(config.gpu, self._facts, config.measured_rates)
             chooser = Chooser(asked, rates)
-            found = chooser.best()
-            plan = chooser.resident if plan_fits(chooser.resident) or not found else found[0]
+            found = None if chooser.resident_fits else chooser.best()
+            plan = chooser.resident if found is None else found[0]
         else:
             assignment: Assignment = assign(self._spec, config.offload, asked.dtype)
             plan = build_plan(asked, served(asked, assignment))

@@ -103,6 +103,32 @@ class Chooser:
         self.resident = build_plan(asked, assign_resident(asked.spec))
 
     @cached_property
+    def _least_blocks(self) -> int:
+        """KV blocks that must have room."""
+        tokens = max(self._asked.max_model_len, self._asked.config.planner.kv_tokens or 0)
+        return math.ceil(tokens / self.resident.block_size)
+
+    @property
+    def most_kv_tokens(self) -> int:
+        """Tokens of KV that max_num_seqs sequences can use."""
+        size = self.resident.block_size
+        each = math.ceil(self._asked.max_model_len / size) * size
+        return self._asked.config.engine.max_num_seqs * each
+
+    def _is_enough(self, plan: MemoryPlan) -> bool:
+        return plan_fits(plan) and plan.num_gpu_blocks >= self._least_blocks
+
+    @property
+    def resident_fits(self) -> bool:
+        """Whether everything fits the GPU."""
+        return self._is_enough(self.resident)
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether everything fits the GPU, or some candidate does."""
+        return self.resident_fits or self.best() is not None
+
+    @cached_property
     def _base(self) -> Shape:
         return shape_of(self.resident, self._spec)
 
@@ -113,7 +139,7 @@ class Chooser:
         for index, candidate in enumerate(ranked):
             assignment = served(self._asked, candidate.assignment)
             plan = build_plan(self._asked, assignment)
-            if plan_fits(plan):
+            if self._is_enough(plan):
                 return plan, ranked[index:]
         return None
 
@@ -138,14 +164,14 @@ class Chooser:
 
     def _block_targets(self, objective: str) -> list[int]:
         """KV blocks to make room for."""
-        asked, size = self._asked, self._base.block_size
-        least = math.ceil(asked.max_model_len / size)
+        asked, size, least = self._asked, self._base.block_size, self._least_blocks
         if objective != "throughput":
             return [least]
         most = asked.config.engine.max_num_seqs
         each = math.ceil(sum(queue_of(asked.max_model_len)) / size)
         counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-        return sorted({min(max(least, count * each), most * least) for count in counts})
+        useful = self.most_kv_tokens // size
+        return sorted({min(max(least, count * each), useful) for count in counts})
 
     def _outer_options(self) -> list[tuple[str, ...]]:
         """Tensors outside the layers that are read in place; a tied table never is."""
@@ -168,9 +194,7 @@ class Chooser:
         slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
         moved = sum(sizes)
         left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
-        most = self._asked.config.engine.max_num_seqs * math.ceil(
-            self._asked.max_model_len / self._base.block_size
-        )
+        most = self.most_kv_tokens // self._base.block_size
         shape = self._shape(sizes, outer, kind, slots, min(left // plan.block_bytes, most))
         context = self._asked.max_model_len
         if self._asked.config.planner.objective != "context":

@@ -167,6 +167,9 @@ class PlannerConfig(Sealed):
     objective: str = "latency"
     """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
     sequence)."""
+    kv_tokens: int | None = None
+    """Tokens of KV that must have room beside the chosen placement; null: one sequence of
+    max_model_len."""
     auto_fields: list[str] = field(default_factory=list)
     """Settings to choose: cpu_offload_gb (the least that fits), max_model_len and max_num_seqs (the
     largest that fit, at most the value set)."""
@@ -195,12 +198,18 @@ class PlannerConfig(Sealed):
                 "planner.referee: expected false (timing candidates is not available yet), got "
                 "true. Remove it; the choice follows from predicted times."
             )
-        if self.objective != "latency" and not self.choose:
-            raise ConfigError(
-                f"planner.objective: expected planner.choose=true beside it, got choose=false: "
-                f"{self.objective} would have no effect. Set offload=auto (in Python choose=True), "
-                "or remove it."
-            )
+        if self.kv_tokens is not None:
+            check_number("planner.kv_tokens", self.kv_tokens, low=1, integer=True)
+        for name, is_set in (
+            ("objective", self.objective != "latency"),
+            ("kv_tokens", self.kv_tokens is not None),
+        ):
+            if is_set and not self.choose:
+                raise ConfigError(
+                    f"planner.{name}: expected planner.choose=true beside it, got choose=false: "
+                    f"{getattr(self, name)} would have no effect. Set offload=auto (in Python "
+                    "choose=True), or remove it."
+                )
 
     def check_against(self, offload: OffloadConfig) -> None:
         """Raise ConfigError where the offload settings fix what is to be chosen."""

@@ -45,7 +45,7 @@ _PREFETCH = (
     "offload_prefetch_step",
     "offload_params",
 )
-_PLANNER = ("choose", "objective", "auto_fields", "referee")
+_PLANNER = ("choose", "objective", "kv_tokens", "auto_fields", "referee")
 _OTHER = (
     "device",
     "gpu_memory_gib",

@@ -38,7 +38,8 @@ class LLM:
                 offload_backend, offload_group_size, offload_num_in_group, offload_prefetch_step,
                 offload_params, offload_config, swap_space, kv_transfer_config,
                 disable_sliding_window, enforce_eager, enable_prefix_caching, seed, load_format,
-                tensor_parallel_size, host_reserve_gib, device.
+                tensor_parallel_size, host_reserve_gib, device, choose, objective, kv_tokens,
+                auto_fields.
 
         Raises:
             ConfigError: A keyword is unknown, out of bounds or would have no effect.

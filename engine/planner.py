@@ -19,7 +19,7 @@ from engine.auto_fields import choose_fields
 from engine.choose import Chooser, record_of
 from engine.config import EngineConfig
 from engine.cost import decode_step_s, predict, shape_of
-from engine.errors import CapacityError
+from engine.errors import CapacityError, ConfigError
 from engine.placement import (
     Assignment,
     assign,
@@ -111,7 +111,14 @@ def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
 def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
     """The placement that the planner chooses: everything on the GPU, or the best that fits."""
     chooser, objective = Chooser(asked, rates), asked.config.planner.objective
-    if plan_fits(chooser.resident):
+    wanted, most = asked.config.planner.kv_tokens or 0, chooser.most_kv_tokens
+    if wanted > most:
+        raise ConfigError(
+            f"planner.kv_tokens: expected at most the {most} tokens that engine.max_num_seqs="
+            f"{asked.config.engine.max_num_seqs} sequences of {asked.max_model_len} can use, got "
+            f"{wanted}. Lower it, or raise engine.max_num_seqs."
+        )
+    if chooser.resident_fits:
         record = {
             "objective": objective,
             "chosen": "everything in GPU memory",
@@ -124,8 +131,7 @@ def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
         raise CapacityError(refusal(chooser.resident, asked), chooser.resident.to_dict())
     plan, candidates = found
     record = record_of(candidates, objective, rates)
-    note = f"offload=auto: {record['chosen']}: {record['why']}."
-    return replace(plan, choice=record, notes=(*plan.notes, note))
+    return replace(plan, choice=record)
 
 
 def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:

@@ -65,6 +65,7 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
         lines += [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
     lines += [f"  {reason}" for reason in record.reasons[:_MAX_REASONS]]
     lines += list(_table(record))
+    lines += list(_planned(record))
     lines += [f"  {text}" for text in record.effective.get("fallbacks") or []]
     warnings = record.effective.get("warnings") or []
     lines += [f"  warning: {text}" for text in warnings]
@@ -86,6 +87,20 @@ def _verdict(record: RunRecord) -> str:
 def _first_lines(record: RunRecord) -> list[str]:
     message = str((record.error or {}).get("message", ""))
     return [line for line in message.splitlines() if line.strip()][:3] or [""]
+
+
+def _planned(record: RunRecord) -> Iterable[str]:
+    """What the plan predicted, and what the planner chose."""
+    plan = record.plan or {}
+    predicted, choice = plan.get("predicted"), plan.get("choice")
+    if choice:
+        yield f"  chosen: {choice['chosen']} ({choice['why']})"
+    if predicted:
+        yield (
+            f"  predicted: {number(predicted['decode_step_ms'])} ms a token at batch 1, prefill of "
+            f"{predicted['prefill_tokens']} tokens {number(predicted['prefill_ms'])} ms "
+            f"({predicted['rates']['source']})"
+        )
 
 
 def _table(record: RunRecord) -> Iterable[str]:

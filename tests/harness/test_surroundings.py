@@ -228,6 +228,17 @@ def test_the_summary_names_fallbacks_and_warnings(tmp_path):
     assert "  warning: not needed" in lines
 
 
+def test_the_summary_says_what_was_chosen_and_predicted(tmp_path):
+    rates = {"source": "sheet of X"}
+    predicted = {"decode_step_ms": 50.0, "prefill_tokens": 9, "prefill_ms": 70.0, "rates": rates}
+    plan = {"choice": {"chosen": "2 layers", "why": "shortest"}, "predicted": predicted}
+    lines = summary_lines(record(plan=plan), tmp_path, view_command=None)
+    assert "  chosen: 2 layers (shortest)" in lines
+    [line] = [line for line in lines if "predicted: " in line]
+    assert "50.0 ms a token" in line
+    assert "sheet of X" in line
+
+
 def test_the_summary_of_a_bad_point_is_short(tmp_path):
     error = {
         "type": "CapacityError",
