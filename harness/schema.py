@@ -19,6 +19,7 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from engine.spec import ModelSpec
+from harness.measure.statistics import LEAST_REPEATS
 from harness.traffic.scenario import ServeScenario
 
 __all__ = [
@@ -186,6 +187,24 @@ class ThroughputScenario(RequestSet):
     """Requests that are timed."""
     output_tokens: int = 128
     """Tokens generated for each request; the end token does not stop it."""
+    repeats: int = 1
+    """Measurements, each with prompts of its own; above 1: means with 95 % intervals."""
+    stop_share: float | None = None
+    """End when the interval of output tokens/s is at most this share of the mean to either side."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds or has no effect."""
+        super().check()
+        _check_counts("scenario.throughput", self, {"repeats": 1})
+        if self.stop_share is None:
+            return
+        name = "scenario.throughput.stop_share"
+        check_number(name, self.stop_share, low=0, high=1, low_open=True)
+        if self.repeats <= LEAST_REPEATS:
+            raise ConfigError(
+                f"{name}: expected null with repeats={self.repeats}: a series does not end before "
+                f"{LEAST_REPEATS}. Raise scenario.throughput.repeats or remove it."
+            )
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,8 @@ SHOWN: Final = (
     ("latency/e2e_ms/mean", "request, end to end, mean", "ms"),
     ("throughput/requests_s", "requests", "1/s"),
     ("throughput/output_tok_s", "output tokens", "tok/s"),
+    ("throughput/output_tok_s/ci95_low", "  95 % interval, from", "tok/s"),
+    ("throughput/output_tok_s/ci95_high", "  95 % interval, to", "tok/s"),
     ("throughput/total_tok_s", "prompt and output tokens", "tok/s"),
     ("throughput/prefill_tok_s", "prefill", "tok/s"),
     ("throughput/decode_tok_s", "decode", "tok/s"),

@@ -34,9 +34,10 @@ from harness.scenarios.drive import Engine, StepTotals, run_in_turn
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
 from harness.scenarios.outcome import Outcome, failure_reasons, ratio
+from harness.scenarios.repeats import measure_repeats
 from harness.scenarios.serve import Load, measure_serve, warm_up
 from harness.scenarios.throughput import measure_throughput
-from harness.schema import RequestSet
+from harness.schema import RequestSet, ThroughputScenario
 from harness.state import StateWriter
 from harness.traffic.scenario import ServeScenario
 from reports.record import write_text_atomic
@@ -243,7 +244,10 @@ class Work:
         }
 
     def _run_part(self, llm: Engine, part: str, config: RequestSet) -> StepTotals:
-        prompts = self._prompts(llm, part, config)
+        repeats, stop_share = 1, None
+        if isinstance(config, ThroughputScenario):
+            repeats, stop_share = config.repeats, config.stop_share
+        prompts = self._prompts(llm, part, config, repeats)
         if config.warmup_requests:
             self._state.enter(f"{part} warm-up")
             warm = self._synthetic(
@@ -258,15 +262,18 @@ class Work:
             )
             self._result["reasons"] += failure_reasons(f"{part} warm-up", requests)
         measure = measure_latency if part == "latency" else measure_throughput
-        return self._measured(
-            part,
-            lambda: measure(
+
+        def once(number: int) -> tuple[Outcome, StepTotals]:
+            return measure(
                 llm,
-                prompts,
+                prompts[number],
                 config.output_tokens,
                 clock=self._door.clock,
                 on_progress=self._state.running,
-            ),
+            )
+
+        return self._measured(
+            part, lambda: measure_repeats(once, repeats=repeats, stop_share=stop_share)
         )
 
     def _run_serve(self, llm: Engine, config: ServeScenario) -> StepTotals:
@@ -304,12 +311,18 @@ class Work:
             raise RequestError(f"nothing was measured. {outcome.reasons[0]}")
         return totals
 
-    def _prompts(self, llm: Engine, part: str, config: RequestSet) -> list[list[int]]:
+    def _prompts(
+        self, llm: Engine, part: str, config: RequestSet, repeats: int
+    ) -> list[list[list[int]]]:
+        """Return the prompts of each repeat; no two repeats share one."""
+        num = config.num_requests
         if config.prompts_file is not None:
-            return encode_rows(self._job.prompts[part], llm.tokenizer)
-        return self._synthetic(
-            llm, config.num_requests, config.prompt_tokens, seed=config.seed, stream=part
-        )
+            rows = encode_rows(self._job.prompts[part], llm.tokenizer)
+        else:
+            rows = self._synthetic(
+                llm, num * repeats, config.prompt_tokens, seed=config.seed, stream=part
+            )
+        return [rows[number * num : (number + 1) * num] for number in range(repeats)]
 
     @staticmethod
     def _synthetic(

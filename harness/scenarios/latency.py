@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from harness.measure.latency import floor_note, latency_metrics
+from harness.measure.latency import RequestTimes, floor_note, latency_metrics
+from harness.measure.statistics import drift
 from harness.scenarios.drive import Clock, Engine, OnProgress, StepTotals, run_in_turn
 from harness.scenarios.outcome import Outcome, failure_reasons
 
@@ -25,7 +26,20 @@ def measure_latency(
         metrics=latency_metrics(requests),
         samples=[request.to_row() for request in requests],
         num_complete=num_complete,
-        reasons=failure_reasons("latency", requests),
+        reasons=[*failure_reasons("latency", requests), *drift_reasons(requests)],
         notes=[note] if note else [],
     )
     return outcome, totals
+
+
+def drift_reasons(requests: Sequence[RequestTimes]) -> list[str]:
+    """Return one reason when requests became slower or faster per token while they ran in turn."""
+    times = [request.tpot_ms for request in requests if request.is_complete]
+    found = drift([time_ms for time_ms in times if time_ms is not None])
+    if found is None or not found.is_drift:
+        return []
+    return [
+        f"latency: the mean time per output token went from {found.first:.4g} ms in the first "
+        f"third of the requests to {found.last:.4g} ms in the last: the machine was not steady. "
+        "End other work on it, let it cool, or raise scenario.latency.warmup_requests."
+    ]

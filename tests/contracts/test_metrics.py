@@ -12,6 +12,7 @@ from harness.job import WorkerJob
 from harness.measure.latency import QUANTITIES
 from harness.measure.resources import ResourceSampler
 from harness.scenarios.load import summarise_loads
+from harness.schema import ThroughputScenario
 from harness.traffic.settings import Arrivals, Objectives, PeakSearch
 from harness.worker import Work
 from reports.definitions import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS
@@ -36,7 +37,8 @@ def engine_names(call: str) -> set[str]:
 
 def job(kind: str) -> WorkerJob:
     model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
-    parts = load_only() if kind == "load" else scenario(serve=SEARCH)
+    several = ThroughputScenario(num_requests=4, prompt_tokens=8, output_tokens=5, repeats=2)
+    parts = load_only() if kind == "load" else scenario(serve=SEARCH, throughput=several)
     return WorkerJob(name=kind, kind=kind, engine=EngineConfig(model=model), scenario=parts)
 
 
@@ -84,8 +86,11 @@ def test_every_metric_that_is_produced_has_a_definition(produced: set[str]) -> N
 
 def test_nothing_is_defined_that_is_not_produced(produced: set[str]) -> None:
     assert {key_of(metric) for metric in produced} == set(METRIC_DEFINITIONS)
-    statistics = {metric.split("/")[2] for metric in produced if metric.startswith("latency/")}
-    assert statistics == set(summarise([1.0])) == set(STATISTIC_DEFINITIONS)
+    single = {metric.split("/")[2] for metric in produced if metric.startswith("latency/")}
+    repeated = {m.split("/")[2] for m in produced if re.match("throughput/\\w+/", m)}
+    assert single == set(summarise([1.0]))
+    assert repeated == {"std", "ci95_low", "ci95_high"}
+    assert single | repeated == set(STATISTIC_DEFINITIONS)
     assert {f"latency/{name}" for name in QUANTITIES} <= set(METRIC_DEFINITIONS)
 
 
