@@ -30,6 +30,10 @@ HEADLINES: Final = (
     ("throughput/output_tok_s", "Output"),
     ("latency/tpot_ms", "TPOT"),
     ("latency/ttft_ms", "TTFT"),
+    ("serve/peak_requests_s", "Peak rate"),
+    ("serve/good_share", "Good requests"),
+    ("serve/output_tok_s", "Output, served"),
+    ("serve/ttft_ms", "TTFT from arrival"),
     ("load/total_s", "Load"),
     ("load/cold_total_s", "Load, cold"),
     ("memory/gpu_peak_gib", "GPU peak"),
@@ -51,6 +55,7 @@ def run_page(record: RunRecord) -> Page:
         memory_section(record),
         _latency(record),
         _metrics(record, "throughput", "Throughput"),
+        _serving(record),
         _load(record),
         _others(record),
         _configuration(record),
@@ -186,6 +191,41 @@ def _metrics(record: RunRecord, area: str, title: str) -> Section | None:
     return None if table is None else Section(title=title, figures=(area,), tables=(table,))
 
 
+def _serving(record: RunRecord) -> Section | None:
+    """Show what came of the planned requests, the rates of a search, and the metrics."""
+    table = metric_table(record, ["serve"])
+    if table is None:
+        return None
+    found = record.samples.get("serve")
+    samples = found if isinstance(found, Mapping) else {}
+    counts = [
+        f"{leaf(samples[f'num_{name}'])} {name}"
+        for name in ("planned", "completed", "failed", "cancelled")
+        if f"num_{name}" in samples
+    ]
+    text = (f"Requests: {', '.join(counts)}.",) if counts else ()
+    trials = samples.get("trials")
+    tables = [_trial_table(trials), table] if isinstance(trials, list) and trials else [table]
+    return Section(title="Serving", text=text, tables=tuple(tables))
+
+
+def _trial_table(trials: list[Mapping[str, object]]) -> Table:
+    rows = [
+        (
+            leaf(trial.get("rate_per_s")),
+            leaf(trial.get("good_share")),
+            "yes" if trial.get("has_passed") else "no",
+        )
+        for trial in trials
+    ]
+    return Table(
+        caption="Rates that the search tried, in order",
+        columns=("requests/s", "good share", "passed"),
+        rows=rows,
+        numeric=frozenset({0, 1}),
+    )
+
+
 def _load(record: RunRecord) -> Section | None:
     tables = [table for table in (_phase_table(record), metric_table(record, ["load"])) if table]
     if not tables:
@@ -223,7 +263,7 @@ def _phase_table(record: RunRecord) -> Table | None:
 
 def _others(record: RunRecord) -> Section | None:
     """Show every metric that no other section shows."""
-    shown = {"latency", "throughput", "load", "memory"}
+    shown = {"latency", "throughput", "serve", "load", "memory"}
     bases = {f"latency/{key}" for key, _ in LATENCY_PANELS}
     names = [
         name

@@ -31,6 +31,37 @@ def test_sections_come_in_reading_order():
     ]
 
 
+def test_serving_shows_its_accounts_and_the_rates_of_a_search():
+    record = ok_record()
+    record.metrics |= {
+        "serve/peak_requests_s": 4.0,
+        "serve/good_share": 0.96,
+        "serve/output_tok_s": 61.0,
+        "serve/ttft_ms/p50": 120.0,
+    }
+    record.samples["serve"] = {
+        "num_planned": 40,
+        "num_completed": 38,
+        "num_failed": 1,
+        "num_cancelled": 1,
+        "requests": [],
+        "trials": [
+            {"rate_per_s": 4.0, "good_share": 0.96, "has_passed": True},
+            {"rate_per_s": 8.0, "good_share": 0.5, "has_passed": False},
+        ],
+    }
+    (section,) = [s for s in run_page(record).sections if s.title == "Serving"]
+    assert section.text == ("Requests: 40 planned, 38 completed, 1 failed, 1 cancelled.",)
+    trials, metrics = section.tables
+    assert [row[2] for row in trials.rows] == ["yes", "no"]
+    assert {row[0] for row in metrics.rows} == {n for n in record.metrics if n.startswith("serve/")}
+    assert "n/a" not in {row[1] for row in metrics.rows}
+    cards = {card.label: (card.value, card.unit) for card in run_page(record).cards}
+    assert cards["Peak rate"][0].startswith("4")
+    assert "TTFT from arrival, p50" in cards
+    assert "serve/good_share" not in table_rows(record, "Link, offload")
+
+
 def test_an_empty_record_is_a_page():
     bare = ok_record(plan=None, metrics={}, samples={}, config={}, overrides=[], effective={})
     bare.environment = {}
