@@ -109,9 +109,8 @@ def test_requests_stream_and_end_apart() -> None:
     async def main() -> None:
         engine = Gated()
         async with AsyncLLM(engine) as door:
-            first, second = await asyncio.gather(
-                collect(door, [1]), collect(door, [2], SamplingParams(max_tokens=2), "b")
-            )
+            other = collect(door, [2], SamplingParams(max_tokens=2), "b")
+            first, second = await asyncio.gather(collect(door, [1]), other)
             assert first.finished
             assert first.outputs[0].token_ids == [12, 11, 10]
             assert first.outputs[0].text == "xxx"
@@ -356,9 +355,10 @@ def test_tokens_and_text_are_those_of_the_synchronous_door(llm: Any) -> None:
 
     async def main() -> list[Any]:
         door = AsyncLLM(llm)
-        with contextlib.closing(SimpleNamespace(close=door.release)):
-            pairs = zip(prompts, params, strict=True)
-            return await asyncio.gather(*(collect(door, prompt, each) for prompt, each in pairs))
+        pairs = zip(prompts, params, strict=True)
+        found = await asyncio.gather(*(collect(door, prompt, each) for prompt, each in pairs))
+        door.release()
+        return found
 
     found = asyncio.run(main())
     assert tokens_of(found) == tokens_of(wanted)
