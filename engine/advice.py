@@ -102,15 +102,34 @@ def _shorter_with_auto(asked: Asked, prefix: str) -> list[str]:
     return [] if blocks is None else [f"{prefix}engine.max_model_len={blocks * size}"]
 
 
+def _with_memory(asked: Asked, memory_gib: float) -> Asked:
+    gpu = replace(asked.config.gpu, memory_gib=memory_gib)
+    return replace(asked, config=replace(asked.config, gpu=gpu))
+
+
+def _least_memory(asked: Asked, low: int, high: int) -> int:
+    """The least memory, in hundredths of GiB, with which a chosen placement fits."""
+    roomy = replace(asked.facts, free_bytes=2**60)
+
+    def is_short(hundredths: int) -> bool:
+        return not _auto_fits(_with_memory(replace(asked, facts=roomy), hundredths / 100))
+
+    short = largest(low, high, is_short)
+    return low if short is None else short + 1
+
+
 def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
     """What remains where neither offload nor a shorter length fits: a larger budget."""
-    memory = num_bytes / asked.config.engine.gpu_memory_utilization / GIB
-    memory = math.ceil(memory * 100 + 1e-6) / 100
-    config = replace(asked.config, gpu=replace(asked.config.gpu, memory_gib=memory))
-    budget = int(memory * GIB) * asked.config.engine.gpu_memory_utilization
-    larger = replace(asked, config=config)
-    on_card = plan.facts.emulated or budget <= plan.facts.free_bytes
-    if on_card and fits(larger, Assignment(plan.placements, plan.lookahead)):
+    share = asked.config.engine.gpu_memory_utilization
+    memory = math.ceil(num_bytes / share / GIB * 100 + 1e-6) / 100
+    larger = _with_memory(asked, memory)
+    on_card = plan.facts.emulated or int(memory * GIB) * share <= plan.facts.free_bytes
+    if asked.config.planner.choose:
+        least = math.floor(plan.gpu_budget_bytes / share / GIB * 100)
+        memory = _least_memory(asked, least, round(memory * 100)) / 100
+        if plan.facts.emulated or int(memory * GIB) * share <= plan.facts.free_bytes:
+            return f"Fits with: gpu.memory_gib={memory:g}."
+    elif on_card and fits(larger, Assignment(plan.placements, plan.lookahead)):
         return f"Fits with: gpu.memory_gib={memory:g}."
     roomy = advice(replace(asked, facts=replace(asked.facts, host_available_bytes=2**60)))
     if roomy:

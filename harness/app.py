@@ -49,6 +49,13 @@ def run(line: CommandLine) -> int:
         sys.stdout.write("---\n".join(_print_point(point, line) for point in plan.points))
         return EXIT_OK
     _make_home()
+    modes = {point.config.mode for point in plan.points}
+    if len(modes) > 1:
+        raise ConfigError("mode: expected run or plan for all points, got both. Run them apart.")
+    if modes == {"plan"}:
+        from harness.forecast.command import show_plans  # noqa: PLC0415  not for runs
+
+        return show_plans(plan)
     _check_folder(plan)
     return _Session(plan, line.config_dir).run()
 

@@ -54,7 +54,7 @@ GROUP_TITLES: Final = {
     "experiment": "files that hold all choices of one question",
 }
 ROOT_KEYS: Final = {
-    "mode=run": "(plan, which predicts without running, is not available yet)",
+    "mode=run": "plan: print what fits, predicted times and what to choose; nothing runs",
     "system=native": "the engine of this project (others are not available yet)",
     "rerun=all": "run every point (failed and none are not available yet)",
     "fail_fast=false": "true: stop a sweep at the first point that is not ok",

@@ -315,7 +315,7 @@ class RunConfig(Sealed):
     """One run of the harness: what is asked, complete."""
 
     mode: str = "run"
-    """run (plan, which only predicts, is not available yet)."""
+    """run | plan (print what fits, what it costs and what to choose; nothing runs)."""
     system: str = "native"
     """native: the engine of this project (others are not available yet)."""
     rerun: str = "all"
@@ -343,8 +343,9 @@ class RunConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError for what is not available yet and for requests that cannot fit."""
-        available = {"mode": "run", "system": "native", "rerun": "all"}
-        known = {"mode": ("run", "plan"), "system": ("native",), "rerun": ("all", "failed", "none")}
+        check_choice("mode", self.mode, ("run", "plan"))
+        available = {"system": "native", "rerun": "all"}
+        known = {"system": ("native",), "rerun": ("all", "failed", "none")}
         for name, only in available.items():
             value = getattr(self, name)
             check_choice(name, value, known[name])

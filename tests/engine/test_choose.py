@@ -201,7 +201,11 @@ def test_over_20_gb_on_4_gb_run_with_nearly_all_off_or_are_refused_with_reasons(
     with pytest.raises(CapacityError) as error:
         choose(spec, 2, max_model_len=512, max_num_seqs=4)
     assert "available KV cache memory: -" in str(error.value)
-    assert "gpu.memory_gib=" in str(error.value)
+    advised = float(str(error.value).split("Fits with: gpu.memory_gib=")[1].rstrip("."))
+    assert advised < 4
+    choose(spec, advised, max_model_len=512, max_num_seqs=4)
+    with pytest.raises(CapacityError):
+        choose(spec, advised - 0.02, max_model_len=512, max_num_seqs=4)
 
 
 def test_a_tied_table_stays_on_the_gpu() -> None:

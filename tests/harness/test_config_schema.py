@@ -83,7 +83,6 @@ def latency(**changes: Any) -> ScenarioConfig:
         (PlannerConfig, {"auto_fields": ["x"]}, ["planner.auto_fields", "max_num_seqs", "'x'"]),
         (PlannerConfig, {"auto_fields": "max_model_len"}, ["planner.auto_fields", "a list"]),
         (PlannerConfig, {"auto_fields": ["max_model_len"] * 2}, ["planner.auto_fields", "once"]),
-        (run_config, {"mode": "plan"}, ["mode", "mode=plan is not available", "mode=run"]),
         (run_config, {"mode": "x"}, ["mode", "run, plan", "'x'"]),
         (run_config, {"system": "other"}, ["system", "native", "'other'"]),
         (run_config, {"rerun": "failed"}, ["rerun", "rerun=failed is not available"]),

@@ -1,0 +1,56 @@
+"""mode=plan: plan every point, print, and keep a sweep's table as CSV."""
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from harness.composition import Plan
+from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
+from harness.forecast.rows import Forecast, forecast
+from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
+
+CSV_NAME: Final = "plan.csv"
+
+
+def show_plans(plan: Plan) -> int:
+    """Print the plan of every point; return the exit code.
+
+    Raises:
+        ConfigError: A point's settings contradict each other or its model's sizes are not known.
+    """
+    found = [forecast(point.config, tuple(point.overrides)) for point in plan.points]
+    if not plan.multirun:
+        (only,) = found
+        _print(point_lines(only))
+        return EXIT_OK if only.recommended is not None else EXIT_NOT_ALL_OK
+    names = point_names(found)
+    path = Path(str(plan.points[0].composed.hydra.sweep.dir)) / CSV_NAME
+    write_csv(path, found, names)
+    _print([*sweep_table(found, names), f"  every way to place the weights: {path}"])
+    return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
+
+
+def point_names(found: Sequence[Forecast]) -> list[str]:
+    """Return what sets the points apart: their overrides without those that all have."""
+    common = set.intersection(*(set(item.overrides) for item in found))
+    return [
+        " ".join(text.lstrip("+") for text in item.overrides if text not in common) or str(index)
+        for index, item in enumerate(found)
+    ]
+
+
+def write_csv(path: Path, found: Sequence[Forecast], names: Sequence[str]) -> None:
+    """Write every row of every point."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, CSV_COLUMNS)
+        writer.writeheader()
+        for item, name in zip(found, names, strict=True):
+            writer.writerows(csv_row(item, row, name) for row in item.rows)
+
+
+def _print(lines: Sequence[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()

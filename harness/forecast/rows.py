@@ -1,0 +1,233 @@
+"""Plans of one configuration side by side: as set, none, uva, prefetch and auto."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from engine.accounting import Asked
+from engine.accounting import fits as has_room
+from engine.config import (
+    EngineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PlannerConfig,
+    PrefetchOffloadConfig,
+    UVAOffloadConfig,
+)
+from engine.cost import decode_step_s, load_s, prefill_s, queue_s, shape_of
+from engine.errors import CapacityError
+from engine.offload_config import OffloadWarning
+from engine.placement import assign_prefetch
+from engine.plan import DeviceFacts, MemoryPlan
+from engine.planner import plan_memory, resolve_dtype, resolve_max_model_len
+from engine.rates import rates_for
+from engine.spec import ModelSpec
+from harness.errors import ConfigError
+from harness.forecast.machine import machine_facts
+from harness.schema import RunConfig
+
+NUM_GROUP: Final = 8
+"""Layers in a group of the prefetch settings that are tried."""
+PRESET_GB: Final = 8.0
+PRESET_NUM: Final = 5
+PRESET_STEP: Final = 2
+"""The choices of conf/offload, taken where the model fits without any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to place the weights."""
+
+    label: str
+    overrides: tuple[str, ...]
+    """What chooses it on the command line."""
+    plan: MemoryPlan | None
+    """None: it does not fit."""
+    bytes: dict[str, Any]
+    """The plan as plain data; of one that does not fit as far as it went."""
+    error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits."""
+        return self.plan is not None
+
+    @property
+    def predicted(self) -> dict[str, Any]:
+        """Predicted times; empty where it does not fit."""
+        return dict(self.plan.predicted or {}) if self.plan is not None else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One point: its configuration and the rows."""
+
+    config: RunConfig
+    spec: ModelSpec
+    facts: DeviceFacts
+    overrides: tuple[str, ...]
+    """Of the command line."""
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def recommended(self) -> Row | None:
+        """The row of no offload where it fits; else what is chosen; else the fastest that fits."""
+        fitting = [row for row in self.rows if row.fits]
+        for label in ("none", "auto"):
+            for row in fitting:
+                if row.label == label:
+                    return row
+        return min(fitting, key=lambda row: row.predicted["decode_step_ms"], default=None)
+
+    @property
+    def chosen(self) -> Row | None:
+        """The row of the configuration as it is set; None: nothing is set about offload."""
+        return next((row for row in self.rows if row.label.endswith("(as set)")), None)
+
+    def minutes(self, row: Row) -> float:
+        """Return how long a run of this point will take: its starts and its timed requests."""
+        if row.plan is None:
+            return 0.0
+        shape, scenario = shape_of(row.plan, self.spec), self.config.scenario
+        rates = rates_for(self.config.gpu, self.facts)
+        starts = int(scenario.correctness.enabled) + int(scenario.is_timed)
+        if scenario.load is not None:
+            starts += scenario.load.cold_starts + scenario.load.warm_starts
+        seconds = starts * load_s(shape, rates)
+        if (one := scenario.latency) is not None:
+            step = decode_step_s(shape, rates, 1, one.prompt_tokens + one.output_tokens / 2)
+            first = prefill_s(shape, rates, one.prompt_tokens)
+            count = one.num_requests + one.warmup_requests
+            seconds += count * (first + (one.output_tokens - 1) * step)
+        if (many := scenario.throughput) is not None:
+            seconds += queue_s(
+                shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens
+            )
+        return seconds / 60
+
+
+def read_spec(config: RunConfig) -> ModelSpec:
+    """Return the model's sizes: as in conf/model, or from config.json in model.path.
+
+    Raises:
+        ConfigError: There is no config.json, or it cannot be read.
+    """
+    if config.model.spec is not None:
+        return config.model.spec
+    file = Path(config.model.path or "").expanduser() / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: expected a folder with config.json, got {file} ({error})."
+        ) from error
+    return ModelSpec.from_hf_config(content)
+
+
+def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
+    """Plan every way to place the weights of one point.
+
+    Args:
+        config: As composed.
+        overrides: The command line's, for the command that runs what is recommended.
+    """
+    spec, facts = read_spec(config), machine_facts(config)
+    model = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
+    base = EngineConfig(
+        model=model,
+        gpu=config.gpu,
+        offload=config.offload,
+        kv=config.kv,
+        engine=config.engine,
+        planner=config.planner,
+    )
+    rows = tuple(_rows(base, spec, facts))
+    return Forecast(config=config, spec=spec, facts=facts, overrides=overrides, rows=rows)
+
+
+def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[Row]:
+    auto = replace(base.planner, choose=True, auto_fields=[])
+    bare = replace(base, offload=OffloadConfig(), planner=PlannerConfig())
+    none = _row("none", ("offload=none",), bare, spec, facts)
+    is_set = base.offload.backend != "none" or bool(base.planner.auto_fields)
+    if is_set:
+        yield _row(f"{base.offload.backend} (as set)", (), base, spec, facts)
+    yield none
+    if base.offload.backend != "uva":
+        yield _uva_row(bare, spec, facts, fits=none.fits)
+    if base.offload.backend != "prefetch":
+        yield _prefetch_row(bare, spec, facts, fits=none.fits)
+    overrides = ["offload=auto"]
+    if auto.objective != "latency":
+        overrides.append(f"planner.objective={auto.objective}")
+    if auto.kv_tokens is not None:
+        overrides.append(f"planner.kv_tokens={auto.kv_tokens}")
+    yield _row("auto", tuple(overrides), replace(bare, planner=auto), spec, facts)
+
+
+def _row(
+    label: str,
+    overrides: tuple[str, ...],
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+) -> Row:
+    try:
+        plan = plan_memory(config, spec, facts)
+    except CapacityError as error:
+        found: dict[str, Any] = dict(error.plan or {})
+        return Row(label=label, overrides=overrides, plan=None, bytes=found, error=str(error))
+    return Row(label=label, overrides=overrides, plan=plan, bytes=plan.to_dict())
+
+
+def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
+    """The least uva that fits; where nothing is needed, that of conf/offload."""
+
+    def at(hundredths: int) -> Row:
+        size = hundredths / 100
+        overrides = ("offload=uva", f"offload.uva.cpu_offload_gb={size:g}")
+        offload = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=size))
+        label = f"uva, {size:g} GiB"
+        return _row(label, overrides, replace(bare, offload=offload), spec, facts)
+
+    if fits:
+        return at(round(100 * min(PRESET_GB, spec.weight_bytes() / 2**30)))
+    planner = PlannerConfig(auto_fields=["cpu_offload_gb"])
+    found = _row("uva", (), replace(bare, planner=planner), spec, facts)
+    if found.plan is None:
+        return replace(found, overrides=("offload=uva",))
+    [note] = [text for text in found.plan.notes if "cpu_offload_gb=" in text]
+    return at(round(100 * float(note.split("cpu_offload_gb=")[1].rstrip("."))))
+
+
+def _prefetch_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
+    """The fewest layers of each group that fit; where none need to, those of conf/offload."""
+    group = min(NUM_GROUP, spec.num_hidden_layers)
+
+    def offload(num: int) -> OffloadConfig:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OffloadWarning)
+            return OffloadConfig(
+                prefetch=PrefetchOffloadConfig(
+                    offload_group_size=group,
+                    offload_num_in_group=num,
+                    offload_prefetch_step=PRESET_STEP,
+                )
+            )
+
+    dtype, length = resolve_dtype(bare, spec, facts.kind), resolve_max_model_len(bare, spec)
+    asked = Asked(bare, spec, facts, dtype, length, reference=False)
+    found = (n for n in range(1, group) if has_room(asked, assign_prefetch(spec, offload(n))))
+    num = min(PRESET_NUM, group) if fits else next(found, group)
+    overrides = (
+        "offload=prefetch",
+        f"offload.prefetch.offload_group_size={group}",
+        f"offload.prefetch.offload_num_in_group={num}",
+        f"offload.prefetch.offload_prefetch_step={PRESET_STEP}",
+    )
+    label = f"prefetch, {num} of {group} layers"
+    return _row(label, overrides, replace(bare, offload=offload(num)), spec, facts)

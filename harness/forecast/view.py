@@ -1,0 +1,206 @@
+"""The text of mode=plan: one point in full, a sweep as a table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from engine.cost import CONTEXT_TOKENS
+from harness.forecast.machine import UNKNOWN_HOST_BYTES
+from harness.forecast.rows import Forecast, Row
+from reports.record import number
+
+__all__ = ["CSV_COLUMNS", "csv_row", "point_lines", "sweep_table"]
+
+GIB = 2**30
+_BAR: Final = 50
+_ABSENT: Final = "-"
+COLUMNS: Final = (
+    "offload",
+    "fits",
+    "GPU weights",
+    "host GiB",
+    "KV tokens",
+    "at once",
+    "tok/s, 1",
+    "tok/s, full",
+    "prefill ms",
+    "TTFT ms",
+    "load s",
+)
+CSV_COLUMNS: Final = (
+    "point",
+    "model",
+    "gpu",
+    "memory_gib",
+    "max_model_len",
+    "max_num_seqs",
+    "offload",
+    "overrides",
+    "fits",
+    "recommended",
+    "gpu_weights_gib",
+    "host_weights_gib",
+    "kv_tokens",
+    "max_concurrency",
+    "bytes_per_step",
+    "decode_tokens_s",
+    "full_batch",
+    "decode_tokens_full_s",
+    "prefill_tokens",
+    "prefill_ms",
+    "ttft_ms",
+    "queue_output_tokens_s",
+    "load_s",
+    "run_minutes",
+    "rates",
+)
+
+
+def point_lines(found: Forecast) -> list[str]:
+    """Return one point as lines of text."""
+    best = found.recommended
+    lines = ["", *_title(found), *_table([COLUMNS, *(_cells(row) for row in found.rows)])]
+    lines += [
+        "  at once: sequences of max_model_len tokens. tok/s: decode at batch 1, and at as many as",
+        f"  have room with {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens).",
+    ]
+    for row in found.rows:
+        if not row.fits:
+            lines.append(f"  {row.label} does not fit: {row.error}")
+    if best is None:
+        lines.append("  Nothing fits.")
+        return lines
+    choice = best.bytes.get("choice")
+    what = f"{best.label}: {choice['chosen']} ({choice['why']})" if choice else best.label
+    lines.append(f"  recommended: {what}")
+    lines += _bar("GPU", best.bytes["gpu"]["items"], best.bytes["gpu"]["budget_bytes"])
+    limit = best.bytes["host"]["limit_bytes"]
+    lines += _bar(
+        "host", best.bytes["host"]["items"], 0 if limit > UNKNOWN_HOST_BYTES / 2 else limit
+    )
+    lines.append(f"  rates: {best.predicted['rates']['source']}")
+    kept = [
+        item for item in found.overrides if not item.startswith(("mode=", "offload", "planner."))
+    ]
+    command = " ".join([*kept, *best.overrides])
+    if best is found.chosen:
+        command = " ".join(item for item in found.overrides if not item.startswith("mode="))
+    lines.append(f"  run it: python -m harness {command} (about {found.minutes(best):.1f} min)")
+    return lines
+
+
+def _title(found: Forecast) -> Iterator[str]:
+    config, facts = found.config, found.facts
+    budget = next((r.bytes["gpu"]["budget_bytes"] for r in found.rows if r.bytes), 0)
+    settings = config.engine
+    length = next((r.bytes["kv"]["max_model_len"] for r in found.rows if r.bytes), None)
+    yield (
+        f"{config.model.name} on {facts.name}: budget {budget / GIB:.2f} GiB "
+        f"({facts.total_bytes / GIB:.2f} x {settings.gpu_memory_utilization:g}), weights "
+        f"{found.spec.weight_bytes() / GIB:.2f} GiB, {length} tokens, "
+        f"{settings.max_num_seqs} sequences"
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    weights = row.bytes.get("gpu", {}).get("items", {}).get("weights")
+    if row.plan is None:
+        gpu = _ABSENT if weights is None else f"{weights / GIB:.2f}"
+        return (row.label, "no", gpu, *([_ABSENT] * (len(COLUMNS) - 3)))
+    predicted = row.predicted
+    return (
+        row.label,
+        "yes",
+        f"{(weights or 0) / GIB:.2f}",
+        f"{_host_weights(row) / GIB:.2f}",
+        str(row.plan.kv_tokens),
+        f"{row.bytes['kv']['max_concurrency']:.1f}",
+        number(predicted["decode_tokens_s"]),
+        f"{number(predicted['decode_tokens_full_s'])} ({predicted['full_batch']})",
+        f"{number(predicted['prefill_ms'])} ({predicted['prefill_tokens']})",
+        f"{number(predicted['ttft_ms'])} ({predicted['ttft_prompt_tokens']})",
+        number(predicted["load_s"]),
+    )
+
+
+def _host_weights(row: Row) -> int:
+    placed: Mapping[str, int] = row.bytes["placements"]
+    return sum(placed.values()) - placed["resident"]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column > 1 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _bar(title: str, items: Mapping[str, int], limit: int) -> Iterator[str]:
+    """One side's memory by part; each part is a letter of a bar that is the limit long."""
+    parts = {name: size for name, size in items.items() if size}
+    whole = max(limit, sum(parts.values()))
+    letters, legend = "", []
+    for letter, (name, size) in zip("abcdefghij", parts.items(), strict=False):
+        letters += letter * round(_BAR * size / whole)
+        legend.append(f"{letter} {name} {size / GIB:.2f}")
+    yield f"  {title:<5}[{letters[:_BAR].ljust(_BAR, '.')}] {whole / GIB:.2f} GiB"
+    yield f"       {', '.join(legend)}"
+
+
+def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
+    """Return all points of a sweep as a table, one line each, with the minutes of a run."""
+    rows: list[Sequence[str]] = [("point", *COLUMNS, "run min")]
+    total, refused = 0.0, 0
+    for item, name in zip(found, names, strict=True):
+        row = shown(item)
+        minutes = item.minutes(row)
+        total += minutes
+        refused += not row.fits
+        rows.append((name, *_cells(row), f"{minutes:.1f}" if row.fits else _ABSENT))
+    lines = ["", *_table(rows)]
+    lines.append(
+        f"  {len(found)} points, {refused} of them do not fit; running the others takes about "
+        f"{total:.0f} minutes."
+    )
+    return lines
+
+
+def shown(found: Forecast) -> Row:
+    """Return a point's row in a sweep: as it is set, or none where nothing is."""
+    if found.config.planner.choose:
+        return next(row for row in found.rows if row.label == "auto")
+    return found.chosen or next(row for row in found.rows if row.label == "none")
+
+
+def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
+    """Return one row of the CSV file."""
+    config, predicted = found.config, row.predicted
+    kv = row.bytes.get("kv", {})
+    values = {
+        "point": name,
+        "model": config.model.name,
+        "gpu": found.facts.name,
+        "memory_gib": found.facts.total_bytes / GIB,
+        "max_model_len": kv.get("max_model_len"),
+        "max_num_seqs": config.engine.max_num_seqs,
+        "offload": row.label,
+        "overrides": " ".join(row.overrides),
+        "fits": row.fits,
+        "recommended": row is found.recommended,
+        "run_minutes": found.minutes(row) if row.fits else None,
+    }
+    if row.plan is not None:
+        values |= {
+            "gpu_weights_gib": row.bytes["gpu"]["items"]["weights"] / GIB,
+            "host_weights_gib": _host_weights(row) / GIB,
+            "kv_tokens": row.plan.kv_tokens,
+            "max_concurrency": kv["max_concurrency"],
+            "queue_output_tokens_s": predicted["queue"]["output_tokens_s"],
+            "rates": predicted["rates"]["source"],
+        }
+        values |= {
+            name: predicted[name] for name in CSV_COLUMNS if name in predicted and name != "rates"
+        }
+    return {name: values.get(name) for name in CSV_COLUMNS}

@@ -1,0 +1,197 @@
+"""mode=plan: what is printed, which command is recommended, and the table of a sweep."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.plan import DeviceFacts
+from harness.__main__ import main
+from harness.composition import Composer
+from harness.errors import ConfigError
+from harness.forecast import machine
+from harness.forecast.rows import Forecast, forecast
+from harness.forecast.view import CSV_COLUMNS, point_lines, shown, sweep_table
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "home"
+    monkeypatch.setenv("TIGHTFIT_HOME", str(folder))
+    return folder
+
+
+def found_of(composer: Composer, *overrides: str) -> Forecast:
+    (point,) = composer.plan(["mode=plan", *overrides]).points
+    return forecast(point.config, tuple(point.overrides))
+
+
+OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb")
+
+
+def test_all_ways_stand_side_by_side_and_auto_is_recommended(composer: Composer) -> None:
+    found = found_of(composer, *OLMO)
+    assert [row.label.split(",")[0] for row in found.rows] == ["none", "uva", "prefetch", "auto"]
+    assert [row.fits for row in found.rows] == [False, True, True, True]
+    assert found.recommended is found.rows[3]
+    times = [row.predicted["decode_step_ms"] for row in found.rows[1:]]
+    assert min(times) == times[2]
+    text = "\n".join(point_lines(found))
+    assert "olmo7b on rtx4080_16gb: budget 14.39 GiB (15.99 x 0.9)" in text
+    assert "none does not fit: available KV cache memory: -0.5" in text
+    assert "recommended: auto: embedding read in place; " in text
+    assert "rates: sheet of rtx4080_16gb" in text
+    assert "run it: python -m harness +model=olmo7b gpu=rtx4080_16gb offload=auto (about" in text
+
+
+def test_recommended_overrides_give_the_row(composer: Composer) -> None:
+    found = found_of(composer, *OLMO)
+    for row in found.rows[1:]:
+        (point,) = composer.plan([*OLMO, *row.overrides]).points
+        again = forecast(point.config, tuple(point.overrides))
+        chosen = again.chosen or next(r for r in again.rows if r.label == "auto")
+        assert chosen.bytes["placements"] == row.bytes["placements"]
+
+
+def test_a_bar_is_as_long_as_the_budget(composer: Composer) -> None:
+    lines = point_lines(found_of(composer, *OLMO))
+    [bar] = [line for line in lines if line.strip().startswith("GPU  [")]
+    cells = bar.split("[")[1].split("]")[0]
+    assert len(cells) == 50
+    assert cells.count("a") == pytest.approx(50 * 10.8 / 14.39, abs=1)
+    [legend] = [line for line in lines if "a weights" in line]
+    assert "kv_cache 2." in legend
+
+
+def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
+    found = found_of(composer, *OLMO, "offload=uva", "offload.uva.cpu_offload_gb=5")
+    assert [row.label.split(",")[0] for row in found.rows] == [
+        "uva (as set)",
+        "none",
+        "prefetch",
+        "auto",
+    ]
+    assert found.chosen is found.rows[0]
+    assert found.rows[0].bytes["placements"]["uva"] >= 5 * GIB
+    assert shown(found) is found.rows[0]
+
+
+def test_a_model_that_fits_needs_no_offload(composer: Composer) -> None:
+    found = found_of(composer, "+model=smollm2_135m", "gpu=rtx3060_12gb")
+    assert found.recommended is found.rows[0]
+    assert all(row.fits for row in found.rows)
+    step = [row.predicted["decode_step_ms"] for row in found.rows]
+    assert step[0] == step[3] < min(step[1:3])
+    assert "offload=none (about" in point_lines(found)[-1]
+
+
+def test_what_cannot_fit_is_said_with_figures(composer: Composer) -> None:
+    found = found_of(composer, "+model=qwen3_14b", "gpu=rtx3060_12gb", "gpu.memory_gib=1.5")
+    assert found.recommended is None
+    text = "\n".join(point_lines(found))
+    assert text.count("does not fit: available KV cache memory: -") == 4
+    assert text.endswith("Nothing fits.")
+    assert found.minutes(found.rows[0]) == 0
+
+
+def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    local = ("+model=local", f"model.path={tmp_path}", "gpu=l4_24gb")
+    (found, named) = (
+        found_of(composer, *local),
+        found_of(composer, "+model=llama2_7b", "gpu=l4_24gb"),
+    )
+    assert found.spec.num_parameters == named.spec.num_parameters
+    assert [row.fits for row in found.rows] == [row.fits for row in named.rows]
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="expected a folder with config"):
+        found_of(composer, *local)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        found_of(composer, "+model=local")
+
+
+def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(*overrides: str) -> DeviceFacts:
+        (point,) = composer.plan(overrides).points
+        return machine.machine_facts(point.config)
+
+    card = facts("gpu=l4_24gb")
+    assert (card.kind, card.name, card.total_bytes) == ("cuda", "l4_24gb", 23034 * 2**20)
+    assert card.host_available_bytes == machine.UNKNOWN_HOST_BYTES
+
+    class Here:
+        def facts(self) -> dict[str, Any]:
+            return {"name": "NVIDIA L4", "memory_bytes": 24 * GIB}
+
+        def sample(self) -> dict[str, Any]:
+            return {"gpu_used_bytes": GIB}
+
+    monkeypatch.setattr(machine, "open_gpu", Here)
+    here = facts("gpu=auto")
+    assert (here.name, here.free_bytes) == ("NVIDIA L4", 23 * GIB)
+    assert here.host_available_bytes < machine.UNKNOWN_HOST_BYTES
+    assert facts("gpu=cpu").kind == "cpu"
+    monkeypatch.setattr(machine, "open_gpu", lambda: None)
+    assert facts("gpu=auto").kind == "cpu"
+
+
+def test_a_point_on_the_command_line(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert main([*OLMO, "mode=plan"]) == 0
+    assert "recommended: auto" in capsys.readouterr().out
+    assert main(["+model=qwen3_14b", "gpu.memory_gib=1.5", "gpu.name=x", "mode=plan"]) == 3
+    assert list((home / "runs").iterdir()) == []
+
+
+def test_a_sweep_is_one_table_and_a_csv_file(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    command = ["-m", "+model=olmo7b", "gpu=rtx3060_12gb,rtx4090_24gb", "offload=none,auto"]
+    assert main([*command, "mode=plan"]) == 3
+    out = capsys.readouterr().out
+    assert "gpu=rtx3060_12gb offload=none" in out
+    assert "4 points, 1 of them do not fit; running the others takes about" in out
+    [path] = (home / "runs").glob("*/plan.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == list(CSV_COLUMNS)
+    assert len(rows) == 16
+    assert {row["fits"] for row in rows} == {"True", "False"}
+    best = [row for row in rows if row["recommended"] == "True"]
+    assert [row["offload"] for row in best] == ["auto", "auto", "none", "none"]
+    assert float(best[0]["decode_tokens_s"]) > 1
+    assert rows[0]["decode_tokens_s"] == ""
+
+
+def test_run_and_plan_do_not_mix() -> None:
+    assert main(["-m", "+model=glass", "mode=run,plan"]) == 2
+
+
+def test_minutes_grow_with_the_scenario(composer: Composer) -> None:
+    few = found_of(composer, *OLMO, "offload=auto", "scenario=latency")
+    many = found_of(
+        composer, *OLMO, "offload=auto", "scenario=latency", "scenario.latency.num_requests=640"
+    )
+    row, more = (next(r for r in item.rows if r.label == "auto") for item in (few, many))
+    assert many.minutes(more) > 5 * few.minutes(row)
+    table = sweep_table([few, many], ["few", "many"])
+    assert table[2].strip().startswith("few")
+    assert "2 points, 0 of them do not fit" in table[-1]
