@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 from engine.errors import EngineError, RequestError
 from engine.request import RequestOutput, TokenEvent
 from engine.sampling_params import SamplingParams
-from engine.streams import Answer, Stream
+from engine.streams import Answer, Stream, wake_all
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -95,6 +95,7 @@ class AsyncLLM:
         self._failure: BaseException | None = None
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._streams: dict[str, Stream] = {}  # of the engine's thread alone, as the next
+        self._touched: set[Stream] = set()
         self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -239,8 +240,10 @@ class AsyncLLM:
         why = EngineError("AsyncLLM: it was closed before this request ended.")
         try:
             while self._obey():
+                self._wake()
                 if self._llm.has_unfinished():
                     self._step()
+                    self._wake()
         except BaseException as error:  # noqa: BLE001  the edge: carried to every client
             why = EngineError(f"AsyncLLM: the engine failed: {type(error).__name__}: {error}")
             why.__cause__ = self._failure = error
@@ -252,6 +255,7 @@ class AsyncLLM:
                 late = self._commands.get_nowait()
                 if late.kind == "add" and late.stream is not None:
                     self._retire(late.stream, why)
+        self._wake()
 
     def _stop(self, why: str) -> None:
         with self._lock:
@@ -312,9 +316,9 @@ class AsyncLLM:
             if stream is None:
                 continue
             stream.open_answers -= sum(event.finish_reason is not None for event in mine)
-            if not stream.post(mine):
-                self._drop(stream, None)
-            elif stream.open_answers == 0:
+            stream.put(mine)
+            self._touched.add(stream)
+            if stream.open_answers == 0:
                 self._retire(stream, None)
         if self._streams and not self._llm.has_unfinished():
             why = EngineError("AsyncLLM: the engine finished without ending this request.")
@@ -333,4 +337,12 @@ class AsyncLLM:
             del self._streams[stream.request_id]
         with self._lock:
             self._pending.discard(stream.request_id)
-        stream.post(why)
+        stream.put(why)
+        self._touched.add(stream)
+
+    def _wake(self) -> None:
+        """Let clients see what was put to their streams; drop requests that lost their client."""
+        touched, self._touched = self._touched, set()
+        for stream in wake_all(touched):
+            if self._streams.get(stream.request_id) is stream:
+                self._drop(stream, None)

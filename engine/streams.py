@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +18,14 @@ class Stream:
         self.open_answers = 1
         """Answers that have not ended; the engine's thread alone counts them."""
         self.prompt_token_ids: list[int] = []
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
+        """The client's."""
         self._items: deque[list[TokenEvent] | BaseException | None] = deque()
         self._wake = asyncio.Event()
 
-    def post(self, item: list[TokenEvent] | BaseException | None) -> bool:
-        """Hand over tokens, an error, or None for the end; False when the client's loop is gone."""
+    def put(self, item: list[TokenEvent] | BaseException | None) -> None:
+        """Hand over tokens, an error, or None for the end; seen when the stream is woken."""
         self._items.append(item)
-        try:
-            self._loop.call_soon_threadsafe(self._wake.set)
-        except RuntimeError:
-            return False
-        return True
 
     async def next(self) -> tuple[list[TokenEvent], bool]:
         """Return all tokens that came since the last call, and whether they are the last.
@@ -50,6 +47,36 @@ class Stream:
                 return events, True
             events += item
         return events, False
+
+    def wake(self) -> None:
+        """Let the client see what was put; to be called on its loop."""
+        self._wake.set()
+
+
+def wake_all(streams: Iterable[Stream]) -> list[Stream]:
+    """Wake the clients of some streams, with one call for each loop; from any thread.
+
+    Args:
+        streams: to which something was put.
+
+    Returns:
+        Those whose loop is closed: nobody will read them.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
+    for stream in streams:
+        by_loop.setdefault(stream.loop, []).append(stream)
+    gone = []
+    for loop, mine in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake_here, mine)
+        except RuntimeError:
+            gone += mine
+    return gone
+
+
+def _wake_here(streams: list[Stream]) -> None:
+    for stream in streams:
+        stream.wake()
 
 
 @dataclass
