@@ -72,8 +72,10 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
             "(arrivals - 1) / (last - first planned arrival) as drawn; the ramp and later turns"
             " are left out"
         ),
-        "serve/sent_requests_s": "(requests sent - 1) / (t(last sent) - t(first sent)), later"
-        " turns too",
+        "serve/sent_requests_s": (
+            "(requests sent - 1) / (t(last sent) - t(first sent)); the ramp and later turns are"
+            " left out"
+        ),
         "serve/requests_s": "completed requests / serve/wall_s",
         "serve/output_tok_s": "sum(output tokens of completed requests) / serve/wall_s",
         "serve/total_tok_s": ("sum(prompt and output tokens of completed requests) / serve/wall_s"),

@@ -21,6 +21,8 @@ class ServedRequest(RequestTimes):
     """Tokens that were planned."""
     is_ramp_up: bool = False
     """It arrived while the rate still rose, and is not counted."""
+    is_later_turn: bool = False
+    """It follows another one, so its arrival was not planned."""
     sent_s: float | None = None
     """When it was handed to the engine."""
     is_cancelled: bool = False
@@ -65,6 +67,7 @@ class ServedRequest(RequestTimes):
             "lag_ms": self.lag_ms,
             "planned_output_tokens": self.output_tokens,
             "is_ramp_up": self.is_ramp_up,
+            "is_later_turn": self.is_later_turn,
             "is_cancelled": self.is_cancelled,
         }
 
@@ -167,7 +170,8 @@ def _rate(amount: float, seconds: float | None) -> float | None:
 
 
 def _sent_rate(counted: Sequence[ServedRequest]) -> float | None:
-    sent = [request.sent_s for request in counted if request.sent_s is not None]
+    planned = [request.sent_s for request in counted if not request.is_later_turn]
+    sent = [time_s for time_s in planned if time_s is not None]
     span_s = max(sent) - min(sent) if len(sent) > 1 else 0.0
     return (len(sent) - 1) / span_s if span_s > 0 else None
 

@@ -218,6 +218,7 @@ def _not_sent(request: PlannedRequest) -> ServedRequest:
         submit_s=math.nan,
         output_tokens=request.output_tokens,
         is_ramp_up=request.is_ramp_up,
+        is_later_turn=request.follows is not None,
         is_cancelled=True,
         error="it was not sent: an earlier turn did not complete in time",
     )

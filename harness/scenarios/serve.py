@@ -254,7 +254,7 @@ def _schedule_reasons(
 ) -> list[str]:
     reasons = []
     planned, sent = metrics["serve/planned_requests_s"], metrics["serve/sent_requests_s"]
-    is_free = config.max_concurrency is None and config.turns.num == 1
+    is_free = config.max_concurrency is None
     if is_free and planned and sent and sent < LEAST_SENT_SHARE * planned:
         reasons.append(
             f"serve: {planned:.4g} requests/s were planned and {sent:.4g}/s sent: the client could "

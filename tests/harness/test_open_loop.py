@@ -200,6 +200,7 @@ def test_later_turns_come_after_the_answer_and_hold_it():
     assert by_name["serve-0.1"].num_prompt_tokens == later.num_prompt_tokens == 20
     assert by_name["serve-0.1"].ttft_ms == pytest.approx(500)
     assert by_name["serve-0.1"].lag_ms == pytest.approx(0)
+    assert serving_metrics(served, {})["serve/sent_requests_s"] == pytest.approx(1.0)
 
 
 def test_a_turn_whose_answer_fails_takes_the_rest_of_its_conversation_with_it():
