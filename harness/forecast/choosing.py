@@ -1,0 +1,204 @@
+"""Write docs/choosing.md: what every model of conf/ needs on cards of usual sizes.
+
+`python -m harness.forecast.choosing [FILE]`; without a file the text is printed.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from engine.accounting import GIB
+from engine.config import (
+    EngineConfig,
+    EngineSettings,
+    GPUConfig,
+    KVConfig,
+    ModelConfig,
+    OffloadConfig,
+    PlannerConfig,
+)
+from engine.errors import CapacityError
+from engine.plan import DeviceFacts, MemoryPlan
+from engine.planner import plan_memory
+from engine.spec import ModelSpec
+from harness.folders import CONF
+from reports.record import number, write_text_atomic
+
+__all__ = ["main", "model_row", "page"]
+
+SIZES_GB: Final = {
+    8: "rtx3060_12gb",
+    10: "rtx3060_12gb",
+    12: "rtx3060_12gb",
+    16: "rtx4080_16gb",
+    24: "rtx4090_24gb",
+    48: "rtx4090_24gb",
+    80: "a100_80gb",
+}
+"""Memory in GiB -> the card whose rates are taken."""
+LENGTH: Final = 4096
+SEQUENCES: Final = 2
+"""Sequences of that length that must have room."""
+PUBLISHED_16_GB: Final = ((5e9, "none"), (9e9, "8 GB"), (1e15, "12 GB or more"))
+"""The published advice for cpu_offload_gb on a card of 16 GB, by parameters below a limit."""
+HOST_BYTES: Final = 2**50
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the page, or write it to the file that is named."""
+    text = page()
+    if arguments:
+        write_text_atomic(Path(arguments[0]), text)
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join([*_head(), *_sizes_table(), *_advice_table()]) + "\n"
+
+
+def model_names() -> list[str]:
+    """Return the models of conf/ with sizes, the smallest first."""
+    found = {path.stem: _node(path.stem) for path in sorted((CONF / "model").glob("*.yaml"))}
+    sized = {name: ModelSpec(**node["spec"]) for name, node in found.items() if "spec" in node}
+    return sorted(sized, key=lambda name: sized[name].num_parameters)
+
+
+def _node(name: str) -> dict[str, Any]:
+    text = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")
+    node: dict[str, Any] = yaml.safe_load(text)
+    return node
+
+
+def spec_of(name: str) -> ModelSpec:
+    """Return the sizes of a model of conf/, in bfloat16."""
+    return ModelSpec(**(_node(name)["spec"] | {"dtype": "bfloat16"}))
+
+
+def _plan(spec: ModelSpec, size_gb: int, planner: PlannerConfig) -> MemoryPlan | None:
+    text = (CONF / "gpu" / f"{SIZES_GB[size_gb]}.yaml").read_text(encoding="utf-8")
+    gpu = GPUConfig(**{**yaml.safe_load(text), "memory_gib": float(size_gb)})
+    config = EngineConfig(
+        model=ModelConfig(name="model", load_format="dummy", spec=spec),
+        gpu=gpu,
+        kv=KVConfig(disable_sliding_window=spec.sliding_window is not None),
+        engine=EngineSettings(max_model_len=min(LENGTH, spec.max_position_embeddings)),
+        offload=OffloadConfig(),
+        planner=planner,
+    )
+    facts = DeviceFacts(
+        kind="cuda",
+        name=gpu.name,
+        total_bytes=size_gb * GIB,
+        free_bytes=size_gb * GIB,
+        host_available_bytes=HOST_BYTES,
+    )
+    try:
+        return plan_memory(config, spec, facts)
+    except CapacityError:
+        return None
+
+
+def _auto(spec: ModelSpec, size_gb: int) -> MemoryPlan | None:
+    tokens = SEQUENCES * min(LENGTH, spec.max_position_embeddings)
+    return _plan(spec, size_gb, PlannerConfig(choose=True, kv_tokens=tokens))
+
+
+def _host_gib(plan: MemoryPlan) -> float:
+    placed = plan.placed_bytes()
+    return (sum(placed.values()) - placed["resident"]) / GIB
+
+
+def _tokens_s(plan: MemoryPlan) -> float:
+    return float((plan.predicted or {})["decode_tokens_s"])
+
+
+def model_row(name: str) -> str:
+    """Return a model's row of the first table."""
+    spec = spec_of(name)
+    cells = [name, f"{spec.weight_bytes() / GIB:.1f}"]
+    for size in SIZES_GB:
+        plan = _auto(spec, size)
+        if plan is None:
+            cells.append("no")
+        elif _host_gib(plan) == 0:
+            cells.append(f"none, {number(_tokens_s(plan))}")
+        else:
+            cells.append(f"{_host_gib(plan):.1f}, {number(_tokens_s(plan))}")
+    return f"| {' | '.join(cells)} |"
+
+
+def _head() -> Iterator[str]:
+    yield from (
+        "# What to offload",
+        "",
+        "Written by `python -m harness.forecast.choosing docs/choosing.md`; every figure is",
+        "predicted from sizes and data sheets, none is measured. bfloat16, sequences of",
+        f"{LENGTH} tokens (less where the model ends before), room for {SEQUENCES} of them,",
+        "0.9 of the card. Your own case: `python -m harness +model=... gpu=... mode=plan`.",
+        "",
+        "## Every model on cards of usual sizes",
+        "",
+        "Weights that `offload=auto` puts into host memory, GiB, and decode tokens/s at batch 1.",
+        "The rates are those of an RTX 3060 up to 12 GB, RTX 4080 for 16, RTX 4090 for 24 and 48,",
+        "A100 for 80.",
+        "",
+    )
+
+
+def _sizes_table() -> Iterator[str]:
+    yield f"| model | weights | {' | '.join(f'{size} GB' for size in SIZES_GB)} |"
+    yield "|---" * (2 + len(SIZES_GB)) + "|"
+    for name in model_names():
+        yield model_row(name)
+    yield ""
+
+
+def _advice_table() -> Iterator[str]:
+    yield from (
+        "## Beside the published advice for 16 GB",
+        "",
+        "The advice: `cpu_offload_gb` none for 1 to 4B, 8 GB for 7B, 12 GB or more from 12B on.",
+        "Least is the smallest `cpu_offload_gb` that leaves room for one sequence; auto as above.",
+        "",
+        "| model | parameters | advice | least uva, GiB | tok/s | auto, GiB | tok/s |",
+        "|---|---|---|---|---|---|---|",
+    )
+    for name in model_names():
+        yield _advice_row(name)
+    yield from (
+        "",
+        "Where they differ:",
+        "",
+        "- The advice names bytes for a size class; what is needed follows from the weights, the",
+        "  length and how many sequences must have room. Models of 8B and less with few KV heads",
+        "  need less than 8 GB, and every GiB more costs time in every step.",
+        "- uva reads layers in place, in order. auto first takes the embedding table, of which a",
+        "  step reads a row a token, then as few layers as are needed, copied ahead.",
+        "- auto makes room for as many tokens as are asked for (`planner.kv_tokens`), here for two",
+        "  sequences; the advice leaves what is over to the KV cache.",
+    )
+
+
+def _advice_row(name: str) -> str:
+    spec = spec_of(name)
+    advice = next(text for limit, text in PUBLISHED_16_GB if spec.num_parameters < limit)
+    least = _plan(spec, 16, PlannerConfig(auto_fields=["cpu_offload_gb"]))
+    chosen = _auto(spec, 16)
+    cells = [name, f"{spec.num_parameters / 1e9:.2f} B", advice]
+    for plan in (least, chosen):
+        if plan is None:
+            cells += ["no", "-"]
+        else:
+            host = _host_gib(plan)
+            cells += [f"{host:.1f}" if host else "none", number(_tokens_s(plan))]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
