@@ -14,8 +14,13 @@ _COLUMNS: Final = (
     ("TTFT ms", "latency/ttft_ms/mean"),
     ("TPOT ms", "latency/tpot_ms/mean"),
     ("out tok/s", "throughput/output_tok_s"),
+    ("peak 1/s", "serve/peak_requests_s"),
+    ("good share", "serve/good_share"),
+    ("served tok/s", "serve/output_tok_s"),
+    ("TTFT ms, served", "serve/ttft_ms/mean"),
     ("GPU GiB", "memory/gpu_peak_gib"),
 )
+"""A column is left out where no point has its figure."""
 _NAME_WIDTH: Final = 60
 
 
@@ -41,10 +46,15 @@ def sweep_lines(
     """
     lines = ["", f"sweep {sweep.sweep_id}: {len(records)} of {sweep.total} points"]
     if records:
-        header = ["point", "choices", "status", *(title for title, _ in _COLUMNS), "folder"]
+        shown = [
+            (title, key)
+            for title, key in _COLUMNS
+            if any(record.metrics.get(key) is not None for record in records)
+        ]
+        header = ["point", "choices", "status", *(title for title, _ in shown), "folder"]
         rows = [header]
         for index, (record, name) in enumerate(zip(records, _names(records), strict=True)):
-            values = [record.metrics.get(key) for _, key in _COLUMNS]
+            values = [record.metrics.get(key) for _, key in shown]
             cells = ["-" if value is None else number(value) for value in values]
             rows.append([str(index), name, record.status, *cells, folders[index].name])
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]

@@ -24,6 +24,13 @@ COLUMNS: Final = (
     ("memory/gpu_peak_gib", "GPU peak"),
     ("memory/host_pinned_gib", "host pinned"),
 )
+SERVE_COLUMNS: Final = (
+    ("serve/peak_requests_s", "peak rate"),
+    ("serve/good_share", "good requests"),
+    ("serve/output_tok_s", "output, served"),
+    ("serve/ttft_ms", "TTFT from arrival"),
+)
+"""Shown where a point has them."""
 ALT: Final = (
     ("comparison", "Bars of output rate and TPOT, one row for each point"),
     ("tradeoff", "Scatter of the output rate over the rate of one request and over GPU peak"),
@@ -124,7 +131,9 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
     """
     records = [row.record for row in rows if row.record]
     num_ok = sum(row.status == "ok" for row in rows)
+    served = [(statistic(records, base), label) for base, label in SERVE_COLUMNS]
     names = [(statistic(records, base), label) for base, label in COLUMNS]
+    names += [item for item in served if any(r.metrics.get(item[0]) is not None for r in records)]
     sections = (
         Section(
             title="Points", figures=("comparison",), tables=(_points_table(rows, names, links),)
