@@ -256,9 +256,10 @@ def _mixed_cards(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _best_cards(rows: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[Card]:
-    """Return the best point for the output rate and for each latency."""
+    """Return the best point for the output rate, for each latency, and for a peak of serving."""
     cards = []
-    for name, label in names[:3]:
+    peaks = [item for item in names if item[0] == "serve/peak_requests_s"]
+    for name, label in [*names[:3], *peaks]:
         found = [
             (value, row)
             for row in rows
@@ -268,7 +269,7 @@ def _best_cards(rows: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[C
             and (value := row.record.metrics.get(name)) is not None
         ]
         if found:
-            is_rate = name.startswith("throughput/")
+            is_rate = name.startswith(("throughput/", "serve/"))
             value, row = (max if is_rate else min)(found, key=lambda item: item[0])
             cards.append(
                 Card(

@@ -147,6 +147,19 @@ def test_a_point_that_is_not_valid_is_never_the_best(tmp_path):
     assert page.cards[0].value == "402.7"
 
 
+def test_serving_has_columns_where_a_point_was_served(tmp_path):
+    served = ok_record(metrics={"serve/peak_requests_s": 4.5, "serve/good_share": 0.96})
+    faster = ok_record(metrics={"serve/peak_requests_s": 9.0, "serve/good_share": 0.95})
+    page = sweep_page("s", rows_of(served, faster, tmp_path=tmp_path), {})
+    columns = page.sections[0].tables[0].columns
+    assert any(column.startswith("peak rate") for column in columns)
+    assert not any(column.startswith("TTFT from arrival") for column in columns)
+    (card,) = [card for card in page.cards if card.label == "Highest peak rate"]
+    assert (card.value, card.note.startswith("point 1")) == ("9.00", True)
+    plain = sweep_page("s", rows_of(ok_record(), tmp_path=tmp_path), {})
+    assert not any("peak rate" in column for column in plain.sections[0].tables[0].columns)
+
+
 def test_a_sweep_in_which_nothing_ended_ok_is_a_page(tmp_path):
     folder = tmp_path / "sweep"
     write_run(no_fit_record(), folder / "0")
