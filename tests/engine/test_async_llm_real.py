@@ -67,3 +67,24 @@ def test_an_engine_is_built_from_a_configuration(text_folder: Any) -> None:
         wanted.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "offload", [{}, {"cpu_offload_gb": 1}, {"offload_group_size": 2}], ids=["none", "uva", "ring"]
+)
+def test_a_thread_of_its_own_changes_no_token_on_a_gpu(tiny: Any, offload: Any) -> None:
+    prompts = [make_prompt(length, seed=5) for length in (1, 9, 40)]
+    params = greedy_params(12)
+    llm = open_llm(tiny.folder("llama"), device="cuda", **offload)
+    wanted = tokens_of(llm.generate(prompts, params))
+
+    async def main() -> list[Any]:
+        door = AsyncLLM(llm)
+        found = await asyncio.gather(*(collect(door, prompt, params) for prompt in prompts))
+        door.release()
+        return found
+
+    assert tokens_of(asyncio.run(main())) == wanted
+    assert tokens_of(llm.generate(prompts, params)) == wanted  # back on the first thread
+    llm.close()
