@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import ops
-from kernels.ref import activation, attention, kv, linear, norm, rotary
+from kernels.ref import activation, attention, linear, norm, rotary_write_kv
 
 _HIDDEN = 4096
 _FEED_FORWARD = 14336
@@ -67,29 +67,42 @@ def _add_rms_norm(device: torch.device) -> Case:
     )
 
 
-def _rotary(device: torch.device) -> Case:
-    q, k, _ = _heads(16384, device)
-    cos_sin = torch.ones((16384, _HEAD_SIZE), device=device)
-    positions = torch.arange(16384, device=device)
+def _rms_norm_add(device: torch.device) -> Case:
+    x, weight = _randn((16384, _HIDDEN), device), _randn((_HIDDEN,), device)
+    residual = torch.zeros_like(x)
     return Case(
-        "rotary_",
-        "16384 tokens, 32 + 8 heads x 128",
-        lambda: ops.rotary_(q, k, cos_sin, positions),
-        lambda: rotary.rotary_(q, k, cos_sin, positions),
-        2 * (q.numel() + k.numel()) * _ELEMENT_BYTES + cos_sin.nbytes,
+        "rms_norm_add_",
+        "16384 x 4096",
+        lambda: ops.rms_norm_add_(x, residual, weight, 1e-6),
+        lambda: norm.rms_norm_add_(x, residual, weight, 1e-6),
+        3 * x.nbytes,
     )
 
 
-def _write_kv(device: torch.device) -> Case:
-    _, k, v = _heads(16384, device)
+def _rotary_write_kv(device: torch.device, kind: str) -> Case:
+    q, k, v = _heads(16384, device)
     k_cache, v_cache = _cache(16384, device)
     slots = torch.randperm(16384, device=device)
+    cos_sin = torch.ones((16384, _HEAD_SIZE), device=device)
+    positions = torch.arange(16384, device=device)
+    factors = {"no norm": None, "norm of heads": (1, 1), "norm of all": (_HEADS, _KV_HEADS)}[kind]
+    weights: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if factors is not None:
+        q_factor, k_factor = factors
+        weights = (
+            _randn((q_factor * _HEAD_SIZE,), device),
+            _randn((k_factor * _HEAD_SIZE,), device),
+        )
     return Case(
-        "write_kv",
-        "16384 tokens, 8 heads x 128",
-        lambda: ops.write_kv(k, v, k_cache, v_cache, slots),
-        lambda: kv.write_kv(k, v, k_cache, v_cache, slots),
-        2 * (k.numel() + v.numel()) * _ELEMENT_BYTES,
+        "rotary_write_kv_",
+        f"16384 tokens, 32 + 8 heads x 128, {kind}",
+        lambda: ops.rotary_write_kv_(
+            q, k, v, *weights, 1e-6, cos_sin, positions, k_cache, v_cache, slots
+        ),
+        lambda: rotary_write_kv.rotary_write_kv_(
+            q, k, v, *weights, 1e-6, cos_sin, positions, k_cache, v_cache, slots
+        ),
+        2 * (q.numel() + k.numel() + v.numel()) * _ELEMENT_BYTES + cos_sin.nbytes,
     )
 
 
@@ -176,17 +189,38 @@ def _embedding(device: torch.device) -> Case:
     )
 
 
-def _linear(device: torch.device, num_tokens: int) -> Case:
+def _linear(device: torch.device, num_tokens: int, size_in: int, size_out: int) -> Case:
+    x = _randn((num_tokens, size_in), device)
+    # As many weights as exceed the card's cache, each read once a call.
+    weights = _randn((_copies(size_in * size_out), size_out, size_in), device)
+    workspace = ops.decode_workspace(1, 1, _HEAD_SIZE, 1, device)
+    out_bytes = num_tokens * size_out * _ELEMENT_BYTES
+    return Case(
+        "linear",
+        f"{weights.shape[0]} of {num_tokens} x {size_in} by {size_in} x {size_out}",
+        lambda: [ops.linear(x, weight, workspace=workspace) for weight in weights],
+        lambda: [linear.linear(x, weight) for weight in weights],
+        weights.nbytes + weights.shape[0] * (x.nbytes + out_bytes),
+        num_flops=2 * num_tokens * weights.numel(),
+    )
+
+
+def _linear_silu_mul(device: torch.device, num_tokens: int) -> Case:
     x = _randn((num_tokens, _HIDDEN), device)
     weight = _randn((2 * _FEED_FORWARD, _HIDDEN), device)
     return Case(
-        "linear",
-        f"{num_tokens} x 4096 by 4096 x 28672",
-        lambda: ops.linear(x, weight),
-        lambda: linear.linear(x, weight),
-        x.nbytes + weight.nbytes + num_tokens * weight.shape[0] * _ELEMENT_BYTES,
+        "linear_silu_mul",
+        f"{num_tokens} x 4096 by 4096 x 2 x {_FEED_FORWARD}",
+        lambda: ops.linear_silu_mul(x, weight),
+        lambda: linear.linear_silu_mul(x, weight),
+        x.nbytes + weight.nbytes + num_tokens * _FEED_FORWARD * _ELEMENT_BYTES,
         num_flops=2 * num_tokens * weight.numel(),
     )
+
+
+def _copies(num_elements: int) -> int:
+    """Return how many weights of this size are 256 MiB or more."""
+    return max(1, -(-(2**28) // (num_elements * _ELEMENT_BYTES)))
 
 
 def _randn(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -213,8 +247,12 @@ def _cache(num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.T
 BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
     "rms_norm": (_rms_norm,),
     "add_rms_norm": (_add_rms_norm,),
-    "rotary_": (_rotary,),
-    "write_kv": (_write_kv,),
+    "rms_norm_add_": (_rms_norm_add,),
+    "rotary_write_kv_": (
+        lambda device: _rotary_write_kv(device, "no norm"),
+        lambda device: _rotary_write_kv(device, "norm of heads"),
+        lambda device: _rotary_write_kv(device, "norm of all"),
+    ),
     "silu_mul": (_silu_mul,),
     "paged_decode_attention": (
         lambda device: _decode(device, 32, 4096),
@@ -226,6 +264,20 @@ BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
         lambda device: _prefill(device, 1, 512, 4096),
     ),
     "embedding": (_embedding,),
-    "linear": (lambda device: _linear(device, 16), lambda device: _linear(device, 2048)),
+    "linear": (
+        lambda device: _linear(device, 1, 4096, 6144),
+        lambda device: _linear(device, 1, 4096, 4096),
+        lambda device: _linear(device, 1, 14336, 4096),
+        lambda device: _linear(device, 16, 4096, 6144),
+        lambda device: _linear(device, 16, 14336, 4096),
+        lambda device: _linear(device, 64, 4096, 6144),
+        lambda device: _linear(device, 64, 14336, 4096),
+        lambda device: _linear(device, 2048, 4096, 28672),
+    ),
+    "linear_silu_mul": (
+        lambda device: _linear_silu_mul(device, 1),
+        lambda device: _linear_silu_mul(device, 16),
+        lambda device: _linear_silu_mul(device, 64),
+    ),
 }
 """Operator to the cases that are timed for it."""

@@ -5,7 +5,7 @@ No check reads a tensor's values, so none waits for the device.
 
 import torch
 
-from kernels.sizes import decode_num_splits
+from kernels.sizes import MAX_SMALL_TOKENS, decode_num_splits
 from kernels.workspace import DecodeWorkspace
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,6 +168,103 @@ def check_workspace(
     if partial.device != q_SNH.device:
         expected = f"tensors on {q_SNH.device}"
         raise KernelArgumentError(f"{name}.workspace", expected, f"{partial.device}")
+
+
+def check_linear(
+    name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise unless the arguments of a product agree with each other.
+
+    Args:
+        name: the operator's name.
+        x: [..., in].
+        weight: [out, in].
+        bias: [out] or None.
+
+    Raises:
+        KernelArgumentError: naming the first argument that does not fit.
+    """
+    check_float(f"{name}.x", x)
+    if x.dim() == 0:
+        raise KernelArgumentError(f"{name}.x", "one dimension or more", "none")
+    shape = (None, x.shape[-1])
+    check_tensor(f"{name}.weight", weight, shape, x.dtype, x.device, last_contiguous=False)
+    if bias is not None:
+        check_tensor(f"{name}.bias", bias, (weight.shape[0],), x.dtype, x.device)
+
+
+def is_small_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Tell whether a product runs in the kernel for few tokens.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+    """
+    if not x.is_cuda or x.dtype == torch.float32 or weight.numel() == 0:
+        return False
+    num_tokens = x.numel() // x.shape[-1]
+    return 0 < num_tokens <= MAX_SMALL_TOKENS and x.stride(-1) == weight.stride(-1) == 1
+
+
+def check_rotary_write_kv(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Raise unless the arguments of rotary_write_kv_ agree with each other.
+
+    Args:
+        q_TNH: queries.
+        k_TKH: keys.
+        v_TKH: values.
+        q_weight: of the queries' norm, or None.
+        k_weight: of the keys' norm, or None.
+        cos_sin: [max_positions, R].
+        positions: [T].
+        k_cache: [B, K, P, H].
+        v_cache: [B, K, P, H].
+        slots: [T].
+
+    Raises:
+        KernelArgumentError: naming the first argument that does not fit.
+    """
+    name = "rotary_write_kv_"
+    check_float(f"{name}.q", q_TNH)
+    check_dims(f"{name}.q", q_TNH, "TNH")
+    check_dims(f"{name}.k", k_TKH, "TKH")
+    num_tokens, num_q_heads, head_size = q_TNH.shape
+    num_k_heads = k_TKH.shape[1]
+    dtype, device = q_TNH.dtype, q_TNH.device
+    kv_shape = (num_tokens, num_k_heads, head_size)
+    check_tensor(f"{name}.q", q_TNH, q_TNH.shape, dtype, device)
+    check_tensor(f"{name}.k", k_TKH, kv_shape, dtype, device)
+    check_tensor(f"{name}.v", v_TKH, kv_shape, dtype, device)
+    check_tensor(f"{name}.cos_sin", cos_sin, (None, None), torch.float32, device)
+    check_tensor(f"{name}.positions", positions, (num_tokens,), torch.int64, device)
+    check_tensor(f"{name}.slots", slots, (num_tokens,), torch.int64, device)
+    cache_shape = (None, num_k_heads, None, head_size)
+    check_tensor(f"{name}.k_cache", k_cache, cache_shape, dtype, device)
+    check_tensor(f"{name}.v_cache", v_cache, k_cache.shape, dtype, device)
+    rotated = cos_sin.shape[1]
+    if rotated % 2 or not 0 < rotated <= head_size:
+        expected = f"an even number of columns, 2 to {head_size} (H)"
+        raise KernelArgumentError(f"{name}.cos_sin", expected, f"{rotated}")
+    if (q_weight is None) != (k_weight is None):
+        got = "q_weight alone" if k_weight is None else "k_weight alone"
+        raise KernelArgumentError(f"{name}.k_weight", "both weights or neither", got)
+    if q_weight is not None and k_weight is not None:
+        is_head = q_weight.shape == (head_size,)
+        q_size = head_size if is_head else num_q_heads * head_size
+        k_size = head_size if is_head else num_k_heads * head_size
+        check_tensor(f"{name}.q_weight", q_weight, (q_size,), dtype, device)
+        check_tensor(f"{name}.k_weight", k_weight, (k_size,), dtype, device)
 
 
 def _check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...]) -> None:

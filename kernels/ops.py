@@ -1,9 +1,11 @@
 """The operators: each is described here, checks its arguments, and runs where its tensors are.
 
-CUDA tensors go to Triton kernels (embedding and linear to torch's own), CPU tensors to the PyTorch
-twins in kernels.ref. All take float32, bfloat16 and float16 and accumulate in float32. On a GPU
-every operator enqueues on the current stream, waits for nothing, and can be captured in a CUDA
-graph; its arguments must stay alive until that work is done.
+CUDA tensors go to Triton kernels (embedding, and products of many tokens or in float32, to torch's
+own), CPU tensors to the PyTorch twins in kernels.ref. All take float32, bfloat16 and float16 and
+accumulate in float32. On a GPU every operator enqueues on the current stream, waits for nothing,
+and can be captured in a CUDA graph; its arguments must stay alive until that work is done. On cards
+of compute capability 9 or more a kernel may start before the one before it has ended; it waits for
+it before it touches anything but weights.
 
 Shape letters: T tokens, S sequences, M blocks per sequence, B blocks, P tokens per block,
 N query heads, K KV heads, H head size, D hidden, F feed-forward, V vocabulary, R rotated elements
@@ -17,20 +19,23 @@ from kernels.checks import (
     check_attention,
     check_dims,
     check_float,
+    check_linear,
+    check_rotary_write_kv,
     check_tensor,
     check_workspace,
+    is_small_product,
 )
 from kernels.ref import activation as ref_activation
 from kernels.ref import attention as ref_attention
-from kernels.ref import kv as ref_kv
 from kernels.ref import linear as ref_linear
 from kernels.ref import norm as ref_norm
-from kernels.ref import rotary as ref_rotary
-from kernels.sizes import DECODE_SPLIT_TOKENS, decode_workspace_bytes
+from kernels.ref import rotary_write_kv as ref_rotary_write_kv
+from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS, decode_workspace_bytes
 from kernels.workspace import DecodeWorkspace, decode_workspace
 
 __all__ = [
     "DECODE_SPLIT_TOKENS",
+    "MAX_SMALL_TOKENS",
     "DecodeWorkspace",
     "KernelArgumentError",
     "add_rms_norm",
@@ -38,12 +43,13 @@ __all__ = [
     "decode_workspace_bytes",
     "embedding",
     "linear",
+    "linear_silu_mul",
     "paged_decode_attention",
     "paged_prefill_attention",
     "rms_norm",
-    "rotary_",
+    "rms_norm_add_",
+    "rotary_write_kv_",
     "silu_mul",
-    "write_kv",
 ]
 
 # Triton is imported by the first call on a GPU: machines without one need not have it.
@@ -100,72 +106,76 @@ def add_rms_norm(
     return ref_norm.add_rms_norm(x, residual, weight, eps)
 
 
-def rotary_(
-    q_TNH: torch.Tensor, k_TKH: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+def rms_norm_add_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> None:
-    """Rotate the first R elements of every head in place by its token's position.
-
-    Element i of the first half pairs with element i of the second half of the R elements.
+    """Add the rms_norm of x, rounded to its dtype, to residual in place.
 
     Args:
-        q_TNH: queries; may be a strided view of a fused projection.
-        k_TKH: keys, dtype of q; may be a view of the same tensor.
-        cos_sin: [max_positions, R] float32, R / 2 cosines and then R / 2 sines.
-        positions: [T] int64, 0 to max_positions - 1; not checked, as that would wait for the GPU.
+        x: [T, D], stride 1 in the last dimension.
+        residual: [T, D], dtype of x; overwritten.
+        weight: [D], dtype of x.
+        eps: added to the mean square.
     """
-    check_float("rotary_.q", q_TNH)
-    check_dims("rotary_.q", q_TNH, "TNH")
-    num_tokens, _, head_size = q_TNH.shape
-    device = q_TNH.device
-    check_tensor("rotary_.q", q_TNH, (num_tokens, None, head_size), q_TNH.dtype, device)
-    check_tensor("rotary_.k", k_TKH, (num_tokens, None, head_size), q_TNH.dtype, device)
-    check_tensor("rotary_.cos_sin", cos_sin, (None, None), torch.float32, device)
-    check_tensor("rotary_.positions", positions, (num_tokens,), torch.int64, device)
-    rotated = cos_sin.shape[1]
-    if rotated % 2 or not 0 < rotated <= head_size:
-        raise KernelArgumentError(
-            "rotary_.cos_sin", f"an even number of columns, 2 to {head_size} (H)", f"{rotated}"
-        )
-    if q_TNH.is_cuda:
-        from kernels.triton import rotary
+    check_float("rms_norm_add_.x", x)
+    check_dims("rms_norm_add_.x", x, "TD")
+    check_tensor("rms_norm_add_.x", x, x.shape, x.dtype, x.device)
+    check_tensor("rms_norm_add_.residual", residual, x.shape, x.dtype, x.device)
+    check_tensor("rms_norm_add_.weight", weight, (x.shape[1],), x.dtype, x.device)
+    if x.is_cuda:
+        from kernels.triton import norm
 
-        rotary.rotary_(q_TNH, k_TKH, cos_sin, positions)
+        norm.rms_norm_add_(x, residual, weight, eps)
         return
-    ref_rotary.rotary_(q_TNH, k_TKH, cos_sin, positions)
+    ref_norm.rms_norm_add_(x, residual, weight, eps)
 
 
-def write_kv(
+def rotary_write_kv_(
+    q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Copy each token's keys and values to its slot of the cache.
+    """Norm q and k where weights are given, rotate them, and put k and v into the cache.
+
+    The rotation takes the first R elements of every head by the token's position; element i of
+    their first half pairs with element i of their second half. Queries are overwritten, keys and
+    values only read. A norm's result is rounded before the rotation, as rms_norm rounds it. A
+    token's result depends on no other token.
 
     Args:
-        k_TKH: keys; may be a strided view.
-        v_TKH: values, shape and dtype of k; may be a strided view.
-        k_cache: [B, K, P, H], dtype of k, stride 1 in the last dimension, other strides free.
+        q_TNH: queries, stride 1 in the last dimension; may be a strided view of a fused projection.
+        k_TKH: keys, dtype of q; may be a view of the same tensor.
+        v_TKH: values, shape and dtype of k; may be a view of the same tensor.
+        q_weight: dtype of q; [H]: each head is normed, [N * H]: all heads of a token are normed as
+            one row, None: no norm.
+        k_weight: as q_weight, [H] or [K * H] with it; None where q_weight is.
+        eps: added to the mean square; not read without weights.
+        cos_sin: [max_positions, R] float32, R / 2 cosines and then R / 2 sines.
+        positions: [T] int64, 0 to max_positions - 1; not checked, as that would wait for the GPU.
+        k_cache: [B, K, P, H], dtype of q, stride 1 in the last dimension, other strides free.
         v_cache: [B, K, P, H], as k_cache.
         slots: [T] int64, block * P + offset, or -1 for a token that is not written. No slot twice,
             and none beyond the cache: neither is checked.
     """
-    check_float("write_kv.k", k_TKH)
-    check_dims("write_kv.k", k_TKH, "TKH")
-    num_tokens, num_heads, head_size = k_TKH.shape
-    dtype, device = k_TKH.dtype, k_TKH.device
-    check_tensor("write_kv.k", k_TKH, (num_tokens, num_heads, head_size), dtype, device)
-    check_tensor("write_kv.v", v_TKH, (num_tokens, num_heads, head_size), dtype, device)
-    check_tensor("write_kv.slots", slots, (num_tokens,), torch.int64, device)
-    check_tensor("write_kv.k_cache", k_cache, (None, num_heads, None, head_size), dtype, device)
-    check_tensor("write_kv.v_cache", v_cache, k_cache.shape, dtype, device)
-    if k_TKH.is_cuda:
-        from kernels.triton import kv
+    check_rotary_write_kv(
+        q_TNH, k_TKH, v_TKH, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots
+    )
+    if q_TNH.is_cuda:
+        from kernels.triton import rotary_write_kv
 
-        kv.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots)
-        return
-    ref_kv.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots)
+        run = rotary_write_kv.rotary_write_kv_
+    else:
+        run = ref_rotary_write_kv.rotary_write_kv_
+    heads = (q_TNH, k_TKH, v_TKH)
+    run(*heads, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slots)
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
@@ -335,26 +345,67 @@ def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
     return ref_linear.embedding(ids_T, table_VD)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
     """Return x @ weight.T + bias.
 
+    On a GPU a product of at most MAX_SMALL_TOKENS bfloat16 or float16 tokens runs in a kernel that
+    reads the weight once; which kernel runs, and so the result, follows from the number of tokens,
+    the sizes and the dtype, never from where the weight lies. There a token's result depends on no
+    other token, and is the same in every batch of 1 to 16 tokens, of 17 to 32 and of 33 to 64.
+    Sums are float32, and their order is fixed: the same call gives the same bits.
+
     Args:
-        x: [..., in].
+        x: [..., in], stride 1 in the last dimension where few tokens run on a GPU.
         weight: [out, in], dtype of x; on a GPU also a CUDA tensor over pinned host memory.
         bias: [out], dtype of x, or None.
+        workspace: from decode_workspace; its counters are used. Allocated if None. Read by no other
+            call until this one is done. The CPU needs none.
 
     Returns:
         A new tensor [..., out], dtype of x.
     """
-    check_float("linear.x", x)
-    check_tensor(
-        "linear.weight",
-        weight,
-        (None, x.shape[-1]),
-        x.dtype,
-        x.device,
-        last_contiguous=False,
-    )
-    if bias is not None:
-        check_tensor("linear.bias", bias, (weight.shape[0],), x.dtype, x.device)
+    check_linear("linear", x, weight, bias)
+    if is_small_product(x, weight):
+        from kernels.triton import small_linear
+
+        counters = None if workspace is None else workspace.counters
+        rows = x.reshape(-1, x.shape[-1])
+        return small_linear.linear(rows, weight, bias, counters).view(*x.shape[:-1], -1)
     return ref_linear.linear(x, weight, bias)
+
+
+def linear_silu_mul(
+    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return silu_mul(linear(x, weight, bias)), in one kernel where linear has its own.
+
+    The product is rounded before the activation, as linear rounds it. What linear says of batches
+    and of the weight's place holds here too.
+
+    Args:
+        x: [..., D], as linear's.
+        weight_2FD: F rows of gate and then F of up, as linear's.
+        bias: [2F], dtype of x, or None.
+
+    Returns:
+        A new tensor [..., F], dtype of x.
+    """
+    check_linear("linear_silu_mul", x, weight_2FD, bias)
+    if weight_2FD.shape[0] % 2:
+        raise KernelArgumentError(
+            "linear_silu_mul.weight", "an even number of rows", f"{weight_2FD.shape[0]}"
+        )
+    if is_small_product(x, weight_2FD):
+        from kernels.triton import small_linear
+
+        rows = x.reshape(-1, x.shape[-1])
+        return small_linear.linear_silu_mul(rows, weight_2FD, bias).view(*x.shape[:-1], -1)
+    product = ref_linear.linear(x, weight_2FD, bias)
+    gated = silu_mul(product.reshape(-1, product.shape[-1]))
+    return gated.view(*x.shape[:-1], gated.shape[-1])

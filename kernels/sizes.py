@@ -6,7 +6,15 @@ DECODE_SPLIT_TOKENS = 256
 Fixed, so that a sequence's result depends on neither the batch nor the grid.
 """
 
+MAX_SMALL_TOKENS = 64
+"""Most tokens of a product that is bound by reading its weight, and has a kernel of its own."""
+
+MIN_COUNTERS = 2048
+"""Counters of a workspace at least; a product of few tokens needs one for each 64 rows of a weight
+of fewer than 8192 rows."""
+
 _FLOAT32_BYTES = 4
+_INT32_BYTES = 4
 
 
 def decode_num_splits(max_seq_len: int) -> int:
@@ -16,6 +24,16 @@ def decode_num_splits(max_seq_len: int) -> int:
         max_seq_len: tokens, 0 or more.
     """
     return -(-max_seq_len // DECODE_SPLIT_TOKENS)
+
+
+def decode_num_counters(num_seqs: int, num_heads: int) -> int:
+    """Return the number of counters of a workspace.
+
+    Args:
+        num_seqs: sequences in a step at most.
+        num_heads: query heads.
+    """
+    return max(MIN_COUNTERS, num_seqs * num_heads)
 
 
 def decode_workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_seq_len: int) -> int:
@@ -28,4 +46,5 @@ def decode_workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_seq
         max_seq_len: tokens of a sequence at most.
     """
     partials = num_seqs * num_heads * max(1, decode_num_splits(max_seq_len))
-    return partials * (head_dim + 1) * _FLOAT32_BYTES
+    counters = decode_num_counters(num_seqs, num_heads)
+    return partials * (head_dim + 1) * _FLOAT32_BYTES + counters * _INT32_BYTES

@@ -1,15 +1,15 @@
-"""The scratch tensors of decode attention, allocated once and reused in every step."""
+"""The scratch tensors of a decode step, allocated once and reused in every step."""
 
 from dataclasses import dataclass
 
 import torch
 
-from kernels.sizes import decode_num_splits
+from kernels.sizes import decode_num_counters, decode_num_splits
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Partial results of decode attention.
+    """Partial results of decode attention, and the counters of kernels that share work.
 
     One workspace may serve calls of the same stream with fewer sequences or shorter ones; two
     streams need two.
@@ -17,16 +17,19 @@ class DecodeWorkspace:
     Attributes:
         partial: float32 [S, N, C, H], the output of each of C splits.
         logsumexp: float32 [S, N, C], base-2 logarithm of each split's softmax denominator.
+        counters: int32, how many programs of a shared result are done; the last one, which puts the
+            parts together, sets it back to zero. Zeros between kernels.
     """
 
     partial: torch.Tensor
     logsumexp: torch.Tensor
+    counters: torch.Tensor
 
 
 def decode_workspace(
     num_seqs: int, num_heads: int, head_dim: int, max_seq_len: int, device: torch.device | str
 ) -> DecodeWorkspace:
-    """Allocate the scratch tensors of paged_decode_attention.
+    """Allocate the scratch tensors of paged_decode_attention and linear.
 
     Args:
         num_seqs: sequences in a step at most.
@@ -36,7 +39,8 @@ def decode_workspace(
         device: where attention runs.
 
     Returns:
-        Tensors of decode_workspace_bytes(...) bytes in sum, not initialised.
+        Tensors of decode_workspace_bytes(...) bytes in sum; the counters are zero, the others not
+        initialised.
     """
     splits = max(1, decode_num_splits(max_seq_len))
     return DecodeWorkspace(
@@ -44,4 +48,7 @@ def decode_workspace(
             (num_seqs, num_heads, splits, head_dim), dtype=torch.float32, device=device
         ),
         logsumexp=torch.empty((num_seqs, num_heads, splits), dtype=torch.float32, device=device),
+        counters=torch.zeros(
+            decode_num_counters(num_seqs, num_heads), dtype=torch.int32, device=device
+        ),
     )

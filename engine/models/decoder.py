@@ -69,7 +69,7 @@ class Decoder:
         else:
             hidden = ops.add_rms_norm(hidden, residual, norm, eps)
         head = "model.embed_tokens.weight" if self.spec.tie_word_embeddings else "lm_head.weight"
-        out.copy_(ops.linear(hidden, self.weights.outer(head)))
+        out.copy_(ops.linear(hidden, self.weights.outer(head), workspace=self.workspace))
 
 
 def _pre_norm_layer(
@@ -89,7 +89,7 @@ def _pre_norm_layer(
         hidden = ops.add_rms_norm(hidden, residual, norm, eps)
     hidden = _attention(model, batch, weights, index, hidden)
     hidden = ops.add_rms_norm(hidden, residual, weights["post_attention_layernorm.weight"], eps)
-    return _mlp(weights, hidden), residual
+    return _mlp(model, weights, hidden), residual
 
 
 def _post_norm_layer(
@@ -103,9 +103,9 @@ def _post_norm_layer(
     """Norms of the sub-layers' outputs; `hidden` is the whole stream."""
     eps = model.spec.rms_norm_eps
     out = _attention(model, batch, weights, index, hidden)
-    hidden = hidden + ops.rms_norm(out, weights["post_attention_layernorm.weight"], eps)
-    out = _mlp(weights, hidden)
-    hidden = hidden + ops.rms_norm(out, weights["post_feedforward_layernorm.weight"], eps)
+    ops.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps)
+    out = _mlp(model, weights, hidden)
+    ops.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps)
     return hidden, residual
 
 
@@ -113,24 +113,29 @@ def _attention(
     model: Decoder, batch: Batch, weights: Weights, index: int, hidden: torch.Tensor
 ) -> torch.Tensor:
     spec = model.spec
-    qkv = _linear(weights, "self_attn.qkv_proj", hidden)
+    qkv = _linear(model, weights, "self_attn.qkv_proj", hidden)
     q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-    if spec.architecture.qk_norm == "full":
-        q = ops.rms_norm(q, weights["self_attn.q_norm.weight"], spec.rms_norm_eps)
-        k = ops.rms_norm(k, weights["self_attn.k_norm.weight"], spec.rms_norm_eps)
     tokens = batch.num_tokens
     q_TNH = q.view(tokens, spec.num_attention_heads, spec.head_dim)
     k_TKH = k.view(tokens, spec.num_key_value_heads, spec.head_dim)
     v_TKH = v.view(tokens, spec.num_key_value_heads, spec.head_dim)
-    if spec.architecture.qk_norm == "head":
-        q_TNH = ops.rms_norm(q_TNH, weights["self_attn.q_norm.weight"], spec.rms_norm_eps)
-        k_TKH = ops.rms_norm(k_TKH, weights["self_attn.k_norm.weight"], spec.rms_norm_eps)
-    ops.rotary_(q_TNH, k_TKH, model.rotary, batch.positions)
     k_cache, v_cache = model.cache.layer(index)
-    ops.write_kv(k_TKH, v_TKH, k_cache, v_cache, batch.slots)
+    ops.rotary_write_kv_(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        weights.get("self_attn.q_norm.weight"),
+        weights.get("self_attn.k_norm.weight"),
+        spec.rms_norm_eps,
+        model.rotary,
+        batch.positions,
+        k_cache,
+        v_cache,
+        batch.slots,
+    )
     out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     _attend(model, batch, q_TNH, k_cache, v_cache, out)
-    return _linear(weights, "self_attn.o_proj", out.flatten(-2))
+    return _linear(model, weights, "self_attn.o_proj", out.flatten(-2))
 
 
 def _attend(
@@ -169,10 +174,12 @@ def _attend(
         )
 
 
-def _mlp(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    gate_up = _linear(weights, "mlp.gate_up_proj", hidden)
-    return _linear(weights, "mlp.down_proj", ops.silu_mul(gate_up))
+def _mlp(model: Decoder, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    name = "mlp.gate_up_proj"
+    gated = ops.linear_silu_mul(hidden, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    return _linear(model, weights, "mlp.down_proj", gated)
 
 
-def _linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    return ops.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+def _linear(model: Decoder, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    return ops.linear(x, weight, bias, workspace=model.workspace)

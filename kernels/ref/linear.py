@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional
 
+from kernels.ref.activation import silu_mul
+
 
 def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
     """Twin of kernels.ops.embedding."""
@@ -12,3 +14,12 @@ def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Twin of kernels.ops.linear."""
     return functional.linear(x, weight, bias)
+
+
+def linear_silu_mul(
+    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Twin of kernels.ops.linear_silu_mul."""
+    product = linear(x, weight_2FD, bias)
+    gated = silu_mul(product.reshape(-1, product.shape[-1]))
+    return gated.view(*x.shape[:-1], gated.shape[-1])

@@ -16,3 +16,10 @@ def add_rms_norm(
     """Twin of kernels.ops.add_rms_norm."""
     residual += x
     return rms_norm(residual, weight, eps)
+
+
+def rms_norm_add_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    """Twin of kernels.ops.rms_norm_add_."""
+    residual += rms_norm(x, weight, eps)

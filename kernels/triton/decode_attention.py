@@ -1,5 +1,8 @@
 """Decode attention over a paged cache: partial results of fixed splits, then their sum.
 
+A sequence of one split needs no sum; otherwise the last program of a sequence and KV head to be
+done adds the partial results, in the order of the splits.
+
 Shape letters: S sequences, M blocks per sequence, N query heads, K KV heads, G query heads of one
 KV head, H head size, P tokens per block, C splits of a sequence.
 """
@@ -9,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.sizes import DECODE_SPLIT_TOKENS, decode_num_splits
+from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiles import decode_tile
 from kernels.workspace import DecodeWorkspace, decode_workspace
 
@@ -18,7 +22,41 @@ _MAX_DOT_ROWS = 32
 _MAX_PROGRAMS = 8192
 """A larger grid gets fewer programs a sequence, each of which then takes several splits in turn:
 programs that find nothing to do are not free where max_seq_len is far above the actual lengths."""
-_SPLITS_PER_STEP = 16
+_SPLITS_PER_STEP = 4
+
+
+@triton.jit
+def _sum_of_splits(
+    partial_rows,
+    lse_rows,
+    stride_split,
+    num_splits,
+    mask,
+    ROWS: tl.constexpr,
+    H_PADDED: tl.constexpr,
+    SPLITS_PER_STEP: tl.constexpr,
+):
+    """Add the partial results [ROWS, H] of all splits, weighted by their softmax denominators."""
+    running_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
+    # Other programs wrote what is read here: past the first cache, which may hold older bytes.
+    for first in range(0, num_splits, SPLITS_PER_STEP):
+        for index in tl.static_range(SPLITS_PER_STEP):
+            split = first + index
+            is_split = split < num_splits
+            at = partial_rows + split * stride_split
+            part = tl.load(at, mask=mask & is_split, other=0.0, cache_modifier=".cg")
+            lse = tl.load(
+                lse_rows + split, mask=is_split, other=float("-inf"), cache_modifier=".cg"
+            )
+            new_max = tl.maximum(running_max, lse)
+            shrink = tl.exp2(running_max - new_max)
+            weight = tl.exp2(lse - new_max)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            running_max = new_max
+    return acc / total[:, None]
 
 
 # Slices of the index tensors start at any multiple of 4 bytes and widths vary; one compiled variant
@@ -35,6 +73,8 @@ def _decode_kernel(
     seq_lens,
     partial,
     logsumexp,
+    counters,
+    out,
     scale_log2,
     stride_q_seq,
     stride_q_head,
@@ -50,6 +90,8 @@ def _decode_kernel(
     stride_partial_split,
     stride_lse_seq,
     stride_lse_head,
+    stride_out_seq,
+    stride_out_head,
     G: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
@@ -58,22 +100,38 @@ def _decode_kernel(
     P: tl.constexpr,
     SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLITS_PER_STEP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        wait()
+        release()
     seq = tl.program_id(0).to(tl.int64)
     kv_head = (tl.program_id(1) // ROW_TILES).to(tl.int64)
     first_split = tl.program_id(2)
     seq_len = tl.load(seq_lens + seq)
     num_splits = tl.cdiv(seq_len, SPLIT)
-    if first_split >= num_splits:
+    if first_split >= tl.maximum(num_splits, 1):
         return
 
     rows = (tl.program_id(1) % ROW_TILES) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, H_PADDED)
     is_row = rows < G
     is_column = columns < H
+    is_element = is_row[:, None] & is_column[None, :]
     heads = kv_head * G + rows
+    out_at = out + seq * stride_out_seq + heads[:, None] * stride_out_head + columns[None, :]
+    if num_splits == 0:
+        nothing = tl.zeros([ROWS, H_PADDED], dtype=out.dtype.element_ty)
+        tl.store(out_at, nothing, mask=is_element)
+        return
+    partial_rows = partial + seq * stride_partial_seq + heads[:, None] * stride_partial_head
+    partial_rows = partial_rows + columns[None, :]
+    # Rows beyond the heads read another head's sums, and write nothing.
+    lse_rows = logsumexp + seq * stride_lse_seq
+    lse_rows = lse_rows + tl.where(is_row, heads, kv_head * G) * stride_lse_head
     q_at = q + seq * stride_q_seq + heads[:, None] * stride_q_head + columns[None, :]
-    query = tl.load(q_at, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    query = tl.load(q_at, mask=is_element, other=0.0)
     table = block_tables + seq * stride_table
     k_start = k_cache + kv_head * stride_k_head
     v_start = v_cache + kv_head * stride_v_head
@@ -104,62 +162,31 @@ def _decode_kernel(
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
             row_max = new_max
 
-        at = partial + seq * stride_partial_seq + split * stride_partial_split
-        at = at + heads[:, None] * stride_partial_head + columns[None, :]
-        tl.store(at, acc / row_sum[:, None], mask=is_row[:, None] & is_column[None, :])
-        lse_at = logsumexp + seq * stride_lse_seq + heads * stride_lse_head + split
-        tl.store(lse_at, row_max + tl.log2(row_sum), mask=is_row)
+        attended = acc / row_sum[:, None]
+        if num_splits == 1:
+            tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)
+        else:
+            tl.store(partial_rows + split * stride_partial_split, attended, mask=is_element)
+            tl.store(lse_rows + split, row_max + tl.log2(row_sum), mask=is_row)
 
-
-@triton.jit(
-    do_not_specialize=["stride_lse_seq", "stride_lse_head"],
-    do_not_specialize_on_alignment=["seq_lens"],
-)
-def _reduce_kernel(
-    partial,
-    logsumexp,
-    seq_lens,
-    out,
-    stride_partial_seq,
-    stride_partial_head,
-    stride_partial_split,
-    stride_lse_seq,
-    stride_lse_head,
-    stride_out_seq,
-    stride_out_head,
-    H: tl.constexpr,
-    H_PADDED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SPLITS_PER_STEP: tl.constexpr,
-):
-    seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    num_splits = tl.cdiv(tl.load(seq_lens + seq), SPLIT)
-    columns = tl.arange(0, H_PADDED)
-    is_column = columns < H
-    out_at = out + seq * stride_out_seq + head * stride_out_head + columns
-    if num_splits == 0:
-        tl.store(out_at, tl.zeros([H_PADDED], dtype=out.dtype.element_ty), mask=is_column)
-        return
-
-    partial_start = partial + seq * stride_partial_seq + head * stride_partial_head
-    lse_start = logsumexp + seq * stride_lse_seq + head * stride_lse_head
-    running_max = tl.full([1], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([1], dtype=tl.float32)
-    acc = tl.zeros([H_PADDED], dtype=tl.float32)
-    for first in range(0, num_splits, SPLITS_PER_STEP):
-        splits = first + tl.arange(0, SPLITS_PER_STEP)
-        is_split = splits < num_splits
-        lse = tl.load(lse_start + splits, mask=is_split, other=float("-inf"))
-        at = partial_start + splits[:, None] * stride_partial_split + columns[None, :]
-        parts = tl.load(at, mask=is_split[:, None] & is_column[None, :], other=0.0)
-        new_max = tl.maximum(running_max, tl.max(lse, axis=0))
-        shrink = tl.exp2(running_max - new_max)
-        weights = tl.exp2(lse - new_max)
-        total = total * shrink + tl.sum(weights, axis=0)
-        acc = acc * shrink + tl.sum(parts * weights[:, None], axis=0)
-        running_max = new_max
-    tl.store(out_at, (acc / total).to(out.dtype.element_ty), mask=is_column)
+    if num_splits > 1:
+        # All of this program's stores come before its count, and all counts before the sum.
+        tl.debug_barrier()
+        counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        num_counting = tl.minimum(num_splits, tl.num_programs(2))
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_counting - 1:
+            attended = _sum_of_splits(
+                partial_rows,
+                lse_rows,
+                stride_partial_split,
+                num_splits,
+                is_element,
+                ROWS=ROWS,
+                H_PADDED=H_PADDED,
+                SPLITS_PER_STEP=SPLITS_PER_STEP,
+            )
+            tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)
+            tl.store(counter, 0)
 
 
 def paged_decode_attention(
@@ -202,6 +229,8 @@ def paged_decode_attention(
         seq_lens_S,
         partial,
         logsumexp,
+        workspace.counters,
+        out,
         scale * _LOG2_E,
         q_SNH.stride(0),
         q_SNH.stride(1),
@@ -217,6 +246,8 @@ def paged_decode_attention(
         partial.stride(2),
         logsumexp.stride(0),
         logsumexp.stride(1),
+        out.stride(0),
+        out.stride(1),
         G=group,
         ROWS=rows,
         ROW_TILES=row_tiles,
@@ -225,25 +256,9 @@ def paged_decode_attention(
         P=tokens_per_block,
         SPLIT=DECODE_SPLIT_TOKENS,
         KEYS=tile.keys,
+        SPLITS_PER_STEP=_SPLITS_PER_STEP,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
-    _reduce_kernel[(num_seqs, num_heads)](
-        partial,
-        logsumexp,
-        seq_lens_S,
-        out,
-        partial.stride(0),
-        partial.stride(1),
-        partial.stride(2),
-        logsumexp.stride(0),
-        logsumexp.stride(1),
-        out.stride(0),
-        out.stride(1),
-        H=head_size,
-        H_PADDED=padded,
-        SPLIT=DECODE_SPLIT_TOKENS,
-        SPLITS_PER_STEP=_SPLITS_PER_STEP,
-        num_warps=4,
+        **launch_options(q_SNH.device),
     )
     return out

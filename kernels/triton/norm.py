@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.dependent import launch_options, release, wait
+
 _ELEMENTS_PER_PROGRAM = 2048
 
 
@@ -20,7 +22,11 @@ def _rms_norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        wait()
+        release()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]
@@ -44,7 +50,11 @@ def _add_rms_norm_kernel(
     eps,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        wait()
+        release()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < D
@@ -59,6 +69,34 @@ def _add_rms_norm_kernel(
     weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     normed = values * scale * weights
     tl.store(out + row * D + columns, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_add_kernel(
+    x,
+    residual,
+    weight,
+    stride_x,
+    stride_residual,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = columns < D
+    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        wait()
+        release()
+    values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    sums_at = residual + row * stride_residual + columns
+    before = tl.load(sums_at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / D + eps)
+    # Rounded as the norm alone would be, so that the result is that of both operators.
+    normed = (values * scale * weights).to(residual.dtype.element_ty).to(tl.float32)
+    tl.store(sums_at, (before + normed).to(residual.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -86,6 +124,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         BLOCK_D=block_d,
         ROWS=rows_per_program,
         num_warps=_num_warps(block_d * rows_per_program),
+        **launch_options(x.device),
     )
     return out
 
@@ -110,8 +149,31 @@ def add_rms_norm(
         D=size,
         BLOCK_D=block_d,
         num_warps=_num_warps(block_d),
+        **launch_options(x.device),
     )
     return out
+
+
+def rms_norm_add_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    """Launch kernels.ops.rms_norm_add_."""
+    num_rows, size = x.shape
+    if num_rows == 0:
+        return
+    block_d = triton.next_power_of_2(size)
+    _rms_norm_add_kernel[(num_rows,)](
+        x,
+        residual,
+        weight,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        D=size,
+        BLOCK_D=block_d,
+        num_warps=_num_warps(block_d),
+        **launch_options(x.device),
+    )
 
 
 def _num_warps(elements: int) -> int:

@@ -1,7 +1,8 @@
-"""Tile shapes of the attention kernels, from head size and element size alone.
+"""Tile shapes of the kernels, from sizes and element size alone.
 
-A batch has no say in them, so that a sequence's result is the same in every batch. All fit the
-99 KiB of shared memory that a block has on consumer cards.
+A batch has no say in those of attention, so that a sequence's result is the same in every batch;
+those of products depend on the number of tokens. All fit the 99 KiB of shared memory that a block
+has on consumer cards.
 """
 
 from dataclasses import dataclass
@@ -50,3 +51,63 @@ def prefill_tile(head_size: int, dtype: torch.dtype) -> Tile:
     if head_size <= 128:
         return Tile(rows=128, keys=64, num_warps=8, num_stages=3)
     return Tile(rows=64, keys=32, num_warps=8, num_stages=2)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """Shape of a product of few tokens.
+
+    Attributes:
+        block_t: tokens, padded.
+        block_n: rows of the weight of a program; of gates and of ups each where the product is
+            gated.
+        block_k: inputs of one iteration.
+        parts: programs that share the inputs of a row.
+        num_warps: warps of a program.
+        num_stages: iterations whose loads are in flight, where the card has room for them; the
+            result does not depend on it.
+        weight_first: multiply weight by tokens rather than tokens by weight.
+    """
+
+    block_t: int
+    block_n: int
+    block_k: int
+    parts: int
+    num_warps: int
+    num_stages: int
+    weight_first: bool
+
+
+_WIDE_ROWS = 8192
+"""A weight of as many rows has a program for every 64 of them and for every multiprocessor."""
+PART_INPUTS = 256
+"""The inputs of a part are a multiple of so many; a part has that many at least."""
+
+
+def linear_tile(
+    num_tokens: int, num_rows: int, size_in: int, *, is_gated: bool = False
+) -> LinearTile:
+    """Return the tile of a product of at most MAX_SMALL_TOKENS tokens.
+
+    Numbers of tokens differ in how much is loaded at a time, never in the order of the sums.
+
+    Args:
+        num_tokens: tokens.
+        num_rows: rows of the weight.
+        size_in: inputs.
+        is_gated: whether the rows are gates and ups.
+    """
+    block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    if is_gated:
+        stages = {16: 4, 32: 3, 64: 5}[block_t]
+        return LinearTile(block_t, 64, 64, 1, 4, stages, weight_first=block_t > 16)
+    if num_rows >= _WIDE_ROWS:
+        if block_t == 64:
+            return LinearTile(block_t, 128, 128, 1, 8, 3, weight_first=True)
+        return LinearTile(block_t, 64, 64, 1, 4, 6, weight_first=True)
+    parts = 1
+    while num_rows * parts < _WIDE_ROWS and size_in >= 2 * parts * PART_INPUTS:
+        parts *= 2
+    if block_t == 16:
+        return LinearTile(block_t, 64, 256, parts, 4, 3, weight_first=True)
+    return LinearTile(block_t, 64, 128, parts, 4, 5, weight_first=True)

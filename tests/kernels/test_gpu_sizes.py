@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.ref import activation, kv, norm, rotary
+from kernels.ref import activation, norm, rotary_write_kv
 from kernels.ref import attention as ref
 from tests.kernels.cases import fused_heads, paged_cache, randn
-from tests.kernels.tolerances import ATTENTION, ROUNDED_ONCE, assert_close
+from tests.kernels.tolerances import ATTENTION, ROUNDED_ONCE, ROUNDED_TWICE, assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -180,23 +180,31 @@ def test_norms(dtype, rng):
     assert_close(out, expected, ROUNDED_ONCE)
 
 
-def test_rotary_and_cache_write(dtype, rng):
+@pytest.mark.parametrize("norm_factors", [None, (1, 1), (32, 8)], ids=str)
+def test_rotary_and_cache_write(norm_factors, dtype, rng):
     q, k, v = fused_heads(2048, 32, 8, 128, dtype, rng)
-    twin_q, twin_k = q.clone(), k.clone()
+    twin_q = q.clone()
+    weights = (None, None)
+    if norm_factors is not None:
+        weights = tuple(randn((factor * 128,), dtype, rng) for factor in norm_factors)
     positions = torch.randint(0, 4096, (2048,), device=rng.device, generator=rng)
     angles = torch.rand((4096, 64), device=rng.device, generator=rng) * 6.28
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    ops.rotary_(q, k, cos_sin, positions)
-    rotary.rotary_(twin_q, twin_k, cos_sin, positions)
-    assert_close(q, twin_q, ROUNDED_ONCE)
-    assert_close(k, twin_k, ROUNDED_ONCE)
     cache = torch.zeros((200, 4, 2, 8, 16, 128), dtype=dtype, device=rng.device)
     twin_cache = cache.clone()
     slots = torch.randperm(3200, device=rng.device, generator=rng)[:2048]
     slots[5] = -1
-    ops.write_kv(k, v, cache[:, 3, 0], cache[:, 3, 1], slots)
-    kv.write_kv(k, v, twin_cache[:, 3, 0], twin_cache[:, 3, 1], slots)
-    assert torch.equal(cache, twin_cache)
+    for run, queries, kept in (
+        (ops.rotary_write_kv_, q, cache),
+        (rotary_write_kv.rotary_write_kv_, twin_q, twin_cache),
+    ):
+        run(
+            queries, k, v, *weights, 1e-6, cos_sin, positions,
+            kept[:, 3, 0], kept[:, 3, 1], slots,
+        )  # fmt: skip
+    bounds = ROUNDED_ONCE if norm_factors is None else ROUNDED_TWICE
+    assert_close(q, twin_q, bounds)
+    assert_close(cache, twin_cache, bounds)
 
 
 def test_cache_beyond_32_bit_offsets(rng):
@@ -205,7 +213,10 @@ def test_cache_beyond_32_bit_offsets(rng):
     k_cache, v_cache = cache[:, 1, 0], cache[:, 1, 1]
     q, k, v = fused_heads(40, 32, 8, 128, torch.bfloat16, rng)
     slots = torch.arange(39_990 * 16, 39_990 * 16 + 40, device=rng.device)
-    ops.write_kv(k, v, k_cache, v_cache, slots)
+    angles = torch.zeros((1, 128), device=rng.device)
+    angles[:, :64] = 1
+    positions = torch.zeros(40, dtype=torch.int64, device=rng.device)
+    ops.rotary_write_kv_(q, k, v, None, None, 0.0, angles, positions, k_cache, v_cache, slots)
     assert torch.equal(k_cache[39_991, :, 3], k[19])
     tables = torch.arange(39_990, 39_993, dtype=torch.int32, device=rng.device)[None]
     lens = torch.tensor([40], dtype=torch.int32, device=rng.device)
@@ -224,7 +235,6 @@ def test_one_compiled_variant_serves_every_batch(rng):
 
     kernels = (
         decode_attention._decode_kernel,
-        decode_attention._reduce_kernel,
         prefill_attention._prefill_kernel,
     )
     q, k_cache, v_cache, tables, lens, scale = decode_arguments(

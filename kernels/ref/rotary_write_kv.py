@@ -1,0 +1,54 @@
+"""Twin of norms, position encoding and cache write.
+
+T tokens, N query heads, K KV heads, H head size, R rotated elements, P tokens per block.
+"""
+
+import torch
+
+from kernels.ref.norm import rms_norm
+
+
+def rotary_write_kv_(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Twin of kernels.ops.rotary_write_kv_."""
+    half = cos_sin.shape[1] // 2
+    rows = cos_sin[positions].unsqueeze(1)
+    cos, sin = rows[..., :half], rows[..., half:]
+    q_TNH.copy_(_rotated(_normed(q_TNH, q_weight, eps), cos, sin))
+    keys = _rotated(_normed(k_TKH, k_weight, eps), cos, sin)
+    written = slots >= 0
+    if not bool(written.all()):
+        keys, v_TKH, slots = keys[written], v_TKH[written], slots[written]
+    tokens_per_block = k_cache.shape[2]
+    blocks, offsets = slots // tokens_per_block, slots % tokens_per_block
+    k_cache[blocks, :, offsets] = keys
+    v_cache[blocks, :, offsets] = v_TKH
+
+
+def _normed(x_TNH: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Norm each head, or all heads of a token as one row where the weight is as long."""
+    if weight is None:
+        return x_TNH
+    if weight.shape[0] == x_TNH.shape[2]:
+        return rms_norm(x_TNH, weight, eps)
+    return rms_norm(x_TNH.flatten(1), weight, eps).view(x_TNH.shape)
+
+
+def _rotated(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second = x_TNH[..., :half].float(), x_TNH[..., half : 2 * half].float()
+    out = x_TNH.clone()
+    out[..., :half] = first * cos - second * sin
+    out[..., half : 2 * half] = second * cos + first * sin
+    return out

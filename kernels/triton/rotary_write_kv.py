@@ -1,0 +1,258 @@
+"""What lies between the projection of q, k, v and attention: norms, rotation, cache write.
+
+T tokens, N query heads, K KV heads, H head size, R rotated elements, P tokens per block. A program
+takes one token and some heads of q, of k or of v; all heads where the norm spans them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.dependent import launch_options, release, wait
+
+_ELEMENTS_PER_PROGRAM = 2048
+
+
+@triton.jit
+def _scale(squares, count, eps, NORM: tl.constexpr):
+    """Return 1 / root mean square [HEADS, 1] of a head, or of all heads."""
+    if NORM == "full":
+        squares = tl.zeros_like(squares) + tl.sum(squares, axis=0)
+    return tl.rsqrt(squares / count + eps)[:, None]
+
+
+@triton.jit
+def _normed(values, scale, weight_at, mask, rounded: tl.constexpr):
+    weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32)
+    return (values * scale * weight).to(rounded).to(tl.float32)
+
+
+@triton.jit
+def _rotate(
+    source,
+    target,
+    stride_source,
+    stride_target,
+    first_head,
+    num_heads,
+    weight,
+    cos,
+    sin,
+    eps,
+    NORM: tl.constexpr,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    heads = first_head + tl.arange(0, HEADS)
+    columns = tl.arange(0, HALF_PADDED)
+    rest = 2 * HALF + tl.arange(0, REST_PADDED)
+    is_head = (heads < num_heads)[:, None]
+    mask = is_head & (columns < HALF)[None, :]
+    rest_mask = is_head & (rest < H)[None, :]
+    row = source + heads[:, None] * stride_source
+    first = tl.load(row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(row + HALF + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    others = tl.zeros([HEADS, REST_PADDED], dtype=tl.float32)
+    if 2 * HALF < H:
+        others = tl.load(row + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if NORM != "none":
+        squares = tl.sum(first * first + second * second, axis=1)
+        if 2 * HALF < H:
+            squares += tl.sum(others * others, axis=1)
+        rounded: tl.constexpr = source.dtype.element_ty
+        if NORM == "full":
+            scale = _scale(squares, num_heads * H, eps, NORM)
+            weight_row = weight + heads[:, None] * H
+        else:
+            scale = _scale(squares, H, eps, NORM)
+            weight_row = weight + heads[:, None] * 0
+        first = _normed(first, scale, weight_row + columns[None, :], mask, rounded)
+        second = _normed(second, scale, weight_row + HALF + columns[None, :], mask, rounded)
+        if 2 * HALF < H:
+            others = _normed(others, scale, weight_row + rest[None, :], rest_mask, rounded)
+    to = target + heads.to(tl.int64)[:, None] * stride_target
+    rotated_first = first * cos[None, :] - second * sin[None, :]
+    rotated_second = second * cos[None, :] + first * sin[None, :]
+    tl.store(to + columns[None, :], rotated_first.to(target.dtype.element_ty), mask=mask)
+    tl.store(to + HALF + columns[None, :], rotated_second.to(target.dtype.element_ty), mask=mask)
+    if 2 * HALF < H:
+        tl.store(to + rest[None, :], others.to(target.dtype.element_ty), mask=rest_mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _rotary_write_kv_kernel(
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    cos_sin,
+    positions,
+    k_cache,
+    v_cache,
+    slots,
+    num_q_heads,
+    num_k_heads,
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_table,
+    stride_kc_block,
+    stride_kc_head,
+    stride_kc_token,
+    stride_vc_block,
+    stride_vc_head,
+    stride_vc_token,
+    eps,
+    NORM: tl.constexpr,
+    H: tl.constexpr,
+    H_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    P: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        wait()
+        release()
+    token = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    q_programs = tl.cdiv(num_q_heads, Q_HEADS)
+    k_programs = tl.cdiv(num_k_heads, K_HEADS)
+    slot = tl.load(slots + token).to(tl.int64)
+    if program >= q_programs and slot < 0:
+        return
+    block = slot // P
+    offset = slot % P
+    columns = tl.arange(0, HALF_PADDED)
+    row = cos_sin + tl.load(positions + token).to(tl.int64) * stride_table
+    cos = tl.load(row + columns, mask=columns < HALF, other=0.0)
+    sin = tl.load(row + HALF + columns, mask=columns < HALF, other=0.0)
+    if program < q_programs:
+        start = q + token * stride_q_token
+        _rotate(
+            start,
+            start,
+            stride_q_head,
+            stride_q_head,
+            program * Q_HEADS,
+            num_q_heads,
+            q_weight,
+            cos,
+            sin,
+            eps,
+            NORM=NORM,
+            H=H,
+            HALF=HALF,
+            HALF_PADDED=HALF_PADDED,
+            REST_PADDED=REST_PADDED,
+            HEADS=Q_HEADS,
+        )
+    elif program < q_programs + k_programs:
+        _rotate(
+            k + token * stride_k_token,
+            k_cache + block * stride_kc_block + offset * stride_kc_token,
+            stride_k_head,
+            stride_kc_head,
+            (program - q_programs) * K_HEADS,
+            num_k_heads,
+            k_weight,
+            cos,
+            sin,
+            eps,
+            NORM=NORM,
+            H=H,
+            HALF=HALF,
+            HALF_PADDED=HALF_PADDED,
+            REST_PADDED=REST_PADDED,
+            HEADS=K_HEADS,
+        )
+    else:
+        heads = (program - q_programs - k_programs) * K_HEADS + tl.arange(0, K_HEADS)
+        elements = tl.arange(0, H_PADDED)
+        mask = (heads < num_k_heads)[:, None] & (elements < H)[None, :]
+        source = v + token * stride_v_token + heads[:, None] * stride_v_head + elements[None, :]
+        target = v_cache + block * stride_vc_block + offset * stride_vc_token
+        to = target + heads.to(tl.int64)[:, None] * stride_vc_head + elements[None, :]
+        tl.store(to, tl.load(source, mask=mask), mask=mask)
+
+
+def rotary_write_kv_(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Launch kernels.ops.rotary_write_kv_."""
+    num_tokens, num_q_heads, head_size = q_TNH.shape
+    num_k_heads = k_TKH.shape[1]
+    if num_tokens == 0:
+        return
+    norm = "none"
+    if q_weight is not None:
+        norm = "head" if q_weight.shape[0] == head_size else "full"
+    half = cos_sin.shape[1] // 2
+    half_padded = triton.next_power_of_2(half)
+    rest_padded = triton.next_power_of_2(max(1, head_size - 2 * half))
+    q_heads, k_heads = triton.next_power_of_2(num_q_heads), triton.next_power_of_2(num_k_heads)
+    # A function of the sizes alone, so that a token's result is the same in every batch.
+    most_heads = max(1, _ELEMENTS_PER_PROGRAM // triton.next_power_of_2(head_size))
+    if norm != "full":
+        q_heads, k_heads = min(q_heads, most_heads), min(k_heads, most_heads)
+    programs = triton.cdiv(num_q_heads, q_heads) + 2 * triton.cdiv(num_k_heads, k_heads)
+    elements = max(q_heads, k_heads) * triton.next_power_of_2(head_size)
+    _rotary_write_kv_kernel[(num_tokens, programs)](
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cos_sin if q_weight is None else q_weight,
+        cos_sin if k_weight is None else k_weight,
+        cos_sin,
+        positions,
+        k_cache,
+        v_cache,
+        slots,
+        num_q_heads,
+        num_k_heads,
+        q_TNH.stride(0),
+        q_TNH.stride(1),
+        k_TKH.stride(0),
+        k_TKH.stride(1),
+        v_TKH.stride(0),
+        v_TKH.stride(1),
+        cos_sin.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        eps,
+        NORM=norm,
+        H=head_size,
+        H_PADDED=triton.next_power_of_2(head_size),
+        HALF=half,
+        HALF_PADDED=half_padded,
+        REST_PADDED=rest_padded,
+        P=k_cache.shape[2],
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
+        num_warps=max(1, min(8, elements // 512)),
+        **launch_options(q_TNH.device),
+    )
