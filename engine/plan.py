@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from engine.placement import Assignment, Placement
+from engine.sizes import pad_batch
 from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
 
 ALIGNMENT = 256
@@ -161,23 +162,37 @@ class MemoryPlan:
         """Layers with an offloaded slab, in order."""
         return tuple(layer for layer in self.layers if layer.offloaded.num_bytes)
 
-    def bytes_per_step(self) -> int:
-        """Weight bytes that cross the link in one decode step (table rows not counted)."""
+    def moved_per_step(self, num_decodes: int = 1) -> tuple[int, int]:
+        """Return weight bytes that cross the link in one decode step: copied, and read in place.
+
+        Rows of an embedding table that are gathered in place are not counted.
+
+        Args:
+            num_decodes: Sequences that decode a token; uva layers are staged from `stage_tokens`
+                rows on, padding included.
+        """
         embed = "model.embed_tokens.weight"
         size = DTYPE_BYTES[self.dtype]
-        total = sum(
-            tensor.numel * size
-            for tensor in self.outer_offloaded.tensors
-            if tensor.name != embed or self.placements[embed] is Placement.ON_DEMAND
-        )
+        rows = pad_batch(num_decodes) if self.graph_sizes else num_decodes
+        is_staged = self.stage_tokens is not None and rows >= self.stage_tokens
+        copied = read = 0
+        for tensor in self.outer_offloaded.tensors:
+            if self.placements[tensor.name] is Placement.ON_DEMAND:
+                copied += tensor.numel * size
+            elif tensor.name != embed:
+                read += tensor.numel * size
         num_layers, slots = len(self.offloaded_layers), self.num_slots
         for k, layer in enumerate(self.offloaded_layers):
-            if layer.placement is Placement.UVA:
-                total += sum(t.numel for t in layer.offloaded.tensors) * size
+            if layer.placement is Placement.UVA and not is_staged:
+                read += sum(t.numel for t in layer.offloaded.tensors) * size
             elif layer.placement is Placement.ON_DEMAND or k % slots + slots < num_layers:
-                total += layer.offloaded.num_bytes
-            # A prefetched layer that has a slot to itself stays there.
-        return total
+                copied += layer.offloaded.num_bytes
+            # A layer that has a slot to itself stays there.
+        return copied, read
+
+    def bytes_per_step(self) -> int:
+        """Weight bytes that cross the link when one sequence decodes (see moved_per_step)."""
+        return sum(self.moved_per_step())
 
     @property
     def kv_tokens(self) -> int:
@@ -214,6 +229,9 @@ class MemoryPlan:
             "stage_tokens": self.stage_tokens,
             "graph_sizes": list(self.graph_sizes),
             "bytes_per_step": self.bytes_per_step(),
+            "moved_per_step": dict(
+                zip(("copied_bytes", "in_place_bytes"), self.moved_per_step(), strict=True)
+            ),
             "offloaded_layers": [layer.index for layer in self.offloaded_layers],
             "swap_space": {
                 "asked_bytes": self.swap_space_bytes,

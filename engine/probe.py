@@ -1,4 +1,8 @@
-"""Measure what the host link and the GPU's memory can carry, with plain copies."""
+"""Measure what the host link and the GPU's memory can carry, with plain copies.
+
+Probes run before an engine is built and after it is closed, never beside it: they take 512 MiB of
+GPU memory that no plan counts, and start the peak of the process anew. They leave nothing behind.
+"""
 
 from collections.abc import Callable
 from statistics import median
@@ -10,45 +14,100 @@ from engine.device.base import Device
 from engine.device.select import open_device
 
 COPY_BYTES = 256 * 2**20
+EMULATED_COPY_BYTES = 32 * 2**20
 REPEATS = 20
+HBM_COPIES = 8
+"""Copies within device memory between two events: one of 256 MiB is too short to time."""
 
 
 def probe_link(device: str = "auto") -> dict[str, float | None]:
     """Return GB/s (10^9) of copies: host to device, back, both at once, in place, within HBM.
 
-    Medians of 20 copies of 256 MiB from registered memory, after two warm-ups. On a CPU the copies
-    are between host buffers (emulated, 32 MiB) and what has no counterpart is None.
+    Medians of 20 copies of 256 MiB from registered memory, after two warm-ups; within HBM of 8 such
+    copies in a row. In place is an elementwise kernel that reads registered host memory and writes
+    device memory. On a CPU the copies are between host buffers (emulated, 32 MiB) and what has no
+    counterpart is None.
 
     Args:
         device: auto | cuda | cpu.
     """
     opened = open_device(device)
-    if opened.kind == "cpu":
-        return _probe_cpu(opened)
-    buffer = opened.host_buffer(2 * COPY_BYTES, pin=True)
+    return _probe_cpu(opened) if opened.kind == "cpu" else _probe_cuda(opened)
+
+
+def stream_link(seconds: float, device: str = "auto") -> tuple[int, float, float]:
+    """Copy host to device without a pause, for reading a counter of the link meanwhile.
+
+    Args:
+        seconds: For how long, about.
+        device: auto | cuda | cpu (there between host buffers).
+
+    Returns:
+        Bytes copied, and when on `time.perf_counter` the first copy began and the last was done.
+    """
+    opened = open_device(device)
+    is_cpu = opened.kind == "cpu"
+    size = EMULATED_COPY_BYTES if is_cpu else COPY_BYTES
+    buffer = opened.host_buffer(size, pin=True)
     try:
-        host_in, host_out = buffer.tensor[:COPY_BYTES], buffer.tensor[COPY_BYTES:]
-        gpu_in, gpu_out = opened.empty(COPY_BYTES), opened.empty(COPY_BYTES)
-        view = opened.in_place(buffer, host_in)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-        def both() -> None:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                host_out.copy_(gpu_out, non_blocking=True)
-            gpu_in.copy_(host_in, non_blocking=True)
-            torch.cuda.current_stream().wait_stream(side)
-
-        return {
-            "h2d_gb_s": _rate(lambda: gpu_in.copy_(host_in, non_blocking=True), COPY_BYTES),
-            "d2h_gb_s": _rate(lambda: host_out.copy_(gpu_out, non_blocking=True), COPY_BYTES),
-            "two_way_gb_s": _rate(both, 2 * COPY_BYTES),
-            "in_place_gb_s": _rate(lambda: _read_in_place(view, gpu_in), COPY_BYTES),
-            "hbm_copy_gb_s": _rate(lambda: gpu_in.copy_(gpu_out), 2 * COPY_BYTES),
-        }
+        target = opened.empty(size)
+        num_copies, marks = 0, []
+        begin_s = perf_counter()
+        while perf_counter() - begin_s < seconds:
+            target.copy_(buffer.tensor, non_blocking=True)
+            marks.append(opened.mark())
+            num_copies += 1
+            if len(marks) > 2:  # two copies wait in the queue, so that the link has no pause
+                marks.pop(0).wait()
+        opened.synchronize()
+        end_s = perf_counter()
     finally:
         opened.synchronize()
         buffer.close()
+    del target
+    _give_back(opened)
+    return num_copies * size, begin_s, end_s
+
+
+def _probe_cuda(opened: Device) -> dict[str, float | None]:
+    buffer = opened.host_buffer(2 * COPY_BYTES, pin=True)
+    try:
+        return _rates(opened, buffer.tensor, opened.in_place(buffer, buffer.tensor[:COPY_BYTES]))
+    finally:
+        opened.synchronize()
+        buffer.close()
+        _give_back(opened)
+
+
+def _rates(opened: Device, host: torch.Tensor, view: torch.Tensor) -> dict[str, float | None]:
+    host_in, host_out = host[:COPY_BYTES], host[COPY_BYTES:]
+    gpu_in, gpu_out = opened.empty(COPY_BYTES), opened.empty(COPY_BYTES)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host_out.copy_(gpu_out, non_blocking=True)
+        gpu_in.copy_(host_in, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def within() -> None:
+        for _ in range(HBM_COPIES):
+            gpu_in.copy_(gpu_out)
+
+    return {
+        "h2d_gb_s": _rate(lambda: gpu_in.copy_(host_in, non_blocking=True), COPY_BYTES),
+        "d2h_gb_s": _rate(lambda: host_out.copy_(gpu_out, non_blocking=True), COPY_BYTES),
+        "two_way_gb_s": _rate(both, 2 * COPY_BYTES),
+        "in_place_gb_s": _rate(lambda: _read_in_place(view, gpu_in), COPY_BYTES),
+        "hbm_copy_gb_s": _rate(within, HBM_COPIES * 2 * COPY_BYTES),
+    }
+
+
+def _give_back(opened: Device) -> None:
+    """Return what the probe's tensors left in torch's cache to the card."""
+    if opened.kind == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _read_in_place(view: torch.Tensor, target: torch.Tensor) -> None:
@@ -70,15 +129,15 @@ def _rate(work: Callable[[], object], num_bytes: int) -> float:
 
 
 def _probe_cpu(opened: Device) -> dict[str, float | None]:
-    size = 32 * 2**20
-    source = opened.host_buffer(size, pin=True)
-    target = torch.zeros(size, dtype=torch.uint8)
+    source = opened.host_buffer(EMULATED_COPY_BYTES, pin=True)
+    target = torch.zeros(EMULATED_COPY_BYTES, dtype=torch.uint8)
     times = []
     for _ in range(REPEATS):
         begin = perf_counter()
         target.copy_(source.tensor)
         times.append(perf_counter() - begin)
-    rate = size / median(times) / 1e9
+    source.close()
+    rate = EMULATED_COPY_BYTES / median(times) / 1e9
     return {
         "h2d_gb_s": rate,
         "d2h_gb_s": rate,

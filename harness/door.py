@@ -34,6 +34,13 @@ class EngineFactory(Protocol):
         ...
 
 
+def _stream_engine_link(config: EngineConfig, seconds: float) -> tuple[int, float, float]:
+    """Copy host to device on the device that the engine will use."""
+    from engine.probe import stream_link  # noqa: PLC0415  imports torch
+
+    return stream_link(seconds, config.gpu.device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineDoor:
     """What the worker takes from the engine; tests put another one here."""
@@ -42,6 +49,8 @@ class EngineDoor:
     """Imports the engine."""
     probe: Callable[[EngineConfig], dict[str, float | None]]
     """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
+    stream: Callable[[EngineConfig, float], tuple[int, float, float]] = _stream_engine_link
+    """Copies host to device for so many seconds; returns bytes, begin and end on `clock`."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the engine's token times."""
     wait: Wait = asyncio.sleep

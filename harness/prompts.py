@@ -155,3 +155,8 @@ def encode_rows(rows: Iterable[PromptRow], encoder: Encoder | None) -> list[list
             raise PromptError(f"prompts_file line {row.line}: the text gives no token. Remove it.")
         prompts.append(ids)
     return prompts
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids that synthetic prompts avoid: the special tokens of a tokenizer, or none."""
+    return set(getattr(tokenizer, "all_special_ids", None) or ())

@@ -25,18 +25,20 @@ from harness.correctness import (
 from harness.door import EngineDoor, EngineFactory, engine_door
 from harness.failure import classify_exception
 from harness.job import PLAN_PHASE, UNFINISHED, WorkerJob, read_job, result_path
+from harness.link import LinkWatch
 from harness.measure.host import process_memory, reset_rss_peak
-from harness.measure.nvml import open_gpu
+from harness.measure.nvml import Gpu, open_gpu
 from harness.plain import plain
 from harness.process import die_with_parent
-from harness.prompts import encode_rows, synthetic_prompts
+from harness.prompts import encode_rows, special_ids, synthetic_prompts
 from harness.scenarios.drive import Engine, StepTotals, run_in_turn
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
-from harness.scenarios.outcome import Outcome, failure_reasons, ratio
+from harness.scenarios.outcome import Outcome, failure_reasons
 from harness.scenarios.repeats import measure_repeats
 from harness.scenarios.serve import Load, measure_serve, warm_up
 from harness.scenarios.throughput import measure_throughput
+from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
 from harness.schema import RequestSet, ThroughputScenario
 from harness.state import StateWriter
 from harness.traffic.scenario import ServeScenario
@@ -81,6 +83,7 @@ class Work:
         self._state = StateWriter(run_dir, job.name)
         self._factory: EngineFactory | None = None
         self._llm: Engine | None = None
+        self._link = LinkWatch(door, job.engine)
         self._result: dict[str, Any] = {
             "status": UNFINISHED,
             "error": None,
@@ -128,10 +131,7 @@ class Work:
 
     def _finish(self) -> None:
         """Note what the engine has to say and free it; its errors do not undo the result."""
-        memory = process_memory()
-        peak = memory["rss_peak_bytes"]
-        if peak is not None:
-            self._result["metrics"]["memory/host_rss_peak_gib"] = peak / GIB
+        self._note_host_peak()
         self._tidy("closing the engine", self._close_engine)
         self._tidy("writing the last state", self._state.close)
 
@@ -140,6 +140,13 @@ class Work:
             self._result["effective"]["stats"] = self._llm.stats()
             self._state.enter("close")
             self._llm.close()
+            self._llm = None
+
+    def _note_host_peak(self) -> None:
+        """Note the host memory of the scenarios, before what comes after them takes any."""
+        peak = process_memory()["rss_peak_bytes"]
+        if peak is not None:
+            self._result["metrics"].setdefault("memory/host_rss_peak_gib", peak / GIB)
 
     def _tidy(self, what: str, step: Callable[[], None]) -> None:
         try:
@@ -172,7 +179,9 @@ class Work:
             self._code().plan_for(self._job.under_test)
         llm = self._build(reference=True)
         config = self._job.scenario.correctness
-        prompts = check_prompts(config, vocab_size=llm.spec.vocab_size, avoid=special_ids(llm))
+        prompts = check_prompts(
+            config, vocab_size=llm.spec.vocab_size, avoid=special_ids(llm.tokenizer)
+        )
         self._state.enter("reference")
         tokens = greedy_tokens(
             llm,
@@ -203,7 +212,7 @@ class Work:
         if scenario.is_timed:
             # Before the engine takes its memory: the probe's buffers are not part of the budget.
             self._state.enter("probe")
-            rates = self._door.probe(self._job.engine)
+            rates = self._link.before(self._gpu())
             self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
             self._engine = replace(self._engine, measured_rates=rates)
             reset_rss_peak()
@@ -217,9 +226,16 @@ class Work:
             totals = self._run_part(llm, "throughput", scenario.throughput)
         if scenario.serve is not None:
             totals = self._run_serve(llm, scenario.serve)
-        if totals is not None:
-            self._note_transfers(totals)
         self._note_memory(llm)
+        if totals is not None:
+            self._note_host_peak()
+            self._tidy("closing the engine", self._close_engine)
+            metrics = self._result["metrics"]
+            self._tidy("probing the link again", lambda: metrics.update(self._link.after()))
+            self._note_transfers(totals)
+
+    def _gpu(self) -> Gpu | None:
+        return open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None
 
     def _check(self, llm: Engine) -> None:
         if self._job.reference is None:
@@ -282,7 +298,7 @@ class Work:
             rows=encode_rows(self._job.prompts.get("serve", ()), llm.tokenizer),
             trace=self._job.trace,
             vocab_size=llm.spec.vocab_size,
-            avoid=special_ids(llm),
+            avoid=special_ids(llm.tokenizer),
         )
         self._state.enter("serve warm-up")
         self._result["reasons"] += warm_up(llm, load, clock=self._door.clock)
@@ -300,11 +316,12 @@ class Work:
     def _measured(self, part: str, measure: Callable[[], tuple[Outcome, StepTotals]]) -> StepTotals:
         """Measure a part with its energy, and note what it found."""
         self._state.enter(part)
-        gpu = open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None
+        gpu = self._gpu()
         energy_before_j = gpu.energy_j() if gpu else None
-        outcome, totals = measure()
+        (outcome, totals), received_gb_s = self._link.counted(measure)
         energy_after_j = gpu.energy_j() if gpu else None
         self._note_outcome(part, outcome)
+        self._result["metrics"]["link/nvml_h2d_gb_s"] = received_gb_s
         self._note_energy(outcome, energy_before_j, energy_after_j)
         self._save()
         if not outcome.num_complete:
@@ -334,7 +351,7 @@ class Work:
             vocab_size=llm.spec.vocab_size,
             seed=seed,
             stream=stream,
-            avoid=special_ids(llm),
+            avoid=special_ids(llm.tokenizer),
         )
 
     def _note_outcome(self, part: str, outcome: Outcome) -> None:
@@ -354,13 +371,10 @@ class Work:
 
     def _note_transfers(self, totals: StepTotals) -> None:
         metrics = self._result["metrics"]
-        if not totals.num_decode_steps:
-            metrics |= {"offload/bytes_per_step": None, "link/share": None}
-            return
-        metrics["offload/bytes_per_step"] = totals.decode_moved_bytes / totals.num_decode_steps
-        rate_gb_s = metrics.get("link/h2d_gb_s")
-        used_gb_s = ratio(totals.decode_moved_bytes / 1e9, totals.decode_s)
-        metrics["link/share"] = used_gb_s / rate_gb_s if used_gb_s and rate_gb_s else None
+        metrics |= transfer_metrics(totals, metrics)
+        self._result["reasons"] += transfer_reasons(totals)
+        if not self._result["effective"].get("emulated"):
+            self._result["notes"] += link_notes(metrics)
 
     def _note_memory(self, llm: Engine) -> None:
         memory = llm.memory()
@@ -380,11 +394,6 @@ class Work:
                 f"memory: the GPU peak of {peak / GIB:.3f} GiB is over the budget of "
                 f"{budget / GIB:.3f} GiB. Lower engine.gpu_memory_utilization and report this."
             )
-
-
-def special_ids(llm: Engine) -> set[int]:
-    """Return the ids that synthetic prompts avoid: the tokenizer's special tokens."""
-    return set(getattr(llm.tokenizer, "all_special_ids", None) or ())
 
 
 if __name__ == "__main__":

@@ -114,13 +114,28 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
         "link/in_place_gb_s": "rate at which a kernel reads registered host memory in place",
         "link/hbm_copy_gb_s": "copy within device memory, bytes read + bytes written",
+        "link/h2d_after_gb_s": "link/h2d_gb_s, probed again after the scenarios",
+        "link/in_place_after_gb_s": "link/in_place_gb_s, probed again after the scenarios",
+        "link/nvml_h2d_gb_s": (
+            "bytes that the GPU's own counter received over PCIe per second of the last timed part"
+            " of latency, throughput, serve: mean of windows of 20 ms x what copies of known size"
+            " are of its reading before"
+        ),
         "link/share": (
             "(bytes moved host to device in the steps that only decode / wall time of those steps)"
-            " / link/h2d_gb_s"
+            " / mean of link/h2d_gb_s and link/h2d_after_gb_s"
         ),
         "offload/bytes_per_step": (
-            "bytes host to device, copied or read in place, per step that only decodes"
+            "bytes host to device, copied or read in place, per step that only decodes, as the"
+            " engine counts them"
         ),
+        "offload/copied_bytes_per_step": "of offload/bytes_per_step, those that were copied",
+        "offload/in_place_bytes_per_step": "of offload/bytes_per_step, those read in place",
+        "offload/planned_bytes_per_step": (
+            "what the memory plan says of offload/bytes_per_step, for the same steps"
+        ),
+        "offload/planned_copied_bytes_per_step": "of offload/planned_bytes_per_step, copied",
+        "offload/planned_in_place_bytes_per_step": "of offload/planned_bytes_per_step, in place",
         "energy/j_per_token": (
             "energy/total_j / output tokens of the part of the scenario that it was measured over"
         ),

@@ -65,6 +65,15 @@ class Gpu:
         millijoules = self._try("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1e3
 
+    def link_rx_gb_s(self) -> float | None:
+        """Return what the GPU receives over PCIe, packet overhead included, GB/s.
+
+        The driver counts for about 20 ms, in which this blocks.
+        """
+        counter = getattr(self._nvml, "NVML_PCIE_UTIL_RX_BYTES", 1)
+        kb_s = self._try("nvmlDeviceGetPcieThroughput", counter)
+        return None if kb_s is None else kb_s * 1024 / 1e9
+
     def num_other_processes(self, own_pids: set[int]) -> int | None:
         """Return how many processes outside `own_pids` compute on this GPU."""
         found = self._try("nvmlDeviceGetComputeRunningProcesses")

@@ -121,11 +121,33 @@ class StepTotals:
     num_decode_steps: int = 0
     num_decode_tokens: int = 0
     """Tokens of the steps that only decoded."""
-    decode_moved_bytes: int = 0
-    """Bytes that crossed from host to device in the steps that only decoded."""
+    decode_copied_bytes: int = 0
+    """Bytes copied from host to device in the steps that only decoded."""
+    decode_read_bytes: int = 0
+    """Bytes that the device read in host memory in the steps that only decoded."""
+    planned_copied_bytes: int = 0
+    """What the plan says of decode_copied_bytes."""
+    planned_read_bytes: int = 0
+    """What the plan says of decode_read_bytes."""
 
-    def add(self, step: StepStats, duration_s: float) -> None:
-        """Count one step."""
+    @property
+    def decode_moved_bytes(self) -> int:
+        """Bytes that crossed from host to device in the steps that only decoded."""
+        return self.decode_copied_bytes + self.decode_read_bytes
+
+    @property
+    def planned_moved_bytes(self) -> int:
+        """What the plan says of decode_moved_bytes."""
+        return self.planned_copied_bytes + self.planned_read_bytes
+
+    def add(self, step: StepStats, duration_s: float, plan: Any) -> None:
+        """Count one step.
+
+        Args:
+            step: what the engine says of it.
+            duration_s: its wall time.
+            plan: the memory plan in force.
+        """
         self.num_steps += 1
         if step.num_prefill_tokens:
             self.prefill_s += duration_s
@@ -133,7 +155,11 @@ class StepTotals:
             self.decode_s += duration_s
             self.num_decode_steps += 1
             self.num_decode_tokens += step.num_decode_tokens
-            self.decode_moved_bytes += step.h2d_bytes + step.in_place_bytes
+            self.decode_copied_bytes += step.h2d_bytes
+            self.decode_read_bytes += step.in_place_bytes
+            copied, read = plan.moved_per_step(step.num_decode_tokens)
+            self.planned_copied_bytes += copied
+            self.planned_read_bytes += read
 
 
 class Driver:
@@ -177,7 +203,7 @@ class Driver:
             begin_s, end_s = end_s, self._clock()
             step = self._llm.last_step
             if step is not None and step is not before:
-                self.totals.add(step, end_s - begin_s)
+                self.totals.add(step, end_s - begin_s, self._llm.plan)
             for event in events:
                 self._count(event)
             if on_step is not None:

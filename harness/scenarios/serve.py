@@ -129,7 +129,12 @@ async def _serve(
     on_progress: OnProgress | None,
 ) -> list[ServedRequest]:
     is_trial = config.search is not None
-    door = AsyncLLM(llm, max_pending=len(schedule.requests), on_step=totals.add)
+    plan = llm.plan
+    door = AsyncLLM(
+        llm,
+        max_pending=len(schedule.requests),
+        on_step=lambda step, duration_s: totals.add(step, duration_s, plan),
+    )
     limits = Limits(max_concurrency=config.max_concurrency, drain_s=config.drain_s)
     try:
         return await run_open_loop(

@@ -43,6 +43,7 @@ def check_decode_bytes(llm: LLM, prompt: list[int]) -> None:
         assert step is not None
         if step.num_prefills:
             continue
+        assert (step.h2d_bytes, step.in_place_bytes) == plan.moved_per_step(step.num_decodes)
         if staged:
             assert step.in_place_bytes == 0
             assert step.h2d_bytes == (copied if len(plan.offloaded_layers) > 2 else 0)

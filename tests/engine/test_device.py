@@ -162,6 +162,25 @@ def test_the_link_probe_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["in_place_gb_s"] is None
 
 
+def test_a_stream_of_copies_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "EMULATED_COPY_BYTES", MIB)
+    num_bytes, begin_s, end_s = probe.stream_link(0.01, "cpu")
+    assert num_bytes >= MIB
+    assert num_bytes % MIB == 0
+    assert end_s - begin_s >= 0.01
+
+
+@pytest.mark.gpu
+def test_probes_leave_nothing_behind() -> None:
+    probe.probe_link("cuda")
+    before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    found = probe.probe_link("cuda")
+    num_bytes, begin_s, end_s = probe.stream_link(0.3, "cuda")
+    after = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    assert after == before
+    assert found["h2d_gb_s"] == pytest.approx(num_bytes / (end_s - begin_s) / 1e9, rel=0.1)
+
+
 def test_a_block_of_the_kv_cache_is_one_run_of_bytes() -> None:
     spec = small_spec(num_hidden_layers=3)
     config = configuration(spec, memory_gib=0.05, max_num_seqs=2, max_num_batched_tokens=16)

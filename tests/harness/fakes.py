@@ -51,6 +51,8 @@ class Script:
     """Copied from host to device in each step."""
     read_bytes: int = 500
     """Read in place in each step."""
+    planned_bytes: tuple = (1000, 500)
+    """What the plan says of the two."""
     gpu_peak_bytes: int = GIB
     fail_at: str = ""
     """plan | build | reference | step: where `failure` strikes."""
@@ -103,7 +105,9 @@ class FakeLLM:
             all_special_ids=[0, 1], encode=lambda text: [5 + ord(char) for char in text]
         )
         self.max_model_len = script.max_model_len
-        self.plan = SimpleNamespace(to_dict=lambda: dict(PLAN))
+        self.plan = SimpleNamespace(
+            to_dict=lambda: dict(PLAN), moved_per_step=lambda num_decodes: script.planned_bytes
+        )
         self.last_step = None
         self.closed = False
         self.prompts = []

@@ -53,7 +53,12 @@ def test_measure_takes_latency_and_throughput_of_known_times(tmp_path):
     assert metrics["throughput/output_tok_s"] == pytest.approx(20)
     assert metrics["link/h2d_gb_s"] == 0.00002
     assert metrics["offload/bytes_per_step"] == 1500
+    assert metrics["offload/planned_bytes_per_step"] == 1500
+    assert metrics["offload/in_place_bytes_per_step"] == 500
     assert metrics["link/share"] == pytest.approx((1500 / 0.125) / 20e3)
+    assert metrics["link/h2d_after_gb_s"] == 0.00002
+    assert metrics["link/nvml_h2d_gb_s"] is None
+    assert result["reasons"] == []
     assert metrics["memory/gpu_peak_gib"] == 1
     assert metrics["memory/budget_margin_gib"] == 1
     assert metrics["memory/host_pinned_gib"] == 1
@@ -64,6 +69,12 @@ def test_measure_takes_latency_and_throughput_of_known_times(tmp_path):
     assert len(result["samples"]["latency"]) == 11
     assert result["samples"]["throughput"]["num_requests"] == 4
     assert factory.built[0].closed
+
+
+def test_bytes_that_the_plan_does_not_know_are_a_reason(tmp_path):
+    result, _ = work(tmp_path, job(), planned_bytes=(1000, 0))
+    [reason] = result["reasons"]
+    assert "counted 1,500 bytes" in reason
 
 
 def test_a_part_without_any_completed_request_fails_the_point(tmp_path):

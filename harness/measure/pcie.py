@@ -1,0 +1,140 @@
+"""The GPU's own counter of bytes received over PCIe, calibrated on copies of known size.
+
+NVML counts what crosses the link, packet headers included, over windows of 20 ms. What copies
+of known size read on it is the calibration; its quotient brings other readings to payload bytes.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+Stream = Callable[[float], tuple[int, float, float]]
+"""Copies host to device for so many seconds; returns bytes, and begin and end on the clock."""
+CALIBRATION_S: Final = 0.6
+"""Seconds of copies for a calibration: about 30 windows."""
+LEAST_READINGS: Final = 5
+"""Readings within a span below which nothing is said of it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value of the counter and the span of the query that brought it."""
+
+    begin_s: float
+    end_s: float
+    gb_s: float
+
+
+class CounterReader:
+    """Reads a counter again and again in a thread of its own, until it is stopped.
+
+    Args:
+        read: returns GB/s over about 20 ms, or None where there is no such counter;
+            then reading ends.
+        pause_s: between two readings.
+        clock: seconds; that of the spans that are asked for.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], float | None],
+        *,
+        pause_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._read, self._pause_s, self._clock = read, pause_s, clock
+        self._readings: list[Reading] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pcie-counter", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            begin_s = self._clock()
+            value = self._read()
+            if value is None:
+                return
+            self._readings.append(Reading(begin_s, self._clock(), value))
+            self._ended.wait(self._pause_s)
+
+    def stop(self) -> list[Reading]:
+        """End reading and return every reading in order of time."""
+        self._ended.set()
+        self._thread.join()
+        return self._readings
+
+
+def mean_rate(readings: list[Reading], begin_s: float, end_s: float) -> float | None:
+    """Return the mean GB/s of the readings that lie within a span.
+
+    None where there are fewer than LEAST_READINGS.
+    """
+    inside = [x.gb_s for x in readings if x.begin_s >= begin_s and x.end_s <= end_s]
+    return sum(inside) / len(inside) if len(inside) >= LEAST_READINGS else None
+
+
+def calibrate(
+    read: Callable[[], float | None],
+    stream: Stream,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float | None:
+    """Return payload bytes per counted byte, from copies of known size.
+
+    None where the counter gives nothing, or stands still during the copies.
+
+    Args:
+        read: of CounterReader.
+        stream: copies for CALIBRATION_S.
+        clock: the clock of `stream`'s times.
+    """
+    if read() is None:
+        return None
+    reader = CounterReader(read, clock=clock)
+    try:
+        num_bytes, begin_s, end_s = stream(CALIBRATION_S)
+    finally:
+        readings = reader.stop()
+    counted = mean_rate(readings, begin_s, end_s)
+    return num_bytes / 1e9 / (end_s - begin_s) / counted if counted else None
+
+
+class LinkCounter:
+    """The counter with its calibration, for the span of some work.
+
+    Args:
+        read: of CounterReader.
+        factor: of `calibrate`; None: nothing is read.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], float | None],
+        factor: float | None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._read, self.factor, self._clock = read, factor, clock
+
+    def measured(self, work: Callable[[], T], *, pause_s: float = 0.0) -> tuple[T, float | None]:
+        """Do the work; return its result and the payload in GB/s that the GPU received meanwhile.
+
+        Args:
+            work: what is done, in the calling thread.
+            pause_s: between two readings.
+        """
+        if self.factor is None:
+            return work(), None
+        reader = CounterReader(self._read, pause_s=pause_s, clock=self._clock)
+        begin_s = self._clock()
+        try:
+            result = work()
+            end_s = self._clock()
+        finally:
+            readings = reader.stop()
+        counted = mean_rate(readings, begin_s, end_s)
+        return result, None if counted is None else counted * self.factor

@@ -1,0 +1,73 @@
+"""What crossed the host link in decode: counted, planned, and as a share of what the link carries.
+
+All of it goes from host to device: copied, or read in place by the device.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from harness.scenarios.drive import StepTotals
+from harness.scenarios.outcome import ratio
+
+LARGEST_GAP: Final = 0.01
+"""Share by which counted and planned bytes may differ."""
+LARGEST_CHANGE: Final = 0.05
+"""Change of the link's rate during a run that is not worth a note."""
+PROBED_AFTER: Final = {
+    "h2d_gb_s": "link/h2d_after_gb_s",
+    "in_place_gb_s": "link/in_place_after_gb_s",
+}
+"""Rate of the probe -> metric of the probe after the scenarios."""
+
+
+def transfer_metrics(
+    totals: StepTotals, metrics: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Return bytes per step that only decodes, by way, counted and planned, and the link's share.
+
+    Args:
+        totals: of the last timed part.
+        metrics: with the rates of the probes.
+    """
+    count = totals.num_decode_steps
+    found: dict[str, float | None] = {
+        f"offload/{name}_per_step": total / count if count else None
+        for name, total in (
+            ("bytes", totals.decode_moved_bytes),
+            ("copied_bytes", totals.decode_copied_bytes),
+            ("in_place_bytes", totals.decode_read_bytes),
+            ("planned_bytes", totals.planned_moved_bytes),
+            ("planned_copied_bytes", totals.planned_copied_bytes),
+            ("planned_in_place_bytes", totals.planned_read_bytes),
+        )
+    }
+    used_gb_s = ratio(totals.decode_moved_bytes / 1e9, totals.decode_s) if count else None
+    probed = (metrics.get("link/h2d_gb_s"), metrics.get(PROBED_AFTER["h2d_gb_s"]))
+    rates = [rate for rate in probed if rate]
+    mean = sum(rates) / len(rates) if rates else None
+    found["link/share"] = used_gb_s / mean if used_gb_s and mean else None
+    return found
+
+
+def transfer_reasons(totals: StepTotals) -> list[str]:
+    """Return one reason where the engine moved other bytes than its plan says."""
+    counted, planned = totals.decode_moved_bytes, totals.planned_moved_bytes
+    if abs(counted - planned) <= LARGEST_GAP * planned:
+        return []
+    count = totals.num_decode_steps
+    return [
+        f"offload: the engine counted {counted / count:,.0f} bytes from host to device per decode "
+        f"step, its plan says {planned / count:,.0f}: they differ by more than "
+        f"{LARGEST_GAP:.0%}. One of the two is wrong; report this."
+    ]
+
+
+def link_notes(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return one note where the link's rate changed between the probes before and after."""
+    before, after = metrics.get("link/h2d_gb_s"), metrics.get(PROBED_AFTER["h2d_gb_s"])
+    if not before or not after or abs(after - before) <= LARGEST_CHANGE * before:
+        return []
+    return [
+        f"link: {before:.1f} GB/s host to device before the scenarios, {after:.1f} after them. "
+        "Something else used the link; link/share is over the mean."
+    ]
