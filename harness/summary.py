@@ -24,6 +24,7 @@ SHOWN: Final = (
     ("throughput/decode_tok_s", "decode", "tok/s"),
     ("serve/peak_requests_s", "highest rate that keeps the SLO", "1/s"),
     ("serve/requested_requests_s", "arrivals, requested", "1/s"),
+    ("serve/planned_requests_s", "arrivals, as drawn", "1/s"),
     ("serve/sent_requests_s", "arrivals, achieved", "1/s"),
     ("serve/requests_s", "requests served", "1/s"),
     ("serve/output_tok_s", "output tokens served", "tok/s"),
