@@ -10,7 +10,7 @@ from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
 
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this, bytes."""
-LOAD_STAGING_BYTES = 64 * 2**20
+LOAD_STAGING_BYTES = 256 * 2**20
 """Host buffers that checkpoint files are read through where they cannot be read into place."""
 
 

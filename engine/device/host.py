@@ -182,8 +182,8 @@ def _map(num_bytes: int, *, inherit: bool) -> torch.Tensor:
         mapping = mmap.mmap(-1, max(1, num_bytes) + slack, flags=flags)
     except OSError as error:
         raise _no_memory(num_bytes, error.errno) from error
-    whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE_BYTES if slack else 0
+    base = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    start = -base % HUGE_PAGE_BYTES if slack else 0
     huge = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     rest = start + huge
     # Not on every kernel, and only faster: a refusal changes nothing else.
@@ -194,7 +194,9 @@ def _map(num_bytes: int, *, inherit: bool) -> torch.Tensor:
     if not inherit:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_DONTFORK)
-    return whole[start : start + num_bytes]
+    # Its storage begins where the slab does: torch takes memory for pinned by the storage's start.
+    found = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=max(1, num_bytes))
+    return found[:num_bytes]
 
 
 def touch(memory: torch.Tensor) -> None:

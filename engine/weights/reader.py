@@ -25,8 +25,9 @@ from engine.plan import ALIGNMENT, LOAD_STAGING_BYTES
 from engine.spec import ParamSpec
 from engine.weights.checkpoint import StoredTensor
 
-PIECE_BYTES = 4 * 2**20
-"""Most bytes of one read."""
+PIECE_BYTES = 8 * 2**20
+"""Most bytes of one read. With 16 threads, 14.6 GB in page cache came onto an H200 at 23 GB/s; with
+pieces of 4 MiB at 13, of 2 MiB at 7."""
 RUN_BYTES = 32 * 2**20
 """What a thread reads of one file before it takes what is next, so that reads are sequential."""
 PROGRESS_S = 0.05

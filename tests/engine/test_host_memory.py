@@ -194,3 +194,12 @@ def test_hosts_that_are_too_small_are_refused_with_the_figures(available: float)
     uva = configuration(OLMO_7B, memory_gib=15.99, offload=UVA)
     with pytest.raises(CapacityError, match=r"memory: 9\.\d+ GiB are needed.*reserve of 1 GiB"):
         plan_memory(uva, OLMO_7B, facts)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4097, 5 * 2**20 + 3])
+def test_the_storage_of_a_slab_begins_where_it_does(num_bytes: int) -> None:
+    """CUDA registers the slab alone, and torch asks of a storage's first byte whether it is."""
+    found = host.MappedBuffer(num_bytes).tensor
+    assert found.numel() == num_bytes
+    assert found.storage_offset() == 0
+    assert num_bytes == 0 or found.untyped_storage().data_ptr() == found.data_ptr()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.inputs import Upload
 from engine.runner import ModelRunner
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain
@@ -30,6 +31,18 @@ def lag(monkeypatch: pytest.MonkeyPatch) -> None:
         return execute(self, batch)
 
     monkeypatch.setattr(ModelRunner, "execute", execute_late)
+
+
+@pytest.fixture
+def late_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the inputs of each step cross the link late."""
+    run = Upload.run
+
+    def run_late(self: Upload) -> None:
+        torch.cuda._sleep(LAG_CYCLES)
+        run(self)
+
+    monkeypatch.setattr(Upload, "run", run_late)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +76,7 @@ def test_tokens_are_the_same_where_the_device_lags(
     llm.close()
 
 
-def test_control_one_buffer_of_inputs_changes_tokens(tiny: TinyModels, lag: None) -> None:
+def test_control_one_buffer_of_inputs_changes_tokens(tiny: TinyModels, late_uploads: None) -> None:
     for num_buffers, is_right in ((1, False), (2, True)):
         llm = open_llm(tiny.folder("llama"), device="cuda")
         for index, prompt in enumerate(PROMPTS[:3]):
