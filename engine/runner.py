@@ -14,6 +14,7 @@ from engine.models.decoder import Decoder
 from engine.plan import MemoryPlan
 from engine.sizes import pad_batch
 from engine.step_plan import ScheduledSequence, StepPlan
+from kernels.sizes import MAX_SMALL_TOKENS
 
 
 class ModelRunner:
@@ -212,13 +213,26 @@ class ModelRunner:
             self._replayed_reads -= counts[1]
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run a prefill of padding and a decode, so that kernels are compiled and loaded.
+        """Run prefills of padding and a decode, so that kernels are compiled and loaded.
 
         Args:
-            num_tokens: Of the prefill, in as many sequences as it takes.
+            num_tokens: Of the largest prefill, in as many sequences as it takes.
         """
         plan = self._plan
-        num_tokens = min(num_tokens, plan.max_num_batched_tokens)
+        # Products of few tokens have kernels of their own for up to 16, 32 and 64 of them.
+        few = () if plan.facts.emulated else (16, 32, MAX_SMALL_TOKENS)
+        for size in sorted({num_tokens, *few}, reverse=True):
+            self._warm_up_prefill(min(size, plan.max_num_batched_tokens))
+        inputs = self._inputs
+        inputs.begin(1, 1)
+        self._fill_padding(0, 1)
+        inputs.set_unknown(0, 0)
+        inputs.send(torch.zeros(1, dtype=torch.int64, device=self._device.torch_device))
+        self._decoder.forward(self._decode_batch(1, plan.max_model_len))
+        self._device.synchronize()
+
+    def _warm_up_prefill(self, num_tokens: int) -> None:
+        plan = self._plan
         longest = min(num_tokens, plan.max_model_len)
         rows = min(num_tokens // longest, plan.max_num_seqs)
         count = rows * longest
@@ -242,12 +256,6 @@ class ModelRunner:
             logits_rows=wanted,
         )
         self._decoder.forward(batch)
-        self._device.synchronize()
-        inputs.begin(1, 1)
-        self._fill_padding(0, 1)
-        inputs.set_unknown(0, 0)
-        inputs.send(torch.zeros(1, dtype=torch.int64, device=self._device.torch_device))
-        self._decoder.forward(self._decode_batch(1, plan.max_model_len))
         self._device.synchronize()
 
     @property

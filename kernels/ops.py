@@ -16,17 +16,15 @@ import torch
 
 from kernels.checks import (
     KernelArgumentError,
-    check_attention,
     check_dims,
     check_float,
     check_linear,
     check_rotary_write_kv,
     check_tensor,
-    check_workspace,
     is_small_product,
 )
+from kernels.ops_attention import paged_decode_attention, paged_prefill_attention
 from kernels.ref import activation as ref_activation
-from kernels.ref import attention as ref_attention
 from kernels.ref import linear as ref_linear
 from kernels.ref import norm as ref_norm
 from kernels.ref import rotary_write_kv as ref_rotary_write_kv
@@ -200,132 +198,6 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
         return activation.silu_mul(gate_up_T2F)
     return ref_activation.silu_mul(gate_up_T2F)
-
-
-def paged_decode_attention(
-    q_SNH: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables_SM: torch.Tensor,
-    seq_lens_S: torch.Tensor,
-    scale: float,
-    *,
-    max_seq_len: int,
-    out: torch.Tensor | None = None,
-    workspace: DecodeWorkspace | None = None,
-) -> torch.Tensor:
-    """Attend from one query a sequence to all keys of that sequence in a paged cache.
-
-    A sequence's result depends on nothing else in the batch. With out and workspace given, a call
-    on a GPU allocates nothing.
-
-    Args:
-        q_SNH: queries, N a multiple of K, H from 16 to 256; may be a strided view.
-        k_cache: [B, K, P, H], dtype of q, stride 1 in the last dimension, other strides free.
-        v_cache: [B, K, P, H], as k_cache.
-        block_tables_SM: int32; row s names the blocks of sequence s in order. Entries beyond the
-            sequence's length are not read.
-        seq_lens_S: int32, keys of each sequence; 0 gives a row of zeros.
-        scale: multiplies the scores.
-        max_seq_len: no sequence is longer; sizes the grid and the workspace, not checked against
-            seq_lens_S.
-        out: [S, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
-        workspace: from decode_workspace, for at least S sequences of max_seq_len; allocated if
-            None. Read by no other call until this one is done. The CPU needs none.
-
-    Returns:
-        out, [S, N, H].
-    """
-    name = "paged_decode_attention"
-    check_attention(name, q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, out)
-    if seq_lens_S.shape[0] != q_SNH.shape[0]:
-        raise KernelArgumentError(
-            f"{name}.seq_lens", f"{q_SNH.shape[0]} lengths", f"{seq_lens_S.shape[0]}"
-        )
-    if workspace is not None:
-        check_workspace(name, q_SNH, workspace, max_seq_len)
-    if q_SNH.is_cuda:
-        from kernels.triton import decode_attention
-
-        return decode_attention.paged_decode_attention(
-            q_SNH,
-            k_cache,
-            v_cache,
-            block_tables_SM,
-            seq_lens_S,
-            scale,
-            max_seq_len=max_seq_len,
-            out=out,
-            workspace=workspace,
-        )
-    return ref_attention.paged_decode_attention(
-        q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, scale, out=out
-    )
-
-
-def paged_prefill_attention(
-    q_TNH: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables_SM: torch.Tensor,
-    query_starts_S1: torch.Tensor,
-    seq_lens_S: torch.Tensor,
-    scale: float,
-    *,
-    max_query_len: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend causally from the last tokens of each sequence to its keys in a paged cache.
-
-    Sequence s has the queries query_starts[s] to query_starts[s + 1]; they are the last n of its
-    seq_lens[s] tokens, and query i sees the keys 0 to seq_lens[s] - n + i. The keys and values of
-    these tokens are already in the cache.
-
-    Args:
-        q_TNH: queries, N a multiple of K, H from 16 to 256; may be a strided view.
-        k_cache: [B, K, P, H], dtype of q, stride 1 in the last dimension, other strides free.
-        v_cache: [B, K, P, H], as k_cache.
-        block_tables_SM: int32; row s names the blocks of sequence s in order. Entries beyond the
-            sequence's length are not read.
-        query_starts_S1: [S + 1] int32, ascending, the last at most T; not checked.
-        seq_lens_S: int32, keys of each sequence, at least its number of queries; not checked.
-        scale: multiplies the scores.
-        max_query_len: no sequence has more queries; sizes the grid, not checked.
-        out: [T, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
-
-    Returns:
-        out, [T, N, H]. Rows that belong to no sequence are undefined.
-    """
-    name = "paged_prefill_attention"
-    check_attention(name, q_TNH, k_cache, v_cache, block_tables_SM, seq_lens_S, out)
-    num_seqs = seq_lens_S.shape[0]
-    check_tensor(
-        f"{name}.query_starts", query_starts_S1, (num_seqs + 1,), torch.int32, q_TNH.device
-    )
-    if q_TNH.is_cuda:
-        from kernels.triton import prefill_attention
-
-        return prefill_attention.paged_prefill_attention(
-            q_TNH,
-            k_cache,
-            v_cache,
-            block_tables_SM,
-            query_starts_S1,
-            seq_lens_S,
-            scale,
-            max_query_len=max_query_len,
-            out=out,
-        )
-    return ref_attention.paged_prefill_attention(
-        q_TNH,
-        k_cache,
-        v_cache,
-        block_tables_SM,
-        query_starts_S1,
-        seq_lens_S,
-        scale,
-        out=out,
-    )
 
 
 def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
