@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types arch fmt test-gpu bench report ui wheelhouse
+.PHONY: help setup run test check lint types arch fmt test-gpu bench bench-kernels report ui wheelhouse
 
 PYTHON ?= python3
 PY ?= .venv/bin/python
@@ -9,7 +9,7 @@ DEMO := smollm2_135m
 INSTALLED := .venv/installed-$(firstword $(shell cat constraints.txt pyproject.toml | cksum))
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 $(INSTALLED):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
@@ -46,7 +46,10 @@ fmt: setup ## sort imports, mend what ruff can, format; the only target that rew
 test-gpu: ## run the GPU tests (on a machine with its own torch: make test-gpu PY=python3)
 	$(PY) -m pytest -m gpu --require-gpu $(ARGS)
 
-bench: ## time single operators on this GPU
+bench: ## every backend against link and memory on this GPU; writes docs/performance.md
+	$(PY) -m harness.bench $(ARGS)
+
+bench-kernels: ## time single operators on this GPU
 	$(PY) -m kernels.bench $(ARGS)
 
 report: ## rebuild the report of a run folder: make report DIR=...

@@ -1,55 +1,79 @@
 """The table as Markdown, and its place in a document."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from harness.bench.table import Found, Row, crossover, equal_tokens
+from harness.bench.table import Case, Found, Row, crossover, equal_tokens
 from harness.errors import ConfigError
 
 BEGIN: Final = "<!-- bench: written by `make bench` -->"
 END: Final = "<!-- bench: end -->"
+GIB: Final = 2**30
 _MARKS: Final = {True: "met", False: "**missed**", None: ""}
 
 
-def markdown(
-    found: Found,
-    made: Sequence[Row],
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    about: str,
-) -> str:
-    """Return the section: conditions, rows, rates, staging, tokens, loads, what did not run."""
-    lines = [about, "", "| what | figure | share or ratio | target | |", "|---|---|---|---|---|"]
+def markdown(found: Found, made: Sequence[Row], about: str) -> str:
+    """Return the section: conditions, rows, steps, staging, tokens, engines, what did not run."""
+    lines = [about, "", "| what | measured | share or ratio | target | |", "|---|---|---|---|---|"]
     for row in made:
         share = "" if row.share is None else f"{row.share:.3f}"
         lines.append(
             f"| {row.what} | {row.figure} | {share} | {row.target} | {_MARKS[row.is_met]} |"
         )
-    lines += ["", "Rates in GB/s by `engine.probe` before and after: " + _rates(before, after)]
-    lines += _staging(found)
+    lines += [*_sweeps(found), *_staging(found)]
     same = equal_tokens(found)
     if same:
         wrong = [name for name, equal in same.items() if not equal]
-        text = "equal to the resident engine's in every case and batch"
+        text = "equal to the resident engine's in every case and batch that both ran"
         if wrong:
             text = f"**not equal** to the resident engine's in {', '.join(wrong)}"
         lines += ["", f"Greedy tokens: {text}."]
-    lines += ["", *_loads(found)]
-    for case in found.values():
-        reason = case.get("no_fit") or case.get("failed")
-        if reason:
-            lines += ["", f"{case['title']}: no figures: {reason}"]
+    lines += [*_engines(found), *_rates(found)]
+    for text in _remarks(found):
+        lines += ["", text]
     return "\n".join(lines) + "\n"
 
 
-def _rates(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    parts = []
-    for name, rate in before.items():
-        if rate is not None:
-            late = after.get(name)
-            parts.append(f"{name.removesuffix('_gb_s')} {rate:.1f} / {late:.1f}" if late else name)
-    return ", ".join(parts) + "."
+def _rates(found: Found) -> list[str]:
+    names = ("h2d_gb_s", "d2h_gb_s", "two_way_gb_s", "in_place_gb_s", "hbm_copy_gb_s")
+    lines = [
+        "",
+        "Rates by `engine.probe` in the process of each engine, before it was built / after it was "
+        "closed, GB/s; shares are of the mean:",
+        "",
+        "| engine | host to device | back | both ways | in place | device memory, read + write |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in found.values():
+        cells = [_pair(case, name) for name in names]
+        if any(cells):
+            lines.append(f"| {case['title']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _pair(case: Case, name: str) -> str:
+    rates = [case.get(when, {}).get(name) for when in ("before", "after")]
+    return " / ".join(f"{rate:.1f}" for rate in rates if rate)
+
+
+def _sweeps(found: Found) -> list[str]:
+    lines = []
+    for case in found.values():
+        for step, figures in case.get("sweep", {}).items():
+            decode = figures["decode"]
+            slots, size = figures["num_slots"], figures["slot_bytes"]
+            cells = [step, str(slots), f"{slots * size / GIB:.2f}", decode.get("no_room", "")]
+            if "no_room" not in decode:
+                moved = decode["h2d_bytes"] / 1e9
+                cells[3:] = [f"{decode['step_s'] * 1e3:.2f}", f"{moved:.3f}"]
+                cells.append(f"{moved / decode['step_s']:.1f}" if moved else "")
+            lines.append(f"| {' | '.join(cells)} |")
+        if case.get("sweep"):
+            head = "| prefetch_step | slots | of GiB | step, ms | copied, GB | GB/s |"
+            title = f"{case['title']}: what each prefetch_step costs and gives"
+            lines = ["", title, "", head, "|---|---|---|---|---|---|", *lines]
+    return lines
 
 
 def _staging(found: Found) -> list[str]:
@@ -58,36 +82,83 @@ def _staging(found: Found) -> list[str]:
         return []
     lines = [
         "",
-        "uva, one prompt of so many tokens: read in place, or staged through slots first",
+        f"{found['uva_in_place']['title'].rpartition(',')[0]}: one prompt of so many tokens, read "
+        "in place or staged through slots first",
         "",
+        "| tokens | in place, ms | staged, ms |",
+        "|---|---|---|",
     ]
-    lines += ["| tokens | in place, ms | staged, ms |", "|---|---|---|"]
     lines += [f"| {n} | {a * 1e3:.1f} | {b * 1e3:.1f} |" for n, a, b in pairs]
-    text = "Staging is not faster at any of them."
+    text = "Staging is not faster at the largest of them."
     if at is not None:
         text = f"Staging is faster from {at} tokens on."
     return [*lines, "", text]
 
 
-def _loads(found: Found) -> list[str]:
+def _engines(found: Found) -> list[str]:
     lines = [
-        "| engine | load, s | pinning, GiB/s | slots | of GiB | GPU peak, GiB | KV tokens |",
-        "|---|---|---|---|---|---|---|",
+        "",
+        "| engine | load, s | weights ready, s | pinned, GiB | pinning, GiB/s | slots | of GiB "
+        "| GPU peak, GiB | KV tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in found.values():
         if "plan" not in case:
             continue
-        plan, phases = case["plan"], case["phases"]
+        plan, phases, memory = case["plan"], case["phases"], case["memory"]
         pin_s = phases.get("touch", 0.0) + phases.get("pin", 0.0)
-        pinned = case["memory"]["host_pinned_bytes"] / 2**30
-        rate = f"{pinned / pin_s:.1f} ({pinned:.2f} GiB)" if pinned and pin_s else ""
-        peak = case["memory"]["gpu_peak_bytes"] / 2**30
-        lines.append(
-            f"| {case['title']} | {case['load_s']:.1f} | {rate} | {plan['num_slots']} | "
-            f"{plan['num_slots'] * plan['slot_bytes'] / 2**30:.2f} | {peak:.2f} | "
-            f"{plan['kv_tokens']} |"
-        )
+        ready_s = pin_s + sum(phases.get(name, 0.0) for name in ("allocate", "convert"))
+        pinned = memory["host_pinned_bytes"] / GIB
+        cells = [
+            case["title"],
+            f"{case['load_s']:.1f}",
+            f"{ready_s:.1f}",
+            f"{pinned:.2f}" if pinned else "",
+            f"{pinned / pin_s:.1f}" if pinned and pin_s else "",
+            str(plan["num_slots"]),
+            f"{plan['num_slots'] * plan['slot_bytes'] / GIB:.2f}",
+            f"{memory['gpu_peak_bytes'] / GIB:.2f}",
+            str(plan["kv_tokens"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _remarks(found: Found) -> Iterator[str]:
+    """What did not run, and what ran otherwise than asked."""
+    for case in found.values():
+        reason = case.get("no_fit") or case.get("failed")
+        if reason:
+            yield f"{case['title']}: no figures: {reason}"
+        if case.get("utilization") != case.get("asked_utilization"):
+            yield (
+                f"{case['title']}: gpu_memory_utilization {case['utilization']:g} instead of "
+                f"{case['asked_utilization']:g}, where KV has no room for the largest batch."
+            )
+        for batch, figures in case.get("decode", {}).items():
+            if "no_room" in figures:
+                yield f"{case['title']}, batch {batch}: no figures: {figures['no_room']}."
+
+
+def check_document(file: Path) -> None:
+    """Refuse a document without the two marks, before anything is measured.
+
+    Raises:
+        ConfigError: It cannot be read, or does not hold each mark once, in order.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output: expected a document to rewrite, got {file}: {error.strerror}. Name one "
+            f"that holds the lines {BEGIN} and {END}."
+        ) from error
+    is_once = text.count(BEGIN) == text.count(END) == 1
+    if not is_once or text.index(BEGIN) > text.index(END):
+        raise ConfigError(
+            f"--output: expected the lines {BEGIN} and {END} once each in {file}, in this order. "
+            "Add them where the table shall stand."
+        )
 
 
 def write_section(file: Path, section: str) -> None:
@@ -96,9 +167,7 @@ def write_section(file: Path, section: str) -> None:
     Raises:
         ConfigError: The document lacks the marks.
     """
-    text = file.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ConfigError(f"--output: expected the lines {BEGIN!r} and {END!r} once in {file}.")
-    head, rest = text.split(BEGIN)
+    check_document(file)
+    head, rest = file.read_text(encoding="utf-8").split(BEGIN)
     tail = rest.split(END)[1]
-    file.write_text(f"{head}{BEGIN}\n\n{section}\n{END}{tail}")
+    file.write_text(f"{head}{BEGIN}\n\n{section}\n{END}{tail}", encoding="utf-8")

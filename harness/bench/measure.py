@@ -1,10 +1,12 @@
-"""Measure one engine in a process of its own: `python -m harness.bench.measure JOB RESULT`."""
+"""Measure one case in a process of its own: `python -m harness.bench.measure JOB RESULT`."""
 
 import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
@@ -12,39 +14,112 @@ from typing import Any, Final
 import torch
 
 from engine import LLM, SamplingParams
-from engine.errors import CapacityError, EngineError
+from engine.config import OffloadWarning
+from engine.errors import CapacityError
+from engine.plan import MemoryPlan
+from engine.probe import probe_link, stream_link
 from harness.bench.cases import Case, Limits, Work, engine_config
-from harness.bench.counter import LinkCounter
+from harness.measure.nvml import open_gpu
+from harness.measure.pcie import LinkCounter, calibrate
 
-SETTLE_STEPS: Final = 4
-"""Decode steps before those that are timed, and after them."""
-REPLAYS: Final = 10
-PREFILL_REPEATS: Final = 3
+SETTLE_STEPS: Final = 3
+"""Decode steps that are not timed: the first of a batch, and those behind a break."""
+SPARE_TOKENS: Final = 3
+"""Tokens of a sequence beyond its timed steps: the prefill's, and those at its end."""
+MOST_REPLAYS: Final = 20
+LEAST_REPLAYS: Final = 3
+REPLAY_S: Final = 0.5
+"""Replays of a graph last about so long."""
+REPEATS: Final = 5
+"""Of prefills."""
+NUM_COUNTED_TOKENS: Final = 256
+"""Output tokens of a sequence that decodes beside the counter."""
 
 
 def measure(case: Case, limits: Limits) -> dict[str, Any]:
-    """Build the engine and give it its work; return figures, or why there are none."""
-    begin = time.perf_counter()
+    """Probe, build the engine, give it its work, close it, probe again; return the figures.
+
+    Where the engine does not fit, `no_fit` says why instead.
+    """
+    found: dict[str, Any] = {"before": probe_link(limits.device)}
+    counter = _link_counter(limits) if case.work.counter_s else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)  # notes of the plan are in the result
+        return _measured(case, limits, found, counter)
+
+
+def _measured(
+    case: Case, limits: Limits, found: dict[str, Any], counter: LinkCounter | None
+) -> dict[str, Any]:
     try:
-        llm = LLM.from_config(engine_config(case, limits))
+        if case.sweep:
+            found["sweep"] = {str(step): _swept(case, limits, step) for step in case.sweep}
+        else:
+            with _engine(case, limits) as (llm, facts):
+                found |= facts | _figures(llm, case.work, counter)
     except CapacityError as error:
-        return {"no_fit": str(error)}
+        return found | {"no_fit": str(error)}
+    return found | {"after": probe_link(limits.device)}
+
+
+@contextmanager
+def _engine(case: Case, limits: Limits) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """Build the case's engine; yield it with how it was built, and close it."""
+    utilization = _utilization(case, limits)
+    begin = time.perf_counter()
+    llm = LLM.from_config(engine_config(case, limits, utilization))
     load_s = time.perf_counter() - begin
+    report = llm.load_report
     try:
-        return {
-            "load_s": load_s,
-            "phases": llm.load_report.phases,
-            "moved_bytes": llm.load_report.moved,
-            "plan": _plan_facts(llm),
-            "effective": llm.effective(),
-            "decode": {str(b): _decode(llm, b, case.work) for b in case.work.batches},
-            "prefill_s": {str(n): _prefill(llm, n, case.work) for n in case.work.prefills},
-            "chunk_s": {str(n): _chunk(llm, n) for n in case.work.chunks},
-            "counter": _count(llm, case.work),
-            "memory": llm.memory(),
-        }
+        yield (
+            llm,
+            {
+                "load_s": load_s,
+                "phases": report.phases,
+                "moved_bytes": report.moved,
+                "utilization": utilization,
+                "asked_utilization": case.utilizations[0],
+                "plan": _plan_facts(llm),
+            },
+        )
     finally:
         llm.close()
+
+
+def _utilization(case: Case, limits: Limits) -> float:
+    """The first of the case's shares of the card whose KV cache holds its work, else the last.
+
+    Raises:
+        CapacityError: The engine fits none of them.
+    """
+    refusal: CapacityError | None = None
+    fits = []
+    for share in case.utilizations:
+        try:
+            plan = LLM.plan_for(engine_config(case, limits, share))
+        except CapacityError as error:
+            refusal = refusal or error
+            continue
+        fits.append(share)
+        needs = [_needed_tokens(batch, case.work, plan) for batch in case.work.batches]
+        if plan.kv_tokens >= max(needs, default=0):
+            return share
+    if not fits:
+        assert refusal is not None
+        raise refusal
+    return fits[-1]
+
+
+def _output_tokens(batch: int, work: Work, plan: MemoryPlan) -> int:
+    """Tokens of each sequence of a decode, so that enough steps decode all of them."""
+    prefill_steps = -(-batch * work.prompt_tokens // plan.max_num_batched_tokens)
+    return work.steps + 2 * SETTLE_STEPS + SPARE_TOKENS + prefill_steps - 1
+
+
+def _needed_tokens(batch: int, work: Work, plan: MemoryPlan) -> int:
+    """Tokens of whole KV blocks that a decode of `batch` sequences takes."""
+    length = work.prompt_tokens + _output_tokens(batch, work, plan)
+    return batch * -(-length // plan.block_size) * plan.block_size
 
 
 def _plan_facts(llm: LLM) -> dict[str, Any]:
@@ -56,14 +131,35 @@ def _plan_facts(llm: LLM) -> dict[str, Any]:
     size = spec.weight_bytes(plan.dtype) // spec.num_parameters
     return {
         "read_bytes": (layers + outer) * size,
-        "kv_bytes_per_token": spec.kv_bytes_per_token(plan.dtype),
+        "gpu_total_bytes": plan.gpu_total_bytes,
         "kv_tokens": plan.kv_tokens,
         "num_slots": plan.num_slots,
         "slot_bytes": plan.slot_bytes,
-        "gpu_items": plan.gpu_items,
-        "bytes_per_step": plan.bytes_per_step(),
+        "chosen": (plan.choice or {}).get("chosen"),
         "notes": list(plan.notes),
     }
+
+
+def _figures(llm: LLM, work: Work, counter: LinkCounter | None) -> dict[str, Any]:
+    return {
+        "decode": {str(batch): _decode(llm, batch, work) for batch in work.batches},
+        "prefill_s": {str(count): _prefill(llm, count, work) for count in work.prefills},
+        "chunk_s": {str(length): _chunk(llm, length) for length in work.chunks},
+        "counter": None if counter is None else _count(llm, work, counter),
+        "memory": llm.memory(),
+    }
+
+
+def _swept(case: Case, limits: Limits, step: int) -> dict[str, Any]:
+    """Decode with one value of prefetch_step."""
+    offload = case.offload | {"offload_prefetch_step": step}
+    with _engine(replace(case, offload=offload), limits) as (llm, facts):
+        plan = facts["plan"]
+        return {
+            "num_slots": plan["num_slots"],
+            "slot_bytes": plan["slot_bytes"],
+            "decode": _decode(llm, case.work.batches[0], case.work),
+        }
 
 
 def _prompt(llm: LLM, length: int, seed: int) -> list[int]:
@@ -80,127 +176,159 @@ def _drain(llm: LLM) -> None:
         llm.step()
 
 
-def _start(llm: LLM, batch: int, work: Work, tokens: int) -> list[str]:
-    prompts = [_prompt(llm, work.prompt_tokens, row) for row in range(batch)]
-    return [llm.add_request(prompt, _params(tokens)) for prompt in prompts]
+@dataclass
+class _Gaps:
+    """Times between the ends of steps in which every sequence decodes."""
+
+    seconds: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    """Keys that each sequence read in the timed steps."""
+    in_a_row: int = 0
+    """Such steps since the last break."""
+    decoded: int = 0
+    last_s: float = 0.0
+
+    def add(self, now_s: float, wait_s: float, prompt_tokens: int) -> None:
+        """Count one such step."""
+        self.decoded += 1
+        self.in_a_row += 1
+        if self.in_a_row > SETTLE_STEPS:
+            self.seconds.append(now_s - self.last_s)
+            self.waits.append(wait_s)
+            self.keys.append(prompt_tokens + self.decoded)
+        self.last_s = now_s
 
 
-def _decode(llm: LLM, batch: int, work: Work) -> dict[str, Any] | None:
-    """Time steps in which every one of `batch` sequences decodes; None where they do not fit."""
-    total = work.steps + 2 * SETTLE_STEPS
-    if llm.plan.kv_tokens < batch * (work.prompt_tokens + total + 2 * llm.plan.block_size):
-        return None
-    _start(llm, batch, work, total)
-    gaps, waits, moved, used_graph = [], [], (0, 0), False
-    last: float | None = None
-    digest = []
+def _decode(llm: LLM, batch: int, work: Work) -> dict[str, Any]:
+    """Time steps in which every one of `batch` sequences decodes, and bare replays among them.
+
+    Where the KV cache does not hold them, `no_room` says so instead.
+    """
+    needed, room = _needed_tokens(batch, work, llm.plan), llm.plan.kv_tokens
+    if room < needed or llm.plan.max_num_seqs < batch:
+        return {"no_room": f"{needed} tokens of KV are needed, {room} have room"}
+    for row in range(batch):
+        tokens = _output_tokens(batch, work, llm.plan)
+        llm.add_request(_prompt(llm, work.prompt_tokens, row), _params(tokens))
+    gaps, stats, replay_s, digest = _Gaps(), None, None, []
+    size = next((size for size in llm.effective()["graphs"] if size >= batch), None)
     while llm.has_unfinished():
-        events = llm.step()
-        now = time.perf_counter()
-        digest += [event.token_id for event in events]
-        stats = llm.last_step
-        assert stats is not None
-        if stats.num_prefill_tokens == 0 and stats.num_decode_tokens == batch:
-            if last is not None:
-                gaps.append(now - last)
-                waits.append(stats.wait_s)
-                moved, used_graph = (stats.h2d_bytes, stats.in_place_bytes), stats.used_graph
-            last = now
-    timed = slice(SETTLE_STEPS, len(gaps) - SETTLE_STEPS)
-    # Token p of a sequence reads p keys; the timed steps lie around the middle of the output.
-    context = work.prompt_tokens + total / 2
+        digest += [event.token_id for event in llm.step()]
+        now_s, step = time.perf_counter(), llm.last_step
+        assert step is not None
+        if step.num_prefill_tokens or step.num_decode_tokens != batch:
+            gaps.in_a_row = 0
+            continue
+        stats = step
+        gaps.add(now_s, step.wait_s, work.prompt_tokens)
+        if size is not None and replay_s is None and len(gaps.seconds) == work.steps // 2:
+            replay_s = _replay(llm, size, median(gaps.seconds))
+            gaps.in_a_row = 0
+    timed = slice(work.steps)
+    assert stats is not None
+    planned = llm.plan.moved_per_step(batch)
+    context = mean(gaps.keys[timed])
     return {
-        "step_s": median(gaps[timed]),
-        "least_s": min(gaps[timed]),
-        "steps": len(gaps[timed]),
-        "wait_s": median(waits[timed]),
-        "h2d_bytes": moved[0],
-        "in_place_bytes": moved[1],
+        "step_s": median(gaps.seconds[timed]),
+        "least_s": min(gaps.seconds[timed]),
+        "steps": len(gaps.seconds[timed]),
+        "wait_s": median(gaps.waits[timed]),
+        "h2d_bytes": stats.h2d_bytes,
+        "in_place_bytes": stats.in_place_bytes,
+        "planned_h2d_bytes": planned[0],
+        "planned_in_place_bytes": planned[1],
         "kv_bytes": round(batch * context * llm.spec.kv_bytes_per_token(llm.plan.dtype)),
-        "used_graph": used_graph,
-        "replay_s": _replay(llm, batch, work),
+        "used_graph": stats.used_graph,
+        "is_overlapped": stats.is_overlapped,
+        "replay_s": replay_s,
         "tokens": digest,
     }
 
 
-def _replay(llm: LLM, batch: int, work: Work) -> float | None:
-    """Time bare replays of the step's graph in the middle of a decode; None without a graph."""
-    total = work.steps + 2 * SETTLE_STEPS
-    _start(llm, batch, work, total)
-    for _ in range(total // 2):
-        llm.step()
-    try:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(REPLAYS):
-            llm.replay_only(batch)
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / REPLAYS
-    except (EngineError, RuntimeError):  # no graph of that size, or no GPU
-        return None
-    finally:
-        _drain(llm)
+def _replay(llm: LLM, size: int, step_s: float) -> float:
+    """Time bare replays of the newest step's graph of `size` rows."""
+    count = min(MOST_REPLAYS, max(LEAST_REPLAYS, round(REPLAY_S / step_s)))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    llm.replay_only(size)  # the step in flight ends before the clock starts
+    begin.record()
+    for _ in range(count):
+        llm.replay_only(size)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 def _prefill(llm: LLM, count: int, work: Work) -> float | None:
-    """Least time to the first token of `count` prompts at once; None where they do not fit."""
+    """Median time to the first tokens of `count` prompts at once; None where they do not fit."""
     length = min(work.prefill_tokens, llm.max_model_len - 1)
     if llm.plan.kv_tokens < count * (length + llm.plan.block_size):
         return None
-    times = []
-    for repeat in range(PREFILL_REPEATS):
-        begin = time.perf_counter()
-        for row in range(count):
-            llm.add_request(_prompt(llm, length, 1000 * repeat + row), _params(1))
-        _drain(llm)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return _median_s(llm, [(length, row) for row in range(count)])
 
 
 def _chunk(llm: LLM, length: int) -> float | None:
-    """Least time of a step that prefills one prompt of this length; None where it is too long."""
-    if length >= llm.max_model_len:
-        return None
+    """Median time of a step that prefills one prompt of this length; None: it is too long."""
+    return None if length >= llm.max_model_len else _median_s(llm, [(length, 0)])
+
+
+def _median_s(llm: LLM, prompts: Sequence[tuple[int, int]]) -> float:
+    """Time prompts of (length, seed) until each has its token, once more than is counted."""
     times = []
-    for repeat in range(PREFILL_REPEATS):
+    for repeat in range(REPEATS + 1):
+        rows = [_prompt(llm, length, 1000 * repeat + seed) for length, seed in prompts]
         begin = time.perf_counter()
-        llm.add_request(_prompt(llm, length, repeat), _params(1))
+        for row in rows:
+            llm.add_request(row, _params(1))
         _drain(llm)
         times.append(time.perf_counter() - begin)
-    return min(times)
+    return median(times[1:])
 
 
-def _count(llm: LLM, work: Work) -> dict[str, Any] | None:
-    """Decode one sequence beside NVML's counter, again and again for `counter_s`."""
-    if not work.counter_s:
-        return None
-    counter = LinkCounter()
-    before = llm.stats()
-    tokens = min(256, llm.max_model_len - work.prompt_tokens)
-    begin = time.perf_counter()
-    with counter.reading() as readings:
-        while time.perf_counter() - begin < work.counter_s:
-            (name,) = _start(llm, 1, work, tokens)
-            while llm.has_unfinished() and time.perf_counter() - begin < work.counter_s:
+def _link_counter(limits: Limits) -> LinkCounter:
+    """NVML's counter of the GPU in use, calibrated on copies of known size."""
+
+    def stream(seconds: float) -> tuple[int, float, float]:
+        return stream_link(seconds, limits.device)
+
+    gpu = None
+    if limits.device != "cpu" and torch.cuda.is_available():
+        gpu = open_gpu(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    read: Callable[[], float | None] = (lambda: None) if gpu is None else gpu.link_rx_gb_s
+    return LinkCounter(read, calibrate(read, stream))
+
+
+def _count(llm: LLM, work: Work, counter: LinkCounter) -> dict[str, Any]:
+    """Decode one sequence after another for `counter_s` beside NVML's counter."""
+    tokens = min(NUM_COUNTED_TOKENS, llm.max_model_len - work.prompt_tokens)
+
+    def decode() -> tuple[int, float]:
+        begin_s, before = time.perf_counter(), _moved(llm)
+        while time.perf_counter() - begin_s < work.counter_s:
+            name = llm.add_request(_prompt(llm, work.prompt_tokens, 0), _params(tokens))
+            while llm.has_unfinished() and time.perf_counter() - begin_s < work.counter_s:
                 llm.step()
             llm.abort(name)
-        wall_s = time.perf_counter() - begin
-        after = llm.stats()
+        return _moved(llm) - before, time.perf_counter() - begin_s
+
+    (num_bytes, wall_s), counted_gb_s = counter.measured(decode)
     _drain(llm)
-    counted = sum(after[k] - before[k] for k in ("h2d_bytes", "in_place_bytes"))
     return {
         "wall_s": wall_s,
-        "counted_gb_s": counted / wall_s / 1e9,
-        "nvml_gb_s": mean(readings) if readings else None,
-        "readings": len(readings),
+        "engine_gb_s": num_bytes / wall_s / 1e9,
+        "nvml_gb_s": counted_gb_s,
+        "factor": counter.factor,
     }
+
+
+def _moved(llm: LLM) -> int:
+    stats = llm.stats()
+    return int(stats["h2d_bytes"]) + int(stats["in_place_bytes"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job of a file; write its figures to another."""
     job_file, result_file = sys.argv[1:] if arguments is None else arguments
-    warnings.simplefilter("ignore")  # notes of the plan are in the result
     job = json.loads(Path(job_file).read_text())
     found = measure(Case.from_dict(job["case"]), Limits(**job["limits"]))
     Path(result_file).write_text(json.dumps(found))

@@ -1,17 +1,22 @@
 """Rows of the table: figures of the engines against the limits measured beside them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-Found = Mapping[str, Mapping[str, Any]]
-"""By case: what harness.bench.measure returned."""
+Case = Mapping[str, Any]
+"""What harness.bench.measure returned, with `title`."""
+Found = Mapping[str, Case]
+"""By the case's name."""
 RESIDENT_TARGETS: Final = {"H200": 0.72, "H100": 0.78}
 """Of batch 1, by a part of the card's name."""
+BATCH_TARGETS: Final = {16: 0.68, 64: 0.62}
+"""Of the resident engine at other batches."""
+PREFILL_TARGETS_S: Final = {"1": 0.165, "4": 0.22}
+"""Of prefetch, by the number of prompts of 2048 tokens."""
 PEER_PREFETCH_S: Final = 0.1555
 """vLLM 0.25.1, prefetch of 20 of 32 layers, batch 1, on an H200 whose link gave 55.5 GB/s."""
 PEER_LINK_GB_S: Final = 55.5
-GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,8 @@ class Row:
     what: str
     figure: str
     share: float | None
-    target: str
-    is_met: bool | None
+    target: str = ""
+    is_met: bool | None = None
     """None: no target here, or no figure."""
 
 
@@ -34,36 +39,43 @@ def _row(
     least: float | None = None,
     most: float | None = None,
 ) -> Row:
-    if least is not None:
-        met = None if share is None else share >= least
-        return Row(what, figure, share, f"at least {least:g}", met)
-    if most is not None:
-        met = None if share is None else share <= most
-        return Row(what, figure, share, f"at most {most:g}", met)
-    return Row(what, figure, share, "", None)
+    bounds = [f"at least {least:g}"] if least is not None else []
+    bounds += [f"at most {most:g}"] if most is not None else []
+    met = None
+    if share is not None and bounds:
+        met = (least is None or share >= least) and (most is None or share <= most)
+    return Row(what, figure, share, ", ".join(bounds), met)
 
 
-def rows(found: Found, probe: Mapping[str, Any], card: str) -> list[Row]:
+def rows(found: Found, card: str | None, *, is_default: bool) -> list[Row]:
     """Return all rows that the figures allow.
 
     Args:
         found: Figures by case; a case that did not fit or did not run gives no rows.
-        probe: Rates in GB/s of the same run.
-        card: Name of the GPU.
+        card: Name of the GPU; None: it is emulated, and held against no target.
+        is_default: The shape is that of the targets in seconds.
     """
     good = {name: case for name, case in found.items() if "decode" in case}
-    made = list(_stream_rows(good, probe))
-    made += _prefill_rows(good)
-    made += _resident_rows(good, probe, card)
+    made = list(_stream_rows(good))
+    made += _prefill_rows(good, is_default=is_default)
+    made += _resident_rows(good, card or "")
+    made += _embed_rows(good)
     made += _engine_rows(good)
-    made += _chosen_rows(good, probe)
+    made += _chosen_rows(good, is_default=is_default)
+    made += _planned_rows(good)
     made += _counter_rows(good)
-    return made
+    return made if card else [replace(row, target="", is_met=None) for row in made]
 
 
-def _decodes(case: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def rate(case: Case, name: str) -> float | None:
+    """Return the mean of a rate as probed before and after a case, GB/s; None where unknown."""
+    known = [found for when in ("before", "after") if (found := case.get(when, {}).get(name))]
+    return sum(known) / len(known) if known else None
+
+
+def _decodes(case: Case) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for batch, figures in case["decode"].items():
-        if figures is not None:
+        if "no_room" not in figures:
             yield int(batch), figures
 
 
@@ -75,138 +87,171 @@ def _share(num_bytes: float, seconds: float, gb_s: float | None) -> float | None
     return None if not gb_s else num_bytes / seconds / 1e9 / gb_s
 
 
-def _stream_rows(found: Found, probe: Mapping[str, Any]) -> Iterator[Row]:
+def _kind(name: str) -> str:
+    """The kind of a case by its name: prefetch_2 is a second prefetch."""
+    return name.rstrip("0123456789").rstrip("_")
+
+
+def _moved_text(figures: Mapping[str, Any]) -> str:
+    parts = [
+        f"{figures[key] / 1e9:.3f} GB {how}"
+        for key, how in (("h2d_bytes", "copied"), ("in_place_bytes", "in place"))
+        if figures[key]
+    ]
+    return ", ".join(parts) or "nothing moved"
+
+
+def _stream_rows(found: Found) -> Iterator[Row]:
     """Bytes that cross the link a step, against what the link carries."""
-    limits = {"prefetch": ("h2d_gb_s", 0.97, "link")}
-    for name in ("uva", "uva_in_place", "uva_staged"):
-        limits[name] = ("in_place_gb_s", 0.96, "in-place")
+    kinds = {
+        "prefetch": ("h2d_gb_s", 0.97, "link rate"),
+        "uva": ("in_place_gb_s", 0.96, "in-place rate"),
+    }
     for name, case in found.items():
-        key = "prefetch" if name.startswith("prefetch") else name
-        if key not in limits:
+        known = kinds.get(_kind(name))
+        if known is None:
             continue
-        rate, least, word = limits[key]
+        key, least, word = known
         for batch, figures in _decodes(case):
-            copied, read = figures["h2d_bytes"], figures["in_place_bytes"]
-            parts = [
-                f"{n / 1e9:.3f} GB {how}"
-                for n, how in ((copied, "copied"), (read, "in place"))
-                if n
-            ]
+            num_bytes = figures["h2d_bytes"] + figures["in_place_bytes"]
             yield _row(
-                f"{case['title']}, batch {batch}: bytes / step time / {word} rate",
-                f"{_ms(figures['step_s'])} ({', '.join(parts)})",
-                _share(copied + read, figures["step_s"], probe.get(rate)),
-                least=least if name in {"prefetch", "uva", "uva_in_place"} else None,
+                f"{case['title']}, batch {batch}: bytes / step time / {word}",
+                f"{_ms(figures['step_s'])} ({_moved_text(figures)})",
+                _share(num_bytes, figures["step_s"], rate(case, key)) if num_bytes else None,
+                least=least,
             )
 
 
-def _prefill_rows(found: Found) -> Iterator[Row]:
-    """Time to the first token of long prompts."""
-    most = {"1": 0.165, "4": 0.22}
-    for count in ("1", "4"):
-        times = {
-            name: found[name]["prefill_s"].get(count)
-            for name in ("prefetch", "uva", "chosen")
-            if name in found
-        }
-        for name, seconds in times.items():
-            if seconds is not None:
-                yield _row(
-                    f"{found[name]['title']}, prefill {count} x 2048, s",
-                    f"{seconds:.4f} s",
-                    seconds,
-                    most=most[count] if name == "prefetch" else None,
-                )
-        if times.get("prefetch") and times.get("uva"):
-            ratio = times["uva"] / times["prefetch"]
-            yield _row(f"prefill {count} x 2048, uva / prefetch", "", ratio, most=1.15)
+def _prefill_rows(found: Found, *, is_default: bool) -> Iterator[Row]:
+    """Time to the first tokens of long prompts."""
+    for count, most in PREFILL_TARGETS_S.items():
+        base: float | None = None
+        for name, case in found.items():
+            seconds = case["prefill_s"].get(count)
+            if seconds is None:
+                continue
+            is_prefetch = _kind(name) == "prefetch"
+            what = f"{case['title']}, prefill {count} x {case['prefill_tokens']} tokens"
+            bound = most if is_prefetch and is_default else None
+            yield _row(f"{what}: s", f"{seconds:.4f} s", seconds, most=bound)
+            if is_prefetch and base is None:
+                base = seconds
+            elif _kind(name) == "uva" and base:
+                yield _row(f"{what} / prefetch", "", seconds / base, most=1.15)
 
 
-def _resident_rows(found: Found, probe: Mapping[str, Any], card: str) -> Iterator[Row]:
+def _resident_rows(found: Found, card: str) -> Iterator[Row]:
     """Bytes that a resident step reads, against the copy rate of GPU memory."""
     case = found.get("resident")
     if case is None:
         return
     first = next((v for k, v in RESIDENT_TARGETS.items() if k in card), None)
-    least = {1: first, 16: 0.68, 64: 0.62}
     for batch, figures in _decodes(case):
-        read = case["plan"]["read_bytes"] + (figures["kv_bytes"] if batch > 1 else 0)
+        num_bytes = case["plan"]["read_bytes"] + (figures["kv_bytes"] if batch > 1 else 0)
         what = "weight bytes" if batch == 1 else "weight and KV bytes"
         yield _row(
             f"resident, batch {batch}: {what} / step time / memory copy rate",
-            f"{_ms(figures['step_s'])} ({read / 1e9:.2f} GB)",
-            _share(read, figures["step_s"], probe.get("hbm_copy_gb_s")),
-            least=least.get(batch),
+            f"{_ms(figures['step_s'])} ({num_bytes / 1e9:.2f} GB)",
+            _share(num_bytes, figures["step_s"], rate(case, "hbm_copy_gb_s")),
+            least=first if batch == 1 else BATCH_TARGETS.get(batch),
         )
-    other = found.get("embed_in_place")
-    for batch, figures in [] if other is None else _decodes(other):
-        base = case["decode"].get(str(batch))
-        if base is not None:
+
+
+def _embed_rows(found: Found) -> Iterator[Row]:
+    """An embedding table in host memory against one on the GPU."""
+    if not {"resident", "embed_in_place"} <= found.keys():
+        return
+    base = dict(_decodes(found["resident"]))
+    for batch, figures in _decodes(found["embed_in_place"]):
+        if batch in base:
             yield _row(
                 f"embedding table in place / resident, batch {batch}: step",
-                f"{_ms(figures['step_s'])} against {_ms(base['step_s'])}",
-                figures["step_s"] / base["step_s"],
+                f"{_ms(figures['step_s'])} against {_ms(base[batch]['step_s'])}",
+                figures["step_s"] / base[batch]["step_s"],
                 most=1.01,
             )
 
 
 def _engine_rows(found: Found) -> Iterator[Row]:
     """The whole step against a bare replay of its graph."""
-    for name in ("resident", "prefetch"):
-        for batch, figures in _decodes(found[name]) if name in found else []:
-            if figures["replay_s"]:
+    for case in found.values():
+        for batch, figures in _decodes(case):
+            if figures["replay_s"] and batch == max(int(size) for size in case["decode"]):
                 yield _row(
-                    f"{found[name]['title']}, batch {batch}: whole step / bare graph replay",
+                    f"{case['title']}, batch {batch}: whole step / bare graph replay",
                     f"{_ms(figures['step_s'])} against {_ms(figures['replay_s'])}",
                     figures["step_s"] / figures["replay_s"],
-                    most=1.05 if batch == 64 else None,
+                    most=1.05,
                 )
 
 
-def _chosen_rows(found: Found, probe: Mapping[str, Any]) -> Iterator[Row]:
+def _chosen_rows(found: Found, *, is_default: bool) -> Iterator[Row]:
     """Placements chosen by predicted times, in the same GPU bytes as prefetch."""
     case = found.get("chosen")
     if case is None:
         return
+    peer_s = PEER_PREFETCH_S * PEER_LINK_GB_S / (rate(case, "h2d_gb_s") or PEER_LINK_GB_S)
     for batch, figures in _decodes(case):
-        moved = figures["h2d_bytes"] + figures["in_place_bytes"]
-        peer_s = PEER_PREFETCH_S * PEER_LINK_GB_S / (probe.get("h2d_gb_s") or PEER_LINK_GB_S)
+        is_compared = is_default and batch == 1
         yield _row(
-            f"{case['title']}, batch {batch}: step"
-            + (" / vLLM's prefetch at this link" if batch == 1 else ""),
-            f"{_ms(figures['step_s'])} ({moved / 1e9:.3f} GB)",
-            figures["step_s"] / peer_s if batch == 1 else None,
-            most=0.88 if batch == 1 else None,
+            f"{case['title']} ({case['plan']['chosen']}), batch {batch}: step"
+            + (" / vLLM's prefetch, 155.5 ms at 55.5 GB/s, at this link" if is_compared else ""),
+            f"{_ms(figures['step_s'])} ({_moved_text(figures)})",
+            figures["step_s"] / peer_s if is_compared else None,
+            most=0.88 if is_compared else None,
         )
+
+
+def _planned_rows(found: Found) -> Iterator[Row]:
+    """Bytes of a decode step as the engine counts them, against the plan."""
+    for case in found.values():
+        pairs = [
+            (
+                f["h2d_bytes"] + f["in_place_bytes"],
+                f["planned_h2d_bytes"] + f["planned_in_place_bytes"],
+            )
+            for _, f in _decodes(case)
+        ]
+        worst = max(
+            pairs,
+            key=lambda pair: abs(pair[0] / pair[1] - 1) if pair[1] else pair[0],
+            default=(0, 0),
+        )
+        if worst[1]:
+            yield _row(
+                f"{case['title']}: bytes of a step, counted / planned",
+                f"{worst[0]:,} against {worst[1]:,}",
+                worst[0] / worst[1],
+                least=0.99,
+                most=1.01,
+            )
 
 
 def _counter_rows(found: Found) -> Iterator[Row]:
     """The engine's count of bytes against NVML's counter, calibrated on known copies."""
     for case in found.values():
-        counter, known = case.get("counter"), case.get("calibration")
-        if counter and counter["nvml_gb_s"] and known and known["factor"]:
-            calibrated = counter["nvml_gb_s"] * known["factor"]
-            ratio = counter["counted_gb_s"] / calibrated
-            yield Row(
-                f"{case['title']}: engine's bytes / NVML's counter, calibrated",
-                f"{counter['counted_gb_s']:.2f} against {calibrated:.2f} GB/s in "
-                f"{counter['wall_s']:.0f} s",
-                ratio,
-                "0.9 to 1.1",
-                0.9 <= ratio <= 1.1,
+        counter = case["counter"]
+        if counter and counter["nvml_gb_s"]:
+            yield _row(
+                f"{case['title']}: engine's bytes / NVML's counter of the link, calibrated",
+                f"{counter['engine_gb_s']:.2f} against {counter['nvml_gb_s']:.2f} GB/s in "
+                f"{counter['wall_s']:.0f} s (x {counter['factor']:.3f})",
+                counter["engine_gb_s"] / counter["nvml_gb_s"],
+                least=0.9,
+                most=1.1,
             )
 
 
 def crossover(found: Found) -> tuple[list[tuple[int, float, float]], int | None]:
     """Return (tokens, in place s, staged s), and from how many tokens on staging is faster."""
     place, stage = found.get("uva_in_place", {}), found.get("uva_staged", {})
-    pairs = [
+    pairs = sorted(
         (int(n), seconds, stage["chunk_s"][n])
         for n, seconds in place.get("chunk_s", {}).items()
         if seconds is not None and stage.get("chunk_s", {}).get(n) is not None
-    ]
+    )
     at = None
-    for tokens, in_place_s, staged_s in sorted(pairs, reverse=True):
+    for tokens, in_place_s, staged_s in reversed(pairs):
         if staged_s >= in_place_s:
             break
         at = tokens
@@ -214,15 +259,23 @@ def crossover(found: Found) -> tuple[list[tuple[int, float, float]], int | None]
 
 
 def equal_tokens(found: Found) -> dict[str, bool]:
-    """Say of each case whether its tokens are those of the resident engine, at every batch."""
-    base = found.get("resident", {}).get("decode", {})
+    """Say of each case whether its tokens are the resident engine's, at every batch of both.
+
+    Only steps that both made are compared: an engine that is fast makes more of them.
+    """
+    base = dict(_decodes(found["resident"])) if "decode" in found.get("resident", {}) else {}
     same = {}
     for name, case in found.items():
         pairs = [
             (figures["tokens"], base[batch]["tokens"])
-            for batch, figures in case.get("decode", {}).items()
-            if figures is not None and base.get(batch) is not None
+            for batch, figures in (_decodes(case) if "decode" in case else ())
+            if batch in base
         ]
         if name != "resident" and pairs:
-            same[name] = all(ours == theirs for ours, theirs in pairs)
+            same[name] = all(_begin_alike(ours, theirs) for ours, theirs in pairs)
     return same
+
+
+def _begin_alike(ours: list[int], theirs: list[int]) -> bool:
+    count = min(len(ours), len(theirs))
+    return ours[:count] == theirs[:count]

@@ -1,0 +1,130 @@
+"""The command line of the bench: refusals, the document it writes, cases that fail."""
+
+import pytest
+import torch
+
+from harness.bench import __main__ as command
+from harness.bench.document import BEGIN, END
+from tests.harness.bench.examples import case, decode
+from tests.harness.bench.test_measure import TINY
+
+
+def fake_run(asked, limits):
+    """Return figures of any case without an engine."""
+    if asked.sweep:
+        return {"sweep": {}}
+    copied = 8_000_000_000 if asked.name == "prefetch" else 0
+    found = case(asked.title, {1: decode(0.2, copied=copied)})
+    return {key: value for key, value in found.items() if key not in {"title", "prefill_tokens"}}
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A machine on which torch says that there is an H100."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+
+
+@pytest.fixture
+def document(monkeypatch, tmp_path):
+    file = tmp_path / "performance.md"
+    file.write_text(f"{BEGIN}\nold\n{END}\n")
+    monkeypatch.setattr(command, "DOCUMENT", file)
+    return file
+
+
+def test_without_a_gpu_it_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.bench([], fake_run) == 2
+    assert (
+        "expected a CUDA GPU, found none. Run it on a machine with one" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--rows", "prefetch,nosuch"], "expected some of resident, "),
+        (["--rows", "chosen"], "Add prefetch."),
+        (["--model", "nosuch"], "expected one of"),
+        (["--output", "x.md"], "figures are emulated"),
+    ],
+)
+def test_a_bad_command_line_is_refused(arguments, text, capsys):
+    assert command.bench([*TINY, *arguments], fake_run) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--batches", "0"], ["--batches", ""], ["--prefetch", "8/5"]]
+)
+def test_malformed_values_are_refused(arguments):
+    with pytest.raises(SystemExit) as caught:
+        command.bench(arguments, fake_run)
+    assert caught.value.code == 2
+
+
+@pytest.mark.usefixtures("card")
+def test_the_usual_run_writes_the_document(document, capsys):
+    assert command.bench([], fake_run) in {0, 3}
+    text = document.read_text()
+    assert "old" not in text
+    assert "`python -m harness.bench` on NVIDIA H100 80GB HBM3, driver " in text
+    assert "prefetch 8/5/2, batch 1: bytes / step time / link rate" in text
+    assert "old" not in text
+    assert f"the table stands in {document}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(
+    "arguments", [["--rows", "prefetch"], ["--batches", "1"], ["--model-layers", "4"]]
+)
+def test_another_run_leaves_the_document(document, arguments, capsys):
+    command.bench(arguments, fake_run)
+    assert "old" in document.read_text()
+    assert "batch 1: bytes / step time / link rate" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("card")
+def test_another_run_writes_where_it_is_told(document, tmp_path):
+    other = tmp_path / "other.md"
+    other.write_text(f"{BEGIN}\n{END}\n")
+    assert command.bench(["--rows", "prefetch", "--output", str(other)], fake_run) == 0
+    assert "--rows prefetch" in other.read_text()
+    assert "old" in document.read_text()
+
+
+@pytest.mark.usefixtures("card")
+def test_a_document_without_marks_is_refused_before_anything_runs(document):
+    document.write_text("nothing")
+    assert command.bench([], lambda case, limits: pytest.fail("ran")) == 2
+
+
+def test_an_emulated_run_writes_no_document(document, capsys):
+    assert command.bench(TINY, fake_run) == 0
+    assert document.read_text() == f"{BEGIN}\nold\n{END}\n"
+    assert "Emulated" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("card")
+def test_a_missed_target_and_a_failed_case_show_in_the_exit_code(capsys, tmp_path):
+    def slow(asked, limits):
+        return fake_run(asked, limits) | {"decode": {"1": decode(0.3, copied=8_000_000_000)}}
+
+    assert command.bench(["--rows", "prefetch"], slow) == 3
+    assert "**missed**" in capsys.readouterr().out
+    assert command.bench(["--rows", "prefetch,chosen"], lambda *_: {"failed": "it broke"}) == 3
+    out, err = capsys.readouterr()
+    assert "prefetch 8/5/2: no figures: it broke" in out
+    assert "prefetch has no figures." in out
+    assert "prefetch 8/5/2: it broke, " in err
+
+
+def test_a_process_that_breaks_is_a_failed_case(monkeypatch):
+    from harness.bench.cases import Case, Limits, Work
+
+    case = Case(name="x", title="x", memory_gib=1.0, utilizations=(0.9,), work=Work(batches=(1,)))
+    got = command.in_process(case, Limits(model="nosuch", device="cpu"))
+    assert got["failed"].startswith("engine.errors.ConfigError: --model: expected one of")
+    monkeypatch.setattr(command, "CASE_TIMEOUT_S", 0.01)
+    assert command.in_process(case, Limits(device="cpu")) == {"failed": "not done after 0.01 s"}
