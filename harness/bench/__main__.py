@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--counter-s", type=float, default=10.5, help="decode beside NVML's counter; 0: do not")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: all is emulated")
     add("--output", type=Path, default=None, help="document whose marked section is rewritten")
-    add("--json", type=Path, default=None, help="file for all figures")
+    add("--json", type=Path, default=None, help="file for all figures, after each case")
     return parser
 
 
@@ -120,15 +120,20 @@ def _run(options: argparse.Namespace, arguments: Sequence[str], run: Run) -> int
     )
     chosen = _select(options, spec.num_hidden_layers, is_tied=spec.tie_word_embeddings)
     card = None if emulated else torch.cuda.get_device_name()
-    found = _measure(chosen, limits, run)
+    about = {"card": card, "command": list(arguments)}
+
+    def save(cases: dict[str, Any], **more: Any) -> None:
+        if options.json:
+            options.json.write_text(json.dumps(about | {"cases": cases} | more))
+
+    found = _measure(chosen, limits, run, save)
     made = rows(found, card, is_default=not _changed(options, SHAPE))
     section = markdown(found, made, _about(card, arguments))
-    print(section)
-    if options.json:
-        figures = {"card": card, "command": list(arguments), "cases": found}
-        options.json.write_text(json.dumps(figures | {"rows": [asdict(row) for row in made]}))
+    save(found, rows=[asdict(row) for row in made], section=section)
     if output is not None:
         write_section(output, section)
+    print(section)
+    if output is not None:
         print(f"bench: the table stands in {output}.", file=sys.stderr)
     failed = any("failed" in case for case in found.values())
     missed = any(row.is_met is False for row in made)
@@ -186,7 +191,10 @@ def _select(options: argparse.Namespace, num_layers: int, *, is_tied: bool) -> l
     return [case for case in every if not wanted or case.name in wanted]
 
 
-def _measure(chosen: Sequence[Case], limits: Limits, run: Run) -> dict[str, dict[str, Any]]:
+def _measure(
+    chosen: Sequence[Case], limits: Limits, run: Run, save: Callable[[dict[str, Any]], None]
+) -> dict[str, dict[str, Any]]:
+    """Run the cases in turn; `save` gets all figures after each, so that none is lost."""
     found: dict[str, dict[str, Any]] = {}
     for number, planned in enumerate(chosen, start=1):
         case, begin = planned, time.perf_counter()
@@ -202,6 +210,7 @@ def _measure(chosen: Sequence[Case], limits: Limits, run: Run) -> dict[str, dict
             "title": case.title,
             "prefill_tokens": case.work.prefill_tokens,
         }
+        save(found)
         what = "no fit" if "no_fit" in figures else figures.get("failed", "done")[:200]
         took_s = time.perf_counter() - begin
         print(f"[{number}/{len(chosen)}] {case.title}: {what}, {took_s:.1f} s", file=sys.stderr)

@@ -204,6 +204,25 @@ def test_every_case_runs_emulated(monkeypatch, capsys, tmp_path):
     assert list(figures["cases"]["prefetch_step"]["sweep"]) == ["1", "2", "3"]
 
 
+@pytest.mark.gpu
+def test_graphs_are_replayed_and_the_link_is_counted_on_a_gpu(tmp_path):
+    file = tmp_path / "figures.json"
+    sizes = ["--memory-gib", "4", "--resident-gib", "4", "--counter-s", "1", "--device", "cuda"]
+    rows = ["--rows", "resident,prefetch,uva,uva_staged", "--prefetch", "1/1/1"]
+    command.bench([*TINY, *sizes, *rows, "--json", str(file)], measure.measure)
+    found = json.loads(file.read_text())["cases"]
+    for name in ("resident", "prefetch", "uva"):
+        figures = found[name]["decode"]["2"]
+        assert figures["used_graph"]
+        assert 0 < figures["replay_s"] < figures["step_s"]
+        assert found[name]["after"]["hbm_copy_gb_s"] > found[name]["after"]["h2d_gb_s"] > 1
+    assert found["prefetch"]["decode"]["1"]["h2d_bytes"] > 0
+    assert found["uva"]["decode"]["1"]["in_place_bytes"] > 0
+    assert found["prefetch"]["counter"]["engine_gb_s"] > 0
+    tokens = [found[name]["decode"]["2"]["tokens"] for name in ("resident", "prefetch", "uva")]
+    assert tokens[0][: len(tokens[1])] == tokens[1] == tokens[2]
+
+
 def test_one_case_runs_in_a_process_of_its_own(capsys):
     arguments = [*TINY, "--rows", "prefetch", "--batches", "1", "--counter-s", "0"]
     assert command.main(arguments) == 0

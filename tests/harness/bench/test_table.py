@@ -91,7 +91,9 @@ def test_an_embedding_in_place_costs_at_most_one_percent(step_s, is_met):
 
 def test_the_largest_batch_is_held_against_its_bare_replay():
     decodes = {1: decode(0.1, replay_s=0.09), 64: decode(0.104, replay_s=0.1)}
-    got = by_name({"resident": case("resident", decodes)})
+    other = case("auto", {1: decode(0.1, replay_s=0.09)})
+    got = by_name({"resident": case("resident", decodes), "chosen": other})
+    assert not any(name.startswith("auto, batch 1: whole") for name in got)
     assert "resident, batch 1: whole step / bare graph replay" not in got
     row = got["resident, batch 64: whole step / bare graph replay"]
     assert (row.share, row.is_met) == (pytest.approx(1.04), True)
