@@ -1,7 +1,6 @@
 """Every placement gives the resident engine's tokens and moves the bytes that were planned."""
 
-from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ from engine import build
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.errors import PinningError
-from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
-from engine.placement import Placement, assign_prefetch
 from tests.engine.placements import (
     FEW_TOKENS,
     GIB,
@@ -19,63 +16,10 @@ from tests.engine.placements import (
     OFFLOADS,
     PROMPTS,
     Residents,
-    check_decode_bytes,
     check_equal,
     copies,
 )
 from tests.tiny import greedy, greedy_params, open_llm
-
-
-def distinct_splits() -> Iterator[tuple[int, int, int, int]]:
-    """Yield (layers, group, num, step) up to 7 layers, one for each set of layers and slots."""
-    seen = set()
-    for n, group, num, step in product(range(1, 8), range(1, 8), range(1, 8), range(1, 9)):
-        if num <= group <= n and step <= n + 1:
-            node = PrefetchOffloadConfig(
-                offload_group_size=group, offload_num_in_group=num, offload_prefetch_step=step
-            )
-            found = assign_prefetch(_spec(n), OffloadConfig(prefetch=node))
-            moved = [name for name, p in found.placements.items() if p is Placement.PREFETCH]
-            layers = frozenset(int(name.split(".")[2]) for name in moved)
-            key = (n, layers, min(step + 1, len(layers)))
-            if key not in seen:
-                seen.add(key)
-                yield n, group, num, step
-
-
-def _spec(layers: int) -> Any:
-    from engine.spec import ModelSpec
-
-    return ModelSpec(
-        model_type="llama",
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-    )
-
-
-def test_prefetch_with_every_split_of_up_to_seven_layers(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    splits = list(distinct_splits())
-    assert len(splits) == 125
-    for number, (layers, group, num, step) in enumerate(splits):
-        copies(monkeypatch, eager=number % 2 == 0)
-        llm = residents.open(
-            layers,
-            offload_group_size=group,
-            offload_num_in_group=num,
-            offload_prefetch_step=step,
-        )
-        expected = residents.tokens(layers)
-        assert greedy(llm, PROMPTS[1:3], MAX_TOKENS) == expected[1:3], (layers, group, num, step)
-        check_decode_bytes(llm, PROMPTS[0])
-        llm.close()
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])

@@ -10,7 +10,6 @@ import torch
 
 from engine import LLM, build
 from engine.runner import ModelRunner
-from engine.weights.ring import OnDemandSlot, SlotRing
 from tests.engine.placements import (
     MAX_TOKENS,
     OFFLOADS,
@@ -71,7 +70,7 @@ def test_random_loads(
     llm.close()
 
 
-# Faults put in on purpose.
+# Faults put in on purpose; those of waits and slots are in test_stress.py.
 
 
 def faulty_tokens(residents: Residents, layers: int = 5, **keywords: Any) -> list[list[int]]:
@@ -92,39 +91,6 @@ def patch_before(
         return method(self, *args)
 
     monkeypatch.setattr(owner, name, run)
-
-
-def test_control_a_skipped_wait_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SlotRing, "acquire", lambda self, k: k % self._num_slots)
-    for keywords in ({"offload_group_size": 1}, {"cpu_offload_gb": 1, "uva_stage_tokens": 1}):
-        assert faulty_tokens(residents, **keywords) != residents.tokens(5)
-
-
-@pytest.mark.parametrize("stale", [1, 4])
-def test_control_a_stale_slot_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch, stale: int
-) -> None:
-    start = SlotRing._start
-
-    def drop(self: SlotRing, k: int) -> None:
-        if k == stale and self.copied_bytes:
-            self._held[k % self._num_slots] = k
-        else:
-            start(self, k)
-
-    monkeypatch.setattr(SlotRing, "_start", drop)
-    assert faulty_tokens(residents, offload_group_size=1) != residents.tokens(5)
-
-
-def test_control_a_stale_on_demand_slot_changes_tokens(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    acquire = OnDemandSlot.acquire
-    monkeypatch.setattr(OnDemandSlot, "acquire", lambda self, k: 0 if k == 2 else acquire(self, k))
-    monkeypatch.setenv("TIGHTFIT_DISABLE_UVA", "1")
-    assert faulty_tokens(residents, cpu_offload_gb=1) != residents.tokens(5)
 
 
 def test_control_a_changed_weight_in_host_memory_changes_tokens(residents: Residents) -> None:
