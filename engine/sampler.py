@@ -228,7 +228,9 @@ class Sampler:
             limit = torch.finfo(torch.float32)
             work_SV[place] = value.clamp(limit.min, limit.max).float()
         if banned:
-            work_SV[tuple(self._send([banned_at, banned], np.int64))] = -math.inf
+            place = tuple(self._send([banned_at, banned], np.int64))
+            # A number would be copied to the device while the host waits.
+            work_SV.index_put_(place, torch.full((), -math.inf, device=self.device))
         return work_SV
 
     def _draw(self, work_DV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
