@@ -203,7 +203,9 @@ def _measure(
             if "plan" not in base:
                 found[case.name] = {"title": case.title, "no_fit": "prefetch has no figures."}
                 continue
-            room, share = base["plan"]["kv_tokens"], base["utilization"]
+            room, share = base["asked_kv_tokens"], base["asked_utilization"]
+            if room is None:
+                room, share = base["plan"]["kv_tokens"], base["utilization"]
             case = replace(case, kv_tokens=room, utilizations=(share,))
         figures = run(case, limits)
         found[case.name] = figures | {

@@ -65,7 +65,7 @@ def _measured(
 @contextmanager
 def _engine(case: Case, limits: Limits) -> Iterator[tuple[LLM, dict[str, Any]]]:
     """Build the case's engine; yield it with how it was built, and close it."""
-    utilization = _utilization(case, limits)
+    utilization, asked_kv_tokens = _utilization(case, limits)
     begin = time.perf_counter()
     llm = LLM.from_config(engine_config(case, limits, utilization))
     load_s = time.perf_counter() - begin
@@ -79,6 +79,7 @@ def _engine(case: Case, limits: Limits) -> Iterator[tuple[LLM, dict[str, Any]]]:
                 "moved_bytes": report.moved,
                 "utilization": utilization,
                 "asked_utilization": case.utilizations[0],
+                "asked_kv_tokens": asked_kv_tokens,
                 "plan": _plan_facts(llm),
             },
         )
@@ -86,28 +87,31 @@ def _engine(case: Case, limits: Limits) -> Iterator[tuple[LLM, dict[str, Any]]]:
         llm.close()
 
 
-def _utilization(case: Case, limits: Limits) -> float:
+def _utilization(case: Case, limits: Limits) -> tuple[float, int | None]:
     """The first of the case's shares of the card whose KV cache holds its work, else the last.
+
+    Returns:
+        The share, and the KV tokens that the first share has room for; None where it is too small.
 
     Raises:
         CapacityError: The engine fits none of them.
     """
     refusal: CapacityError | None = None
-    fits = []
+    fits: dict[float, int] = {}
     for share in case.utilizations:
         try:
             plan = LLM.plan_for(engine_config(case, limits, share))
         except CapacityError as error:
             refusal = refusal or error
             continue
-        fits.append(share)
+        fits[share] = plan.kv_tokens
         needs = [_needed_tokens(batch, case.work, plan) for batch in case.work.batches]
         if plan.kv_tokens >= max(needs, default=0):
-            return share
+            break
     if not fits:
         assert refusal is not None
         raise refusal
-    return fits[-1]
+    return list(fits)[-1], fits.get(case.utilizations[0])
 
 
 def _output_tokens(batch: int, work: Work, plan: MemoryPlan) -> int:

@@ -29,6 +29,7 @@ def case(title, decodes, **changes):
         "phases": {"touch": 1.0, "pin": 1.0, "allocate": 0.5, "convert": 1.5, "plan": 9.0},
         "utilization": 0.85,
         "asked_utilization": 0.85,
+        "asked_kv_tokens": 8000,
         "memory": {"host_pinned_bytes": 8 * 2**30, "gpu_peak_bytes": 13 * 2**30},
         "plan": {
             "read_bytes": 6_000_000_000,

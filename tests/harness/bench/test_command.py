@@ -107,6 +107,21 @@ def test_an_emulated_run_writes_no_document(document, capsys):
 
 
 @pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(
+    ("asked_kv_tokens", "expected"), [(8000, (8000, (0.85,))), (None, (9000, (0.9,)))]
+)
+def test_placements_are_chosen_in_the_room_of_prefetch(asked_kv_tokens, expected):
+    seen = {}
+
+    def run(asked, limits):
+        seen[asked.name] = (asked.kv_tokens, asked.utilizations)
+        return fake_run(asked, limits) | {"utilization": 0.9, "asked_kv_tokens": asked_kv_tokens}
+
+    command.bench(["--rows", "prefetch,chosen"], run)
+    assert seen["chosen"] == expected
+
+
+@pytest.mark.usefixtures("card")
 def test_a_missed_target_and_a_failed_case_show_in_the_exit_code(capsys, tmp_path):
     def slow(asked, limits):
         return fake_run(asked, limits) | {"decode": {"1": decode(0.3, copied=8_000_000_000)}}

@@ -120,11 +120,11 @@ def test_a_second_share_of_the_card_is_used_where_kv_needs_it(monkeypatch):
             plan_for=lambda share: SimpleNamespace(kv_tokens=rooms[share], **vars(plan))
         ),
     )
-    assert measure._utilization(case, limits) == 0.9  # four sequences of two blocks
+    assert measure._utilization(case, limits) == (0.9, 64)  # four sequences of two blocks
     rooms[0.3] = 128
-    assert measure._utilization(case, limits) == 0.3
+    assert measure._utilization(case, limits) == (0.3, 128)
     rooms.update({0.3: 32, 0.9: 64})
-    assert measure._utilization(case, limits) == 0.9
+    assert measure._utilization(case, limits) == (0.9, 32)
 
 
 def asked(**changes):
