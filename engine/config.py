@@ -130,7 +130,12 @@ class EngineSettings(Sealed):
     host_reserve_gib: float = 1.0
     """Host memory that must stay free after the load, GiB."""
     uva_stage_tokens: int = 65
-    """From this many tokens in a step on, uva weights are staged through GPU slots first."""
+    """From this many tokens in a step on, uva weights are staged through GPU slots first.
+
+    Measured on an H200: read in place, a step of 64 tokens takes 1 % longer than one of a single
+    token, 128 take 11 %, 256 take 38 %. Staging takes 8 % less than in-place reads even for one
+    token, but leaves nothing to be read in place, as offload_backend=prefetch does; 1 chooses it.
+    """
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
