@@ -17,17 +17,12 @@ from tests.engine.placements import (
     PROMPTS,
     Residents,
     check_equal,
-    copies,
 )
 from tests.tiny import greedy, greedy_params, open_llm
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_every_placement_equals_resident(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch, name: str, eager: bool
-) -> None:
-    copies(monkeypatch, eager=eager)
+def test_every_placement_equals_resident(residents: Residents, name: str) -> None:
     llm = residents.open(5, **OFFLOADS[name])
     check_equal(residents, llm, 5)
     llm.close()
