@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ from harness.process import start_worker
 from harness.prompts import PromptRow, read_prompts
 from harness.scenarios.load import summarise_loads
 from harness.schema import RunConfig
+from harness.telemetry.run import Telemetry
+from harness.telemetry.window import Span
 from harness.traffic.trace import TraceRow, read_trace
 from reports.record import STATE_NAME
 
@@ -49,6 +51,10 @@ class Findings:
     effective: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float | None] = field(default_factory=dict)
     samples: dict[str, Any] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    """What was timed, in order."""
+    calibration: dict[str, Any] | None = None
+    """Copies of known size for the link's counter."""
 
     def fail(self, status: str, error: ErrorFacts) -> None:
         """Note why the point ended."""
@@ -65,6 +71,13 @@ class Findings:
         self.reasons += result.get("reasons", [])
         self.notes += result.get("notes", [])
 
+    def add_telemetry(self, telemetry: Telemetry) -> None:
+        """Take over what the telemetry says of what was timed; figures of the workers stay."""
+        uses_gpu = self.effective.get("emulated") is False
+        report = telemetry.report(self.spans, self.calibration, uses_gpu=uses_gpu)
+        self.add(asdict(report))
+        self.warnings += report.warnings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
@@ -76,8 +89,12 @@ class Surroundings:
     gpu: Gpu | None
     command: Sequence[str]
     """What runs a worker."""
-    on_tick: Callable[[int], None]
-    """Called twice a second with the worker's pid."""
+    on_start: Callable[[int, str], None]
+    """Called with a worker's pid and its job when it runs."""
+    on_tick: Callable[[], None]
+    """Called twice a second while one runs."""
+    on_end: Callable[[], None]
+    """Called when it ended."""
     say: Callable[[str], None]
 
 
@@ -245,6 +262,8 @@ class Attempt:
         status, error, result = self._execute(job)
         found = result if with_samples else {**result, "samples": {}}
         self.findings.add(found)
+        self.findings.spans += [Span(job=job.name, **span) for span in result.get("windows", ())]
+        self.findings.calibration = self.findings.calibration or result.get("calibration")
         self._end_unless_ok(status, error)
         return result
 
@@ -262,7 +281,9 @@ class Attempt:
         kills = oom_kills()
         visible = {"CUDA_VISIBLE_DEVICES": job.gpu_uuid} if job.gpu_uuid else {}
         worker = start_worker(run_dir, job.name, command=around.command, environ=visible)
-        ended = worker.wait(deadline_s=self._deadline_s, on_tick=lambda: around.on_tick(worker.pid))
+        around.on_start(worker.pid, job.name)
+        ended = worker.wait(deadline_s=self._deadline_s, on_tick=around.on_tick)
+        around.on_end()
         result = read_json(result_path(run_dir, job.name))
         for path in (job_path(run_dir, job.name), result_path(run_dir, job.name)):
             path.unlink(missing_ok=True)  # the record holds what it says

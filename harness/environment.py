@@ -1,8 +1,10 @@
 """What a run ran on: card, driver, link, CPU, memory, code and versions. Any field may be None."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -12,14 +14,22 @@ from typing import Any, Final
 from harness.measure.nvml import Gpu, attempt
 
 PACKAGES: Final = (
+    "tightfit",
     "torch",
     "triton",
     "transformers",
+    "tokenizers",
     "safetensors",
+    "accelerate",
+    "vllm",
     "numpy",
+    "pyarrow",
+    "nvidia-ml-py",
     "hydra-core",
+    "omegaconf",
     "mlflow",
 )
+SYS: Final = Path("/sys")
 SWITCHES: Final = (
     "TIGHTFIT_DISABLE_UVA",
     "TIGHTFIT_DISABLE_PIN_MEMORY",
@@ -37,12 +47,17 @@ def collect(gpu: Gpu | None) -> dict[str, Any]:
     return {
         "gpu": facts,
         "driver": facts and facts["driver"],
+        "cuda": {"driver": facts and facts["cuda_driver"], "torch": torch_cuda()},
         "torch": versions["torch"],
         "python": platform.python_version(),
         "packages": versions,
         "cpu": cpu_facts(),
         "memory_bytes": host_memory_bytes(),
+        "swap_bytes": host_memory_bytes("SwapTotal"),
+        "numa": numa_facts(facts["numa_node"] if facts else None),
+        "huge_pages": huge_page_facts(),
         "os": platform.platform(),
+        "kernel": platform.release(),
         "host": socket.gethostname(),
         "git": git_state(Path(__file__).resolve().parent.parent),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
@@ -58,26 +73,75 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def torch_cuda() -> str | None:
+    """Return the CUDA version that the installed torch was built with, without importing it."""
+    found = attempt(lambda: importlib.util.find_spec("torch"))
+    if found is None or found.origin is None:
+        return None
+    for line in _lines(Path(found.origin).with_name("version.py")):
+        match = re.match(r"cuda\b.*=\s*['\"]([\d.]+)['\"]", line)
+        if match:
+            return match[1]
+    return None
+
+
 def cpu_facts() -> dict[str, Any]:
-    """Return the CPU's name, its logical cores, and those that this process may use."""
-    name = None
+    """Return the CPU's name, its cores and sockets, those usable here, and its governor."""
+    fields: dict[str, list[str]] = {}
     for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            break
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), []).append(value.strip())
+    names, sockets = fields.get("model name"), fields.get("physical id")
+    cores = list(zip(sockets or [], fields.get("core id", []), strict=False))
     return {
-        "name": name or platform.processor() or None,
+        "name": (names[0] if names else platform.processor()) or None,
         "num_cores": os.cpu_count(),
+        "num_physical_cores": len(set(cores)) or None,
+        "num_sockets": len(set(sockets)) if sockets else None,
         "num_usable_cores": attempt(lambda: len(os.sched_getaffinity(0))),
+        "governor": _text(SYS / "devices/system/cpu/cpu0/cpufreq/scaling_governor"),
     }
 
 
-def host_memory_bytes() -> int | None:
-    """Return the machine's memory in bytes."""
+def host_memory_bytes(field: str = "MemTotal") -> int | None:
+    """Return the machine's memory, or another field of /proc/meminfo, in bytes."""
     for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemTotal:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def numa_facts(gpu_node: int | None, root: Path = SYS) -> dict[str, Any]:
+    """Return the nodes of the host's memory with their cores and bytes, and the GPU's node."""
+    nodes = []
+    for folder in sorted((root / "devices/system/node").glob("node[0-9]*")):
+        total = next((line for line in _lines(folder / "meminfo") if "MemTotal:" in line), None)
+        nodes.append(
+            {
+                "node": int(folder.name.removeprefix("node")),
+                "cpus": _text(folder / "cpulist"),
+                "memory_bytes": None if total is None else int(total.split()[-2]) * 1024,
+            }
+        )
+    return {"nodes": nodes or None, "gpu_node": gpu_node}
+
+
+def huge_page_facts(root: Path = SYS) -> dict[str, str | None]:
+    """Return the choices of transparent huge pages, such as always, madvise or never."""
+    folder = root / "kernel/mm/transparent_hugepage"
+    found = {name: _text(folder / name) for name in ("enabled", "defrag", "shmem_enabled")}
+    return {name: text and _chosen(text) for name, text in found.items()}
+
+
+def _chosen(text: str) -> str:
+    """Return the word in brackets, the whole text where there is none."""
+    match = re.search(r"\[([\w+]+)\]", text)
+    return match[1] if match else text
+
+
+def _text(path: Path) -> str | None:
+    """Return the first line of a file, None without one."""
+    return next(iter(_lines(path)), "").strip() or None
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

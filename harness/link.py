@@ -1,21 +1,23 @@
-"""The host link around the scenarios of one run: probed before and after, counted in between."""
+"""The host link around the scenarios of one run: probed before and after.
 
-from collections.abc import Callable
-from typing import Final, TypeVar
+The GPU's own counter of it is read by the sampler (harness.telemetry), not in this process.
+"""
+
+from dataclasses import asdict
+from typing import Any, Final
 
 from engine.config import EngineConfig
 from harness.door import EngineDoor
 from harness.measure.nvml import Gpu
-from harness.measure.pcie import LinkCounter, calibrate
 from harness.scenarios.transfers import PROBED_AFTER
+from harness.telemetry.link import Calibration
 
-COUNTER_PAUSE_S: Final = 0.25
-"""Between two readings of the GPU's counter, not to disturb what is timed."""
-T = TypeVar("T")
+CALIBRATION_S: Final = 1.0
+"""Seconds of copies for a calibration: ten rows of telemetry."""
 
 
 class LinkWatch:
-    """Probes and counter of one worker.
+    """Probes of one worker, and copies of known size for the counter.
 
     Args:
         door: to the engine.
@@ -24,23 +26,18 @@ class LinkWatch:
 
     def __init__(self, door: EngineDoor, config: EngineConfig) -> None:
         self._door, self._config = door, config
-        self._counter = LinkCounter(lambda: None, None)
+        self.calibration: dict[str, Any] | None = None
+        """What was copied when, as plain data; None where nothing counts it."""
 
     def before(self, gpu: Gpu | None) -> dict[str, float | None]:
-        """Probe, and calibrate the counter of `gpu`; return the rates by the probe's names."""
+        """Probe, copy for the counter of `gpu`; return the rates by the probe's names."""
         rates = self._door.probe(self._config)
-        if gpu is not None:
-            read, clock = gpu.link_rx_gb_s, self._door.clock
-            factor = calibrate(read, self._stream, clock=clock)
-            self._counter = LinkCounter(read, factor, clock=clock)
+        if gpu is not None and gpu.link_rx_gb_s() is not None:
+            num_bytes, begin_s, end_s = self._door.stream(self._config, CALIBRATION_S)
+            self.calibration = asdict(
+                Calibration(num_bytes=num_bytes, begin_s=begin_s, end_s=end_s)
+            )
         return rates
-
-    def _stream(self, seconds: float) -> tuple[int, float, float]:
-        return self._door.stream(self._config, seconds)
-
-    def counted(self, work: Callable[[], T]) -> tuple[T, float | None]:
-        """Do the work; return its result and the GB/s that the GPU received, None if unknown."""
-        return self._counter.measured(work, pause_s=COUNTER_PAUSE_S)
 
     def after(self) -> dict[str, float | None]:
         """Probe again, once the engine is closed; return metrics."""

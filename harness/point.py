@@ -23,7 +23,6 @@ from harness.job import JOBS_FOLDER
 from harness.live import LiveView
 from harness.lock import device_lock_path, hold
 from harness.measure.nvml import Gpu, open_gpu
-from harness.measure.resources import ResourceSampler
 from harness.models.home import tightfit_home
 from harness.plain import plain, read_json
 from harness.process import WORKER_COMMAND
@@ -31,6 +30,7 @@ from harness.progress import Display, open_display
 from harness.report import build_report
 from harness.schema import RunConfig, SweepContext
 from harness.summary import print_summary
+from harness.telemetry.run import Telemetry
 from harness.tracking.base import GuardedTracker, PointFacts
 from harness.tracking.choose import open_tracker
 from reports.record import RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
@@ -163,20 +163,25 @@ class _Point:
         display: Display,
         tracker: GuardedTracker,
     ) -> None:
-        sampler = ResourceSampler(self._run_dir, self._gpu)
-        view = LiveView(self._run_dir, display, tracker, sampler)
+        telemetry = Telemetry(self._run_dir, self._gpu)
+        view = LiveView(self._run_dir, display, tracker)
         around = Surroundings(
             run_dir=self._run_dir,
             home=self._home,
             environment=self._environment,
             gpu=self._gpu,
             command=command,
+            on_start=telemetry.sampler.watch,
             on_tick=view.tick,
+            on_end=telemetry.sampler.unwatch,
             say=display.say,
         )
         attempt = Attempt(self._config, around, findings)
         phase = "prepare"
         try:
+            missing = telemetry.missing()
+            if missing is not None:
+                display.say(missing)
             attempt.prepare()
             phase = "run"
             path = device_lock_path(self._gpu.uuid if self._gpu else None, self._home)
@@ -187,8 +192,9 @@ class _Point:
         except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep
             findings.fail(*classify_exception(error, phase))
         finally:
-            findings.add({"metrics": sampler.metrics()})
-        view.flush()
+            view.flush()
+            telemetry.close()
+            findings.add_telemetry(telemetry)
 
     def _finish(
         self, findings: Findings, tracker: GuardedTracker, *, with_report: bool

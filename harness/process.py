@@ -1,7 +1,6 @@
 """One worker process: start it, wait for it without spinning, and leave nothing of it behind."""
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -18,7 +17,6 @@ from harness.job import WORKER_LOG_NAME
 WORKER_COMMAND: Final = (sys.executable, "-m", "harness.worker")
 GRACE_S: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +138,3 @@ def start_worker(
             env=variables,
         )
     return WorkerProcess(process)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel end this process when its parent ends (Linux); called in the worker."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the call above
-        os._exit(1)

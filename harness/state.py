@@ -51,6 +51,11 @@ class StateWriter:
         self._write()
         self._wait()
 
+    def note_pinned(self, num_bytes: int | None) -> None:
+        """Say what the engine's ledger of registered memory holds; None without an engine."""
+        self._state["pinned_bytes"] = num_bytes
+        self._write()
+
     def loading(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         """Report bytes of a phase of the load; the engine's `progress` callback."""
         is_new = self.phase != f"load:{phase}"

@@ -26,10 +26,11 @@ from harness.door import EngineDoor, EngineFactory, engine_door
 from harness.failure import classify_exception
 from harness.job import PLAN_PHASE, UNFINISHED, WorkerJob, read_job, result_path
 from harness.link import LinkWatch
+from harness.measure.energy import EnergyMeter, energy_metrics
 from harness.measure.host import process_memory, reset_rss_peak
 from harness.measure.nvml import Gpu, open_gpu
+from harness.parent import die_with_parent
 from harness.plain import plain
-from harness.process import die_with_parent
 from harness.prompts import encode_rows, special_ids, synthetic_prompts
 from harness.scenarios.drive import Engine, StepTotals, run_in_turn
 from harness.scenarios.latency import measure_latency
@@ -93,6 +94,7 @@ class Work:
             "samples": {},
             "reasons": [],
             "notes": [],
+            "windows": [],
         }
 
     def run(self) -> dict[str, Any]:
@@ -141,6 +143,7 @@ class Work:
             self._state.enter("close")
             self._llm.close()
             self._llm = None
+            self._state.note_pinned(None)
 
     def _note_host_peak(self) -> None:
         """Note the host memory of the scenarios, before what comes after them takes any."""
@@ -168,6 +171,7 @@ class Work:
         return llm
 
     def _note_engine(self, llm: Engine) -> None:
+        self._state.note_pinned(llm.memory().get("host_pinned_bytes"))
         self._result["plan"] = llm.plan.to_dict()
         self._result["effective"] = llm.effective()
         self._save()
@@ -202,6 +206,7 @@ class Work:
         row, llm = measure_load(
             self._build, first_prompt, spawned_s=self._spawned_s, clock=self._door.clock
         )
+        self._note_window("load", self._spawned_s)
         self._note_engine(llm)
         row["rss_peak_bytes"] = process_memory()["rss_peak_bytes"]
         self._result["samples"]["load"] = [row]
@@ -213,6 +218,7 @@ class Work:
             # Before the engine takes its memory: the probe's buffers are not part of the budget.
             self._state.enter("probe")
             rates = self._link.before(self._gpu())
+            self._result["calibration"] = self._link.calibration
             self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
             self._engine = replace(self._engine, measured_rates=rates)
             reset_rss_peak()
@@ -314,19 +320,22 @@ class Work:
         )
 
     def _measured(self, part: str, measure: Callable[[], tuple[Outcome, StepTotals]]) -> StepTotals:
-        """Measure a part with its energy, and note what it found."""
+        """Measure a part with its energy, and note what it found and when it ran."""
         self._state.enter(part)
-        gpu = self._gpu()
-        energy_before_j = gpu.energy_j() if gpu else None
-        (outcome, totals), received_gb_s = self._link.counted(measure)
-        energy_after_j = gpu.energy_j() if gpu else None
+        energy = EnergyMeter(self._gpu())
+        begin_s = self._door.clock()
+        outcome, totals = measure()
+        self._note_window(part, begin_s)
         self._note_outcome(part, outcome)
-        self._result["metrics"]["link/nvml_h2d_gb_s"] = received_gb_s
-        self._note_energy(outcome, energy_before_j, energy_after_j)
+        self._result["metrics"] |= energy_metrics(energy.total_j(), outcome.num_output_tokens)
         self._save()
         if not outcome.num_complete:
             raise RequestError(f"nothing was measured. {outcome.reasons[0]}")
         return totals
+
+    def _note_window(self, part: str, begin_s: float) -> None:
+        end_s = self._door.clock()
+        self._result["windows"].append({"part": part, "begin_s": begin_s, "end_s": end_s})
 
     def _prompts(
         self, llm: Engine, part: str, config: RequestSet, repeats: int
@@ -359,15 +368,6 @@ class Work:
         self._result["samples"][part] = outcome.samples
         self._result["reasons"] += outcome.reasons
         self._result["notes"] += outcome.notes
-
-    def _note_energy(self, outcome: Outcome, before_j: float | None, after_j: float | None) -> None:
-        rows = outcome.samples if isinstance(outcome.samples, list) else outcome.samples["requests"]
-        num_tokens = sum(row["num_output_tokens"] for row in rows)
-        energy_j = None if before_j is None or after_j is None else after_j - before_j
-        self._result["metrics"] |= {
-            "energy/total_j": energy_j,
-            "energy/j_per_token": energy_j / num_tokens if energy_j and num_tokens else None,
-        }
 
     def _note_transfers(self, totals: StepTotals) -> None:
         metrics = self._result["metrics"]

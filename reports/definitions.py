@@ -99,9 +99,16 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
         "memory/host_pinned_gib": "host bytes registered with the device (engine's ledger)",
         "memory/host_rss_peak_gib": "highest resident set of the worker process",
-        "memory/host_anon_gib": "resident anonymous memory of the worker, not offloaded weights",
+        "memory/host_tree_peak_gib": (
+            "highest sum of the resident sets of the worker and the processes below it; memory that"
+            " they share counts in each"
+        ),
+        "memory/host_anon_gib": (
+            "highest resident anonymous memory of the worker and the processes below it; the slab"
+            " of offloaded weights is in it, pinned or not"
+        ),
         "memory/host_shmem_gib": (
-            "resident shared memory of the worker, offloaded weights too, pinned or not"
+            "highest resident shared memory of the worker and the processes below it"
         ),
         "link/h2d_gb_s": (
             "host to device copy rate: median of 20 copies of 256 MiB from registered memory,"
@@ -136,6 +143,29 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "offload/planned_copied_bytes_per_step": "of offload/planned_bytes_per_step, copied",
         "offload/planned_in_place_bytes_per_step": "of offload/planned_bytes_per_step, in place",
+        "link/pcie_rx_gb_s": (
+            "bytes that the GPU received over PCIe, packet headers included: mean over the rows of"
+            " telemetry in the last timed part"
+        ),
+        "link/pcie_tx_gb_s": "as link/pcie_rx_gb_s, bytes that the GPU sent",
+        "gpu/sm_clock_mhz": "clock of the SMs over the rows of the last timed part",
+        "gpu/memory_clock_mhz": "median clock of the GPU's memory over the last timed part",
+        "gpu/temperature_c": "highest temperature of the GPU in the last timed part",
+        "gpu/power_w": "mean of the power readings of the last timed part; see energy for the sum",
+        "gpu/busy_pct": "mean share of time in which a kernel ran, over the last timed part, %",
+        "gpu/throttled_share": (
+            "share of the rows with a busy GPU in which it was slowed down by heat, power brake or"
+            " another hardware slowdown; the power limit is not one"
+        ),
+        "gpu/power_capped_share": "share of the rows with a busy GPU at its power limit",
+        "host/cpu_cores": "CPU time of the worker and the processes below it / time",
+        "host/busy_cores": "CPU time of the whole machine / time",
+        "host/major_faults": "page faults of the worker that read a disk, in the last timed part",
+        "host/read_gib": "bytes that the worker read from disks in the last timed part",
+        "host/disk_read_gib": "bytes read from the machine's disks in the last timed part",
+        "host/swapped_gib": "bytes swapped in and out on the machine in the last timed part",
+        "telemetry/rows_hz": "rows of telemetry in the last timed part per second of it",
+        "telemetry/cpu_pct": "CPU time of the sampler's process / time, % of one core",
         "energy/j_per_token": (
             "energy/total_j / output tokens of the part of the scenario that it was measured over"
         ),

@@ -15,8 +15,8 @@ _STATUS_FIELDS = {
 def process_memory(pid: int | None = None) -> dict[str, int | None]:
     """Return the memory of a process (default: this one) in bytes, by name.
 
-    The engine's slab of offloaded weights is a shared mapping: it counts in shmem_bytes, pinned or
-    not.
+    The engine's slab of offloaded weights is private anonymous memory: it counts in anon_bytes,
+    pinned or not.
     """
     text = _read(Path("/proc") / (str(pid) if pid else "self") / "status")
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE))

@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 GpuFacts = dict[str, Any]
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 class Gpu:
@@ -41,24 +43,54 @@ class Gpu:
                 "max_gen": self._try("nvmlDeviceGetMaxPcieLinkGeneration"),
                 "max_width": self._try("nvmlDeviceGetMaxPcieLinkWidth"),
             },
+            "numa_node": self.numa_node(),
             "power_limit_w": None if power_mw is None else power_mw / 1e3,
             "max_sm_clock_mhz": self._try("nvmlDeviceGetMaxClockInfo", clock),
         }
 
     def sample(self) -> dict[str, float | None]:
-        """Return what changes: memory in use (all processes), power, clock, temperature, load."""
+        """Return what changes fast, by column of the telemetry; PCIe traffic takes 40 ms of it."""
         memory = self._memory()
         power_mw = self._try("nvmlDeviceGetPowerUsage")
         rates = self._try("nvmlDeviceGetUtilizationRates")
         return {
             "gpu_used_bytes": None if memory is None else int(memory.used),
             "gpu_power_w": None if power_mw is None else power_mw / 1e3,
-            "gpu_sm_clock_mhz": self._try(
-                "nvmlDeviceGetClockInfo", getattr(self._nvml, "NVML_CLOCK_SM", 1)
-            ),
-            "gpu_temperature_c": self._try("nvmlDeviceGetTemperature", 0),
+            "gpu_energy_j": self.energy_j(),
+            "gpu_sm_clock_mhz": self._clock("NVML_CLOCK_SM", 1),
+            "gpu_memory_clock_mhz": self._clock("NVML_CLOCK_MEM", 2),
+            "gpu_throttle_bits": self._throttle_bits(),
             "gpu_busy_pct": None if rates is None else rates.gpu,
+            "gpu_memory_busy_pct": None if rates is None else rates.memory,
+            "pcie_rx_gb_s": self.link_rx_gb_s(),
+            "pcie_tx_gb_s": self.link_tx_gb_s(),
         }
+
+    def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
+        """Return what changes slowly or takes long: temperature, link, processes that compute.
+
+        Args:
+            own_pids: of the run.
+        """
+        pids = self.compute_pids()
+        return {
+            "gpu_temperature_c": self._try("nvmlDeviceGetTemperature", 0),
+            "pcie_gen": self._try("nvmlDeviceGetCurrPcieLinkGeneration"),
+            "pcie_width": self._try("nvmlDeviceGetCurrPcieLinkWidth"),
+            "gpu_num_processes": None if pids is None else len(pids),
+            "gpu_num_own_processes": None if pids is None else len(pids & own_pids),
+        }
+
+    def _clock(self, name: str, number: int) -> int | None:
+        found: int | None = self._try("nvmlDeviceGetClockInfo", getattr(self._nvml, name, number))
+        return found
+
+    def _throttle_bits(self) -> int | None:
+        """Return why the clock is not higher; the name of the call changed with driver 535."""
+        found: int | None = self._try("nvmlDeviceGetCurrentClocksEventReasons")
+        if found is None:
+            found = self._try("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return found
 
     def energy_j(self) -> float | None:
         """Return the total energy counter in joules; a difference of two is a window's energy."""
@@ -70,14 +102,31 @@ class Gpu:
 
         The driver counts for about 20 ms, in which this blocks.
         """
-        counter = getattr(self._nvml, "NVML_PCIE_UTIL_RX_BYTES", 1)
-        kb_s = self._try("nvmlDeviceGetPcieThroughput", counter)
+        return self._traffic_gb_s("NVML_PCIE_UTIL_RX_BYTES", 1)
+
+    def link_tx_gb_s(self) -> float | None:
+        """Return what the GPU sends over PCIe; see link_rx_gb_s."""
+        return self._traffic_gb_s("NVML_PCIE_UTIL_TX_BYTES", 0)
+
+    def _traffic_gb_s(self, name: str, number: int) -> float | None:
+        kb_s = self._try("nvmlDeviceGetPcieThroughput", getattr(self._nvml, name, number))
         return None if kb_s is None else kb_s * 1024 / 1e9
+
+    def compute_pids(self) -> set[int] | None:
+        """Return the processes that compute on this GPU, as the driver numbers them."""
+        found = self._try("nvmlDeviceGetComputeRunningProcesses")
+        return None if found is None else {process.pid for process in found}
 
     def num_other_processes(self, own_pids: set[int]) -> int | None:
         """Return how many processes outside `own_pids` compute on this GPU."""
-        found = self._try("nvmlDeviceGetComputeRunningProcesses")
-        return None if found is None else sum(process.pid not in own_pids for process in found)
+        pids = self.compute_pids()
+        return None if pids is None else len(pids - own_pids)
+
+    def numa_node(self) -> int | None:
+        """Return the node of the host's memory that is nearest to the GPU; None if unknown."""
+        pci = self._try("nvmlDeviceGetPciInfo")
+        bus = None if pci is None else _text(pci.busId)
+        return None if bus is None else _numa_node(bus)
 
 
 def open_gpu(uuid: str | None = None, environ: Mapping[str, str] = os.environ) -> Gpu | None:
@@ -119,6 +168,14 @@ def attempt(read: Callable[[], Any], default: Any = None) -> Any:
         return read()
     except Exception:  # noqa: BLE001  NVML raises one class per code, old bindings lack functions
         return default
+
+
+def _numa_node(bus: str, devices: Path = PCI_DEVICES) -> int | None:
+    """Return the NUMA node of a PCI device; NVML writes its domain with 8 digits, Linux with 4."""
+    domain, _, rest = bus.lower().partition(":")
+    path = devices / f"{domain[-4:]}:{rest}" / "numa_node"
+    node = attempt(lambda: int(path.read_text(encoding="ascii")))
+    return None if node is None or node < 0 else node
 
 
 def _text(value: object) -> str | None:

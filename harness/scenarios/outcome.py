@@ -20,6 +20,12 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     """What a reader should know; the figures stand."""
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all requests in the samples."""
+        rows = self.samples if isinstance(self.samples, list) else self.samples["requests"]
+        return sum(row["num_output_tokens"] for row in rows)
+
 
 def failure_reasons(part: str, requests: Sequence[RequestTimes]) -> list[str]:
     """Return one reason when requests of `part` failed, naming how many and the first error."""

@@ -36,7 +36,8 @@ _ARTIFACTS: Final = (
     "report.md",
     "worker.log",
     "samples.jsonl",
-    "resources.jsonl",
+    "telemetry.parquet",
+    "telemetry.jsonl",
 )
 _SWEEP_ARTIFACTS: Final = ("multirun.yaml", "sweep.csv", "sweep.html", "sweep.md")
 _FIGURES: Final = ("*.png", "figures/*.png")
@@ -47,11 +48,16 @@ _TS_FIELDS: Final = {
     "output_tokens": "ts/output_tokens",
     "requests_done": "ts/requests_done",
     "rss_bytes": "ts/host_rss_bytes",
+    "pinned_bytes": "ts/host_pinned_bytes",
+    "host_available_bytes": "ts/host_available_bytes",
+    "host_swap_used_bytes": "ts/host_swap_used_bytes",
     "gpu_used_bytes": "ts/gpu_used_bytes",
     "gpu_power_w": "ts/gpu_power_w",
     "gpu_sm_clock_mhz": "ts/gpu_sm_clock_mhz",
     "gpu_temperature_c": "ts/gpu_temperature_c",
     "gpu_busy_pct": "ts/gpu_busy_pct",
+    "pcie_rx_gb_s": "ts/pcie_rx_gb_s",
+    "pcie_tx_gb_s": "ts/pcie_tx_gb_s",
 }
 
 

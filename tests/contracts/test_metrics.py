@@ -1,6 +1,5 @@
 """Metrics that the harness produces and definitions in the reports are the same names."""
 
-import os
 import re
 from dataclasses import replace
 
@@ -10,16 +9,19 @@ from engine.config import EngineConfig, ModelConfig
 from engine.probe import probe_link
 from harness.job import WorkerJob
 from harness.measure.latency import QUANTITIES
-from harness.measure.resources import ResourceSampler
 from harness.scenarios.load import summarise_loads
 from harness.schema import ThroughputScenario
+from harness.telemetry.summary import peak_metrics, window_metrics
+from harness.telemetry.window import Span, Window
 from harness.traffic.settings import Arrivals, Objectives, PeakSearch
 from harness.worker import Work
 from reports.definitions import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS
 from reports.record import definition, summarise
+from reports.telemetry import COLUMNS
 from tests.contracts.project import python_files
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import FakeClock, Script, fake_door
+from tests.harness.telemetry.cases import table
 from tests.harness.traffic.cases import serve
 
 SEARCH = serve(
@@ -27,6 +29,10 @@ SEARCH = serve(
     slo=Objectives(e2e_ms=1e9),
     search=PeakSearch(low_per_s=1, high_per_s=2, duration_s=1),
 )
+
+
+FROM_THE_RUN = ("telemetry/cpu_pct", "link/nvml_h2d_gb_s")
+"""Metrics that need a sampler and a worker beside it; tests/harness/telemetry has them."""
 
 
 def engine_names(call: str) -> set[str]:
@@ -40,13 +46,6 @@ def job(kind: str) -> WorkerJob:
     several = ThroughputScenario(num_requests=4, prompt_tokens=8, output_tokens=5, repeats=2)
     parts = load_only() if kind == "load" else scenario(serve=SEARCH, throughput=several)
     return WorkerJob(name=kind, kind=kind, engine=EngineConfig(model=model), scenario=parts)
-
-
-class Card:
-    """A GPU of which the sampler asks what is in use."""
-
-    def sample(self) -> dict[str, float]:
-        return {"gpu_used_bytes": 2**30}
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +62,16 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     (row,) = results["load"]["samples"]["load"]
     row |= {"busy": dict.fromkeys(engine_names("add_busy"), 1.0)}
     starts = [{**row, "start": str(is_cold), "is_cold": is_cold} for is_cold in (False, True)]
-    sampler = ResourceSampler(folder, Card(), interval_s=0)
-    sampler.sample(os.getpid())
+    gpu_and_host = {name: 2**30 for name in COLUMNS if name.endswith("_bytes")}
+    rows = table(**gpu_and_host)
+    span = Span(part="serve", job="measure", begin_s=100.0, end_s=104.0)
     return {
         *results["measure"]["metrics"],
         *results["load"]["metrics"],
         *summarise_loads(starts).metrics,
-        *sampler.metrics(),
+        *peak_metrics(rows),
+        *window_metrics(Window(rows, span)),
+        *FROM_THE_RUN,
     }
 
 

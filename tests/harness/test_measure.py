@@ -1,4 +1,4 @@
-"""NVML, samples of resources, the page cache and the environment."""
+"""NVML, the page cache and the environment."""
 
 # ruff: noqa: N802, N815  some names are NVML's
 import json
@@ -11,7 +11,6 @@ import pytest
 from harness.environment import collect, git_state
 from harness.measure import nvml
 from harness.measure.page_cache import cached_share, drop_page_cache
-from harness.measure.resources import ResourceSampler
 
 
 class FakeNvml:
@@ -81,6 +80,8 @@ def test_gpu_facts_by_uuid(fake_nvml):
     assert gpu.energy_j() == 5
     assert gpu.sample()["gpu_power_w"] == 300
     assert gpu.num_other_processes({1}) == 1
+    assert gpu.compute_pids() == {1, 2}
+    assert gpu.sample_slow({2, 7})["gpu_num_own_processes"] == 1
 
 
 def test_a_field_that_the_driver_refuses_is_none_and_costs_no_other(fake_nvml):
@@ -116,22 +117,6 @@ def test_no_gpu_where_cuda_shows_none(fake_nvml, visible):
 def test_no_gpu_without_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.open_gpu() is None
-
-
-def test_samples_keep_peaks_and_leave_out_what_is_absent(fake_nvml, tmp_path):
-    sampler = ResourceSampler(tmp_path, nvml.open_gpu("GPU-aa"), interval_s=0)
-    row = sampler.sample(os.getpid())
-    assert row["rss_bytes"] > 0
-    assert sampler.metrics()["memory/gpu_peak_global_gib"] == 1
-    assert sampler.metrics()["memory/host_rss_peak_gib"] > 0
-    assert "gpu_sm_clock_mhz" not in sampler.peaks
-    assert json.loads((tmp_path / "resources.jsonl").read_text()) == row
-
-
-def test_samples_are_not_taken_more_often_than_asked(tmp_path):
-    sampler = ResourceSampler(tmp_path, None, interval_s=60)
-    assert sampler.sample(os.getpid()) is not None
-    assert sampler.sample(os.getpid()) is None
 
 
 def test_page_cache_is_counted_and_dropped(tmp_path):

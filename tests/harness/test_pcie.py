@@ -2,6 +2,8 @@
 
 # ruff: noqa: N802  some names are NVML's
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,11 +115,26 @@ def test_nvml_counts_kilobytes_that_the_gpu_received():
     assert Gpu(PcieNvml(), 0).link_rx_gb_s() == pytest.approx(52 * 1.024)
 
 
+def test_copies_of_known_size_are_for_the_counter():
+    door, _ = fake_door(Script())
+    door = replace(door, stream=lambda config, seconds: (int(seconds * 5e9), 7.0, 7.0 + seconds))
+    watch = LinkWatch(door, None)
+    watch.before(Gpu(PcieNvml(), 0))
+    assert watch.calibration == {"num_bytes": 5 * 10**9, "begin_s": 7.0, "end_s": 8.0}
+
+
+def test_nothing_is_copied_for_a_counter_that_is_not_there():
+    door, _ = fake_door(Script())
+    watch = LinkWatch(replace(door, stream=lambda config, seconds: pytest.fail("copied")), None)
+    watch.before(Gpu(SimpleNamespace(), 0))
+    assert watch.calibration is None
+
+
 def test_without_a_gpu_nothing_is_counted():
     door, _ = fake_door(Script())
     watch = LinkWatch(door, None)
     assert watch.before(None)["h2d_gb_s"] == 0.00002
-    assert watch.counted(lambda: "done") == ("done", None)
+    assert watch.calibration is None
     assert watch.after() == {"link/h2d_after_gb_s": 0.00002, "link/in_place_after_gb_s": None}
 
 

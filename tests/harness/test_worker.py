@@ -57,7 +57,10 @@ def test_measure_takes_latency_and_throughput_of_known_times(tmp_path):
     assert metrics["offload/in_place_bytes_per_step"] == 500
     assert metrics["link/share"] == pytest.approx((1500 / 0.125) / 20e3)
     assert metrics["link/h2d_after_gb_s"] == 0.00002
-    assert metrics["link/nvml_h2d_gb_s"] is None
+    assert [window["part"] for window in result["windows"]] == ["latency", "throughput"]
+    lengths = [window["end_s"] - window["begin_s"] for window in result["windows"]]
+    assert lengths == pytest.approx([11, 1])
+    assert result["calibration"] is None
     assert result["reasons"] == []
     assert metrics["memory/gpu_peak_gib"] == 1
     assert metrics["memory/budget_margin_gib"] == 1
@@ -211,6 +214,7 @@ def test_state_and_samples_say_what_the_worker_did(tmp_path):
     assert state["job"] == "measure"
     assert state["phase"] == "close"
     assert state["memory"]["rss_bytes"] > 0
+    assert state["pinned_bytes"] is None  # the engine is closed
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     last = {row["phase"]: row for row in rows}
     assert last["latency"]["requests_done"] == 11
@@ -266,6 +270,7 @@ class Meter:
         # 11 requests in turn: 1 s and 5 tokens each.
         ({"throughput": None}, 100, 1100, 20),
         ({}, None, None, None),
+        ({}, -100, None, None),  # a counter that went back was started anew
     ],
 )
 def test_energy_is_that_of_the_last_part_without_its_warm_up(

@@ -1,0 +1,126 @@
+"""A worker's process tree: its memory, CPU time, page faults and reads."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from harness.telemetry.procfs import PROC, ProcFile, number_of, size_of
+
+Number = int | float | None
+_TICK_S: Final = 1.0 / os.sysconf("SC_CLK_TCK")
+_MEMORY: Final = {
+    "rss_bytes": b"VmRSS",
+    "anon_bytes": b"RssAnon",
+    "shmem_bytes": b"RssShmem",
+    "locked_bytes": b"VmLck",
+    "swapped_bytes": b"VmSwap",
+}
+"""Column -> field of /proc/PID/status; summed over the tree."""
+_STAT: Final = {"minor_faults": (7, 8), "major_faults": (9, 10), "cpu_s": (11, 12, 13, 14)}
+"""Column -> fields of /proc/PID/stat after the name, of the process and of its ended children."""
+
+
+class ProcessTree:
+    """Reads one process and all below it.
+
+    Args:
+        pid: of the process at the top.
+        proc: where /proc is.
+    """
+
+    def __init__(self, pid: int, proc: Path = PROC) -> None:
+        self._pid, self._proc = pid, proc
+        self._open: dict[int, _Process] = {pid: _Process(pid, proc)}
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes of the tree, as of the last `refresh`."""
+        return set(self._open)
+
+    def refresh(self) -> None:
+        """Look for new and ended processes."""
+        found = descendants(self._pid, self._proc) | {self._pid}
+        for pid in self._open.keys() - found:
+            self._open.pop(pid).close()
+        for pid in found - self._open.keys():
+            self._open[pid] = _Process(pid, self._proc)
+
+    def read(self) -> dict[str, Number]:
+        """Return the tree's columns; sums leave out what a process does not tell."""
+        rows = [row for process in self._open.values() if (row := process.read())]
+        if not rows:
+            return {}
+        names = {name for row in rows for name in row}
+        found = {name: _total(row.get(name) for row in rows) for name in names}
+        top = self._open[self._pid].peak_bytes
+        return found | {"num_processes": len(rows), "rss_peak_bytes": top}
+
+    def close(self) -> None:
+        """Close every file."""
+        for process in self._open.values():
+            process.close()
+        self._open = {}
+
+
+def descendants(pid: int, proc: Path = PROC) -> set[int]:
+    """Return the ids of all processes below `pid`; empty where the kernel does not list them."""
+    found: set[int] = set()
+    new = {pid}
+    while new:
+        children = {child for parent in new for child in _children(parent, proc)}
+        new = children - found - {pid}
+        found |= new
+    return found
+
+
+def _children(pid: int, proc: Path) -> list[int]:
+    """Return the children that all threads of a process started."""
+    folder = proc / str(pid) / "task"
+    try:
+        threads = list(folder.iterdir())
+    except OSError:
+        return []
+    found: list[int] = []
+    for thread in threads:
+        try:
+            text = (thread / "children").read_bytes()
+        except OSError:
+            continue
+        found += [int(child) for child in text.split()]
+    return found
+
+
+class _Process:
+    """The files of one process."""
+
+    def __init__(self, pid: int, proc: Path) -> None:
+        folder = proc / str(pid)
+        self._status = ProcFile(folder / "status")
+        self._stat = ProcFile(folder / "stat")
+        self._io = ProcFile(folder / "io")
+        self.peak_bytes: int | None = None
+        """Highest resident memory, as of the last reading."""
+
+    def read(self) -> dict[str, Number]:
+        """Return its columns; empty when it ended."""
+        stat = self._stat.read().rpartition(b")")[2].split()
+        if not stat or stat[0] in {b"Z", b"X"}:
+            return {}
+        memory = self._status.read()
+        self.peak_bytes = size_of(memory, b"VmHWM")
+        row: dict[str, Number] = {name: size_of(memory, key) for name, key in _MEMORY.items()}
+        for name, places in _STAT.items():
+            total = sum(int(stat[place]) for place in places)
+            row[name] = total * _TICK_S if name == "cpu_s" else total
+        row["read_bytes"] = number_of(self._io.read(), b"read_bytes:")
+        return row
+
+    def close(self) -> None:
+        for file in (self._status, self._stat, self._io):
+            file.close()
+
+
+def _total(values: Iterable[Number]) -> Number:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

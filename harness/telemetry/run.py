@@ -1,0 +1,119 @@
+"""The telemetry of one run, from the sampler's start to what the record says of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from harness.measure.nvml import Gpu
+from harness.telemetry.link import Calibration, payload_gb_s
+from harness.telemetry.process import Sampler
+from harness.telemetry.summary import cost_warning, facts, peak_metrics, window_metrics
+from harness.telemetry.verdict import LEAST_ROWS, notes, reasons
+from harness.telemetry.window import Span, Window
+from reports.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, Table, read_telemetry
+
+LOAD_PART: Final = "load"
+_GPU_PREFIXES: Final = ("gpu_", "pcie_")
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What the telemetry adds to a record."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    effective: dict[str, Any] = field(default_factory=dict)
+
+
+class Telemetry:
+    """Samples while it is open.
+
+    Args:
+        run_dir: the run's folder.
+        gpu: the run's own; None where it uses none, or NVML cannot be had.
+    """
+
+    def __init__(self, run_dir: Path, gpu: Gpu | None) -> None:
+        self._run_dir, self._gpu = run_dir, gpu
+        self.sampler = Sampler(run_dir, gpu.uuid if gpu is not None else None)
+
+    def missing(self) -> str | None:
+        """Return a line that says what of the GPU will not be sampled, None where all is."""
+        if self._gpu is None:
+            return None
+        found = self._gpu.sample() | self._gpu.sample_slow(set())
+        absent = [name for name, value in found.items() if value is None]
+        if not absent:
+            return None
+        return f"telemetry: the driver does not give {', '.join(absent)}: null in every row."
+
+    def close(self) -> None:
+        """End the sampler; the rows are in their last file then."""
+        self.sampler.close()
+
+    def report(
+        self, spans: Sequence[Span], calibration: Mapping[str, Any] | None, *, uses_gpu: bool
+    ) -> Report:
+        """Return what the rows say of what was timed; after `close`.
+
+        Args:
+            spans: of the parts, in order of time.
+            calibration: what the worker copied for the link's counter, as plain data.
+            uses_gpu: whether the engine ran on one.
+        """
+        found = Report(warnings=list(self.sampler.warnings))
+        if uses_gpu and self._gpu is None:
+            found.warnings.append(
+                "telemetry: NVML cannot be had, so the GPU was not sampled, and clocks, "
+                "throttling, other processes and link were not judged. Install nvidia-ml-py, and "
+                "look whether nvidia-smi shows the GPU."
+            )
+        try:
+            table = read_telemetry(self._run_dir)
+        except (ImportError, OSError, ValueError) as error:
+            found.warnings.append(f"telemetry: cannot be read: {error}.")
+            table = None
+        if table is None or not table["clock_s"]:
+            return found
+        found.metrics = peak_metrics(table)
+        self._judge(found, [Window(table, span) for span in spans])
+        timed = [span for span in spans if span.part != LOAD_PART]
+        if timed:
+            found.metrics |= window_metrics(Window(table, timed[-1]))
+            known = None if calibration is None else Calibration(**calibration)
+            begin_s, end_s = timed[-1].begin_s, timed[-1].end_s
+            found.metrics["link/nvml_h2d_gb_s"] = payload_gb_s(table, known, begin_s, end_s)
+        self._add_facts(found, table, spans)
+        return found
+
+    def _judge(self, found: Report, windows: Sequence[Window]) -> None:
+        pcie = self._gpu.facts()["pcie"] if self._gpu is not None else {}
+        for window in windows:
+            found.reasons += reasons(
+                window, max_gen=pcie.get("max_gen"), max_width=pcie.get("max_width")
+            )
+            found.notes += notes(window)
+            if len(window) < LEAST_ROWS and self._gpu is not None and window.span.part != LOAD_PART:
+                found.notes.append(
+                    f"{window.span.part}: {len(window)} rows of telemetry in "
+                    f"{window.span.length_s:.1f} s, too few to judge clocks, throttling and link. "
+                    "Raise its requests or tokens."
+                )
+
+    def _add_facts(self, found: Report, table: Table, spans: Sequence[Span]) -> None:
+        is_parquet = (self._run_dir / PARQUET_NAME).is_file()
+        told = facts(table, spans, PARQUET_NAME if is_parquet else SPOOL_NAME)
+        found.effective = {"telemetry": told}
+        cost = cost_warning(table)
+        if cost is not None:
+            found.warnings.append(cost)
+        found.metrics["telemetry/cpu_pct"] = told["cpu_pct"]
+        of_gpu = [name for name in COLUMNS if name.startswith(_GPU_PREFIXES)]
+        if self._gpu is not None and set(of_gpu) <= set(told["null_columns"]):
+            found.warnings.append(
+                "telemetry: the sampler got nothing of the GPU from NVML, so its columns are null "
+                "and clocks, throttling, other processes and link were not judged."
+            )

@@ -1,0 +1,190 @@
+"""The sampler: one row of a run's resources every tenth of a second, appended to the spool.
+
+It runs in a process of its own (harness.telemetry.process starts it) and ends when its standard
+input does. Each line there is a worker to watch, `PID JOB`, or `0` where none is left.
+"""
+
+import gc
+import json
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from harness.measure.nvml import open_gpu
+from harness.telemetry.machine import Machine
+from harness.telemetry.processes import ProcessTree
+from reports.record import STATE_NAME
+from reports.telemetry import SPOOL_NAME
+
+INTERVAL_S: Final = 0.1
+SLOW_S: Final = 1.0
+"""Between two readings of what changes slowly; rows in between repeat the last one."""
+_STOPPED: Final = 0
+Row = dict[str, Any]
+
+
+class Card(Protocol):
+    """A GPU, as harness.measure.nvml reads it."""
+
+    def sample(self) -> dict[str, float | None]:
+        """Return what changes fast."""
+        ...
+
+    def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
+        """Return what changes slowly."""
+        ...
+
+
+class Rows:
+    """Builds one row after another.
+
+    Args:
+        run_dir: holds the worker's state.json.
+        gpu: the run's own; None: its columns are null.
+        machine: the host.
+    """
+
+    def __init__(self, run_dir: Path, gpu: Card | None, machine: Machine) -> None:
+        self._gpu, self._machine = gpu, machine
+        self._state = _StateFile(run_dir / STATE_NAME)
+        self._tree: ProcessTree | None = None
+        self._job: str | None = None
+        self._slow: Row = {}
+        self._slow_due_s = 0.0
+        self._cpu_begin_s = time.process_time()
+
+    def watch(self, pid: int, job: str | None) -> None:
+        """Watch another worker from now on; `_STOPPED` for none."""
+        if self._tree is not None:
+            self._tree.close()
+        self._tree = None if pid == _STOPPED else ProcessTree(pid)
+        self._job = job
+        self._slow_due_s = 0.0
+
+    def read(self) -> Row:
+        """Return the row of this moment; what is not to be had is left out."""
+        begin_s = time.monotonic()
+        row: Row = {
+            "clock_s": round(begin_s, 6),
+            "time": round(time.time(), 6),
+            "sampler_cpu_s": round(time.process_time() - self._cpu_begin_s, 6),
+            "job": self._job,
+        }
+        if begin_s >= self._slow_due_s:
+            self._slow_due_s = begin_s + SLOW_S
+            self._slow = self._read_slow()
+        row |= self._slow
+        if self._tree is not None:
+            row |= self._tree.read()
+            row |= self._state.read()
+        if self._gpu is not None:
+            row |= self._gpu.sample()
+        row["took_s"] = round(time.monotonic() - begin_s, 6)
+        return {name: value for name, value in row.items() if value is not None}
+
+    def _read_slow(self) -> Row:
+        pids: set[int] = set()
+        if self._tree is not None:
+            self._tree.refresh()
+            pids = self._tree.pids
+        row: Row = {**self._machine.read(), "host_cpu_s": self._machine.cpu_s()}
+        return row if self._gpu is None else row | self._gpu.sample_slow(pids)
+
+
+class _StateFile:
+    """The worker's state.json, parsed when it is another one than before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._row: Row = {}
+
+    def read(self) -> Row:
+        """Return the phase and the pinned bytes; empty without the file."""
+        try:
+            found = self._path.stat()
+            seen = (found.st_ino, found.st_mtime_ns)
+            if seen != self._seen:
+                state = json.loads(self._path.read_bytes())
+                self._row = {key: state.get(key) for key in ("phase", "pinned_bytes")}
+                self._seen = seen
+        except (OSError, ValueError):
+            self._row, self._seen = {}, None
+        return self._row
+
+
+class Commands:
+    """Lines of a pipe, read without waiting longer than until the next row is due."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        self._text = b""
+
+    def wait(self, seconds: float) -> list[str] | None:
+        """Return the lines that came within `seconds`, after the first; None when it ended."""
+        if not self._poll.poll(max(0.0, seconds) * 1e3):
+            return []
+        data = os.read(self._descriptor, 4096)
+        if not data:
+            return None
+        *lines, self._text = (self._text + data).split(b"\n")
+        return [line.decode() for line in lines]
+
+
+def run(
+    run_dir: Path, gpu_uuid: str | None, commands: Commands, *, interval_s: float = INTERVAL_S
+) -> None:
+    """Append rows to the spool until the commands end.
+
+    Rows are due at whole multiples of the interval from the first on; one that is late costs its
+    successors nothing, but moments that passed meanwhile are left out.
+
+    Args:
+        run_dir: the run's folder.
+        gpu_uuid: of the run's GPU; None: a run without one.
+        commands: whom to watch.
+        interval_s: between two rows.
+
+    Raises:
+        OSError: the spool cannot be written.
+    """
+    gpu = open_gpu(gpu_uuid) if gpu_uuid is not None else None
+    rows = Rows(run_dir, gpu, Machine())
+    gc.collect()
+    gc.freeze()
+    descriptor = os.open(run_dir / SPOOL_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        _loop(rows, commands, lambda data: _write(descriptor, data), interval_s)
+    finally:
+        os.close(descriptor)
+
+
+def _loop(
+    rows: Rows, commands: Commands, write: Callable[[bytes], None], interval_s: float
+) -> None:
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    due_s = time.monotonic()
+    while True:
+        lines = commands.wait(due_s - time.monotonic())
+        if lines is None:
+            write(encode(rows.read()).encode() + b"\n")
+            return
+        for line in lines:
+            pid, _, job = line.partition(" ")
+            rows.watch(int(pid), job or None)
+        now_s = time.monotonic()
+        if now_s < due_s:
+            continue
+        write(encode(rows.read()).encode() + b"\n")
+        due_s += interval_s * max(1, int((time.monotonic() - due_s) / interval_s + 1))
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Write a whole row at once, so that a kill cuts at most the last one."""
+    while data:
+        data = data[os.write(descriptor, data) :]

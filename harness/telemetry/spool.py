@@ -1,0 +1,95 @@
+"""Rows while a run lasts and after it: the spool's tail for the live view, Parquet at the end."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from reports.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, spool_rows
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_BATCH_ROWS: Final = 6000
+"""Rows that are held at once: ten minutes of them."""
+
+
+class LineTail:
+    """The rows that a file of JSON lines has grown by since the last look.
+
+    Args:
+        path: the file; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the whole new lines."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def one_a_second(rows: list[dict[str, Any]], last_s: float) -> list[dict[str, Any]]:
+    """Return the first row of each second of `time`, from the second after `last_s` on."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if int(row["time"]) > int(last_s):
+            last_s = row["time"]
+            kept.append(row)
+    return kept
+
+
+def write_parquet(run_dir: Path) -> str | None:
+    """Turn the spool of a run into `telemetry.parquet` and remove it; return a warning if not.
+
+    The file appears in one rename; the spool stays until then, and where pyarrow is missing.
+    """
+    spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
+    if not spool.is_file():
+        return "telemetry: the sampler wrote no row."
+    try:
+        import pyarrow.parquet as pq  # noqa: PLC0415  takes a third of a second
+    except ImportError as error:
+        return (
+            f"telemetry: {PARQUET_NAME} was not written: {error}. The rows are in {SPOOL_NAME}. "
+            "Install pyarrow to get Parquet files."
+        )
+    temporary = target.with_name(f".{PARQUET_NAME}.tmp")
+    try:
+        table_schema = schema()
+        with pq.ParquetWriter(temporary, table_schema, compression="zstd") as writer:
+            batch: list[dict[str, Any]] = []
+            for row in spool_rows(spool):
+                batch.append(row)
+                if len(batch) == _BATCH_ROWS:
+                    writer.write_table(_table(batch, table_schema))
+                    batch = []
+            writer.write_table(_table(batch, table_schema))
+        temporary.replace(target)
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
+        temporary.unlink(missing_ok=True)
+        return f"telemetry: {PARQUET_NAME} was not written: {error}. The rows are in {SPOOL_NAME}."
+    spool.unlink()
+    return None
+
+
+def schema() -> "pyarrow.Schema":
+    """Return the Parquet file's columns and their types; the same for every run."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    types = {"float": pa.float64(), "int": pa.int64(), "text": pa.string()}
+    return pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])
+
+
+def _table(rows: list[dict[str, Any]], table_schema: "pyarrow.Schema") -> "pyarrow.Table":
+    import pyarrow as pa  # noqa: PLC0415
+
+    return pa.Table.from_pylist(rows, schema=table_schema)

@@ -1,0 +1,172 @@
+"""The file format of a run's telemetry: its columns, and one reader for both of its files.
+
+`telemetry.jsonl` grows while a run lasts; when it ends the rows go to `telemetry.parquet`. A run
+that was killed, or a machine without pyarrow, leaves the first. Standard library only, but for
+pyarrow where a Parquet file is read.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+__all__ = [
+    "COLUMNS",
+    "PARQUET_NAME",
+    "SLOW_COLUMNS",
+    "SPOOL_NAME",
+    "Column",
+    "Table",
+    "is_counter",
+    "read_spool",
+    "read_telemetry",
+    "spool_rows",
+]
+
+PARQUET_NAME: Final = "telemetry.parquet"
+SPOOL_NAME: Final = "telemetry.jsonl"
+
+Table = dict[str, list[Any]]
+"""Column -> its values in order of time; every column of COLUMNS, all of one length."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column; a value that was not to be had is null."""
+
+    kind: str
+    """float | int | text."""
+    meaning: str
+
+
+def _columns(kind: str, **meanings: str) -> dict[str, Column]:
+    return {name: Column(kind, meaning) for name, meaning in meanings.items()}
+
+
+COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
+    _columns(
+        "float",
+        clock_s="CLOCK_MONOTONIC when the row was begun, the clock of token times",
+        time="seconds since 1970 at the same moment",
+        took_s="how long reading the row took",
+        sampler_cpu_s="counter: CPU time of the sampler, from its first row on",
+    )
+    | _columns(
+        "text",
+        job="the worker's job: measure, reference, load-cold-1, ...; null between two workers",
+        phase="what the worker does, as its state.json says",
+    )
+    | _columns(
+        "int",
+        num_processes="processes of the worker's tree",
+        rss_bytes="resident memory, summed over the tree",
+        rss_peak_bytes="highest resident memory of the worker alone so far",
+        anon_bytes="of rss_bytes, anonymous memory",
+        shmem_bytes="of rss_bytes, shared memory",
+        locked_bytes="memory that the kernel counts as locked, summed over the tree",
+        swapped_bytes="memory that is swapped out, summed over the tree",
+        pinned_bytes="bytes registered with the device, of the engine's ledger once it is built",
+    )
+    | _columns("float", cpu_s="counter: CPU time of the tree, children that ended included")
+    | _columns(
+        "int",
+        minor_faults="counter: page faults of the tree without a read",
+        major_faults="counter: page faults of the tree that read a disk",
+        read_bytes="counter: bytes that the tree read from disks",
+        host_available_bytes="memory of the machine that can be had without swapping",
+        host_cached_bytes="page cache and buffers of the machine",
+        host_swap_used_bytes="swap in use on the machine",
+        host_swap_in_bytes="counter: bytes swapped in on the machine",
+        host_swap_out_bytes="counter: bytes swapped out on the machine",
+        host_major_faults="counter: page faults of the machine that read a disk",
+        host_disk_read_bytes="counter: bytes read from the machine's disks",
+    )
+    | _columns("float", host_cpu_s="counter: core seconds that the machine was busy")
+    | _columns("int", gpu_used_bytes="memory of the GPU in use by all processes")
+    | _columns(
+        "float",
+        gpu_busy_pct="share of the driver's last sampling period with a kernel running, %",
+        gpu_memory_busy_pct="share of that period with device memory read or written, %",
+        gpu_power_w="power of the card",
+        gpu_energy_j="counter: energy of the card",
+        gpu_temperature_c="temperature of the GPU",
+        gpu_sm_clock_mhz="clock of the SMs",
+        gpu_memory_clock_mhz="clock of the memory",
+    )
+    | _columns(
+        "int",
+        gpu_throttle_bits="why the clock is not higher, NVML's bits (table below)",
+        gpu_num_processes="processes that compute on the GPU",
+        gpu_num_own_processes="of these, those of the worker's tree",
+        pcie_gen="PCIe generation of the link now",
+        pcie_width="PCIe lanes of the link now",
+    )
+    | _columns(
+        "float",
+        pcie_rx_gb_s="bytes that the GPU received over about 20 ms, packet headers included",
+        pcie_tx_gb_s="bytes that the GPU sent over about 20 ms, packet headers included",
+    )
+)
+"""Name -> column, in the order of the file."""
+SLOW_COLUMNS: Final = frozenset(
+    name
+    for name in COLUMNS
+    if name.startswith("host_")
+    or name in {"gpu_temperature_c", "gpu_num_processes", "gpu_num_own_processes"}
+    or name in {"pcie_gen", "pcie_width"}
+)
+"""Read once a second; rows in between repeat the last value."""
+
+
+def is_counter(name: str) -> bool:
+    """Return whether a column only grows, so that differences of it mean something."""
+    return COLUMNS[name].meaning.startswith("counter: ")
+
+
+def spool_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a spool; lines that a kill cut short are passed over.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def read_spool(path: Path) -> Table:
+    """Return the rows of a spool as columns.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    table: Table = {name: [] for name in COLUMNS}
+    for row in spool_rows(path):
+        for name, values in table.items():
+            values.append(row.get(name))
+    return table
+
+
+def read_telemetry(folder: Path) -> Table | None:
+    """Return the telemetry of a run's folder as columns; None where there is none.
+
+    Raises:
+        ImportError: there is a Parquet file and no pyarrow.
+        OSError: a file cannot be read.
+        ValueError: the Parquet file is broken.
+    """
+    parquet, spool = folder / PARQUET_NAME, folder / SPOOL_NAME
+    if parquet.is_file():
+        import pyarrow.parquet as pq  # noqa: PLC0415  takes a third of a second
+
+        found = pq.read_table(parquet).to_pydict()
+        count = max((len(values) for values in found.values()), default=0)
+        return {name: found.get(name) or [None] * count for name in COLUMNS}
+    return read_spool(spool) if spool.is_file() else None

@@ -1,0 +1,109 @@
+"""Figures of known rows."""
+
+import pytest
+
+from harness.telemetry.link import Calibration, mean_rate, payload_gb_s
+from harness.telemetry.summary import (
+    cost_warning,
+    cpu_share,
+    null_columns,
+    peak_metrics,
+    window_metrics,
+)
+from tests.harness.telemetry.cases import table, window
+
+GIB = 2**30
+
+
+def test_figures_of_a_window():
+    found = window_metrics(
+        window(
+            count=41,
+            gpu_sm_clock_mhz=lambda k: 1000 + 10 * k,
+            gpu_temperature_c=lambda k: 50 + k % 3,
+            gpu_power_w=lambda k: 100 if k % 2 else 300,
+            gpu_busy_pct=80,
+            gpu_throttle_bits=lambda k: 0x40 if k == 0 else 0x4,
+            cpu_s=lambda k: 7 + k / 5,
+            host_cpu_s=lambda k: 900 + k / 2,
+            major_faults=lambda k: 3 + 2 * k,
+            read_bytes=lambda k: k * GIB,
+            host_swap_in_bytes=lambda k: k * GIB,
+            host_swap_out_bytes=0,
+        )
+    )
+    assert found["gpu/sm_clock_mhz/min"] == 1000
+    assert found["gpu/sm_clock_mhz/p50"] == 1200
+    assert found["gpu/sm_clock_mhz/max"] == 1400
+    assert found["gpu/temperature_c"] == 52
+    assert found["gpu/power_w"] == pytest.approx((21 * 300 + 20 * 100) / 41)
+    assert found["gpu/throttled_share"] == pytest.approx(1 / 41)
+    assert found["gpu/power_capped_share"] == pytest.approx(40 / 41)
+    assert found["host/cpu_cores"] == pytest.approx(2)
+    assert found["host/busy_cores"] == pytest.approx(5)
+    assert found["host/major_faults"] == 80
+    assert found["host/read_gib"] == 40
+    assert found["host/swapped_gib"] == 40
+    assert found["telemetry/rows_hz"] == pytest.approx(10)
+    assert found["gpu/memory_clock_mhz"] is None
+    assert found["host/disk_read_gib"] is None
+
+
+def test_what_was_never_read_is_none_and_never_zero():
+    found = window_metrics(window())
+    assert {name for name, value in found.items() if value is not None} == {"telemetry/rows_hz"}
+    nothing = window_metrics(window(count=0))
+    assert set(nothing.values()) == {None}
+
+
+def test_a_counter_that_went_back_says_nothing():
+    assert window(cpu_s=lambda k: 100 - k).growth("cpu_s") is None
+    assert window(cpu_s=lambda k: 5 if k == 3 else None).growth("cpu_s") is None
+
+
+def test_peaks_are_those_of_the_worker_that_measures():
+    jobs = ["reference", "measure", "measure", None]
+    rows = table(
+        4,
+        job=lambda k: jobs[k],
+        rss_bytes=lambda k: [8 * GIB, GIB, 2 * GIB, 9 * GIB][k],
+        gpu_used_bytes=lambda k: [9 * GIB, 4 * GIB, None, None][k],
+    )
+    assert peak_metrics(rows) == {
+        "memory/host_tree_peak_gib": 2,
+        "memory/gpu_peak_global_gib": 4,
+    }
+    rows["job"] = ["load-warm-1", "load-warm-2", None, None]
+    assert peak_metrics(rows)["memory/host_tree_peak_gib"] == 8
+
+
+def test_copies_of_known_size_bring_the_counter_to_payload():
+    # 50 GB/s read as 55 in the first second, 33 in the third and fourth.
+    rows = table(pcie_rx_gb_s=lambda k: 55 if k < 10 else 33)
+    known = Calibration(num_bytes=50 * 10**9, begin_s=100.0, end_s=101.0)
+    assert payload_gb_s(rows, known, 102.0, 104.0) == pytest.approx(30)
+    assert payload_gb_s(rows, None, 102.0, 104.0) is None
+    assert payload_gb_s(table(pcie_rx_gb_s=0.0), known, 102.0, 104.0) is None
+    assert payload_gb_s(table(), known, 102.0, 104.0) is None
+
+
+def test_readings_across_an_edge_do_not_count():
+    rows = table(pcie_rx_gb_s=lambda k: 100.0 * k, took_s=0.1)
+    assert mean_rate(rows, 100.15, 100.75) == pytest.approx(400)  # 2 .. 6
+    assert mean_rate(rows, 100.15, 100.65) is None  # four are too few
+
+
+def test_the_cost_of_the_sampler():
+    cheap = table(100, sampler_cpu_s=lambda k: k * 0.0005)
+    assert cpu_share(cheap) == pytest.approx(0.005)
+    assert cost_warning(cheap) is None
+    dear = table(100, sampler_cpu_s=lambda k: k * 0.002)
+    assert "2.0% of a core, more than 1%" in cost_warning(dear)
+    assert cost_warning(table(20, sampler_cpu_s=lambda k: k * 0.002)) is None  # too short
+    assert cpu_share(table(1, sampler_cpu_s=0.0)) is None
+
+
+def test_null_columns_are_named():
+    found = null_columns(table(3, gpu_power_w=lambda k: 5 if k == 1 else None))
+    assert "gpu_energy_j" in found
+    assert not {"gpu_power_w", "clock_s", "job"} & set(found)
