@@ -126,7 +126,7 @@ class Gpu:
         """Return the node of the host's memory that is nearest to the GPU; None if unknown."""
         pci = self._try("nvmlDeviceGetPciInfo")
         bus = None if pci is None else _text(pci.busId)
-        return None if bus is None else _numa_node(bus)
+        return None if bus is None else _numa_node(bus, PCI_DEVICES)
 
 
 def open_gpu(uuid: str | None = None, environ: Mapping[str, str] = os.environ) -> Gpu | None:
@@ -170,7 +170,7 @@ def attempt(read: Callable[[], Any], default: Any = None) -> Any:
         return default
 
 
-def _numa_node(bus: str, devices: Path = PCI_DEVICES) -> int | None:
+def _numa_node(bus: str, devices: Path) -> int | None:
     """Return the NUMA node of a PCI device; NVML writes its domain with 8 digits, Linux with 4."""
     domain, _, rest = bus.lower().partition(":")
     path = devices / f"{domain[-4:]}:{rest}" / "numa_node"

@@ -80,6 +80,7 @@ class Telemetry:
             return found
         found.metrics = peak_metrics(table)
         self._judge(found, [Window(table, span) for span in spans])
+        found.reasons = list(dict.fromkeys(found.reasons))  # of several starts
         timed = [span for span in spans if span.part != LOAD_PART]
         if timed:
             found.metrics |= window_metrics(Window(table, timed[-1]))

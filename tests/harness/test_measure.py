@@ -1,6 +1,7 @@
 """NVML, the page cache and the environment."""
 
 # ruff: noqa: N802, N815  some names are NVML's
+import importlib.util
 import json
 import os
 import sys
@@ -8,7 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.environment import collect, git_state
+from harness.environment import (
+    collect,
+    git_state,
+    huge_page_facts,
+    numa_facts,
+    torch_cuda,
+)
 from harness.measure import nvml
 from harness.measure.page_cache import cached_share, drop_page_cache
 
@@ -137,8 +144,74 @@ def test_environment_without_a_gpu():
     assert facts["driver"] is None
     assert facts["cpu"]["num_cores"] == os.cpu_count()
     assert facts["memory_bytes"] > 2**30
+    assert facts["swap_bytes"] >= 0
+    assert facts["kernel"] == os.uname().release
+    assert facts["numa"]["gpu_node"] is None
+    assert facts["cuda"]["driver"] is None
     assert facts["torch"] == facts["packages"]["torch"]
     json.dumps(facts)
+
+
+def test_numa_nodes_of_known_files(tmp_path):
+    for number, total in ((0, 100), (1, 50)):
+        folder = tmp_path / "devices/system/node" / f"node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{8 * number}-{8 * number + 7}\n")
+        (folder / "meminfo").write_text(f"Node {number} MemTotal:   {total} kB\n")
+    assert numa_facts(1, tmp_path) == {
+        "nodes": [
+            {"node": 0, "cpus": "0-7", "memory_bytes": 102_400},
+            {"node": 1, "cpus": "8-15", "memory_bytes": 51_200},
+        ],
+        "gpu_node": 1,
+    }
+    assert numa_facts(None, tmp_path / "none") == {"nodes": None, "gpu_node": None}
+
+
+def test_huge_pages_of_known_files(tmp_path):
+    folder = tmp_path / "kernel/mm/transparent_hugepage"
+    folder.mkdir(parents=True)
+    (folder / "enabled").write_text("always [madvise] never\n")
+    (folder / "defrag").write_text("always defer [defer+madvise] madvise never\n")
+    assert huge_page_facts(tmp_path) == {
+        "enabled": "madvise",
+        "defrag": "defer+madvise",
+        "shmem_enabled": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("cuda: Optional[str] = '13.0'", "13.0"),
+        ("cuda: Optional[str] = None", None),
+        ("hip = '6'", None),
+    ],
+)
+def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path, monkeypatch, line, version):
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "version.py").write_text(f"__version__ = '2'\n{line}\n")
+    spec = importlib.util.spec_from_file_location("torch", folder / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert torch_cuda() == version
+
+
+@pytest.mark.parametrize(("text", "node"), [("1", 1), ("-1", None), (None, None)])
+def test_the_node_of_a_gpu(fake_nvml, tmp_path, monkeypatch, text, node):
+    devices = tmp_path / "0000:3b:00.0"
+    devices.mkdir()
+    if text is not None:
+        (devices / "numa_node").write_text(f"{text}\n")
+    monkeypatch.setattr(nvml, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(
+        FakeNvml,
+        "nvmlDeviceGetPciInfo",
+        lambda self, handle: SimpleNamespace(busId=b"00000000:3B:00.0"),
+        raising=False,
+    )
+    assert nvml.open_gpu("GPU-aa").facts()["numa_node"] == node
 
 
 def test_no_git_state_outside_a_checkout(tmp_path):
