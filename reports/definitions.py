@@ -164,7 +164,9 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "host/read_gib": "bytes that the worker read from disks in the last timed part",
         "host/disk_read_gib": "bytes read from the machine's disks in the last timed part",
         "host/swapped_gib": "bytes swapped in and out on the machine in the last timed part",
-        "telemetry/rows_hz": "rows of telemetry in the last timed part per second of it",
+        "telemetry/rows_hz": (
+            "(rows of telemetry in the last timed part - 1) / (t(last row) - t(first row))"
+        ),
         "telemetry/cpu_pct": "CPU time of the sampler's process / time, % of one core",
         "energy/j_per_token": (
             "energy/total_j / output tokens of the part of the scenario that it was measured over"

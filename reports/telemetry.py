@@ -51,6 +51,7 @@ COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
         clock_s="CLOCK_MONOTONIC when the row was begun, the clock of token times",
         time="seconds since 1970 at the same moment",
         took_s="how long reading the row took",
+        slow_clock_s="CLOCK_MONOTONIC when the columns marked (s) were read last",
         sampler_cpu_s="counter: CPU time of the sampler, from its first row on",
     )
     | _columns(

@@ -75,7 +75,7 @@ class Rows:
         }
         if begin_s >= self._slow_due_s:
             self._slow_due_s = begin_s + SLOW_S
-            self._slow = self._read_slow()
+            self._slow = {"slow_clock_s": row["clock_s"], **self._read_slow()}
         row |= self._slow
         if self._tree is not None:
             row |= self._tree.read()

@@ -45,7 +45,7 @@ def window_metrics(window: Window) -> Metrics:
     """Return the figures of a timed part; None where the machine does not tell."""
     clocks = window.values("gpu_sm_clock_mhz")
     swapped = [window.growth(name) for name in ("host_swap_in_bytes", "host_swap_out_bytes")]
-    length_s = window.span.length_s
+    clock = window.values("clock_s")
     return {
         "gpu/sm_clock_mhz/min": min(clocks, default=None),
         "gpu/sm_clock_mhz/p50": percentile(clocks, 50),
@@ -64,7 +64,7 @@ def window_metrics(window: Window) -> Metrics:
         "host/read_gib": _gib(window.growth("read_bytes")),
         "host/disk_read_gib": _gib(window.growth("host_disk_read_bytes")),
         "host/swapped_gib": None if None in swapped else _gib(sum(filter(None, swapped))),
-        "telemetry/rows_hz": len(window) / length_s if length_s > 0 else None,
+        "telemetry/rows_hz": (len(clock) - 1) / (clock[-1] - clock[0]) if len(clock) > 1 else None,
     }
 
 

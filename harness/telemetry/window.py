@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from reports.telemetry import Table
+from reports.telemetry import SLOW_COLUMNS, Table
 
 BUSY_PCT: Final = 50.0
 """From this utilisation on a GPU is busy: its clock and link are not those of a rest."""
@@ -70,18 +70,31 @@ class Window:
     def growth(self, column: str) -> float | None:
         """Return by how much a counter grew from the first row to the last; None if unknown.
 
-        A counter that went back was started anew and says nothing.
+        A counter that went back was started anew and says nothing; nor does one that was read
+        only once.
         """
-        values = self.values(column)
-        if len(values) < 2 or values[-1] < values[0]:
-            return None
-        return float(values[-1] - values[0])
+        found = self._ends(column)
+        return None if found is None else found[0]
 
     def rate(self, column: str) -> float | None:
         """Return the growth of a counter per second."""
-        grown, clock = self.growth(column), self.values("clock_s")
-        seconds = clock[-1] - clock[0] if clock else 0.0
-        return None if grown is None or seconds <= 0 else grown / seconds
+        found = self._ends(column)
+        return None if found is None else found[0] / found[1]
+
+    def _ends(self, column: str) -> tuple[float, float] | None:
+        """Return growth and seconds between the first and the last reading within the span."""
+        clock = self._table["slow_clock_s" if column in SLOW_COLUMNS else "clock_s"]
+        cells = self._table[column]
+        read = [
+            (clock[place], cells[place])
+            for place in self._places
+            if cells[place] is not None
+            and clock[place] is not None
+            and clock[place] >= self.span.begin_s
+        ]
+        if not read or read[-1][0] <= read[0][0] or read[-1][1] < read[0][1]:
+            return None
+        return float(read[-1][1] - read[0][1]), float(read[-1][0] - read[0][0])
 
     def _is_busy(self, place: int) -> bool:
         """Whether the GPU worked, as far as the driver tells; without a GPU it never does."""

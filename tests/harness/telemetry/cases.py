@@ -19,7 +19,12 @@ STAND_IN = Path(__file__).with_name("pynvml_stand_in.py")
 def table(count=40, **columns):
     """Ten rows a second from second 100 on; columns are values, or functions of the row."""
     found = {name: [None] * count for name in COLUMNS}
-    steady = {"clock_s": lambda k: 100 + k / 10, "took_s": 0.05, "job": "measure"}
+    steady = {
+        "clock_s": lambda k: 100 + k / 10,
+        "slow_clock_s": lambda k: 100 + k // 10,
+        "took_s": 0.05,
+        "job": "measure",
+    }
     for name, value in (steady | columns).items():
         found[name] = [value(k) if callable(value) else value for k in range(count)]
     return found

@@ -10,6 +10,7 @@ from harness.telemetry.summary import (
     peak_metrics,
     window_metrics,
 )
+from harness.telemetry.window import Span, Window
 from tests.harness.telemetry.cases import table, window
 
 GIB = 2**30
@@ -25,10 +26,10 @@ def test_figures_of_a_window():
             gpu_busy_pct=80,
             gpu_throttle_bits=lambda k: 0x40 if k == 0 else 0x4,
             cpu_s=lambda k: 7 + k / 5,
-            host_cpu_s=lambda k: 900 + k / 2,
+            host_cpu_s=lambda k: 900 + 5 * (k // 10),
             major_faults=lambda k: 3 + 2 * k,
             read_bytes=lambda k: k * GIB,
-            host_swap_in_bytes=lambda k: k * GIB,
+            host_swap_in_bytes=lambda k: k // 10 * GIB,
             host_swap_out_bytes=0,
         )
     )
@@ -43,7 +44,7 @@ def test_figures_of_a_window():
     assert found["host/busy_cores"] == pytest.approx(5)
     assert found["host/major_faults"] == 80
     assert found["host/read_gib"] == 40
-    assert found["host/swapped_gib"] == 40
+    assert found["host/swapped_gib"] == 4
     assert found["telemetry/rows_hz"] == pytest.approx(10)
     assert found["gpu/memory_clock_mhz"] is None
     assert found["host/disk_read_gib"] is None
@@ -59,6 +60,15 @@ def test_what_was_never_read_is_none_and_never_zero():
 def test_a_counter_that_went_back_says_nothing():
     assert window(cpu_s=lambda k: 100 - k).growth("cpu_s") is None
     assert window(cpu_s=lambda k: 5 if k == 3 else None).growth("cpu_s") is None
+
+
+def test_a_counter_that_was_read_once_says_nothing():
+    rows = {"host_swap_in_bytes": lambda k: 7 if k < 10 else 9}
+    assert window(10, **rows).growth("host_swap_in_bytes") is None
+    assert window(11, **rows).growth("host_swap_in_bytes") == 2
+    early = Span(part="latency", job="measure", begin_s=100.5, end_s=101.9)
+    assert Window(table(40, **rows), early).growth("host_swap_in_bytes") is None
+    assert window(10, host_cpu_s=5.0).rate("host_cpu_s") is None
 
 
 def test_peaks_are_those_of_the_worker_that_measures():
