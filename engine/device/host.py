@@ -1,8 +1,6 @@
 """Host memory: what may be taken, buffers of exact size, and the switches that disable pinning."""
 
 import contextlib
-import ctypes
-import errno
 import mmap
 import os
 import resource
@@ -19,8 +17,6 @@ from engine.errors import CapacityError
 GIB = 2**30
 CHUNK_BYTES = 64 * 2**20
 HUGE_PAGE_BYTES = 2 * 2**20
-MADV_POPULATE_WRITE = 23
-"""Make pages present; Linux 5.14 and later, without a name in Python."""
 CAP_IPC_LOCK = 14
 """The bit of the capability that lifts RLIMIT_MEMLOCK."""
 
@@ -200,36 +196,24 @@ def _map(num_bytes: int, *, inherit: bool) -> torch.Tensor:
 
 
 def touch(memory: torch.Tensor) -> None:
-    """Make every page of fresh memory present, with several threads.
+    """Make every page of fresh memory present: several threads write a byte of each.
+
+    On a 16-core machine that took a third of the time of MADV_POPULATE_WRITE.
 
     Args:
         memory: uint8 [num_bytes] of zeros, at the beginning of a page.
-
-    Raises:
-        CapacityError: Memory ran out.
     """
     threads = num_threads()
     share = -(-memory.numel() // threads)
-    size = min(CHUNK_BYTES, -(-share // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+    size = max(1, min(CHUNK_BYTES, -(-share // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES))
 
     def touch_piece(piece: tuple[int, int]) -> None:
         start, stop = piece
-        code = _populate(memory.data_ptr() + start, stop - start)
-        if code == errno.ENOMEM:
-            raise _no_memory(memory.numel(), code)
-        if code:  # an older kernel
-            memory[start : stop : mmap.PAGESIZE].zero_()
+        memory[start : stop : mmap.PAGESIZE].zero_()
 
-    with worker_pool(min(threads, -(-memory.numel() // max(1, size)))) as pool:
-        for _ in pool.map(touch_piece, chunks(memory.numel(), max(1, size))):
+    with worker_pool(min(threads, -(-memory.numel() // size))) as pool:
+        for _ in pool.map(touch_piece, chunks(memory.numel(), size)):
             pass
-
-
-def _populate(address: int, num_bytes: int) -> int:
-    """Make pages present in one call, without the GIL; return the error number, 0 for none."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return ctypes.get_errno() if madvise(address, num_bytes, MADV_POPULATE_WRITE) else 0
 
 
 def _no_memory(num_bytes: int, code: int | None) -> CapacityError:
