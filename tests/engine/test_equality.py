@@ -51,58 +51,6 @@ def test_a_tied_embedding_is_not_offloaded(residents: Residents) -> None:
         residents.open(2, "qwen2", cpu_offload_gb=1, cpu_offload_params=["embed_tokens"])
 
 
-SWITCHES = {
-    "TIGHTFIT_DISABLE_UVA": ("pinned", "TIGHTFIT_DISABLE_UVA is set"),
-    "TIGHTFIT_DISABLE_PIN_MEMORY": ("pageable", "TIGHTFIT_DISABLE_PIN_MEMORY is set"),
-}
-
-
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("layers", [1, 2, 5])
-def test_without_uva_weights_are_copied_on_demand(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch, switch: str, layers: int
-) -> None:
-    monkeypatch.setenv(switch, "1")
-    llm = residents.open(layers, cpu_offload_gb=1)
-    memory, reason = SWITCHES[switch]
-    [note] = llm.effective()["fallbacks"]
-    assert reason in note
-    assert f"on demand from {memory} host memory" in note
-    assert llm.plan.placed_bytes()["uva"] == 0
-    assert llm.memory()[f"host_{memory}_bytes"] > 0
-    check_equal(residents, llm, layers)
-    assert llm.stats()["in_place_bytes"] == 0
-    llm.close()
-
-
-def test_without_pinning_nothing_is_pinned_and_prefetch_becomes_on_demand(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TIGHTFIT_DISABLE_PIN_MEMORY", "1")
-    outer = ["embed_tokens", "lm_head", "mlp"]
-    for keywords in (
-        {"offload_group_size": 2, "offload_num_in_group": 2},
-        {"cpu_offload_gb": 1, "cpu_offload_params": outer},
-    ):
-        llm = residents.open(5, **keywords)
-        assert llm.memory()["host_pinned_bytes"] == 0
-        assert llm.plan.placed_bytes()["on_demand"] > 0
-        assert llm.effective()["pinned"] is False
-        check_equal(residents, llm, 5)
-        llm.close()
-
-
-def test_prefetch_does_not_need_in_place_reads(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TIGHTFIT_DISABLE_UVA", "1")
-    llm = residents.open(5, offload_group_size=2)
-    assert llm.effective()["fallbacks"] == []
-    assert llm.plan.placed_bytes()["prefetch"] > 0
-    check_equal(residents, llm, 5)
-    llm.close()
-
-
 class NoPinning(CPUDevice):
     """A machine whose driver refuses to register memory."""
 

@@ -17,6 +17,7 @@ from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
 from engine.placement import Placement, assign_prefetch
 from engine.runner import ModelRunner
 from engine.weights.ring import OnDemandSlot, SlotRing
+from engine.weights.store import WeightStore
 from tests.engine.faults import heedless, leave_stale, or_poison, skip_wait
 from tests.engine.placements import (
     MAX_TOKENS,
@@ -230,6 +231,43 @@ def test_random_loads_in_any_order(
     assert llm.stats()["preemptions"] > 0
     assert streams.most_ahead > 2 * LAYERS  # a step was enqueued behind one that had not run
     assert pool_is_full(llm)
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"offload_group_size": 1}, {"cpu_offload_gb": 1, "uva_stage_tokens": 2}], ids=str
+)
+def test_steps_that_fail_amid_their_layers_change_no_token(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any]
+) -> None:
+    """What a failed step enqueued runs all the same; the next one finds other layers in slots."""
+    chance, acquire = random.Random(3), WeightStore.acquire
+
+    def fail(self: WeightStore, layer: int) -> Any:
+        if chance.random() < 0.05:
+            raise RuntimeError("tests say so")
+        return acquire(self, layer)
+
+    expected = residents.tokens(LAYERS)
+    llm = residents.open(LAYERS, **keywords)
+    monkeypatch.setattr(WeightStore, "acquire", fail)
+    tokens: dict[str, list[int]] = {}
+    num_failed = 0
+    for policy in POLICIES:
+        with on_two_streams(llm, policy):
+            for at, prompt in enumerate(PROMPTS):
+                llm.add_request(prompt, greedy_params(MAX_TOKENS), f"{policy} {at}")
+            while llm.has_unfinished():
+                try:
+                    events = llm.step()
+                except RuntimeError:
+                    num_failed += 1
+                    continue
+                for event in events:
+                    tokens.setdefault(event.request_id, []).append(event.token_id)
+        found = [tokens[f"{policy} {at}"] for at in range(len(PROMPTS))]
+        assert found == expected, policy
+    assert num_failed > 4
     llm.close()
 
 

@@ -1,0 +1,106 @@
+"""On a GPU: each stream delayed at random, slots and KV blocks poisoned in the order of streams."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM
+from engine.device.cuda import CUDACopyStream
+from engine.runner import ModelRunner
+from engine.weights import store
+from engine.weights.ring import OnDemandSlot, SlotRing
+from engine.weights.store import WeightStore
+from tests.engine.two_streams import poison, poison_freed_blocks
+
+DELAYS = {
+    "copies": (1.0, 0.0, 0.0),
+    "compute": (0.0, 1.0, 0.1),
+    "both": (0.4, 0.4, 0.1),
+    "device": (0.0, 1.0, 1.0),
+}
+"""Chances of a delay: before each copy, before and after each layer, and of a lag before a step."""
+MOST_CYCLES = 400_000
+"""Some 0.2 ms, several times what the layers of a tiny model take."""
+LAG_CYCLES = 10_000_000
+"""Some milliseconds, in which the host enqueues the whole step."""
+
+
+class StormStream:
+    """A copy stream that fills what a copy will overwrite with NaN, and lags."""
+
+    def __init__(self, stream: CUDACopyStream, delay: Any) -> None:
+        self._copies, self._delay = stream, delay
+        self.after_compute, self.record = stream.after_compute, stream.record
+        self.compute_after, self.wait = stream.compute_after, stream.wait
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self._copies._stream):
+            poison(dst)
+            self._delay()
+        self._copies.copy(dst, src)
+
+
+@contextmanager
+def storm(delays: str, seed: int = 0) -> Iterator[None]:
+    """Let engines that are opened and run inside be delayed and poisoned.
+
+    Delays that a graph captures are the same in each of its replays; those before each step, on
+    both streams, are not.
+    """
+    chance = random.Random(f"{delays} {seed}")
+    of_copies, of_compute, of_steps = DELAYS[delays]
+
+    def delay(share: float) -> None:
+        if chance.random() < share:
+            torch.cuda._sleep(chance.randrange(MOST_CYCLES // 4, MOST_CYCLES))
+
+    acquire, release, execute = WeightStore.acquire, WeightStore.release, ModelRunner.execute
+    on_demand = OnDemandSlot.acquire
+
+    def late_acquire(self: WeightStore, layer: int) -> Any:
+        weights = acquire(self, layer)
+        delay(of_compute)  # between the wait for the copy and the layer
+        return weights
+
+    def late_release(self: WeightStore, layer: int) -> None:
+        delay(of_compute)
+        release(self, layer)
+
+    def late_execute(self: ModelRunner, batch: Any) -> torch.Tensor:
+        if chance.random() < of_steps:
+            torch.cuda._sleep(LAG_CYCLES)
+        feed = self._decoder.weights._feed
+        if isinstance(feed, SlotRing):
+            with torch.cuda.stream(feed._stream._copies._stream):  # type: ignore[attr-defined]
+                delay(of_copies)
+        return execute(self, batch)
+
+    def poisoned_acquire(self: OnDemandSlot, k: int) -> int:
+        poison(self._slot)
+        return on_demand(self, k)
+
+    def ring(stream: CUDACopyStream, *args: Any, **keywords: Any) -> SlotRing:
+        return SlotRing(StormStream(stream, partial(delay, of_copies)), *args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightStore, "acquire", late_acquire)
+        patch.setattr(WeightStore, "release", late_release)
+        patch.setattr(ModelRunner, "execute", late_execute)
+        patch.setattr(OnDemandSlot, "acquire", poisoned_acquire)
+        patch.setattr(store, "SlotRing", ring)
+        yield
+
+
+@contextmanager
+def poisoned_blocks(llm: LLM) -> Iterator[None]:
+    """Fill all KV blocks with NaN, and each one again when it becomes free."""
+    assert llm._engine is not None
+    llm._engine.cache.tensor.fill_(torch.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        poison_freed_blocks(patch, llm, lambda fill: fill())
+        yield
