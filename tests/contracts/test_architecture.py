@@ -59,5 +59,6 @@ def test_a_request_takes_the_route(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     paths = [Path(name) for name in stacks[0]]
     inside = [str(path.relative_to(ROOT)) for path in paths if (ROOT / "engine") in path.parents]
     taken = list(dict.fromkeys(inside))
-    decides = {"engine/scheduler.py", "kernels/ops_attention.py"}  # returned before, and not yet called
+    # Returned before, and not yet called.
+    decides = {"engine/scheduler.py", "kernels/ops_attention.py"}
     assert taken == [file for file, _ in route() if file not in decides]

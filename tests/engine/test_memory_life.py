@@ -14,13 +14,13 @@ SIZES = {
     "vocab_size": 8000,
     "hidden_size": 512,
     "intermediate_size": 1500,
-    "num_hidden_layers": 10,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": 64,
     "dtype": "bfloat16",
 }
-WEIGHTS_BYTES = 80_000_000
+WEIGHTS_BYTES = 40_000_000
 LIFE = """
 import ctypes, gc, hashlib, json, sys, torch
 from tests.engine.smaps import anonymous_bytes
@@ -47,7 +47,7 @@ def digest(llm):
 
 def churn(llm):
     device = llm._engine.device
-    for size in (4096, 33 * 2**20 + 5, 100_000, 70 * 2**20) * 2:
+    for size in (4096, 33 * 2**20 + 5, 100_000, 70 * 2**20):
         buffers = [device.host_buffer(size, pin=True) for _ in range(3)]
         for buffer in buffers:
             buffer.tensor.fill_(255)
@@ -61,12 +61,12 @@ before = settled()
 for close in (True, False):
     llm = build()
     held = anonymous_bytes() - before
-    first = digest(llm), greedy(llm, PROMPT, 6)
+    first = digest(llm), greedy(llm, PROMPT, 3)
     churn(llm)
     found.append({
         "digest": first[0],
         "tokens": first[1],
-        "same": first == (digest(llm), greedy(llm, PROMPT, 6)),
+        "same": first == (digest(llm), greedy(llm, PROMPT, 3)),
         "held": held,
         "weights": llm.spec.weight_bytes(llm.plan.dtype),
     })

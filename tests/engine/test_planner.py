@@ -96,7 +96,7 @@ def follow(config: EngineConfig, advice: str) -> EngineConfig:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     spec=model_specs(),
     share=st.floats(0.05, 1.3),
@@ -137,7 +137,7 @@ def test_advice_fits_when_it_is_followed(
         check_plan(plan, spec)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     spec=model_specs(),
     step=st.integers(1, 50),
