@@ -1,19 +1,19 @@
 """A CPU engine on a simulated compute stream and copy stream, in any order that waits allow.
 
-The engine enqueues as on a GPU: inputs, embedding, each layer, logits and sampling on the compute
-stream, copies of the slot ring on the copy stream. Nothing runs until a mark is waited for; then
-both streams advance by turns that a seed and a policy choose, each no further than its waits
-allow. A copy is three pieces: its slot is filled with NaN, as soon as the slot's last copy is there
-and its readers are done, then one half lands, then the other. A read that no wait orders behind its
-copy, or before the next one, finds NaN or another layer.
+The engine enqueues as on a GPU: inputs, the layers of a forward pass one by one, and sampling on
+the compute stream, copies of the slot ring on the copy stream. Nothing runs until a mark is waited
+for; then both streams advance by turns that a seed and a policy choose, each no further than its
+waits allow. A copy is three pieces: its slot is filled with NaN, as soon as the slot's last copy is
+there and its readers are done, then one half lands, then the other. A read that no wait orders
+behind its copy, or before the next one, finds NaN or another layer.
 """
 
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -22,12 +22,10 @@ import torch
 from engine import LLM
 from engine.inputs import Upload
 from engine.kv.blocks import BlockPool
-from engine.models import decoder
 from engine.models.decoder import Decoder
 from engine.sampler import Sampler
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
-from kernels import ops
 
 POLICIES: dict[str, dict[str, int]] = {
     "copies late": {"compute": 1, "poison": 0, "copy": 0},
@@ -65,6 +63,10 @@ class TwoStreams:
     policy: str
     most_ahead: int = 0
     """The most works that waited on the compute stream."""
+    num_enqueued: int = 0
+    """Works of the compute stream so far; each layer of a forward pass is one."""
+    needs: int = 0
+    """Copies that the next work of the compute stream comes behind."""
     _compute: deque[tuple[int, Callable[[], object]]] = field(default_factory=deque)
     """Each with the number of copies that come before it."""
     _poisons: deque[_Piece] = field(default_factory=deque)
@@ -75,22 +77,26 @@ class TwoStreams:
     _num_copies: int = 0
     _last_copies: dict[int, int] = field(default_factory=dict)
     """By address, how many copies there were with the last one that writes there."""
-    _compute_needs: int = 0
     _copy_needs: int = 0
 
     def __post_init__(self) -> None:
         self._chance = random.Random(f"{self.policy} {self.seed}")
         self._now = self.policy
 
-    @property
-    def num_enqueued(self) -> int:
-        """Works of the compute stream so far."""
-        return self._num_computed + len(self._compute)
-
     def compute(self, run: Callable[[], object]) -> None:
         """Enqueue work on the compute stream."""
-        self._compute.append((self._compute_needs, run))
-        self.most_ahead = max(self.most_ahead, len(self._compute))
+        with self.enqueued(run):
+            pass
+
+    @contextmanager
+    def enqueued(self, run: Callable[[], object]) -> Iterator[None]:
+        """Enqueue work on the compute stream, of which parts are counted inside."""
+        self._compute.append((self.needs, run))
+        try:
+            yield
+        finally:
+            self.num_enqueued += 1
+            self.most_ahead = max(self.most_ahead, self.num_enqueued - self._num_computed)
 
     # What a ring sees of the copy stream.
 
@@ -109,7 +115,7 @@ class TwoStreams:
         return self._num_copies
 
     def compute_after(self, event: int) -> None:
-        self._compute_needs = max(self._compute_needs, event)
+        self.needs = max(self.needs, event)
 
     def wait(self, event: int) -> None:
         while self._num_copied < event:
@@ -127,18 +133,38 @@ class TwoStreams:
         self.run(self.num_enqueued)
         self.wait(self._num_copies)
 
+    def pause(self, needs: int) -> None:
+        """Within a work: let the copy stream go on, at least until `needs` copies are done."""
+        while (kind := self._choose(needs)) != "compute":
+            self._run_copies(kind)
+
+    def finish_work(self) -> None:
+        """Within a work: a part that is counted is done."""
+        self._num_computed += 1
+
     def _advance(self) -> None:
+        needs = self._compute[0][0] if self._compute else None
+        kind = self._choose(needs)
+        if kind != "compute":
+            self._run_copies(kind)
+            return
+        _, run = self._compute.popleft()
+        run()
+        self._num_computed += 1
+
+    def _choose(self, needs: int | None) -> str:
+        """Choose what goes next; compute does where no more than `needs` copies are missing."""
         kinds = list(self._ready())
+        if needs is not None and needs <= self._num_copied:
+            kinds.append("compute")
         assert kinds, "the streams wait for each other"
         if self.policy == "any order" and self._chance.random() < CHANGE:
             self._now = self._chance.choice(list(POLICIES))
         weights = [POLICIES[self._now][kind] for kind in kinds]
-        kind = self._chance.choices(kinds, weights if any(weights) else None)[0]
-        if kind == "compute":
-            _, run = self._compute.popleft()
-            run()
-            self._num_computed += 1
-        elif kind == "poison":
+        return self._chance.choices(kinds, weights if any(weights) else None)[0]
+
+    def _run_copies(self, kind: str) -> None:
+        if kind == "poison":
             self._poisons.popleft().run()
             self._num_poisoned += 1
         else:
@@ -147,8 +173,6 @@ class TwoStreams:
             self._num_copied += piece.is_last
 
     def _ready(self) -> Iterator[str]:
-        if self._compute and self._compute[0][0] <= self._num_copied:
-            yield "compute"
         if self._poisons and self._may_run(self._poisons[0]):
             yield "poison"
         is_poisoned = self._num_copied < self._num_poisoned
@@ -172,16 +196,6 @@ class _Mark:
         self.streams.run(self.stop)
 
 
-class _Later:
-    """A tensor that the compute stream has yet to make."""
-
-    value: Any = None
-
-
-def _now(value: Any) -> Any:
-    return value.value if isinstance(value, _Later) else value
-
-
 @contextmanager
 def on_two_streams(llm: LLM, policy: str, seed: int = 0) -> Iterator[TwoStreams]:
     """Let an engine run on simulated streams; no other engine may run meanwhile.
@@ -191,88 +205,82 @@ def on_two_streams(llm: LLM, policy: str, seed: int = 0) -> Iterator[TwoStreams]
     """
     engine = llm._engine
     assert engine is not None
-    streams = TwoStreams(seed, policy)
+    streams, store = TwoStreams(seed, policy), engine.store
     with pytest.MonkeyPatch.context() as patch:
-        _delay_decoder(patch, streams)
-        _delay_copies_of_compute(patch, streams)
         upload, sample = Upload.run, Sampler._enqueue
         patch.setattr(Upload, "run", lambda self: streams.compute(partial(upload, self)))
         patch.setattr(Sampler, "_enqueue", lambda *args: streams.compute(partial(sample, *args)))
+        forward, copy = Decoder.forward, OnDemandSlot.acquire
+        patch.setattr(Decoder, "forward", partialmethod(_LatePass.enqueue, streams, forward, copy))
+        patch.setattr(OnDemandSlot, "acquire", lambda self, k: 0)
         patch.setattr(engine.device, "mark", lambda: _Mark(streams, streams.num_enqueued))
         patch.setattr(engine.device, "synchronize", streams.drain)
-        for slot in engine.store._slots:
+        for slot in store._slots:
             poison(slot)
-        feed = engine.store._feed
-        if isinstance(feed, SlotRing):
-            patch.setattr(feed, "_stream", streams)
-            feed._held[:] = [None] * len(feed._held)
+        if isinstance(store._feed, SlotRing):
+            patch.setattr(store._feed, "_stream", streams)
+            store._feed._held[:] = [None] * len(store._feed._held)
         engine.cache.tensor.fill_(torch.nan)
         poison_freed_blocks(patch, llm, streams.compute)
         yield streams
         streams.drain()
 
 
-def _delay_decoder(patch: pytest.MonkeyPatch, streams: TwoStreams) -> None:
-    """Enqueue what a forward pass computes: the embedding, each layer, the logits."""
-    embedding, write_logits = ops.embedding, Decoder._write_logits
+class _LatePass:
+    """A forward pass: what the host asks of the store now, and what is computed later."""
 
-    def embed(ids: torch.Tensor, table: Callable[[], torch.Tensor]) -> _Later:
-        out = _Later()
-        streams.compute(lambda: setattr(out, "value", embedding(ids, table())))
-        return out
+    def __init__(self, store: WeightStore, copy: Callable[[OnDemandSlot, int], int]) -> None:
+        self._store, self._copy = store, copy
+        self._weights: dict[int, tuple[int, Any]] = {}
+        """By layer: the copies that it waits for, and its tensors."""
 
-    def late_layer(run: Callable[..., Any]) -> Callable[..., Any]:
-        def enqueue(
-            model: Any, batch: Any, weights: Any, index: int, hidden: Any, residual: Any
-        ) -> tuple[_Later, _Later]:
-            outs = _Later(), _Later()
+    @staticmethod
+    def enqueue(
+        model: Decoder,
+        streams: TwoStreams,
+        forward: Callable[[Decoder, Any], torch.Tensor],
+        copy: Callable[[OnDemandSlot, int], int],
+        batch: Any,
+    ) -> torch.Tensor:
+        """Take the place of Decoder.forward: make the host's calls, and enqueue the rest."""
+        store = model.weights
+        late = _LatePass(store, copy)
+        run = partial(late.run, streams, lambda: forward(model, batch))
+        with streams.enqueued(run):
+            store.begin_step(batch.num_tokens)
+            for layer in range(model.spec.num_hidden_layers):
+                weights = store.acquire(layer)
+                late._weights[layer] = streams.needs, weights
+                streams.num_enqueued += 1
+                store.release(layer)
+            store.end_step()
+        rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
+        return model.logits[:rows]
 
-            def compute() -> None:
-                found = run(model, batch, weights, index, _now(hidden), _now(residual))
-                outs[0].value, outs[1].value = found
+    def run(self, streams: TwoStreams, forward: Callable[[], torch.Tensor]) -> None:
+        """Compute; where the host failed amid the layers, those that it had enqueued."""
+        store = self._store
 
-            streams.compute(compute)
-            return outs
+        def acquire(layer: int) -> Any:
+            if layer not in self._weights:
+                raise _NotEnqueuedError
+            needs, weights = self._weights[layer]
+            streams.pause(needs)
+            if isinstance(store._feed, OnDemandSlot) and layer in store._order:
+                poison(store._feed._slot)
+                self._copy(store._feed, store._order[layer])
+            return weights
 
-        return enqueue
-
-    def late_logits(self: Decoder, batch: Any, hidden: Any, residual: Any, out: Any) -> None:
-        streams.compute(lambda: write_logits(self, batch, _now(hidden), _now(residual), out))
-
-    patch.setattr(ops, "embedding", embed)
-    for name in ("_pre_norm_layer", "_post_norm_layer"):
-        patch.setattr(decoder, name, late_layer(getattr(decoder, name)))
-    patch.setattr(Decoder, "_write_logits", late_logits)
+        with pytest.MonkeyPatch.context() as patch, suppress(_NotEnqueuedError):
+            patch.setattr(store, "begin_step", lambda num_tokens: None)
+            patch.setattr(store, "acquire", acquire)
+            patch.setattr(store, "release", lambda layer: streams.finish_work())
+            patch.setattr(store, "end_step", lambda: None)
+            forward()
 
 
-def _delay_copies_of_compute(patch: pytest.MonkeyPatch, streams: TwoStreams) -> None:
-    """Enqueue the copies that run on the compute stream: on demand, of layers and of others."""
-    acquire, outer = OnDemandSlot.acquire, WeightStore.outer
-    depth = 0
-
-    def late_acquire(self: OnDemandSlot, k: int) -> int:
-        streams.compute(lambda: poison(self._slot))
-        streams.compute(lambda: acquire(self, k))
-        return 0
-
-    def late_outer(self: WeightStore, name: str) -> Any:
-        # The table of a forward pass is asked for by the host, the rest by work that runs.
-        is_asked_by_host = depth == 0
-        return partial(outer, self, name) if is_asked_by_host else outer(self, name)
-
-    run_compute = streams._advance
-
-    def advance() -> None:
-        nonlocal depth
-        depth += 1
-        try:
-            run_compute()
-        finally:
-            depth -= 1
-
-    patch.setattr(streams, "_advance", advance)
-    patch.setattr(OnDemandSlot, "acquire", late_acquire)
-    patch.setattr(WeightStore, "outer", late_outer)
+class _NotEnqueuedError(Exception):
+    """The host failed before it enqueued this layer."""
 
 
 def poison_freed_blocks(
