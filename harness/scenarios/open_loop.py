@@ -18,6 +18,8 @@ Wait = Callable[[float], Awaitable[Any]]
 """Lets seconds pass; asyncio.sleep, or a test's own."""
 GiveUp = Callable[[Sequence[ServedRequest], float], bool]
 """Called with all requests and the time; True ends the run."""
+CUT_OFF: Final = "the run was cut off: too many requests were bad for the rate to pass"
+"""Error of the requests that ran or were to come when `give_up` ended the run."""
 _LOOK_S: Final = 0.25
 """Seconds between looks at whether to go on."""
 
@@ -101,7 +103,7 @@ class _Run:
         self._conversations = _conversations(schedule)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_done = self._num_tokens = 0
-        self._give_up, self._look_s = give_up, -math.inf
+        self._give_up, self._look_s, self._is_cut_off = give_up, -math.inf, False
         self._begin_s = self._last_arrival_s = clock()
         self.served = {request.request_id: _not_sent(request) for request in schedule.requests}
 
@@ -126,19 +128,23 @@ class _Run:
 
     def _is_over(self) -> bool:
         """Return whether nothing is worth waiting for."""
-        if self._door.failure is not None:
+        if self._is_cut_off or self._door.failure is not None:
             return True
         now_s = self._clock()
         if self._give_up is None or now_s < self._look_s + _LOOK_S:
             return False
         self._look_s = now_s
-        return self._give_up(list(self.served.values()), now_s)
+        self._is_cut_off = self._give_up(list(self.served.values()), now_s)
+        return self._is_cut_off
 
     async def cancel_rest(self) -> None:
         """Take back what still runs, and wait until it is noted."""
         for task in self._tasks:
             task.cancel()
         ends = await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._is_cut_off:
+            for served in self.served.values():
+                served.error = CUT_OFF if served.is_cancelled else served.error
         for end in ends:
             if isinstance(end, Exception):
                 raise end

@@ -20,7 +20,7 @@ from harness.measure.serving import (
 from harness.measure.statistics import drift
 from harness.prompts import synthetic_prompts
 from harness.scenarios.drive import Clock, Driver, Engine, OnProgress, StepTotals
-from harness.scenarios.open_loop import Limits, Wait, run_open_loop
+from harness.scenarios.open_loop import CUT_OFF, Limits, Wait, run_open_loop
 from harness.scenarios.outcome import Outcome, failure_reasons
 from harness.scenarios.peak import Peak, search_peak
 from harness.traffic.prompts import fill_tokens
@@ -171,7 +171,8 @@ def is_lost(config: ServeScenario, served: Sequence[ServedRequest], now_s: float
     counted = [request for request in served if not request.is_ramp_up]
     bounds = config.slo.bounds()
     num_bad = sum(request.is_bad_by(now_s, bounds) for request in counted)
-    return num_bad > (1 - config.search.good_share) * len(counted)
+    # The quotient of good_share, which a rate must reach: 1 - share is not exact.
+    return bool(counted) and (len(counted) - num_bad) / len(counted) < config.search.good_share
 
 
 def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> Outcome:
@@ -232,10 +233,12 @@ def _account_reasons(
     cancelled = [request for request in served if request.is_cancelled]
     if cancelled:
         first = cancelled[0]
+        remedy = f"Lower the rate, or raise scenario.serve.drain_s (now {config.drain_s:g})."
+        if first.error == CUT_OFF:
+            remedy = "Lower the rate, or relax scenario.serve.slo."
         reasons.append(
             f"serve: {len(cancelled)} of {accounts.planned} requests were cancelled; "
-            f"{first.request_id}: {first.error}. Lower the rate, or raise scenario.serve.drain_s "
-            f"(now {config.drain_s:g})."
+            f"{first.request_id}: {first.error}. {remedy}"
         )
     if accounts.lost:
         reasons.append(

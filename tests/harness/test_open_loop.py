@@ -12,7 +12,7 @@ from harness.measure.serving import (
     count_requests,
     serving_metrics,
 )
-from harness.scenarios.open_loop import Limits, run_open_loop
+from harness.scenarios.open_loop import CUT_OFF, Limits, run_open_loop
 from harness.traffic.prompts import fill_tokens
 from harness.traffic.schedule import plan_requests
 from harness.traffic.settings import Arrivals, Turns
@@ -25,7 +25,15 @@ def planned(**changes):
     return fill_tokens(plan_requests(config), config, vocab_size=1000)
 
 
-def run(schedule, make_door=ScriptedDoor, *, max_concurrency=None, drain_s=60.0, during=None):
+def run(
+    schedule,
+    make_door=ScriptedDoor,
+    *,
+    max_concurrency=None,
+    drain_s=60.0,
+    during=None,
+    give_up=None,
+):
     """What came of every request, and the door."""
 
     async def main():
@@ -33,7 +41,7 @@ def run(schedule, make_door=ScriptedDoor, *, max_concurrency=None, drain_s=60.0,
         limits = Limits(max_concurrency=max_concurrency, drain_s=drain_s)
         if during is not None:
             task = asyncio.create_task(during(door))
-        served = await run_open_loop(door, schedule, limits, clock=now_s)
+        served = await run_open_loop(door, schedule, limits, clock=now_s, give_up=give_up)
         if during is not None:
             await task
         return served, door
@@ -157,6 +165,19 @@ def test_what_still_runs_after_the_drain_is_cancelled():
     assert served[3].error == "it still ran 2 s after the last arrival"
     assert made.open == set()
     assert serving_metrics(served, {"e2e_ms": 1e6})["serve/good_share"] == 0.75
+
+
+def test_a_run_that_is_cut_off_says_so_of_each_request_that_had_not_ended():
+    """At 2 s, with serve-2 just due: serve-1 still runs, serve-2 and serve-3 were never sent."""
+
+    def door():
+        return ScriptedDoor(first_s={"serve-0": 0.5, "serve-1": 50.0})
+
+    served, made = run(planned(), door, give_up=lambda _, time_s: time_s >= 2.0)
+    assert [request.error for request in served] == [None, CUT_OFF, CUT_OFF, CUT_OFF]
+    assert dataclasses.astuple(count_requests(4, served)) == (4, 1, 0, 3)
+    assert [name for name, _, _ in made.sent] == ["serve-0", "serve-1"]
+    assert made.open == set()
 
 
 def test_what_waits_at_the_client_is_cancelled_too():

@@ -164,6 +164,11 @@ def test_a_rate_is_lost_when_too_many_requests_are_bad():
     assert not is_lost(SEARCH, [request(0), request(1), request(0, **late)], 102)
     assert is_lost(SEARCH, [request(0), request(0, **late), request(0, **late)], 102)
     assert not is_lost(serve(), [request(0, **late)], 102)  # no search
+    # One of ten may be bad where nine of ten must be good, although 1 - 0.9 is below 0.1.
+    strict = replace(SEARCH, search=replace(SEARCH.search, good_share=0.9))
+    one_bad = [request(0, **late), *(request(0) for _ in range(9))]
+    assert not is_lost(strict, one_bad, 102)
+    assert is_lost(strict, [request(0, **late), *one_bad[:9]], 102)
 
 
 def test_the_share_of_good_requests_is_of_the_planned_ones():
