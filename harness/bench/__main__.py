@@ -18,7 +18,7 @@ import torch
 
 from harness.bench.cases import Asked, Case, Limits, Work, cases, read_model
 from harness.bench.document import check_document, markdown, write_section
-from harness.bench.table import rows
+from harness.bench.table import equal_tokens, rows
 from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.measure.nvml import open_gpu
 
@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases, print the table, write it into the document.
 
     Returns:
-        0, 2 for a bad command line or no GPU, 3 where a target was missed or a case failed.
+        0, 2 for a bad command line or no GPU, 3 where a target was missed, a case failed, or tokens
+        are not those of the resident engine.
     """
     return bench(sys.argv[1:] if arguments is None else arguments, in_process)
 
@@ -137,7 +138,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str], run: Run) -> int
         print(f"bench: the table stands in {output}.", file=sys.stderr)
     failed = any("failed" in case for case in found.values())
     missed = any(row.is_met is False for row in made)
-    return EXIT_NOT_ALL_OK if failed or missed else EXIT_OK
+    wrong = not all(equal_tokens(found).values())
+    return EXIT_NOT_ALL_OK if failed or missed or wrong else EXIT_OK
 
 
 def _changed(options: argparse.Namespace, names: Sequence[str]) -> bool:
