@@ -10,12 +10,15 @@ from time import perf_counter
 
 import torch
 
-from engine.device.base import Device
+from engine.device.base import Device, HostBuffer
 from engine.device.select import open_device
+from engine.errors import CapacityError, PinningError
 
 COPY_BYTES = 256 * 2**20
 EMULATED_COPY_BYTES = 32 * 2**20
 REPEATS = 20
+RATES = ("h2d_gb_s", "d2h_gb_s", "two_way_gb_s", "in_place_gb_s", "hbm_copy_gb_s")
+"""Names of what is probed."""
 HBM_COPIES = 8
 """Copies within device memory between two events: one of 256 MiB is too short to time."""
 
@@ -26,7 +29,8 @@ def probe_link(device: str = "auto") -> dict[str, float | None]:
     Medians of 20 copies of 256 MiB from registered memory, after two warm-ups; within HBM of 8 such
     copies in a row. In place is an elementwise kernel that reads registered host memory and writes
     device memory. On a CPU the copies are between host buffers (emulated, 32 MiB) and what has no
-    counterpart is None.
+    counterpart is None. So is all where the driver pins nothing, and in place where the device sees
+    host memory at another address: an engine runs there nevertheless, and its plan says how.
 
     Args:
         device: auto | cuda | cpu.
@@ -70,16 +74,29 @@ def stream_link(seconds: float, device: str = "auto") -> tuple[int, float, float
 
 
 def _probe_cuda(opened: Device) -> dict[str, float | None]:
-    buffer = opened.host_buffer(2 * COPY_BYTES, pin=True)
     try:
-        return _rates(opened, buffer.tensor, opened.in_place(buffer, buffer.tensor[:COPY_BYTES]))
+        buffer = opened.host_buffer(2 * COPY_BYTES, pin=True)
+    except PinningError:
+        return dict.fromkeys(RATES)
+    try:
+        return _rates(opened, buffer.tensor, _view(opened, buffer))
     finally:
         opened.synchronize()
         buffer.close()
         _give_back(opened)
 
 
-def _rates(opened: Device, host: torch.Tensor, view: torch.Tensor) -> dict[str, float | None]:
+def _view(opened: Device, buffer: HostBuffer) -> torch.Tensor | None:
+    """The first half of a buffer for kernels to read in place; None where they cannot."""
+    try:
+        return opened.in_place(buffer, buffer.tensor[:COPY_BYTES])
+    except CapacityError:
+        return None
+
+
+def _rates(
+    opened: Device, host: torch.Tensor, view: torch.Tensor | None
+) -> dict[str, float | None]:
     host_in, host_out = host[:COPY_BYTES], host[COPY_BYTES:]
     gpu_in, gpu_out = opened.empty(COPY_BYTES), opened.empty(COPY_BYTES)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -99,7 +116,9 @@ def _rates(opened: Device, host: torch.Tensor, view: torch.Tensor) -> dict[str, 
         "h2d_gb_s": _rate(lambda: gpu_in.copy_(host_in, non_blocking=True), COPY_BYTES),
         "d2h_gb_s": _rate(lambda: host_out.copy_(gpu_out, non_blocking=True), COPY_BYTES),
         "two_way_gb_s": _rate(both, 2 * COPY_BYTES),
-        "in_place_gb_s": _rate(lambda: _read_in_place(view, gpu_in), COPY_BYTES),
+        "in_place_gb_s": (
+            None if view is None else _rate(lambda: _read_in_place(view, gpu_in), COPY_BYTES)
+        ),
         "hbm_copy_gb_s": _rate(within, HBM_COPIES * 2 * COPY_BYTES),
     }
 
@@ -138,10 +157,4 @@ def _probe_cpu(opened: Device) -> dict[str, float | None]:
         times.append(perf_counter() - begin)
     source.close()
     rate = EMULATED_COPY_BYTES / median(times) / 1e9
-    return {
-        "h2d_gb_s": rate,
-        "d2h_gb_s": rate,
-        "two_way_gb_s": None,
-        "in_place_gb_s": None,
-        "hbm_copy_gb_s": None,
-    }
+    return dict.fromkeys(RATES) | {"h2d_gb_s": rate, "d2h_gb_s": rate}

@@ -32,7 +32,8 @@ class LinkWatch:
     def before(self, gpu: Gpu | None) -> dict[str, float | None]:
         """Probe, copy for the counter of `gpu`; return the rates by the probe's names."""
         rates = self._door.probe(self._config)
-        if gpu is not None and gpu.link_rx_gb_s() is not None:
+        # Without pinned memory nothing was probed, and nothing can be copied without a pause.
+        if rates.get("h2d_gb_s") and gpu is not None and gpu.link_rx_gb_s() is not None:
             num_bytes, begin_s, end_s = self._door.stream(self._config, CALIBRATION_S)
             self.calibration = asdict(
                 Calibration(num_bytes=num_bytes, begin_s=begin_s, end_s=end_s)

@@ -130,6 +130,15 @@ def test_nothing_is_copied_for_a_counter_that_is_not_there():
     assert watch.calibration is None
 
 
+def test_nothing_is_copied_where_nothing_can_be_pinned():
+    door, _ = fake_door(Script())
+    nothing = {"h2d_gb_s": None, "in_place_gb_s": None}
+    door = replace(door, probe=lambda config: nothing, stream=lambda *_: pytest.fail("copied"))
+    watch = LinkWatch(door, None)
+    assert watch.before(Gpu(PcieNvml(), 0)) == nothing
+    assert watch.calibration is None
+
+
 def test_without_a_gpu_nothing_is_counted():
     door, _ = fake_door(Script())
     watch = LinkWatch(door, None)
