@@ -133,15 +133,21 @@ class Chooser:
         return shape_of(self.resident, self._spec)
 
     def best(self) -> tuple[MemoryPlan, list[Candidate]] | None:
-        """Return the plan of the best candidate that fits, and all candidates, the best first."""
+        """Return the plan of the best candidate that fits, and it and all behind it, in order."""
         objective = self._asked.config.planner.objective
         ranked = sorted(self._candidates(objective), key=lambda item: item.score(objective))
         for index, candidate in enumerate(ranked):
-            assignment = served(self._asked, candidate.assignment)
-            plan = build_plan(self._asked, assignment)
+            plan = self._plan_of(candidate)
             if self._is_enough(plan):
                 return plan, ranked[index:]
         return None
+
+    def fitting(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Return those that fit: one may leave enough of the GPU and still lack host memory."""
+        return [item for item in candidates if self._is_enough(self._plan_of(item))]
+
+    def _plan_of(self, candidate: Candidate) -> MemoryPlan:
+        return build_plan(self._asked, served(self._asked, candidate.assignment))
 
     def _candidates(self, objective: str) -> Iterator[Candidate]:
         facts, seen = self._asked.facts, set()

@@ -130,7 +130,7 @@ def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
     if found is None:
         raise CapacityError(refusal(chooser.resident, asked), chooser.resident.to_dict())
     plan, candidates = found
-    record = record_of(candidates, objective, rates)
+    record = record_of(chooser.fitting(candidates), objective, rates)
     return replace(plan, choice=record)
 
 

@@ -153,6 +153,17 @@ def test_olmo_7b_for_one_sequence() -> None:
     assert plan.to_dict()["choice"] == plan.choice
 
 
+def test_candidates_that_lack_host_memory_are_not_among_those_that_fit() -> None:
+    counts = []
+    for size in (9, 200):
+        facts = replace(H200, host_available_bytes=size * GIB)
+        plan = choose(OLMO_7B, 16, facts, objective="throughput", **OLMO)
+        assert plan.choice is not None
+        (count,) = re.findall(r"of (\d+) placements that fit", plan.choice["why"])
+        counts.append(int(count))
+    assert counts == sorted(set(counts))
+
+
 def test_a_candidates_figures_are_those_of_its_plan() -> None:
     for facts in (H200, replace(H200, **NO_UVA), replace(H200, **NO_PIN), CPU):
         plan = choose(OLMO_7B, 15, facts, dtype="bfloat16", max_model_len=2048)
