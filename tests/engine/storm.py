@@ -26,6 +26,8 @@ DELAYS = {
 """Chances of a delay: before each copy, before and after each layer, and of a lag before a step."""
 MOST_CYCLES = 400_000
 """Some 0.2 ms, several times what the layers of a tiny model take."""
+LONG_CYCLES = 6_000_000
+"""Some 3 ms, longer than the host takes to enqueue a layer."""
 LAG_CYCLES = 10_000_000
 """Some milliseconds, in which the host enqueues the whole step."""
 
@@ -46,7 +48,7 @@ class StormStream:
 
 
 @contextmanager
-def storm(delays: str, seed: int = 0) -> Iterator[None]:
+def storm(delays: str, seed: int = 0, most_cycles: int = MOST_CYCLES) -> Iterator[None]:
     """Let engines that are opened and run inside be delayed and poisoned.
 
     Delays that a graph captures are the same in each of its replays; those before each step, on
@@ -57,7 +59,7 @@ def storm(delays: str, seed: int = 0) -> Iterator[None]:
 
     def delay(share: float) -> None:
         if chance.random() < share:
-            torch.cuda._sleep(chance.randrange(MOST_CYCLES // 4, MOST_CYCLES))
+            torch.cuda._sleep(chance.randrange(most_cycles // 4, most_cycles))
 
     acquire, release, execute = WeightStore.acquire, WeightStore.release, ModelRunner.execute
     on_demand = OnDemandSlot.acquire

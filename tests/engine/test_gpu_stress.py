@@ -12,7 +12,7 @@ from engine.weights.ring import SlotRing
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import heedless, leave_stale, or_poison, skip_wait
 from tests.engine.growth import Growths, grow, some_eager
-from tests.engine.storm import poisoned_blocks, storm
+from tests.engine.storm import LONG_CYCLES, poisoned_blocks, storm
 from tests.engine.test_gpu_equality import PLACEMENTS
 from tests.tiny import greedy, make_prompt, open_llm
 
@@ -111,6 +111,7 @@ def test_control_faults_change_tokens(
         with some_eager(llm, share):
             assert grow(llm, growths.prompts).tokens == expected
         llm.close()
+    with storm(delays, most_cycles=LONG_CYCLES):
         monkeypatch.setattr(SlotRing, method, faulty)
         llm = growths.open(dtype="float32", **PLACEMENTS["prefetch, two ahead"])
         with some_eager(llm, share):
