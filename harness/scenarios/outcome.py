@@ -20,11 +20,14 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     """What a reader should know; the figures stand."""
 
+    num_unlisted_tokens: int = 0
+    """Output tokens of requests that are not in the samples: of the other rates of a search."""
+
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all requests in the samples."""
+        """Output tokens of all requests that ran."""
         rows = self.samples if isinstance(self.samples, list) else self.samples["requests"]
-        return sum(row["num_output_tokens"] for row in rows)
+        return self.num_unlisted_tokens + sum(row["num_output_tokens"] for row in rows)
 
 
 def failure_reasons(part: str, requests: Sequence[RequestTimes]) -> list[str]:

@@ -115,6 +115,8 @@ def measure_serve(
     peak = search_peak(load.config.search, measure)
     shown = load.config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
     outcome = judge(load.config, *found[shown])
+    others = (served for rate_per_s, (_, served) in found.items() if rate_per_s != shown)
+    outcome.num_unlisted_tokens = sum(len(item.token_ids) for served in others for item in served)
     _note_peak(outcome, peak)
     return outcome, totals
 

@@ -261,6 +261,9 @@ def test_a_search_tries_rates_with_prompts_of_their_own():
         *(f"serve-2-{index}" for index in range(5)),
     ]
     assert len({tuple(prompt) for _, prompt in llm.prompts}) == 8
+    # Energy is that of all rates, and so are its tokens; the samples are those at the peak.
+    assert len(outcome.samples["requests"]) == 5
+    assert outcome.num_output_tokens == 8 * 4
 
 
 def test_a_search_without_an_answer_says_so():
