@@ -45,15 +45,8 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the length limit in force.
 
     Raises:
-        ConfigError: The model has a sliding window that was not disabled, or the limit exceeds the
-            model's.
+        ConfigError: The limit exceeds the model's.
     """
-    window = spec.sliding_window
-    if window is not None and not config.kv.disable_sliding_window:
-        raise ConfigError(
-            f"model: it attends to a sliding window of {window} tokens, which is not available "
-            "yet. Set kv.disable_sliding_window=true to attend to the whole context."
-        )
     limit = spec.max_position_embeddings
     asked = limit if config.engine.max_model_len is None else config.engine.max_model_len
     if not 2 <= asked <= limit:
@@ -62,6 +55,12 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
             f"most the model's {limit} positions, got {asked}. Change it."
         )
     return asked
+
+
+def resolve_window(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int | None:
+    """Return the window in force; None where every layer attends to all that it can see."""
+    window = None if config.kv.disable_sliding_window else spec.sliding_window
+    return None if window is None or window >= max_model_len else window
 
 
 def served(asked: Asked, assignment: Assignment) -> Assignment:
@@ -95,8 +94,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     if use_graphs and layout.offloaded_bytes and not facts.can_pin:
         use_graphs = False
         notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
-    if config.kv.disable_sliding_window and spec.sliding_window is None:
-        notes.append("kv.disable_sliding_window: this model has no window, so nothing changes.")
+    notes += _window_notes(asked)
     graph_pool, graph_nodes = graph_bytes(spec, sizes if use_graphs else (), size)
     workspace, runtime = runtime_bytes(facts.kind)
     items = {
@@ -139,6 +137,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         block_bytes=block_bytes,
         num_gpu_blocks=blocks,
         max_model_len=asked.max_model_len,
+        window=resolve_window(config, spec, asked.max_model_len),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         graph_sizes=sizes,
@@ -151,6 +150,21 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         notes=tuple(notes),
         facts=facts,
     )
+
+
+def _window_notes(asked: Asked) -> list[str]:
+    """Say what kv.disable_sliding_window does."""
+    if not asked.config.kv.disable_sliding_window:
+        return []
+    window, layers = asked.spec.sliding_window, len(asked.spec.window_layers)
+    if window is None:
+        return ["kv.disable_sliding_window: this model has no window, so nothing changes."]
+    if window >= asked.max_model_len:
+        return []
+    return [
+        f"kv.disable_sliding_window: {layers} of {asked.spec.num_hidden_layers} layers attend to "
+        f"the whole context instead of {window} tokens, which the model was not made for."
+    ]
 
 
 def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:

@@ -16,11 +16,30 @@ class Architecture:
     qk_norm: str = "none"
     """RMS norm of q and k before the rotation: none | head (per head) | full (all heads)."""
     norms: str = "pre"
-    """pre: the norm's output enters the sub-layer; post: it is taken of the sub-layer's output."""
+    """pre: the norm's output enters the sub-layer; post: it is taken of the sub-layer's output;
+    both: one before and one after each sub-layer."""
+    norm_offset: float = 0.0
+    """Added to the weight of every RMS norm."""
+    activation: str = "silu"
+    """Of the gate of the MLP: silu | gelu_tanh."""
+    scales_embedding: bool = False
+    """Hidden states start as the embedding times the root of hidden_size."""
     sliding_window: str = "never"
-    """never | config (when sliding_window is set) | flag (when use_sliding_window is true too)."""
-    window_default: int | None = None
+    """never | all (every layer, when sliding_window is set) | flag (when use_sliding_window is true
+    too: layers from max_window_layers on) | pattern (all but every sixth layer); the last two
+    unless layer_types says otherwise."""
+    window_default: int | None = 4096
     """transformers' default of sliding_window where a config.json leaves it out."""
+    theta_default: float = 10000.0
+    """transformers' default of rope_theta."""
+    local_theta_default: float | None = None
+    """transformers' default of rope_local_base_freq; None: window layers rotate as the others."""
+    tied_default: bool = False
+    """transformers' default of tie_word_embeddings."""
+    vocab_default: int | None = None
+    """transformers' default of vocab_size; None: it must be stated."""
+    heads_default: int | None = None
+    """transformers' default of num_attention_heads; None: it must be stated."""
     eps_default: float = 1e-6
     """transformers' default of rms_norm_eps where a config.json leaves it out."""
     kv_heads_default: int | None = None
@@ -33,9 +52,7 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(qkv_bias=None, o_bias=None, mlp_bias=None),
-    "mistral": Architecture(
-        sliding_window="config", window_default=4096, kv_heads_default=8, positions_default=131072
-    ),
+    "mistral": Architecture(sliding_window="all", kv_heads_default=8, positions_default=131072),
     "qwen2": Architecture(
         qkv_bias=True, sliding_window="flag", kv_heads_default=32, positions_default=32768
     ),
@@ -51,4 +68,36 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(
         qkv_bias=None, o_bias=None, qk_norm="full", norms="post", eps_default=1e-5
     ),
+    "gemma3_text": Architecture(
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm="head",
+        norms="both",
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        scales_embedding=True,
+        sliding_window="pattern",
+        theta_default=1e6,
+        local_theta_default=1e4,
+        tied_default=True,
+        vocab_default=262208,
+        heads_default=8,
+        kv_heads_default=4,
+        head_dim_default=256,
+        positions_default=131072,
+    ),
 }
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+"""Kinds of attention of a layer, as config.json names them."""
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""Kind of rotary scaling -> its factors."""

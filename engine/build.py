@@ -16,8 +16,8 @@ from engine.device.base import Device
 from engine.device.select import open_device
 from engine.errors import CheckpointError, PinningError
 from engine.kv.cache import KVCache
-from engine.models.decoder import Decoder
-from engine.models.rotary import rotary_table
+from engine.models.decoder import Decoder, LayerAttention
+from engine.models.rotary import rotary_tables
 from engine.offload_config import OffloadWarning
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
@@ -26,7 +26,7 @@ from engine.sampler import Sampler
 from engine.sizes import pad_batch
 from engine.spec import ModelSpec
 from engine.tokenizer import eos_token_ids, load_tokenizer
-from engine.weights.checkpoint import StoredTensor, check_checkpoint, read_headers
+from engine.weights.checkpoint import StoredTensor, check_checkpoint, read_headers, text_part
 from engine.weights.dummy import fill_dummy
 from engine.weights.reader import CheckpointReader
 from engine.weights.store import WeightStore
@@ -124,16 +124,17 @@ def build_engine(
         device = open_device(config.gpu.device)
         plan = plan_memory(config, spec, device.facts(), reference=reference)
     with clock.phase("read"):
-        stored = _find_weights(config.model, spec)
+        stored, note = _find_weights(config.model, spec)
     with clock.phase("tokenizer"):
         folder = None if config.model.path is None else Path(config.model.path)
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder)
     device.enforce_budget(plan.allocator_bytes)
     try:
         plan, store = _place(config, spec, device, plan, clock, reference=reference)
+        plan = replace(plan, notes=(*plan.notes, note)) if note else plan
         for note in plan.notes:
             warnings.warn(note, OffloadWarning, stacklevel=3)
-        _load(config, stored, device, store, clock, progress)
+        _load(config, spec, stored, device, store, clock, progress)
         with clock.phase("allocate"):
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device)
@@ -201,18 +202,19 @@ def _allocate(plan: MemoryPlan, device: Device, clock: PhaseClock) -> WeightStor
     return store
 
 
-def _find_weights(model: ModelConfig, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Where every tensor lies on disk, checked; empty where weights are made up."""
+def _find_weights(model: ModelConfig, spec: ModelSpec) -> tuple[dict[str, StoredTensor], str]:
+    """Where every tensor lies on disk, checked, and a note; empty where weights are made up."""
     if model.load_format == "dummy":
-        return {}
+        return {}, ""
     folder = Path(model.path or "")
-    stored = read_headers(folder)
+    stored, note = text_part(read_headers(folder))
     check_checkpoint(stored, spec, folder)
-    return stored
+    return stored, note
 
 
 def _load(
     config: EngineConfig,
+    spec: ModelSpec,
     stored: dict[str, StoredTensor],
     device: Device,
     store: WeightStore,
@@ -235,7 +237,8 @@ def _load(
     advance(0)
     if config.model.load_format == "dummy":
         with clock.phase("convert"):
-            fill_dummy(parts, config.engine.seed, advance)
+            norm = 1.0 - spec.architecture.norm_offset
+            fill_dummy(parts, config.engine.seed, advance, norm)
             device.synchronize()
         clock.add_bytes("convert", total)
         return
@@ -252,8 +255,13 @@ def _runner(
         plan.max_model_len,
         device.torch_device,
     )
-    rotary = rotary_table(spec, plan.max_model_len, device.torch_device)
+    full, local = rotary_tables(spec, plan.max_model_len, device.torch_device)
+    with_window = set(spec.window_layers)
+    attention = tuple(
+        LayerAttention(local, plan.window) if index in with_window else LayerAttention(full, None)
+        for index in range(spec.num_hidden_layers)
+    )
     logits = torch.zeros(
         (pad_batch(plan.max_num_seqs), spec.vocab_size), device=device.torch_device
     )
-    return ModelRunner(plan, Decoder(spec, store, cache, rotary, workspace, logits), device)
+    return ModelRunner(plan, Decoder(spec, store, cache, attention, workspace, logits), device)

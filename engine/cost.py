@@ -59,6 +59,8 @@ class Shape:
     q_size: int
     kv_layer_bytes: int
     """Keys and values of one token in one layer."""
+    kv_limits: tuple[int, ...]
+    """Most tokens that each layer attends to."""
     is_float32: bool
     is_pinned: bool
     uses_graphs: bool
@@ -100,6 +102,7 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         head_params=spec.vocab_size * spec.hidden_size,
         q_size=spec.q_size,
         kv_layer_bytes=2 * spec.kv_size * size,
+        kv_limits=_kv_limits(plan, spec),
         is_float32=size == 4,
         is_pinned=plan.pin,
         uses_graphs=plan.use_graphs,
@@ -109,6 +112,14 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         block_size=plan.block_size,
         num_blocks=plan.num_gpu_blocks,
     )
+
+
+def _kv_limits(plan: MemoryPlan, spec: ModelSpec) -> tuple[int, ...]:
+    limits = [plan.max_model_len] * spec.num_hidden_layers
+    if plan.window is not None:
+        for layer in spec.window_layers:
+            limits[layer] = plan.window
+    return tuple(limits)
 
 
 def ring_s(
@@ -181,16 +192,20 @@ def step_s(
     """
     tokens = decodes + prefill
     flops = 2.0 * tokens * shape.layer_params
-    flops += 4.0 * shape.q_size * prefill * (before + prefill / (2 * max(1, rows or 1)))
-    flops_s = flops / _matrix_rate(shape, rates)
-    kv_s = decodes * context * shape.kv_layer_bytes / (KV_SHARE * rates.hbm_gb_s * 1e9)
+    seen = before + prefill / (2 * max(1, rows or 1))
+    kv_token_s = decodes * shape.kv_layer_bytes / (KV_SHARE * rates.hbm_gb_s * 1e9)
     read_rate = WEIGHT_SHARE * rates.hbm_gb_s * 1e9
     in_place = _reads_in_place(shape, tokens)
     tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
     place_rate = IN_PLACE_KERNEL_SHARE * rates.in_place_gb_s * 1e9
     graphed = shape.uses_graphs and not prefill
     compute = []
-    for resident, offloaded in zip(shape.resident_bytes, shape.offloaded_bytes, strict=True):
+    for resident, offloaded, limit in zip(
+        shape.resident_bytes, shape.offloaded_bytes, shape.kv_limits, strict=True
+    ):
+        attention = 4.0 * shape.q_size * prefill * min(seen, limit)
+        flops_s = (flops + attention) / _matrix_rate(shape, rates)
+        kv_s = kv_token_s * min(context, limit)
         from_gpu = resident if in_place else resident + offloaded
         read = from_gpu / read_rate + (offloaded * tiles / place_rate if in_place else 0.0)
         seconds = max(read, flops_s) + kv_s + rates.layer_overhead_s

@@ -95,6 +95,8 @@ class MemoryPlan:
     block_bytes: int
     num_gpu_blocks: int
     max_model_len: int
+    window: int | None
+    """Most tokens that layers with a window attend to; None: no layer has one that matters."""
     max_num_seqs: int
     max_num_batched_tokens: int
     graph_sizes: tuple[int, ...]
@@ -220,6 +222,7 @@ class MemoryPlan:
                 "block_bytes": self.block_bytes,
                 "tokens": self.kv_tokens,
                 "max_model_len": self.max_model_len,
+                "window": self.window,
                 "max_concurrency": self.kv_tokens / self.max_model_len,
             },
             "placements": self.placed_bytes(),

@@ -33,7 +33,8 @@ def activation_bytes(
     step = tokens * _widest(spec) * dtype_bytes
     workspace = decode_workspace_bytes(rows, spec.num_attention_heads, spec.head_dim, max_model_len)
     inputs = rows * math.ceil(max_model_len / 8) * 4 + tokens * 32
-    rotary = max_model_len * spec.head_dim * 4
+    tables = 1 if spec.rope_local_base_freq is None else 2
+    rotary = tables * max_model_len * spec.head_dim * 4
     return int(1.1 * step) + workspace + inputs + rotary + min(32 * MIB, step)
 
 

@@ -5,23 +5,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, Architecture
+from engine.architectures import ARCHITECTURES, FULL, ROPE_TYPES, WINDOW, Architecture
 from engine.errors import CheckpointError, ConfigError
+from engine.hf_config import sizes_of
 from engine.sealed import Sealed, check_choice, check_flag, check_number
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
+NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
     ),
 }
-"""Kind of rotary scaling -> its factors."""
+"""Norms of a layer's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,15 @@ class ModelSpec(Sealed):
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
-    """Window of attention in tokens; null: the whole context."""
+    """Most tokens that a layer with a window attends to, the query's own among them; null: every
+    layer attends to the whole context."""
+    layer_types: list[str] = field(default_factory=list)
+    """sliding_attention or full_attention for each layer; empty: all alike, with a window where
+    sliding_window is set."""
+    rope_local_base_freq: float | None = None
+    """rope_theta of layers with a window, which then have no rope_scaling; null: as the others."""
+    query_pre_attn_scalar: float | None = None
+    """Attention scores are divided by its root; null: head_dim."""
     dtype: str = "bfloat16"
     """dtype of the checkpoint."""
 
@@ -113,9 +122,31 @@ class ModelSpec(Sealed):
         check_choice("model.spec.dtype", self.dtype, DTYPES)
         check_number("model.spec.rope_theta", self.rope_theta, low=0, low_open=True)
         check_number("model.spec.rms_norm_eps", self.rms_norm_eps, low=0)
-        if self.sliding_window is not None:
-            check_number("model.spec.sliding_window", self.sliding_window, low=1, integer=True)
+        for name in ("rope_local_base_freq", "query_pre_attn_scalar"):
+            if getattr(self, name) is not None:
+                check_number(f"model.spec.{name}", getattr(self, name), low=0, low_open=True)
+        self._check_window()
         self._check_rope_scaling()
+
+    def _check_window(self) -> None:
+        window, types = self.sliding_window, list(self.layer_types)
+        if window is not None:
+            check_number("model.spec.sliding_window", window, low=1, integer=True)
+        elif types or self.rope_local_base_freq is not None:
+            name = "layer_types" if types else "rope_local_base_freq"
+            raise ConfigError(
+                f"model.spec.{name}: expected a sliding_window beside it, got none: it would have "
+                "no effect. Set model.spec.sliding_window, or remove it."
+            )
+        if not types:
+            return
+        for kind in types:
+            check_choice("model.spec.layer_types", kind, (WINDOW, FULL))
+        if len(types) != self.num_hidden_layers or WINDOW not in types:
+            raise ConfigError(
+                f"model.spec.layer_types: expected one of {self.num_hidden_layers} layers each, "
+                f"{WINDOW} among them, got {len(types)}: {', '.join(types)}."
+            )
 
     def _check_rope_scaling(self) -> None:
         kind = self.rope_scaling.get("rope_type", "default")
@@ -139,6 +170,20 @@ class ModelSpec(Sealed):
     def architecture(self) -> Architecture:
         """The family's differences."""
         return ARCHITECTURES[self.model_type]
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Layers that attend to a window, in order."""
+        if self.sliding_window is None:
+            return ()
+        kinds = self.layer_types or [WINDOW] * self.num_hidden_layers
+        return tuple(index for index, kind in enumerate(kinds) if kind == WINDOW)
+
+    @property
+    def attention_scale(self) -> float:
+        """Multiplies attention scores."""
+        scalar = self.query_pre_attn_scalar
+        return 1 / math.sqrt(self.head_dim if scalar is None else scalar)
 
     @property
     def q_size(self) -> int:
@@ -186,12 +231,8 @@ class ModelSpec(Sealed):
         gate_up = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
         yield from linear("mlp.gate_up_proj", gate_up, hidden, mlp_bias)
         yield from linear("mlp.down_proj", {"mlp.down_proj": hidden}, ffn, mlp_bias)
-        if arch.norms == "pre":
-            yield vector("input_layernorm", hidden)
-            yield vector("post_attention_layernorm", hidden)
-        else:
-            yield vector("post_attention_layernorm", hidden)
-            yield vector("post_feedforward_layernorm", hidden)
+        for name in NORMS[arch.norms]:
+            yield vector(name, hidden)
 
     def _has_bias(self, rule: bool | None) -> bool:
         return self.attention_bias if rule is None else rule
@@ -237,45 +278,8 @@ class ModelSpec(Sealed):
         """
         if not isinstance(config, Mapping):
             raise CheckpointError(f"config.json: expected an object, got {type(config).__name__}.")
-        kind = config.get("model_type")
-        if not isinstance(kind, str) or kind not in ARCHITECTURES:
-            raise CheckpointError(
-                f"config.json: expected model_type among {', '.join(ARCHITECTURES)}, got {kind!r}. "
-                "Other architectures are not supported."
-            )
         try:
-            _check_supported(config)
-            heads = _size(config, "num_attention_heads")
-            hidden = _size(config, "hidden_size")
-            rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-            theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-            arch = ARCHITECTURES[kind]
-            # The family's defaults are for a key that is absent; null means as in Llama.
-            kv_default = None if "num_key_value_heads" in config else arch.kv_heads_default
-            dim_default = None if "head_dim" in config else arch.head_dim_default
-            return cls(
-                model_type=kind,
-                vocab_size=_size(config, "vocab_size"),
-                hidden_size=hidden,
-                intermediate_size=_size(config, "intermediate_size"),
-                num_hidden_layers=_size(config, "num_hidden_layers"),
-                num_attention_heads=heads,
-                num_key_value_heads=_size(config, "num_key_value_heads", kv_default or heads),
-                head_dim=_size(config, "head_dim", dim_default or hidden // max(1, heads)),
-                max_position_embeddings=_size(
-                    config, "max_position_embeddings", arch.positions_default
-                ),
-                rms_norm_eps=float(config.get("rms_norm_eps") or arch.eps_default),
-                rope_theta=float(theta),
-                rope_scaling=_rope_scaling(rope),
-                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-                attention_bias=bool(config.get("attention_bias", False)),
-                mlp_bias=bool(config.get("mlp_bias", False)),
-                sliding_window=_sliding_window(config, arch),
-                dtype=str(
-                    config.get("dtype") or config.get("torch_dtype") or "float32"
-                ).removeprefix("torch."),
-            )
+            return cls(**sizes_of(config))
         except KeyError as error:
             raise CheckpointError(f"config.json: expected the key {error}, found none.") from error
         except ConfigError as error:
@@ -284,57 +288,3 @@ class ModelSpec(Sealed):
             raise CheckpointError(
                 f"config.json: a value is of the wrong kind ({error}). Fetch it again."
             ) from error
-
-
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None:
-        if default is None:
-            raise KeyError(name)
-        return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointError(f"config.json: {name}: expected an integer, got {value!r}.")
-    return value
-
-
-def _check_supported(config: Mapping[str, Any]) -> None:
-    act = config.get("hidden_act", "silu")
-    if act not in {"silu", "swish"}:
-        raise CheckpointError(f"config.json: expected hidden_act silu, got {act!r}; not supported.")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"config.json: quantised checkpoints are not supported, got quant_method={method!r}. "
-            "Use the bfloat16, float16 or float32 checkpoint."
-        )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise CheckpointError(
-            f"config.json: expected rotary scaling among {', '.join(ROPE_TYPES)}, got {kind!r}."
-        )
-    factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if float(factor) != 1.0:
-        raise CheckpointError(
-            f"config.json: expected partial_rotary_factor 1, got {factor}; not supported."
-        )
-
-
-def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {}
-    return {"rope_type": kind} | {key: rope.get(key) for key in ROPE_TYPES[kind]}
-
-
-def _sliding_window(config: Mapping[str, Any], arch: Architecture) -> int | None:
-    if arch.sliding_window == "never":
-        return None
-    if arch.sliding_window == "flag" and not config.get("use_sliding_window", False):
-        return None
-    types = config.get("layer_types")
-    if types and "sliding_attention" not in types:
-        return None
-    if config.get("sliding_window", arch.window_default) is None:
-        return None
-    return _size(config, "sliding_window", arch.window_default)

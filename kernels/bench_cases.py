@@ -117,6 +117,17 @@ def _silu_mul(device: torch.device) -> Case:
     )
 
 
+def _gelu_mul(device: torch.device) -> Case:
+    gate_up = _randn((8192, 2 * _FEED_FORWARD), device)
+    return Case(
+        "gelu_mul",
+        "8192 x 2 x 14336",
+        lambda: ops.gelu_mul(gate_up),
+        lambda: activation.gelu_mul(gate_up),
+        gate_up.nbytes * 3 // 2,
+    )
+
+
 def _decode(device: torch.device, num_seqs: int, seq_len: int) -> Case:
     k_cache, v_cache = _cache(num_seqs * seq_len, device)
     num_blocks = k_cache.shape[0]
@@ -218,6 +229,19 @@ def _linear_silu_mul(device: torch.device, num_tokens: int) -> Case:
     )
 
 
+def _linear_gelu_mul(device: torch.device, num_tokens: int) -> Case:
+    x = _randn((num_tokens, _HIDDEN), device)
+    weight = _randn((2 * _FEED_FORWARD, _HIDDEN), device)
+    return Case(
+        "linear_gelu_mul",
+        f"{num_tokens} x 4096 by 4096 x 2 x {_FEED_FORWARD}",
+        lambda: ops.linear_gelu_mul(x, weight),
+        lambda: linear.linear_gelu_mul(x, weight),
+        x.nbytes + weight.nbytes + num_tokens * _FEED_FORWARD * _ELEMENT_BYTES,
+        num_flops=2 * num_tokens * weight.numel(),
+    )
+
+
 def _copies(num_elements: int) -> int:
     """Return how many weights of this size are 256 MiB or more."""
     return max(1, -(-(2**28) // (num_elements * _ELEMENT_BYTES)))
@@ -254,6 +278,7 @@ BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
         lambda device: _rotary_write_kv(device, "norm of all"),
     ),
     "silu_mul": (_silu_mul,),
+    "gelu_mul": (_gelu_mul,),
     "paged_decode_attention": (
         lambda device: _decode(device, 32, 4096),
         lambda device: _decode(device, 1, 4096),
@@ -279,5 +304,6 @@ BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
         lambda device: _linear_silu_mul(device, 16),
         lambda device: _linear_silu_mul(device, 64),
     ),
+    "linear_gelu_mul": (lambda device: _linear_gelu_mul(device, 1),),
 }
 """Operator to the cases that are timed for it."""

@@ -144,6 +144,20 @@ def check_attention(
         check_tensor(f"{name}.out", out, q_shape, dtype, device)
 
 
+def check_window(name: str, window: int | None) -> None:
+    """Raise unless a window of attention is None or holds a token at least.
+
+    Args:
+        name: the operator's name.
+        window: tokens, or None.
+
+    Raises:
+        KernelArgumentError: if it is below 1.
+    """
+    if window is not None and window < 1:
+        raise KernelArgumentError(f"{name}.window", "None or at least 1 token", f"{window}")
+
+
 def check_workspace(
     name: str, q_SNH: torch.Tensor, workspace: DecodeWorkspace, max_seq_len: int
 ) -> None:
@@ -168,6 +182,25 @@ def check_workspace(
     if partial.device != q_SNH.device:
         expected = f"tensors on {q_SNH.device}"
         raise KernelArgumentError(f"{name}.workspace", expected, f"{partial.device}")
+
+
+def check_gate_up(name: str, gate_up_T2F: torch.Tensor) -> None:
+    """Raise unless a tensor can be split into gates and ups.
+
+    Args:
+        name: the operator's name.
+        gate_up_T2F: [T, 2F].
+
+    Raises:
+        KernelArgumentError: naming what does not fit.
+    """
+    what = f"{name}.gate_up"
+    check_float(what, gate_up_T2F)
+    check_dims(what, gate_up_T2F, "TF")
+    num_tokens, width = gate_up_T2F.shape
+    if width % 2:
+        raise KernelArgumentError(what, "an even number of columns", f"{width}")
+    check_tensor(what, gate_up_T2F, (num_tokens, width), gate_up_T2F.dtype, gate_up_T2F.device)
 
 
 def check_linear(

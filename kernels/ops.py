@@ -18,6 +18,7 @@ from kernels.checks import (
     KernelArgumentError,
     check_dims,
     check_float,
+    check_gate_up,
     check_linear,
     check_rotary_write_kv,
     check_tensor,
@@ -40,7 +41,9 @@ __all__ = [
     "decode_workspace",
     "decode_workspace_bytes",
     "embedding",
+    "gelu_mul",
     "linear",
+    "linear_gelu_mul",
     "linear_silu_mul",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -54,14 +57,17 @@ __all__ = [
 # ruff: noqa: PLC0415
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide each row by its root mean square and multiply by a weight, rounding once.
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> torch.Tensor:
+    """Divide each row by its root mean square, multiply by weight + offset, round once.
 
     Args:
         x: [..., D], stride 1 in the last dimension; the others may be strided, as the heads of a
             fused projection are.
         weight: [D], dtype of x.
         eps: added to the mean square.
+        offset: added to the weight, in float32.
 
     Returns:
         A new contiguous tensor, shape and dtype of x.
@@ -74,12 +80,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.is_cuda:
         from kernels.triton import norm
 
-        return norm.rms_norm(x, weight, eps)
-    return ref_norm.rms_norm(x, weight, eps)
+        return norm.rms_norm(x, weight, eps, offset)
+    return ref_norm.rms_norm(x, weight, eps, offset)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """Add x to residual in place, and return the rms_norm of the sum as it is stored.
 
@@ -88,6 +98,7 @@ def add_rms_norm(
         residual: [T, D], dtype of x; overwritten.
         weight: [D], dtype of x.
         eps: added to the mean square.
+        offset: added to the weight, in float32.
 
     Returns:
         A new contiguous tensor [T, D], dtype of x.
@@ -100,12 +111,16 @@ def add_rms_norm(
     if x.is_cuda:
         from kernels.triton import norm
 
-        return norm.add_rms_norm(x, residual, weight, eps)
-    return ref_norm.add_rms_norm(x, residual, weight, eps)
+        return norm.add_rms_norm(x, residual, weight, eps, offset)
+    return ref_norm.add_rms_norm(x, residual, weight, eps, offset)
 
 
 def rms_norm_add_(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
 ) -> None:
     """Add the rms_norm of x, rounded to its dtype, to residual in place.
 
@@ -114,6 +129,7 @@ def rms_norm_add_(
         residual: [T, D], dtype of x; overwritten.
         weight: [D], dtype of x.
         eps: added to the mean square.
+        offset: added to the weight, in float32.
     """
     check_float("rms_norm_add_.x", x)
     check_dims("rms_norm_add_.x", x, "TD")
@@ -123,9 +139,9 @@ def rms_norm_add_(
     if x.is_cuda:
         from kernels.triton import norm
 
-        norm.rms_norm_add_(x, residual, weight, eps)
+        norm.rms_norm_add_(x, residual, weight, eps, offset)
         return
-    ref_norm.rms_norm_add_(x, residual, weight, eps)
+    ref_norm.rms_norm_add_(x, residual, weight, eps, offset)
 
 
 def rotary_write_kv_(
@@ -140,6 +156,7 @@ def rotary_write_kv_(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
+    offset: float = 0.0,
 ) -> None:
     """Norm q and k where weights are given, rotate them, and put k and v into the cache.
 
@@ -162,6 +179,7 @@ def rotary_write_kv_(
         v_cache: [B, K, P, H], as k_cache.
         slots: [T] int64, block * P + offset, or -1 for a token that is not written. No slot twice,
             and none beyond the cache: neither is checked.
+        offset: added to the weights of both norms, in float32.
     """
     check_rotary_write_kv(
         q_TNH, k_TKH, v_TKH, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots
@@ -173,7 +191,7 @@ def rotary_write_kv_(
     else:
         run = ref_rotary_write_kv.rotary_write_kv_
     heads = (q_TNH, k_TKH, v_TKH)
-    run(*heads, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slots)
+    run(*heads, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slots, offset)
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
@@ -185,14 +203,7 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     Returns:
         A new contiguous tensor [T, F], dtype of the argument.
     """
-    check_float("silu_mul.gate_up", gate_up_T2F)
-    check_dims("silu_mul.gate_up", gate_up_T2F, "TF")
-    num_tokens, width = gate_up_T2F.shape
-    if width % 2:
-        raise KernelArgumentError("silu_mul.gate_up", "an even number of columns", f"{width}")
-    check_tensor(
-        "silu_mul.gate_up", gate_up_T2F, (num_tokens, width), gate_up_T2F.dtype, gate_up_T2F.device
-    )
+    check_gate_up("silu_mul", gate_up_T2F)
     if gate_up_T2F.is_cuda:
         from kernels.triton import activation
 
@@ -200,13 +211,33 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return ref_activation.silu_mul(gate_up_T2F)
 
 
-def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
-    """Return the table's rows for these ids.
+def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up of a fused projection, gelu approximated by tanh, rounding once.
+
+    Args:
+        gate_up_T2F: as silu_mul's.
+
+    Returns:
+        A new contiguous tensor [T, F], dtype of the argument.
+    """
+    check_gate_up("gelu_mul", gate_up_T2F)
+    if gate_up_T2F.is_cuda:
+        from kernels.triton import activation
+
+        return activation.gelu_mul(gate_up_T2F)
+    return ref_activation.gelu_mul(gate_up_T2F)
+
+
+def embedding(
+    ids_T: torch.Tensor, table_VD: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """Return the table's rows for these ids, times a scale if there is one.
 
     Args:
         ids_T: int64, 0 to V - 1.
         table_VD: on a GPU also a CUDA tensor over pinned host memory, of which only the rows asked
             for cross the link.
+        scale: rounded to the dtype of the table before it multiplies.
 
     Returns:
         A new tensor [T, D], dtype of the table.
@@ -214,7 +245,7 @@ def embedding(ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
     check_dims("embedding.table", table_VD, "VD")
     check_float("embedding.table", table_VD)
     check_tensor("embedding.ids", ids_T, (None,), torch.int64, table_VD.device)
-    return ref_linear.embedding(ids_T, table_VD)
+    return ref_linear.embedding(ids_T, table_VD, scale)
 
 
 def linear(
@@ -268,16 +299,46 @@ def linear_silu_mul(
     Returns:
         A new tensor [..., F], dtype of x.
     """
-    check_linear("linear_silu_mul", x, weight_2FD, bias)
-    if weight_2FD.shape[0] % 2:
-        raise KernelArgumentError(
-            "linear_silu_mul.weight", "an even number of rows", f"{weight_2FD.shape[0]}"
-        )
-    if is_small_product(x, weight_2FD):
+    rows = _gated_rows("linear_silu_mul", x, weight_2FD, bias)
+    if rows is not None:
         from kernels.triton import small_linear
 
-        rows = x.reshape(-1, x.shape[-1])
         return small_linear.linear_silu_mul(rows, weight_2FD, bias).view(*x.shape[:-1], -1)
     product = ref_linear.linear(x, weight_2FD, bias)
     gated = silu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])
+
+
+def linear_gelu_mul(
+    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return gelu_mul(linear(x, weight, bias)), in one kernel where linear has its own.
+
+    All else is as linear_silu_mul says.
+
+    Args:
+        x: [..., D], as linear's.
+        weight_2FD: F rows of gate and then F of up, as linear's.
+        bias: [2F], dtype of x, or None.
+
+    Returns:
+        A new tensor [..., F], dtype of x.
+    """
+    rows = _gated_rows("linear_gelu_mul", x, weight_2FD, bias)
+    if rows is not None:
+        from kernels.triton import small_linear
+
+        return small_linear.linear_gelu_mul(rows, weight_2FD, bias).view(*x.shape[:-1], -1)
+    product = ref_linear.linear(x, weight_2FD, bias)
+    gated = gelu_mul(product.reshape(-1, product.shape[-1]))
+    return gated.view(*x.shape[:-1], gated.shape[-1])
+
+
+def _gated_rows(
+    name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Check a gated product; return its tokens as rows where the kernel for few tokens runs."""
+    check_linear(name, x, weight, bias)
+    if weight.shape[0] % 2:
+        raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
+    return x.reshape(-1, x.shape[-1]) if is_small_product(x, weight) else None

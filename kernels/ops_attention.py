@@ -10,6 +10,7 @@ from kernels.checks import (
     KernelArgumentError,
     check_attention,
     check_tensor,
+    check_window,
     check_workspace,
 )
 from kernels.ref import attention as ref_attention
@@ -28,10 +29,11 @@ def paged_decode_attention(
     scale: float,
     *,
     max_seq_len: int,
+    window: int | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """Attend from one query a sequence to all keys of that sequence in a paged cache.
+    """Attend from one query a sequence to the keys of that sequence in a paged cache.
 
     A sequence's result depends on nothing else in the batch. With out and workspace given, a call
     on a GPU allocates nothing.
@@ -46,6 +48,8 @@ def paged_decode_attention(
         scale: multiplies the scores.
         max_seq_len: no sequence is longer; sizes the grid and the workspace, not checked against
             seq_lens_S.
+        window: a query sees the last `window` keys up to its own; blocks and table entries that lie
+            wholly before are not read. None: all keys.
         out: [S, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
         workspace: from decode_workspace, for at least S sequences of max_seq_len; allocated if
             None. Read by no other call until this one is done. The CPU needs none.
@@ -55,6 +59,7 @@ def paged_decode_attention(
     """
     name = "paged_decode_attention"
     check_attention(name, q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, out)
+    check_window(name, window)
     if seq_lens_S.shape[0] != q_SNH.shape[0]:
         raise KernelArgumentError(
             f"{name}.seq_lens", f"{q_SNH.shape[0]} lengths", f"{seq_lens_S.shape[0]}"
@@ -72,11 +77,12 @@ def paged_decode_attention(
             seq_lens_S,
             scale,
             max_seq_len=max_seq_len,
+            window=window,
             out=out,
             workspace=workspace,
         )
     return ref_attention.paged_decode_attention(
-        q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, scale, out=out
+        q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, scale, window=window, out=out
     )
 
 
@@ -90,6 +96,7 @@ def paged_prefill_attention(
     scale: float,
     *,
     max_query_len: int,
+    window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally from the last tokens of each sequence to its keys in a paged cache.
@@ -108,6 +115,8 @@ def paged_prefill_attention(
         seq_lens_S: int32, keys of each sequence, at least its number of queries; not checked.
         scale: multiplies the scores.
         max_query_len: no sequence has more queries; sizes the grid, not checked.
+        window: a query sees the last `window` keys up to its own; blocks and table entries that lie
+            wholly before are not read. None: all keys.
         out: [T, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
 
     Returns:
@@ -115,6 +124,7 @@ def paged_prefill_attention(
     """
     name = "paged_prefill_attention"
     check_attention(name, q_TNH, k_cache, v_cache, block_tables_SM, seq_lens_S, out)
+    check_window(name, window)
     num_seqs = seq_lens_S.shape[0]
     check_tensor(
         f"{name}.query_starts", query_starts_S1, (num_seqs + 1,), torch.int32, q_TNH.device
@@ -131,6 +141,7 @@ def paged_prefill_attention(
             seq_lens_S,
             scale,
             max_query_len=max_query_len,
+            window=window,
             out=out,
         )
     return ref_attention.paged_prefill_attention(
@@ -141,5 +152,6 @@ def paged_prefill_attention(
         query_starts_S1,
         seq_lens_S,
         scale,
+        window=window,
         out=out,
     )

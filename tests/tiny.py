@@ -37,12 +37,24 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 40}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "olmo2": ("Olmo2", {}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "num_hidden_layers": 4,
+            "sliding_window": 48,
+            "sliding_window_pattern": 3,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo2_biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
@@ -50,6 +62,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear_rope": (
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}},
+    ),
+    "mistral_window": ("Mistral", {"sliding_window": 29}),
+    "qwen2_window": ("Qwen2", {**QWEN_WINDOW, "max_window_layers": 1}),
+    "qwen3_window": ("Qwen3", {**QWEN_WINDOW, "max_window_layers": 0, "head_dim": 32}),
+    "gemma3_odd_sizes": (
+        "Gemma3",
+        {
+            "head_dim": 22,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "hidden_size": 60,
+            "num_hidden_layers": 7,
+            "sliding_window": 17,
+        },
     ),
     "llama_odd_sizes": (
         "Llama",
@@ -63,7 +89,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """transformers' class prefix, and what differs from COMMON."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma3")
 
 
 def hf_model(variant: str, seed: int = 1, **changes: Any) -> Any:
@@ -71,12 +97,13 @@ def hf_model(variant: str, seed: int = 1, **changes: Any) -> Any:
     import transformers
 
     kind, sizes = VARIANTS[variant]
-    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **sizes, **changes})
+    text = "Text" if kind == "Gemma3" else ""
+    config = getattr(transformers, f"{kind}{text}Config")(**{**COMMON, **sizes, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
+            torch.nn.init.normal_(parameter, 0.0 if "Gemma" in kind else 1.0, 0.2)
         elif name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.generation_config.eos_token_id = None

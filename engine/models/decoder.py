@@ -3,8 +3,10 @@
 T tokens, N query heads, K KV heads, H head size, D hidden.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -18,6 +20,16 @@ from kernels.workspace import DecodeWorkspace
 Weights = Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one layer attends."""
+
+    rotary: torch.Tensor
+    """float32 [max_model_len, H]."""
+    window: int | None
+    """Most keys that a query sees, its own among them; None: all."""
+
+
 @dataclass(frozen=True)
 class Decoder:
     """What every step needs beside its batch."""
@@ -25,8 +37,8 @@ class Decoder:
     spec: ModelSpec
     weights: WeightStore
     cache: KVCache
-    rotary: torch.Tensor
-    """float32 [max_model_len, H]."""
+    attention: tuple[LayerAttention, ...]
+    """Of each layer."""
     workspace: DecodeWorkspace
     logits: torch.Tensor
     """float32 [most rows of a step, V], written by every step."""
@@ -39,8 +51,10 @@ class Decoder:
         """
         spec, store = self.spec, self.weights
         store.begin_step(batch.num_tokens)
-        hidden = ops.embedding(batch.input_ids, store.outer("model.embed_tokens.weight"))
-        run = _pre_norm_layer if spec.architecture.norms == "pre" else _post_norm_layer
+        scale = math.sqrt(spec.hidden_size) if spec.architecture.scales_embedding else None
+        table = store.outer("model.embed_tokens.weight")
+        hidden = ops.embedding(batch.input_ids, table, scale)
+        run = _LAYERS[spec.architecture.norms]
         residual: torch.Tensor | None = None
         for index in range(spec.num_hidden_layers):
             weights = store.acquire(index)
@@ -63,11 +77,12 @@ class Decoder:
             hidden = hidden.index_select(0, batch.logits_rows)
             if residual is not None:
                 residual = residual.index_select(0, batch.logits_rows)
-        norm, eps = self.weights.outer("model.norm.weight"), self.spec.rms_norm_eps
+        norm = self.weights.outer("model.norm.weight")
+        eps, offset = self.spec.rms_norm_eps, self.spec.architecture.norm_offset
         if residual is None:
-            hidden = ops.rms_norm(hidden, norm, eps)
+            hidden = ops.rms_norm(hidden, norm, eps, offset)
         else:
-            hidden = ops.add_rms_norm(hidden, residual, norm, eps)
+            hidden = ops.add_rms_norm(hidden, residual, norm, eps, offset)
         head = "model.embed_tokens.weight" if self.spec.tie_word_embeddings else "lm_head.weight"
         out.copy_(ops.linear(hidden, self.weights.outer(head), workspace=self.workspace))
 
@@ -109,6 +124,30 @@ def _post_norm_layer(
     return hidden, residual
 
 
+def _both_norms_layer(
+    model: Decoder,
+    batch: Batch,
+    weights: Weights,
+    index: int,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Norms of the sub-layers' inputs and of their outputs; `hidden` is the whole stream."""
+    eps, offset = model.spec.rms_norm_eps, model.spec.architecture.norm_offset
+    out = ops.rms_norm(hidden, weights["input_layernorm.weight"], eps, offset)
+    out = _attention(model, batch, weights, index, out)
+    ops.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps, offset)
+    out = ops.rms_norm(hidden, weights["pre_feedforward_layernorm.weight"], eps, offset)
+    out = _mlp(model, weights, out)
+    ops.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps, offset)
+    return hidden, residual
+
+
+_LAYERS = MappingProxyType(
+    {"pre": _pre_norm_layer, "post": _post_norm_layer, "both": _both_norms_layer}
+)
+
+
 def _attention(
     model: Decoder, batch: Batch, weights: Weights, index: int, hidden: torch.Tensor
 ) -> torch.Tensor:
@@ -127,27 +166,30 @@ def _attention(
         weights.get("self_attn.q_norm.weight"),
         weights.get("self_attn.k_norm.weight"),
         spec.rms_norm_eps,
-        model.rotary,
+        model.attention[index].rotary,
         batch.positions,
         k_cache,
         v_cache,
         batch.slots,
+        spec.architecture.norm_offset,
     )
     out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    _attend(model, batch, q_TNH, k_cache, v_cache, out)
+    _attend(model, batch, index, q_TNH, k_cache, v_cache, out)
     return _linear(model, weights, "self_attn.o_proj", out.flatten(-2))
 
 
 def _attend(
     model: Decoder,
     batch: Batch,
+    index: int,
     q_TNH: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """Decodes by the split kernel, prefills by the varlen one; both read the cache."""
-    scale, edge = model.spec.head_dim**-0.5, batch.num_decodes
+    scale, edge = model.spec.attention_scale, batch.num_decodes
+    window = model.attention[index].window
     if edge:
         ops.paged_decode_attention(
             q_TNH[:edge],
@@ -157,6 +199,7 @@ def _attend(
             batch.seq_lens[:edge],
             scale,
             max_seq_len=batch.max_decode_len,
+            window=window,
             out=out[:edge],
             workspace=model.workspace,
         )
@@ -170,13 +213,16 @@ def _attend(
             batch.seq_lens[edge:],
             scale,
             max_query_len=batch.max_prefill_tokens,
+            window=window,
             out=out[edge:],
         )
 
 
 def _mlp(model: Decoder, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
     name = "mlp.gate_up_proj"
-    gated = ops.linear_silu_mul(hidden, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    is_gelu = model.spec.architecture.activation == "gelu_tanh"
+    product = ops.linear_gelu_mul if is_gelu else ops.linear_silu_mul
+    gated = product(hidden, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
     return _linear(model, weights, "mlp.down_proj", gated)
 
 

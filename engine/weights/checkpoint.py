@@ -14,6 +14,8 @@ import torch
 from engine.errors import CheckpointError
 from engine.spec import ModelSpec
 
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""How names of the text part of a model of text and images start -> how ours do."""
 FILE_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -124,6 +126,32 @@ def _stored(
             "It is cut short; fetch it again."
         )
     return StoredTensor(file, dtype, shape, data_start + begin, end - begin)
+
+
+def text_part(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], str]:
+    """Return the tensors of the text part under their usual names, and a note of what is left out.
+
+    A checkpoint that has text alone is returned as it is, with an empty note.
+    """
+    found = {
+        ours + name.removeprefix(theirs): tensor
+        for theirs, ours in TEXT_PREFIXES.items()
+        for name, tensor in stored.items()
+        if name.startswith(theirs)
+    }
+    if not found:
+        return dict(stored), ""
+    rest = {name: x for name, x in stored.items() if not name.startswith(tuple(TEXT_PREFIXES))}
+    if "lm_head.weight" in rest:
+        found["lm_head.weight"] = rest.pop("lm_head.weight")
+    if not rest:
+        return found, ""
+    num_bytes = sum(tensor.num_bytes for tensor in rest.values())
+    note = (
+        f"checkpoint: the text part is read; {len(rest)} other tensors ({num_bytes / 2**30:.2f} "
+        f"GiB) are left out, the first is {min(rest)}."
+    )
+    return found, note
 
 
 def check_checkpoint(stored: Mapping[str, StoredTensor], spec: ModelSpec, folder: Path) -> None:

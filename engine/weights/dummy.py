@@ -18,8 +18,9 @@ def fill_dummy(
     parameters: Iterable[tuple[ParamSpec, torch.Tensor]],
     seed: int,
     progress: Callable[[int], None],
+    norm: float = 1.0,
 ) -> None:
-    """Fill every parameter: norms with 1 plus noise, biases and weights with normal noise.
+    """Fill every parameter: norms with `norm` plus noise, biases and weights with normal noise.
 
     Values are read cyclically from one pool of draws at an offset hashed from seed and name. Host
     memory is filled by threads; work for a GPU is enqueued on the current stream.
@@ -28,6 +29,7 @@ def fill_dummy(
         parameters: Name and shape with the tensor to fill, on any device.
         seed: Changes every value.
         progress: Called with bytes that are in place or enqueued.
+        norm: Mean of the weights of norms.
     """
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(POOL_SIZE, generator=generator, dtype=torch.float32) * STD
@@ -38,7 +40,7 @@ def fill_dummy(
             is_norm = spec.name.endswith("norm.weight")
             key = (target.device, target.dtype, is_norm)
             if key not in pools:
-                values = base + 1.0 if is_norm else base
+                values = base + norm if is_norm else base
                 pools[key] = values.to(target.dtype).to(target.device)
             for part, values in _cut(target.view(-1), pools[key], _offset(spec.name, seed)):
                 num_bytes = part.numel() * part.element_size()

@@ -15,7 +15,6 @@ from engine.config import (
     EngineConfig,
     EngineSettings,
     GPUConfig,
-    KVConfig,
     ModelConfig,
     OffloadConfig,
     PlannerConfig,
@@ -86,7 +85,6 @@ def _plan(spec: ModelSpec, size_gb: int, planner: PlannerConfig) -> MemoryPlan |
     config = EngineConfig(
         model=ModelConfig(name="model", load_format="dummy", spec=spec),
         gpu=gpu,
-        kv=KVConfig(disable_sliding_window=spec.sliding_window is not None),
         engine=EngineSettings(max_model_len=min(LENGTH, spec.max_position_embeddings)),
         offload=OffloadConfig(),
         planner=planner,

@@ -1,7 +1,7 @@
 """Twins of paged attention: one sequence after the other, scores and sums in float32.
 
 Shape letters: T tokens, S sequences, M blocks per sequence, N query heads, K KV heads,
-H head size, L keys of one sequence.
+H head size, L tokens of one sequence.
 """
 
 import torch
@@ -19,6 +19,7 @@ def paged_decode_attention(
     seq_lens_S: torch.Tensor,
     scale: float,
     *,
+    window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of kernels.ops.paged_decode_attention."""
@@ -28,9 +29,9 @@ def paged_decode_attention(
         if seq_len == 0:
             out[index] = 0
             continue
-        table = block_tables_SM[index]
-        keys = _gather(k_cache, table, seq_len)
-        values = _gather(v_cache, table, seq_len)
+        table, first = block_tables_SM[index], _first_key(seq_len - 1, window)
+        keys = _gather(k_cache, table, first, seq_len)
+        values = _gather(v_cache, table, first, seq_len)
         # All query heads of one KV head attend as rows of one product: no key is repeated.
         query = q_SNH[index].float().reshape(1, num_kv_heads, -1, head_size)
         attended = functional.scaled_dot_product_attention(query, keys, values, scale=scale)
@@ -47,6 +48,7 @@ def paged_prefill_attention(
     seq_lens_S: torch.Tensor,
     scale: float,
     *,
+    window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of kernels.ops.paged_prefill_attention."""
@@ -57,14 +59,21 @@ def paged_prefill_attention(
         begin, end = starts[index], starts[index + 1]
         if begin == end:
             continue
-        table = block_tables_SM[index]
-        keys = _gather(k_cache, table, seq_len)
-        values = _gather(v_cache, table, seq_len)
         first_position = seq_len - (end - begin)
+        table, first = block_tables_SM[index], _first_key(first_position, window)
+        keys = _gather(k_cache, table, first, seq_len)
+        values = _gather(v_cache, table, first, seq_len)
         for chunk in range(begin, end, QUERY_CHUNK_TOKENS):
             stop = min(chunk + QUERY_CHUNK_TOKENS, end)
+            position = first_position + chunk - begin
+            skipped = _first_key(position, window) - first
             out[chunk:stop] = _attend_causal(
-                q_TNH[chunk:stop], keys, values, first_position + chunk - begin, scale
+                q_TNH[chunk:stop],
+                keys[:, :, skipped:],
+                values[:, :, skipped:],
+                position - first - skipped,
+                scale,
+                window,
             )
     return out
 
@@ -75,11 +84,18 @@ def _attend_causal(
     values: torch.Tensor,
     first_position: int,
     scale: float,
+    window: int | None,
 ) -> torch.Tensor:
-    """Attend to keys 0 to the query's own position; the first query is at first_position."""
+    """Attend to keys 0 to the query's own position, the last `window` of them at most.
+
+    The first query is at first_position; key 0 is the first that it sees.
+    """
     num_keys = first_position + q_TNH.shape[0]
     positions = torch.arange(first_position, num_keys, device=q_TNH.device)
-    visible = torch.arange(num_keys, device=q_TNH.device) <= positions[:, None]
+    key_positions = torch.arange(num_keys, device=q_TNH.device)
+    visible = key_positions <= positions[:, None]
+    if window is not None:
+        visible &= key_positions > positions[:, None] - window
     attended = functional.scaled_dot_product_attention(
         q_TNH.float().transpose(0, 1)[None],
         keys[:, :, :num_keys],
@@ -91,10 +107,16 @@ def _attend_causal(
     return attended[0].transpose(0, 1)
 
 
-def _gather(cache: torch.Tensor, table_M: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Read one sequence's keys or values as float32 [1, K, L, H]."""
+def _first_key(position: int, window: int | None) -> int:
+    """Return the first key that a query at this position sees."""
+    return 0 if window is None else max(0, position + 1 - window)
+
+
+def _gather(cache: torch.Tensor, table_M: torch.Tensor, first: int, seq_len: int) -> torch.Tensor:
+    """Read one sequence's keys or values from `first` on as float32 [1, K, L - first, H]."""
     num_kv_heads, tokens_per_block, head_size = cache.shape[1:]
-    num_blocks = -(-seq_len // tokens_per_block)
-    blocks = cache.index_select(0, table_M[:num_blocks])
+    first_block, num_blocks = first // tokens_per_block, -(-seq_len // tokens_per_block)
+    blocks = cache.index_select(0, table_M[first_block:num_blocks])
     rows = blocks.transpose(0, 1).reshape(1, num_kv_heads, -1, head_size)
-    return rows[:, :, :seq_len].float()
+    skipped = first_block * tokens_per_block
+    return rows[:, :, first - skipped : seq_len - skipped].float()

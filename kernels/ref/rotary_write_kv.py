@@ -20,13 +20,14 @@ def rotary_write_kv_(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
+    offset: float = 0.0,
 ) -> None:
     """Twin of kernels.ops.rotary_write_kv_."""
     half = cos_sin.shape[1] // 2
     rows = cos_sin[positions].unsqueeze(1)
     cos, sin = rows[..., :half], rows[..., half:]
-    q_TNH.copy_(_rotated(_normed(q_TNH, q_weight, eps), cos, sin))
-    keys = _rotated(_normed(k_TKH, k_weight, eps), cos, sin)
+    q_TNH.copy_(_rotated(_normed(q_TNH, q_weight, eps, offset), cos, sin))
+    keys = _rotated(_normed(k_TKH, k_weight, eps, offset), cos, sin)
     written = slots >= 0
     if not bool(written.all()):
         keys, v_TKH, slots = keys[written], v_TKH[written], slots[written]
@@ -36,13 +37,15 @@ def rotary_write_kv_(
     v_cache[blocks, :, offsets] = v_TKH
 
 
-def _normed(x_TNH: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _normed(
+    x_TNH: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+) -> torch.Tensor:
     """Norm each head, or all heads of a token as one row where the weight is as long."""
     if weight is None:
         return x_TNH
     if weight.shape[0] == x_TNH.shape[2]:
-        return rms_norm(x_TNH, weight, eps)
-    return rms_norm(x_TNH.flatten(1), weight, eps).view(x_TNH.shape)
+        return rms_norm(x_TNH, weight, eps, offset)
+    return rms_norm(x_TNH.flatten(1), weight, eps, offset).view(x_TNH.shape)
 
 
 def _rotated(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Gated activation. T tokens, F feed-forward."""
+"""Gated activations. T tokens, F feed-forward."""
 
 import torch
 import triton
@@ -8,25 +8,52 @@ _BLOCK_F = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, stride_row, F: tl.constexpr, BLOCK_F: tl.constexpr):
+def gated(gate, up, IS_GELU: tl.constexpr):
+    """Return silu(gate) * up, or gelu(gate) * up in its approximation by tanh; all float32."""
+    inner = gate
+    if IS_GELU:
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-inner)) * up
+
+
+@triton.jit
+def _gated_kernel(
+    gate_up, out, stride_row, F: tl.constexpr, BLOCK_F: tl.constexpr, IS_GELU: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = columns < F
     gate_at = gate_up + row * stride_row + columns
     gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_at + F, mask=mask, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    product = gated(gate, up, IS_GELU)
     tl.store(out + row * F + columns, product.to(out.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Launch kernels.ops.silu_mul."""
+    return _launch(gate_up_T2F, is_gelu=False)
+
+
+def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Launch kernels.ops.gelu_mul."""
+    return _launch(gate_up_T2F, is_gelu=True)
+
+
+def _launch(gate_up_T2F: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
     num_rows, width = gate_up_T2F.shape
     size = width // 2
     out = torch.empty((num_rows, size), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     if num_rows == 0:
         return out
-    _silu_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK_F))](
-        gate_up_T2F, out, gate_up_T2F.stride(0), F=size, BLOCK_F=_BLOCK_F, num_warps=4
+    _gated_kernel[(num_rows, triton.cdiv(size, _BLOCK_F))](
+        gate_up_T2F,
+        out,
+        gate_up_T2F.stride(0),
+        F=size,
+        BLOCK_F=_BLOCK_F,
+        IS_GELU=is_gelu,
+        num_warps=4,
     )
     return out

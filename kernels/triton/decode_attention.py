@@ -1,7 +1,8 @@
 """Decode attention over a paged cache: partial results of fixed splits, then their sum.
 
-A sequence of one split needs no sum; otherwise the last program of a sequence and KV head to be
-done adds the partial results, in the order of the splits.
+With a window, splits that lie wholly before it are skipped. A sequence of one split needs no sum;
+otherwise the last program of a sequence and KV head to be done adds the partial results, in the
+order of the splits.
 
 Shape letters: S sequences, M blocks per sequence, N query heads, K KV heads, G query heads of one
 KV head, H head size, P tokens per block, C splits of a sequence.
@@ -30,18 +31,22 @@ def _sum_of_splits(
     partial_rows,
     lse_rows,
     stride_split,
+    begin_split,
     num_splits,
     mask,
     ROWS: tl.constexpr,
     H_PADDED: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,
 ):
-    """Add the partial results [ROWS, H] of all splits, weighted by their softmax denominators."""
+    """Add the partial results [ROWS, H] of all splits, weighted by their softmax denominators.
+
+    Splits before begin_split have none.
+    """
     running_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
     # Other programs wrote what is read here: past the first cache, which may hold older bytes.
-    for first in range(0, num_splits, SPLITS_PER_STEP):
+    for first in range(begin_split, num_splits, SPLITS_PER_STEP):
         for index in tl.static_range(SPLITS_PER_STEP):
             split = first + index
             is_split = split < num_splits
@@ -101,6 +106,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,
+    WINDOW: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -108,9 +114,13 @@ def _decode_kernel(
         release()
     seq = tl.program_id(0).to(tl.int64)
     kv_head = (tl.program_id(1) // ROW_TILES).to(tl.int64)
-    first_split = tl.program_id(2)
     seq_len = tl.load(seq_lens + seq)
     num_splits = tl.cdiv(seq_len, SPLIT)
+    first_seen = 0
+    if WINDOW > 0:
+        first_seen = tl.maximum(seq_len - WINDOW, 0)
+    begin_split = first_seen // SPLIT
+    first_split = begin_split + tl.program_id(2)
     if first_split >= tl.maximum(num_splits, 1):
         return
 
@@ -142,9 +152,15 @@ def _decode_kernel(
         row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([ROWS], dtype=tl.float32)
         acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
-        for first_key in range(start, end, KEYS):
+        begin = start
+        if WINDOW > 0:
+            # Tiles start where they do without a window, so that none lacks a key that is seen.
+            begin += tl.maximum(first_seen - start, 0) // KEYS * KEYS
+        for first_key in range(begin, end, KEYS):
             keys = first_key + tl.arange(0, KEYS)
             is_key = keys < end
+            if WINDOW > 0:
+                is_key = is_key & (keys >= first_seen)
             block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
             offset = keys % P
             k_rows = k_start + block * stride_k_block + offset * stride_k_token
@@ -163,22 +179,23 @@ def _decode_kernel(
             row_max = new_max
 
         attended = acc / row_sum[:, None]
-        if num_splits == 1:
+        if num_splits - begin_split == 1:
             tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)
         else:
             tl.store(partial_rows + split * stride_partial_split, attended, mask=is_element)
             tl.store(lse_rows + split, row_max + tl.log2(row_sum), mask=is_row)
 
-    if num_splits > 1:
+    if num_splits - begin_split > 1:
         # All of this program's stores come before its count, and all counts before the sum.
         tl.debug_barrier()
         counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        num_counting = tl.minimum(num_splits, tl.num_programs(2))
+        num_counting = tl.minimum(num_splits - begin_split, tl.num_programs(2))
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_counting - 1:
             attended = _sum_of_splits(
                 partial_rows,
                 lse_rows,
                 stride_partial_split,
+                begin_split,
                 num_splits,
                 is_element,
                 ROWS=ROWS,
@@ -198,6 +215,7 @@ def paged_decode_attention(
     scale: float,
     *,
     max_seq_len: int,
+    window: int | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
@@ -215,8 +233,12 @@ def paged_decode_attention(
     rows = max(_MIN_DOT_ROWS, min(_MAX_DOT_ROWS, triton.next_power_of_2(group)))
     row_tiles = triton.cdiv(group, rows)
     head_programs = num_kv_heads * row_tiles
+    num_splits = decode_num_splits(max_seq_len)
+    if window is not None:
+        # A window may start and end within a split.
+        num_splits = min(num_splits, decode_num_splits(window) + 1)
     split_programs = min(
-        max(1, decode_num_splits(max_seq_len)),
+        max(1, num_splits),
         triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs),
     )
     padded = max(16, triton.next_power_of_2(head_size))
@@ -257,6 +279,7 @@ def paged_decode_attention(
         SPLIT=DECODE_SPLIT_TOKENS,
         KEYS=tile.keys,
         SPLITS_PER_STEP=_SPLITS_PER_STEP,
+        WINDOW=window or 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(q_SNH.device),

@@ -19,6 +19,7 @@ def _rms_norm_kernel(
     stride_outer,
     stride_inner,
     eps,
+    OFFSET: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -33,7 +34,7 @@ def _rms_norm_kernel(
     starts = (rows // inner) * stride_outer + (rows % inner) * stride_inner
     values = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1) / D + eps)
-    weights = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET
     normed = values * scale[:, None] * weights[None, :]
     targets = out + rows[:, None] * D + columns[None, :]
     tl.store(targets, normed.to(out.dtype.element_ty), mask=mask)
@@ -48,6 +49,7 @@ def _add_rms_norm_kernel(
     stride_x,
     stride_residual,
     eps,
+    OFFSET: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -66,7 +68,7 @@ def _add_rms_norm_kernel(
     tl.store(sums_at, rounded, mask=mask)
     values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / D + eps)
-    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + OFFSET
     normed = values * scale * weights
     tl.store(out + row * D + columns, normed.to(out.dtype.element_ty), mask=mask)
 
@@ -79,6 +81,7 @@ def _rms_norm_add_kernel(
     stride_x,
     stride_residual,
     eps,
+    OFFSET: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -86,7 +89,7 @@ def _rms_norm_add_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < D
-    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + OFFSET
     if OVERLAPS:
         wait()
         release()
@@ -99,7 +102,9 @@ def _rms_norm_add_kernel(
     tl.store(sums_at, (before + normed).to(residual.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> torch.Tensor:
     """Launch kernels.ops.rms_norm."""
     size = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -120,6 +125,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows.stride(0) if rows.dim() > 1 else 0,
         rows.stride(1) if rows.dim() == 3 else 0,
         eps,
+        OFFSET=offset,
         D=size,
         BLOCK_D=block_d,
         ROWS=rows_per_program,
@@ -130,7 +136,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """Launch kernels.ops.add_rms_norm."""
     num_rows, size = x.shape
@@ -146,6 +156,7 @@ def add_rms_norm(
         x.stride(0),
         residual.stride(0),
         eps,
+        OFFSET=offset,
         D=size,
         BLOCK_D=block_d,
         num_warps=_num_warps(block_d),
@@ -155,7 +166,11 @@ def add_rms_norm(
 
 
 def rms_norm_add_(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
 ) -> None:
     """Launch kernels.ops.rms_norm_add_."""
     num_rows, size = x.shape
@@ -169,6 +184,7 @@ def rms_norm_add_(
         x.stride(0),
         residual.stride(0),
         eps,
+        OFFSET=offset,
         D=size,
         BLOCK_D=block_d,
         num_warps=_num_warps(block_d),

@@ -21,6 +21,7 @@ def _attend(
     row_sum,
     query,
     row_limits,
+    first_seen,
     table,
     k_start,
     v_start,
@@ -35,6 +36,7 @@ def _attend(
     H_PADDED: tl.constexpr,
     P: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     columns = tl.arange(0, H_PADDED)
@@ -43,6 +45,8 @@ def _attend(
         keys = first_key + tl.arange(0, KEYS)
         if IS_MASKED:
             is_key = keys < end
+            if WINDOW > 0:
+                is_key = is_key & (keys >= first_seen)
             block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
             mask = is_key[:, None] & is_column[None, :]
         else:
@@ -59,10 +63,17 @@ def _attend(
             value = tl.load(v_rows[:, None] + columns[None, :])
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
         if IS_MASKED:
-            scores = tl.where(keys[None, :] < row_limits[:, None], scores, float("-inf"))
+            is_seen = keys[None, :] < row_limits[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (keys[None, :] >= row_limits[:, None] - WINDOW)
+            scores = tl.where(is_seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        shrink = tl.exp2(row_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
+        base = new_max
+        if IS_MASKED and WINDOW > 0:
+            # A row may see no key so far: nothing is subtracted, and all its weights are 0.
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = tl.exp2(row_max - base)
+        weights = tl.exp2(scores - base[:, None])
         row_sum = row_sum * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
@@ -102,6 +113,7 @@ def _prefill_kernel(
     H_PADDED: tl.constexpr,
     P: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     seq = tl.program_id(2).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -123,12 +135,23 @@ def _prefill_kernel(
     query = tl.load(q_rows[:, None] + columns[None, :], mask=is_element, other=0.0)
 
     num_earlier = tl.load(seq_lens + seq) - num_queries
-    row_limits = num_earlier + tokens + 1
+    # Rows of padding see what the last query sees, so that each has a key.
+    row_limits = num_earlier + tl.minimum(tokens, num_queries - 1) + 1
     first_token = first_row // G
     last_token = tl.minimum((first_row + ROWS - 1) // G, num_queries - 1)
     # Keys before this one are seen by every row, in whole tiles; those after it need the mask.
     shared_end = (num_earlier + first_token + 1) // KEYS * KEYS
     end = num_earlier + last_token + 1
+    first_seen = 0
+    begin = 0
+    window_end = 0
+    if WINDOW > 0:
+        # Keys before first_seen are seen by no row; those from window_end on, by every row that
+        # they do not come after.
+        first_seen = tl.maximum(num_earlier + first_token + 1 - WINDOW, 0)
+        begin = first_seen // KEYS * KEYS
+        last_begin = tl.maximum(num_earlier + last_token + 1 - WINDOW, 0)
+        window_end = tl.minimum(tl.cdiv(last_begin, KEYS) * KEYS, shared_end)
 
     table = block_tables + seq * stride_table
     k_start = k_cache + kv_head * stride_k_head
@@ -136,12 +159,38 @@ def _prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
+    if WINDOW > 0:
+        acc, row_max, row_sum = _attend(
+            acc,
+            row_max,
+            row_sum,
+            query,
+            row_limits,
+            first_seen,
+            table,
+            k_start,
+            v_start,
+            stride_k_block,
+            stride_k_token,
+            stride_v_block,
+            stride_v_token,
+            begin,
+            window_end,
+            scale_log2,
+            H=H,
+            H_PADDED=H_PADDED,
+            P=P,
+            KEYS=KEYS,
+            WINDOW=WINDOW,
+            IS_MASKED=True,
+        )
     acc, row_max, row_sum = _attend(
         acc,
         row_max,
         row_sum,
         query,
         row_limits,
+        first_seen,
         table,
         k_start,
         v_start,
@@ -149,13 +198,14 @@ def _prefill_kernel(
         stride_k_token,
         stride_v_block,
         stride_v_token,
-        0,
+        window_end,
         shared_end,
         scale_log2,
         H=H,
         H_PADDED=H_PADDED,
         P=P,
         KEYS=KEYS,
+        WINDOW=WINDOW,
         IS_MASKED=False,
     )
     acc, row_max, row_sum = _attend(
@@ -164,6 +214,7 @@ def _prefill_kernel(
         row_sum,
         query,
         row_limits,
+        first_seen,
         table,
         k_start,
         v_start,
@@ -178,6 +229,7 @@ def _prefill_kernel(
         H_PADDED=H_PADDED,
         P=P,
         KEYS=KEYS,
+        WINDOW=WINDOW,
         IS_MASKED=True,
     )
     attended = acc / row_sum[:, None]
@@ -196,6 +248,7 @@ def paged_prefill_attention(
     scale: float,
     *,
     max_query_len: int,
+    window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch kernels.ops.paged_prefill_attention."""
@@ -235,6 +288,7 @@ def paged_prefill_attention(
         H_PADDED=max(16, triton.next_power_of_2(head_size)),
         P=tokens_per_block,
         KEYS=tile.keys,
+        WINDOW=window or 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

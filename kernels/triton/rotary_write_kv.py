@@ -22,8 +22,8 @@ def _scale(squares, count, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def _normed(values, scale, weight_at, mask, rounded: tl.constexpr):
-    weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32)
+def _normed(values, scale, weight_at, mask, OFFSET: tl.constexpr, rounded: tl.constexpr):
+    weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32) + OFFSET
     return (values * scale * weight).to(rounded).to(tl.float32)
 
 
@@ -40,6 +40,7 @@ def _rotate(
     sin,
     eps,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     H: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
@@ -69,10 +70,10 @@ def _rotate(
         else:
             scale = _scale(squares, H, eps, NORM)
             weight_row = weight + heads[:, None] * 0
-        first = _normed(first, scale, weight_row + columns[None, :], mask, rounded)
-        second = _normed(second, scale, weight_row + HALF + columns[None, :], mask, rounded)
+        first = _normed(first, scale, weight_row + columns[None, :], mask, OFFSET, rounded)
+        second = _normed(second, scale, weight_row + HALF + columns[None, :], mask, OFFSET, rounded)
         if 2 * HALF < H:
-            others = _normed(others, scale, weight_row + rest[None, :], rest_mask, rounded)
+            others = _normed(others, scale, weight_row + rest[None, :], rest_mask, OFFSET, rounded)
     to = target + heads.to(tl.int64)[:, None] * stride_target
     rotated_first = first * cos[None, :] - second * sin[None, :]
     rotated_second = second * cos[None, :] + first * sin[None, :]
@@ -111,6 +112,7 @@ def _rotary_write_kv_kernel(
     stride_vc_token,
     eps,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     H: tl.constexpr,
     H_PADDED: tl.constexpr,
     HALF: tl.constexpr,
@@ -151,6 +153,7 @@ def _rotary_write_kv_kernel(
             sin,
             eps,
             NORM=NORM,
+            OFFSET=OFFSET,
             H=H,
             HALF=HALF,
             HALF_PADDED=HALF_PADDED,
@@ -170,6 +173,7 @@ def _rotary_write_kv_kernel(
             sin,
             eps,
             NORM=NORM,
+            OFFSET=OFFSET,
             H=H,
             HALF=HALF,
             HALF_PADDED=HALF_PADDED,
@@ -198,6 +202,7 @@ def rotary_write_kv_(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
+    offset: float = 0.0,
 ) -> None:
     """Launch kernels.ops.rotary_write_kv_."""
     num_tokens, num_q_heads, head_size = q_TNH.shape
@@ -245,6 +250,7 @@ def rotary_write_kv_(
         v_cache.stride(2),
         eps,
         NORM=norm,
+        OFFSET=offset,
         H=head_size,
         H_PADDED=triton.next_power_of_2(head_size),
         HALF=half,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.activation import gated
 from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiles import PART_INPUTS, LinearTile, linear_tile
 
@@ -77,6 +78,7 @@ def _linear_kernel(
     WHOLE_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -134,7 +136,7 @@ def _linear_kernel(
             # Rounded as the product alone would be, so that the result is that of both operators.
             gate = acc.to(out.dtype.element_ty).to(tl.float32)
             up = up_acc.to(out.dtype.element_ty).to(tl.float32)
-            acc = gate / (1.0 + tl.exp(-gate)) * up
+            acc = gated(gate, up, IS_GELU)
         at = out + out_rows[:, None] * N + columns[None, :]
         tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
@@ -160,6 +162,15 @@ def linear_silu_mul(
     return launch(x_TK, weight_2FK, bias, None, tile, is_gated=True)
 
 
+def linear_gelu_mul(
+    x_TK: torch.Tensor, weight_2FK: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Launch kernels.ops.linear_gelu_mul for few tokens."""
+    num_tokens, size_in = x_TK.shape
+    tile = linear_tile(num_tokens, weight_2FK.shape[0], size_in, is_gated=True)
+    return launch(x_TK, weight_2FK, bias, None, tile, is_gated=True, is_gelu=True)
+
+
 def launch(
     x_TK: torch.Tensor,
     weight: torch.Tensor,
@@ -168,6 +179,7 @@ def launch(
     tile: LinearTile,
     *,
     is_gated: bool,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
     """Launch a product with a given tile.
 
@@ -178,6 +190,7 @@ def launch(
         counters: int32 zeros, one for each of the tile's programs along N; zeros again afterwards.
         tile: the kernel's shape.
         is_gated: return silu(gate) * up.
+        is_gelu: of a gated product, gelu(gate) * up instead.
 
     Returns:
         A new tensor [T, N].
@@ -213,6 +226,7 @@ def launch(
         WHOLE_K=size_in % tile.block_k == 0,
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
+        IS_GELU=is_gelu,
         WEIGHT_FIRST=tile.weight_first,
         num_warps=tile.num_warps,
         num_stages=_num_stages(tile, x_TK.device, is_gated=is_gated),

@@ -16,6 +16,8 @@ from harness.folders import CONF
 from harness.schema import ModelSource
 
 PARAMETERS = {
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
     "glass": 852_608,
     "llama2_7b": 6_738_415_616,
     "llama31_8b": 8_030_261_248,

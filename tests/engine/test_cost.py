@@ -335,3 +335,28 @@ def test_sheets_in_conf_are_those_of_the_device_names() -> None:
             sheet.hbm_gb_s,
             sheet.bf16_tflops,
         )
+
+
+def test_a_window_bounds_what_its_layers_read_and_compute() -> None:
+    spec = small_spec(
+        sliding_window=128,
+        layer_types=["full_attention", *["sliding_attention"] * 7],
+        max_position_embeddings=100_000,
+    )
+    full, some = (
+        shape_of(plan_memory(config, spec, CPU), spec)
+        for config in (
+            configuration(spec, kv={"disable_sliding_window": True}),
+            configuration(spec),
+        )
+    )
+    assert full.kv_limits == (100_000,) * 8
+    assert some.kv_limits == (100_000, *[128] * 7)
+    short, long = (
+        [decode_step_s(shape, RATES, 4, context) for shape in (full, some)]
+        for context in (128, 50_000)
+    )
+    assert short[0] == short[1]
+    grown = long[0] - short[0], long[1] - short[1]
+    assert grown[1] == pytest.approx(grown[0] / 8)
+    assert prefill_s(some, RATES, 50_000) < prefill_s(full, RATES, 50_000)

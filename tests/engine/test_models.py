@@ -132,28 +132,6 @@ def test_prompt_and_output_may_fill_max_model_len(tiny: TinyModels) -> None:
     llm.close()
 
 
-def test_a_sliding_window_is_refused_unless_disabled(tiny: TinyModels, tmp_path: Any) -> None:
-    from engine.errors import ConfigError
-
-    folder = save(hf_model("mistral"), tmp_path)
-    write_config(folder, sliding_window=32)
-    with pytest.raises(ConfigError, match=r"window of 32 tokens.*disable_sliding_window=true"):
-        open_llm(folder)
-    llm = open_llm(folder, disable_sliding_window=True)
-    assert greedy(llm, PROMPTS[:4], 5) == tiny.greedy("mistral", PROMPTS[:4], 5)
-    llm.close()
-
-
-def test_an_outermost_window_of_none_differs_from_the_default(tmp_path: Any) -> None:
-    """A Mistral config without the key means transformers' default of 4096 tokens."""
-    from engine.errors import ConfigError
-
-    folder = save(hf_model("mistral"), tmp_path)
-    write_config(folder, sliding_window=None)
-    with pytest.raises(ConfigError, match="4096"):
-        open_llm(folder)
-
-
 def test_end_tokens_of_the_model_end_the_output(tiny: TinyModels, tmp_path: Any) -> None:
     prompt = make_prompt(20)
     [expected] = tiny.greedy("llama", [prompt], 10)

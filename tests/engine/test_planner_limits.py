@@ -140,12 +140,26 @@ def test_max_model_len_out_of_bounds_is_refused(length: int) -> None:
     assert plan_small(max_model_len=None).max_model_len == 256
 
 
-def test_a_sliding_window_is_refused_unless_disabled() -> None:
+@pytest.mark.parametrize(
+    ("length", "is_disabled", "window", "words"),
+    [
+        (256, False, 32, None),
+        (256, True, None, "8 of 8 layers attend to the whole context instead of 32 tokens"),
+        (33, False, 32, None),
+        (32, False, None, None),
+        (32, True, None, None),
+    ],
+)
+def test_a_window_is_in_force_unless_disabled_or_too_large_to_matter(
+    length: int, is_disabled: bool, window: int | None, words: str | None
+) -> None:
     spec = small_spec(model_type="mistral", sliding_window=32)
-    with pytest.raises(ConfigError, match=r"window of 32 tokens.*kv\.disable_sliding_window=true"):
-        plan_memory(configuration(spec, memory_gib=1), spec, CPU)
-    config = configuration(spec, memory_gib=1, kv={"disable_sliding_window": True})
-    assert plan_memory(config, spec, CPU).max_model_len == 256
+    kv = {"disable_sliding_window": is_disabled}
+    config = configuration(spec, memory_gib=1, max_model_len=length, kv=kv)
+    plan = plan_memory(config, spec, CPU)
+    assert (plan.max_model_len, plan.window) == (length, window)
+    assert plan.to_dict()["kv"]["window"] == window
+    assert [words in note for note in plan.notes] == ([True] if words else [])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
+SCALING = {"rope_type": "linear", "factor": 8.0}
 FAMILIES = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -30,6 +31,8 @@ FAMILIES = [
     ("qwen3", {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
     ("olmo2", {}),
     ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"attention_bias": True, "head_dim": 24}),
 ]
 
 
@@ -105,7 +108,7 @@ def test_products_that_run_as_one_are_one_tensor() -> None:
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"model_type": "mistral"}, 4096),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, None),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, 64),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None),
         ({"model_type": "llama", "sliding_window": 64}, None),
     ],
 )
@@ -164,6 +167,97 @@ def test_sizes_that_are_left_out_are_those_of_transformers(kind: str) -> None:
     assert (null.num_key_value_heads, null.head_dim) == (32, 128)
 
 
+WINDOW, FULL = "sliding_attention", "full_attention"
+QWEN = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7}
+GEMMA = {"model_type": "gemma3_text", "sliding_window": 7}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral", "sliding_window": 7},
+        QWEN | {"max_window_layers": 2},
+        QWEN | {"max_window_layers": 0},
+        QWEN | {"num_hidden_layers": 30},
+        QWEN | {"layer_types": [FULL, WINDOW, FULL]},
+        GEMMA | {"num_hidden_layers": 13},
+        GEMMA | {"sliding_window_pattern": 2},
+        GEMMA | {"layer_types": [FULL, WINDOW, FULL]},
+    ],
+)
+def test_layers_with_a_window_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    theirs = AutoConfig.for_model(**(SIZES | changes))
+    for config in (theirs.to_dict(), SIZES | changes):
+        spec = ModelSpec.from_hf_config(config)
+        types = getattr(theirs, "layer_types", None) or [WINDOW] * spec.num_hidden_layers
+        expected = [index for index, kind in enumerate(types) if kind == WINDOW]
+        assert list(spec.window_layers) == expected
+        assert spec.sliding_window == 7
+        assert bool(spec.layer_types) == (FULL in types)
+
+
+def test_a_gemma_without_a_layer_of_full_attention_or_of_a_window() -> None:
+    config = SIZES | GEMMA
+    assert ModelSpec.from_hf_config(config).layer_types == []
+    spec = ModelSpec.from_hf_config(config | {"layer_types": [FULL] * 3})
+    assert (spec.window_layers, spec.sliding_window, spec.rope_local_base_freq) == ((), None, None)
+    with pytest.raises(CheckpointError, match="sliding_window for its layers"):
+        ModelSpec.from_hf_config(config | {"sliding_window": None})
+
+
+def test_the_rotary_bases_of_gemma() -> None:
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": SCALING}
+    new = {
+        "rope_parameters": {
+            FULL: {"rope_theta": 5e5} | SCALING,
+            WINDOW: {"rope_type": "default", "rope_theta": 2e4},
+        }
+    }
+    for changes in (old, new):
+        spec = ModelSpec.from_hf_config(SIZES | GEMMA | changes)
+        assert (spec.rope_theta, spec.rope_local_base_freq) == (5e5, 2e4)
+        assert spec.rope_scaling == SCALING
+    spec = ModelSpec.from_hf_config(SIZES | GEMMA)
+    assert (spec.rope_theta, spec.rope_local_base_freq, spec.rope_scaling) == (1e6, 1e4, {})
+    new["rope_parameters"][WINDOW] |= SCALING
+    with pytest.raises(CheckpointError, match="no rotary scaling in layers with a window"):
+        ModelSpec.from_hf_config(SIZES | GEMMA | new)
+
+
+def test_the_text_part_of_a_model_of_text_and_images() -> None:
+    text = {k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    text |= {"model_type": "gemma3_text", "sliding_window": 7, "rope_scaling": SCALING}
+    outer = {"model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 3}}
+    spec = ModelSpec.from_hf_config(outer | {"text_config": text})
+    theirs = AutoConfig.for_model(**text)
+    for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        assert getattr(spec, name) == getattr(theirs, name)
+    assert spec.query_pre_attn_scalar == theirs.query_pre_attn_scalar
+    assert spec.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (spec.model_type, spec.dtype) == ("gemma3_text", "bfloat16")
+    with pytest.raises(CheckpointError, match="text_config"):
+        ModelSpec.from_hf_config(outer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_activation": "gelu"}, ["hidden_activation gelu_pytorch_tanh", "'gelu'"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30.0"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
+        ({"layer_types": [FULL, WINDOW]}, ["layer_types", "3 layers", "got 2"]),
+        ({"layer_types": [FULL, "chunked_attention", WINDOW]}, ["chunked_attention"]),
+        ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "0"]),
+    ],
+)
+def test_what_gemma_does_not_support_is_refused(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelSpec.from_hf_config(SIZES | GEMMA | changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize("content", [[], None, {"model_type": ["llama"]}])
 def test_a_config_that_is_none_is_refused(content: Any) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: expected"):
@@ -178,6 +272,8 @@ def test_a_config_that_is_none_is_refused(content: Any) -> None:
         ({"rope_theta": 0.0}, ["rope_theta"]),
         ({"sliding_window": 0}, ["sliding_window"]),
         ({"rope_scaling": {"factor": 2.0}}, ["rope_type", "factor"]),
+        ({"layer_types": ["full_attention"] * 3}, ["layer_types", "a sliding_window beside"]),
+        ({"rope_local_base_freq": 1e4}, ["rope_local_base_freq", "a sliding_window beside"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, ["factor", "'x'"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "typo": 1}}, ["only", "typo"]),
     ],

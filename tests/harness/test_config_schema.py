@@ -141,16 +141,6 @@ def uva(**settings: Any) -> OffloadConfig:
         ),
         ({"engine": EngineSettings(max_model_len=129)}, ["engine.max_model_len", "128", "129"]),
         ({"scenario": latency(prompts_file="nosuch.jsonl")}, ["prompts_file", "nosuch.jsonl"]),
-        (
-            {
-                "model": ModelNode(
-                    name="m",
-                    source=HUB,
-                    spec=replace(SPEC, model_type="mistral", sliding_window=64),
-                )
-            },
-            ["window", "disable_sliding_window"],
-        ),
     ],
 )
 def test_what_depends_on_the_model_is_refused_before_anything_loads(

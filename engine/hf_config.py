@@ -1,0 +1,201 @@
+"""What the content of a config.json says of a model's sizes; no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.architectures import ARCHITECTURES, FULL, ROPE_TYPES, WINDOW, Architecture
+from engine.errors import CheckpointError
+
+TEXT_PARTS = {"gemma3": "gemma3_text"}
+"""model_type of a model of text and images -> that of its text_config."""
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+PATTERN = 6
+"""transformers' default of sliding_window_pattern."""
+
+
+def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ModelSpec.
+
+    Of a model of text and images the text part is read.
+
+    Raises:
+        CheckpointError: The architecture, activation or rotary scaling is not supported.
+        KeyError: A size is missing.
+        TypeError: A value is of the wrong kind; also ValueError, AttributeError.
+    """
+    config = _text_part(config)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        known = ", ".join([*ARCHITECTURES, *TEXT_PARTS])
+        raise CheckpointError(
+            f"config.json: expected model_type among {known}, got {kind!r}. "
+            "Other architectures are not supported."
+        )
+    arch = ARCHITECTURES[kind]
+    rope, local_theta = _rope(config, arch)
+    _check_supported(config, arch, rope)
+    heads = _size(config, "num_attention_heads", arch.heads_default)
+    hidden = _size(config, "hidden_size")
+    layers = _size(config, "num_hidden_layers")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or arch.theta_default
+    # The family's defaults are for a key that is absent; null means as in Llama.
+    kv_default = None if "num_key_value_heads" in config else arch.kv_heads_default
+    dim_default = None if "head_dim" in config else arch.head_dim_default
+    window, layer_types = _window(config, arch, layers)
+    scalar = config.get("query_pre_attn_scalar") if arch.scales_embedding else None
+    return {
+        "model_type": kind,
+        "vocab_size": _size(config, "vocab_size", arch.vocab_default),
+        "hidden_size": hidden,
+        "intermediate_size": _size(config, "intermediate_size"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _size(config, "num_key_value_heads", kv_default or heads),
+        "head_dim": _size(config, "head_dim", dim_default or hidden // max(1, heads)),
+        "max_position_embeddings": _size(config, "max_position_embeddings", arch.positions_default),
+        "rms_norm_eps": float(config.get("rms_norm_eps") or arch.eps_default),
+        "rope_theta": float(theta),
+        "rope_scaling": _rope_scaling(rope),
+        "rope_local_base_freq": local_theta if window is not None else None,
+        "query_pre_attn_scalar": _scalar(scalar, arch),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", arch.tied_default)),
+        "attention_bias": bool(config.get("attention_bias", False)),
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "sliding_window": window,
+        "layer_types": layer_types,
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix(
+            "torch."
+        ),
+    }
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text_config of a model of text and images, with what it takes from around it."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        return config
+    text = config["text_config"]
+    shared = {
+        name: config[name]
+        for name in ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+        if config.get(name) is not None
+    }
+    return {"model_type": TEXT_PARTS[kind], **shared, **text}
+
+
+def _scalar(value: Any, arch: Architecture) -> float | None:
+    """What attention is scaled by in place of head_dim; None: head_dim."""
+    if not arch.scales_embedding:
+        return None
+    return 256.0 if value is None else float(value)
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        if default is None:
+            raise KeyError(name)
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"config.json: {name}: expected an integer, got {value!r}.")
+    return value
+
+
+def _rope(config: Mapping[str, Any], arch: Architecture) -> tuple[Mapping[str, Any], float | None]:
+    """Return the rotary parameters of full attention, and the theta of window layers."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local: Mapping[str, Any] = {}
+    if WINDOW in rope or FULL in rope:
+        local, rope = rope.get(WINDOW) or {}, rope.get(FULL) or {}
+    if arch.local_theta_default is None:
+        return rope, None
+    if local.get("rope_type", "default") != "default":
+        raise CheckpointError(
+            "config.json: expected no rotary scaling in layers with a window, got rope_type="
+            f"{local['rope_type']!r}; not supported."
+        )
+    theta = local.get("rope_theta") or config.get("rope_local_base_freq")
+    return rope, float(theta or arch.local_theta_default)
+
+
+def _check_supported(
+    config: Mapping[str, Any], arch: Architecture, rope: Mapping[str, Any]
+) -> None:
+    # Gemma writes its activation under a name of its own.
+    is_gelu = arch.activation == "gelu_tanh"
+    key, usual = ("hidden_activation", "gelu_pytorch_tanh") if is_gelu else ("hidden_act", "silu")
+    act = config.get(key) or usual
+    if ACTIVATIONS.get(act) != arch.activation:
+        raise CheckpointError(f"config.json: expected {key} {usual}, got {act!r}; not supported.")
+    for name in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ):
+        if config.get(name):
+            raise CheckpointError(
+                f"config.json: expected no {name}, got {config[name]!r}; not supported."
+            )
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"config.json: quantised checkpoints are not supported, got quant_method={method!r}. "
+            "Use the bfloat16, float16 or float32 checkpoint."
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(
+            f"config.json: expected rotary scaling among {', '.join(ROPE_TYPES)}, got {kind!r}."
+        )
+    factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if float(factor) != 1.0:
+        raise CheckpointError(
+            f"config.json: expected partial_rotary_factor 1, got {factor}; not supported."
+        )
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    return {"rope_type": kind} | {key: rope.get(key) for key in ROPE_TYPES[kind]}
+
+
+def _window(
+    config: Mapping[str, Any], arch: Architecture, layers: int
+) -> tuple[int | None, list[str]]:
+    """Return the window, and each layer's kind of attention where they differ."""
+    if arch.sliding_window == "never":
+        return None, []
+    if arch.sliding_window == "flag" and not config.get("use_sliding_window", False):
+        return None, []
+    types = _layer_types(config, arch, layers)
+    if WINDOW not in types:
+        return None, []
+    if config.get("sliding_window", arch.window_default) is None:
+        if arch.sliding_window == "pattern":
+            raise CheckpointError(
+                "config.json: expected a sliding_window for its layers of sliding_attention, got "
+                "null. Fetch it again."
+            )
+        return None, []
+    window = _size(config, "sliding_window", arch.window_default)
+    return window, types if FULL in types else []
+
+
+def _layer_types(config: Mapping[str, Any], arch: Architecture, layers: int) -> list[str]:
+    if arch.sliding_window == "all":
+        return [WINDOW] * layers
+    if config.get("layer_types"):
+        return list(config["layer_types"])
+    if arch.sliding_window == "flag":
+        # transformers' default of max_window_layers.
+        first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
+        return [WINDOW if index >= first else FULL for index in range(layers)]
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    every = (
+        PATTERN
+        if pattern is None
+        else _size({"sliding_window_pattern": pattern}, "sliding_window_pattern")
+    )
+    return [WINDOW if (index + 1) % every else FULL for index in range(layers)]

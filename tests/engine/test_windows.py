@@ -1,0 +1,156 @@
+"""Layers with a window: greedy tokens equal transformers' beyond it, however the steps are made."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, build
+from tests.engine.conftest import TinyModels
+from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm
+
+WINDOWS = ("mistral_window", "qwen2_window", "qwen3_window", "gemma3", "gemma3_odd_sizes")
+PROMPTS = [make_prompt(length, seed=3) for length in (20, 39, 40, 41, 95, 130)]
+MAX_TOKENS = 12
+
+
+def with_plan(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let engines have other figures than those of their plan."""
+    plan_memory = build.plan_memory
+
+    def plan(*args: Any, **keywords: Any) -> Any:
+        return replace(plan_memory(*args, **keywords), **changes)
+
+    monkeypatch.setattr(build, "plan_memory", plan)
+
+
+@pytest.mark.parametrize("variant", WINDOWS)
+def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
+    tiny: TinyModels, variant: str
+) -> None:
+    expected = tiny.greedy(variant, PROMPTS, MAX_TOKENS)
+    for block_size, num_tokens, num_seqs in ((8, 11, 3), (32, 33, 8), (128, 70, 1)):
+        llm = open_llm(
+            tiny.folder(variant),
+            block_size=block_size,
+            max_num_batched_tokens=num_tokens,
+            max_num_seqs=num_seqs,
+            max_model_len=200,
+        )
+        assert llm.plan.window == VARIANTS[variant][1]["sliding_window"]
+        assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
+        llm.close()
+
+
+@pytest.mark.parametrize("variant", WINDOWS)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_off_by_one_changes_tokens(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, variant: str, change: int
+) -> None:
+    prompts = [make_prompt(length, seed=4) for length in (60, 80, 100, 150)]
+    expected = tiny.greedy(variant, prompts, 40)
+    with_plan(monkeypatch, window=VARIANTS[variant][1]["sliding_window"] + change)
+    llm = open_llm(tiny.folder(variant), max_model_len=200)
+    assert greedy(llm, prompts, 40) != expected
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {},
+        {"offload_group_size": 2},
+        {"cpu_offload_gb": 1},
+        {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("variant", ["gemma3", "mistral_window"])
+def test_tokens_do_not_depend_on_preemption_and_offload(
+    tiny: TinyModels,
+    monkeypatch: pytest.MonkeyPatch,
+    pool_is_full: Callable[[LLM], bool],
+    variant: str,
+    offload: dict[str, Any],
+) -> None:
+    prompts = [make_prompt(length, seed=2) for length in (30, 50, 41, 60)]
+    expected = tiny.greedy(variant, prompts, 30)
+    with_plan(monkeypatch, num_gpu_blocks=14)
+    llm = open_llm(
+        tiny.folder(variant), max_model_len=100, block_size=8, max_num_batched_tokens=64, **offload
+    )
+    assert greedy(llm, prompts, 30) == expected
+    assert llm.stats()["preemptions"] > 0
+    assert llm.stats()["recomputed_tokens"] > 0
+    assert pool_is_full(llm)
+    llm.close()
+
+
+@pytest.mark.parametrize("variant", ["mistral_window", "qwen2_window", "gemma3"])
+def test_a_disabled_window_attends_to_the_whole_context(tiny: TinyModels, variant: str) -> None:
+    """As the same weights do where transformers has a window that is never left."""
+    model = copy.deepcopy(tiny.model(variant))
+    model.config.sliding_window = 5000
+    expected = [hf_greedy(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+    assert expected != tiny.greedy(variant, PROMPTS, MAX_TOKENS)
+    llm = open_llm(tiny.folder(variant), disable_sliding_window=True)
+    assert (llm.plan.window, llm.plan.max_model_len) == (None, COMMON["max_position_embeddings"])
+    assert any("attend to the whole context instead of" in note for note in llm.plan.notes)
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
+    llm.close()
+
+
+@pytest.mark.parametrize("variant", ["mistral_window", "gemma3"])
+def test_a_window_that_is_never_left_changes_nothing(tiny: TinyModels, variant: str) -> None:
+    window = VARIANTS[variant][1]["sliding_window"]
+    prompt = make_prompt(window - 8)
+    for length in (window, window + 1):
+        llm = open_llm(tiny.folder(variant), max_model_len=length)
+        assert (llm.plan.window is None) == (length == window)
+        assert greedy(llm, [prompt], 8) == tiny.greedy(variant, [prompt], 8)
+        llm.close()
+
+
+def test_the_text_part_of_a_checkpoint_of_text_and_images(tiny: TinyModels, tmp_path: Path) -> None:
+    import transformers
+
+    text = tiny.model("gemma3")
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    both = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.save_pretrained(tmp_path)
+    llm = open_llm(tmp_path)
+    [note] = [note for note in llm.plan.notes if note.startswith("checkpoint: the text part")]
+    assert "other tensors (0.00 GiB) are left out" in note
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == tiny.greedy("gemma3", PROMPTS, MAX_TOKENS)
+    llm.close()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_names_of_the_text_part(prefix: str) -> None:
+    from engine.weights.checkpoint import StoredTensor, text_part
+
+    tensor = StoredTensor(Path("x"), torch.float32, (2,), 0, 8)
+    names = ["norm.weight", "layers.0.mlp.up_proj.weight"]
+    text = {f"model.{name}": tensor for name in names}
+    assert text_part(text) == (text, "")
+    both = {prefix + name: tensor for name in names} | {"vision_tower.x": tensor}
+    found, note = text_part(both)
+    assert found == text
+    assert "1 other tensors" in note
+    assert "vision_tower.x" in note
+    assert text_part({prefix + name: tensor for name in names}) == (text, "")
