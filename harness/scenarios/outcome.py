@@ -27,7 +27,7 @@ class Outcome:
     def num_output_tokens(self) -> int:
         """Output tokens of all requests that ran."""
         rows = self.samples if isinstance(self.samples, list) else self.samples["requests"]
-        return self.num_unlisted_tokens + sum(row["num_output_tokens"] for row in rows)
+        return self.num_unlisted_tokens + sum(int(row["num_output_tokens"]) for row in rows)
 
 
 def failure_reasons(part: str, requests: Sequence[RequestTimes]) -> list[str]:
