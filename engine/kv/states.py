@@ -1,0 +1,182 @@
+"""What every block is at the moment: owned, findable, free or under way.
+
+Ids 0 to num_gpu - 1 lie on the GPU, those from num_gpu on in the host tier. Of the host tier the
+first num_in_place blocks can be read and written by compute where they are; the rest only by moves.
+"""
+
+from collections.abc import Iterable
+
+from engine.errors import EngineError
+from engine.kv.lru import BlockList, Clock
+from engine.kv.moves import MoveLedger
+
+
+class BlockStates:
+    """Owners, keys and lists of all blocks, kept in agreement.
+
+    Invariants, between calls:
+        - A block without an owner is in exactly one list, but for host blocks that a move in
+          flight touches: those are in none. A block with an owner is in none.
+        - A key names at most one block of each tier, and `gpu_index` and `cpu_index` name exactly
+          the blocks whose `keys` entry is set.
+        - A host block is in a `spare` list if its key names a GPU block too, in an `only` list
+          if not.
+
+    Args:
+        num_gpu: Blocks on the GPU.
+        num_cpu: Blocks of the host tier.
+        num_in_place: Of those, how many compute can reach.
+    """
+
+    def __init__(self, num_gpu: int, num_cpu: int, num_in_place: int) -> None:
+        self.num_gpu, self.num_cpu, self.num_in_place = num_gpu, num_cpu, num_in_place
+        self.ledger = MoveLedger()
+        self.owners = [0] * (num_gpu + num_cpu)
+        self.keys: list[bytes | None] = [None] * (num_gpu + num_cpu)
+        self.gpu_index: dict[bytes, int] = {}
+        self.cpu_index: dict[bytes, int] = {}
+        self.num_owned_gpu = self.num_owned_cpu = 0
+        clock = Clock()
+        self.gpu_free, self.gpu_idle = BlockList(clock), BlockList(clock)
+        # Of the host tier: blocks that compute reaches, then the others.
+        self.cpu_free = (BlockList(clock), BlockList(clock))
+        self.cpu_spare = (BlockList(clock), BlockList(clock))
+        self.cpu_only = (BlockList(clock), BlockList(clock))
+        self._where: list[BlockList | None] = [None] * (num_gpu + num_cpu)
+        for block_id in range(num_gpu + num_cpu):
+            self.settle(block_id)
+
+    def is_gpu(self, block_id: int) -> bool:
+        """Return whether a block lies on the GPU."""
+        return block_id < self.num_gpu
+
+    def is_in_place(self, block_id: int) -> bool:
+        """Return whether compute can read and write a block where it is."""
+        return block_id < self.num_gpu + self.num_in_place
+
+    @property
+    def num_available_gpu(self) -> int:
+        """GPU blocks that can be handed out."""
+        return len(self.gpu_free) + len(self.gpu_idle)
+
+    @property
+    def num_available_in_place(self) -> int:
+        """Host blocks that can be handed out to compute."""
+        return len(self.cpu_free[0]) + len(self.cpu_spare[0]) + len(self.cpu_only[0])
+
+    @property
+    def num_available_cpu(self) -> int:
+        """Host blocks that can be handed out or stored to."""
+        lists = (*self.cpu_free, *self.cpu_spare, *self.cpu_only)
+        return sum(len(blocks) for blocks in lists)
+
+    def copy_of(self, block_id: int) -> int | None:
+        """Return the block of the other tier with the same key, if there is one."""
+        key = self.keys[block_id]
+        if key is None:
+            return None
+        return (self.cpu_index if self.is_gpu(block_id) else self.gpu_index).get(key)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest run of leading keys that are findable."""
+        gpu, cpu, found = self.gpu_index, self.cpu_index, []
+        for key in keys:
+            block_id = gpu.get(key)
+            if block_id is None:
+                block_id = cpu.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def own(self, block_id: int) -> None:
+        """Give a block one more owner; the first takes it out of its list."""
+        self.owners[block_id] += 1
+        if self.owners[block_id] == 1:
+            self._count_owned(block_id, 1)
+            self.settle(block_id)
+
+    def disown(self, block_id: int) -> None:
+        """Take one owner away. After the last one, call `settle`."""
+        self.owners[block_id] -= 1
+        if self.owners[block_id] == 0:
+            self._count_owned(block_id, -1)
+
+    def set_key(self, block_id: int, key: bytes) -> None:
+        """Let a key name a block; none of its tier has that key."""
+        self.keys[block_id] = key
+        (self.gpu_index if self.is_gpu(block_id) else self.cpu_index)[key] = block_id
+        self._settle_with_copy(block_id)
+
+    def drop_key(self, block_id: int) -> None:
+        """Let a block be found no more."""
+        key = self.keys[block_id]
+        if key is None:
+            return
+        copy = self.copy_of(block_id)
+        self.keys[block_id] = None
+        del (self.gpu_index if self.is_gpu(block_id) else self.cpu_index)[key]
+        self.settle(block_id)
+        if copy is not None:
+            self.settle(copy)
+
+    def settle(self, block_id: int) -> None:
+        """Put a block into the list where it belongs; in the right one it keeps its age."""
+        home, where = self._home(block_id), self._where[block_id]
+        if home is where:
+            return
+        if where is not None:
+            where.remove(block_id)
+        if home is not None:
+            home.push(block_id)
+        self._where[block_id] = home
+
+    def check_id(self, block_id: int) -> None:
+        """Raise EngineError if there is no such block."""
+        if not 0 <= block_id < len(self.owners):
+            raise EngineError(
+                f"block pool: expected a block id from 0 to {len(self.owners) - 1}, got {block_id}."
+            )
+
+    def check_owned(self, block_id: int) -> None:
+        """Raise EngineError unless a block has an owner."""
+        self.check_id(block_id)
+        if not self.owners[block_id]:
+            raise EngineError(
+                f"block pool: expected a block with an owner, got block {block_id}, which is free."
+            )
+
+    def check_key(self, block_id: int, key: bytes) -> None:
+        """Raise EngineError unless a block has an owner, and this key or none."""
+        self.check_owned(block_id)
+        known = self.keys[block_id]
+        if known is not None and known != key:
+            raise EngineError(
+                f"block pool: expected block {block_id} to keep its key, got another one. Only a "
+                "block's owner may name it, once, when it is full."
+            )
+
+    def _settle_with_copy(self, block_id: int) -> None:
+        self.settle(block_id)
+        copy = self.copy_of(block_id)
+        if copy is not None:
+            self.settle(copy)
+
+    def _home(self, block_id: int) -> BlockList | None:
+        if self.owners[block_id]:
+            return None
+        has_key = self.keys[block_id] is not None
+        if self.is_gpu(block_id):
+            return self.gpu_idle if has_key else self.gpu_free
+        if self.ledger.is_touched(block_id):
+            return None
+        part = 0 if self.is_in_place(block_id) else 1
+        if not has_key:
+            return self.cpu_free[part]
+        return (self.cpu_only if self.copy_of(block_id) is None else self.cpu_spare)[part]
+
+    def _count_owned(self, block_id: int, change: int) -> None:
+        if self.is_gpu(block_id):
+            self.num_owned_gpu += change
+        else:
+            self.num_owned_cpu += change

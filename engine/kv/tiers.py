@@ -1,0 +1,399 @@
+"""TieredBlockPool: one space of block ids over GPU and host memory, with a prefix cache over both.
+
+Block ids and decisions only; the moves that it decides are executed elsewhere.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from engine.errors import EngineError
+from engine.kv.moves import MoveBatch
+from engine.kv.pool_types import Claim, Match, PoolStats, Retain, Room, Tier, TierUse
+from engine.kv.states import BlockStates
+from engine.kv.victims import Victims
+
+
+class TieredBlockPool:
+    """Hands out blocks of both tiers, remembers full ones by key, and decides what is copied.
+
+    Ids 0 to num_gpu_blocks - 1 lie on the GPU, the next num_cpu_blocks in the host tier. A block
+    with a key is full and never written again, so content moves freely: a key names at most one
+    block of each tier. Of two equal blocks of one tier the first to be registered is findable, the
+    other stays private to its owners; their tables do not change.
+
+    Without an owner a block with a key stays findable until its block is needed: the one unused
+    for longest goes first, of one sequence the tail before the head. On the GPU its content is
+    then stored to the host tier, unless a copy is there. In the host tier copies of what is on
+    the GPU go before anything else: so both tiers together hold as much as they can, and what
+    was stored once is not stored again while there is room. A copy that was loaded stays behind
+    in this sense. No owned block, and none of the request being served, ever gives way.
+
+    Moves take time. A host block that one reads or writes is not handed out before `complete`. A
+    GPU block is, and the move that brings it new content, or the next step, waits for those that
+    still touch it. `take_moves` is called once for each step, after the compute of the step
+    before has been enqueued.
+
+    A method that raises has changed nothing.
+
+    Args:
+        num_gpu_blocks: Blocks on the GPU, at least 1.
+        num_cpu_blocks: Blocks of the host tier.
+        block_size: Tokens in a block, at least 1.
+        num_in_place: Host blocks that compute can read and write where they are, the first ones;
+            None: all. Sequences own no others.
+
+    Raises:
+        EngineError: A size is out of bounds.
+    """
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        *,
+        num_in_place: int | None = None,
+    ) -> None:
+        in_place = num_cpu_blocks if num_in_place is None else num_in_place
+        if num_gpu_blocks < 1 or block_size < 1 or not 0 <= in_place <= num_cpu_blocks:
+            raise EngineError(
+                "block pool: expected at least 1 GPU block of at least 1 token, and 0 to "
+                f"num_cpu_blocks blocks in place, got {num_gpu_blocks} GPU blocks and "
+                f"{num_cpu_blocks} CPU blocks of {block_size} tokens, {in_place} in place."
+            )
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_cpu_blocks = num_cpu_blocks
+        self.num_blocks = num_gpu_blocks + num_cpu_blocks
+        self.block_size = block_size
+        self.stats = PoolStats()
+        self._states = BlockStates(num_gpu_blocks, num_cpu_blocks, in_place)
+        self._victims = Victims(self._states, self.stats)
+
+    @property
+    def num_free(self) -> int:
+        """GPU blocks without an owner: what `allocate` can hand out."""
+        return self._states.num_available_gpu
+
+    @property
+    def num_used(self) -> int:
+        """GPU blocks with an owner."""
+        return self._states.num_owned_gpu
+
+    def num_allocatable(self, room: Room) -> int:
+        """Return how many blocks `allocate` can hand out now."""
+        gpu = self._states.num_available_gpu if room != "cpu" else 0
+        return gpu + (self._states.num_available_in_place if room != "gpu" else 0)
+
+    def use(self, tier: Tier) -> TierUse:
+        """Return how a tier is used."""
+        states = self._states
+        if tier == "gpu":
+            return TierUse(states.num_owned_gpu, len(states.gpu_idle), len(states.gpu_free), 0)
+        free = sum(len(blocks) for blocks in states.cpu_free)
+        cached = sum(len(blocks) for blocks in (*states.cpu_spare, *states.cpu_only))
+        owned = states.num_owned_cpu
+        return TierUse(owned, cached, free, self.num_cpu_blocks - owned - cached - free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def tier_of(self, block_id: int) -> Tier:
+        """Return where a block lies.
+
+        Raises:
+            EngineError: There is no such block.
+        """
+        self._states.check_id(block_id)
+        return "gpu" if self._states.is_gpu(block_id) else "cpu"
+
+    def ref_count(self, block_id: int) -> int:
+        """Return the number of owners of a block.
+
+        Raises:
+            EngineError: There is no such block.
+        """
+        self._states.check_id(block_id)
+        return self._states.owners[block_id]
+
+    def key_of(self, block_id: int) -> bytes | None:
+        """Return the key by which a block is found, if it is.
+
+        Raises:
+            EngineError: There is no such block.
+        """
+        self._states.check_id(block_id)
+        return self._states.keys[block_id]
+
+    def can_allocate(self, n: int, room: Room = "gpu") -> bool:
+        """Return whether `allocate(n, room)` would succeed."""
+        return 0 <= n <= self.num_allocatable(room)
+
+    def allocate(self, n: int, room: Room = "gpu") -> list[int]:
+        """Take `n` blocks, each with one owner, all or none; nothing is evicted in vain.
+
+        Args:
+            n: How many.
+            room: With "either" those on the GPU come first.
+
+        Raises:
+            EngineError: There are not so many; ask `can_allocate` first.
+        """
+        if not self.can_allocate(n, room):
+            raise EngineError(
+                f"block pool: expected at most {self.num_allocatable(room)} blocks ({room}), got "
+                f"a demand for {n}. Ask can_allocate first."
+            )
+        gpu = min(n, self._states.num_available_gpu) if room != "cpu" else 0
+        # Host blocks first: what leaves the GPU must not be stored to them.
+        cpu_blocks = [self._victims.take_in_place() for _ in range(n - gpu)]
+        return [self._victims.take_gpu(for_compute=True) for _ in range(gpu)] + cpu_blocks
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Give each block one more owner.
+
+        Raises:
+            EngineError: A block has no owner or does not exist.
+        """
+        for block_id in block_ids:
+            self._states.check_owned(block_id)
+        for block_id in block_ids:
+            self._states.own(block_id)
+
+    def free(self, block_ids: Iterable[int], retain: Retain = "demote") -> None:
+        """Take one owner from each block of a sequence, given in the order of its table.
+
+        Args:
+            block_ids: Of any tier; may hold moves' targets, whose content then comes for nobody.
+            retain: What becomes of the content of blocks that had no other owner.
+
+        Raises:
+            EngineError: A block has fewer owners than are taken, or does not exist.
+        """
+        ids = list(block_ids)
+        for block_id, times in Counter(ids).items():
+            self._states.check_id(block_id)
+            if self._states.owners[block_id] < times:
+                raise EngineError(
+                    f"block pool: expected block {block_id} to have at least {times} owners, got "
+                    f"{self._states.owners[block_id]}. It is freed twice."
+                )
+        for block_id in ids:
+            self._states.disown(block_id)
+        idle = [block_id for block_id in dict.fromkeys(ids) if not self._states.owners[block_id]]
+        self._victims.set_retain(idle, retain)
+        for block_id in idle:
+            if self._states.keys[block_id] is None:
+                self._states.settle(block_id)
+        for block_id in reversed(idle):  # the tail is the older
+            self._states.settle(block_id)
+
+    def register(self, block_id: int, key: bytes) -> bool:
+        """Make a full, computed block findable; return whether it is.
+
+        It is not where its tier has another block of that content.
+
+        Raises:
+            EngineError: The block has no owner, or another key.
+        """
+        self._states.check_key(block_id, key)
+        index = self._states.gpu_index if self._states.is_gpu(block_id) else self._states.cpu_index
+        if key in index:
+            self.stats.duplicates += int(index[key] != block_id)
+            return index[key] == block_id
+        self._states.set_key(block_id, key)
+        return True
+
+    def match(self, keys: Sequence[bytes], num_tokens: int) -> Match:
+        """Find the longest run of leading blocks over both tiers; at least one token is left over.
+
+        Args:
+            keys: Of the sequence's full blocks in order; more than needed does no harm.
+            num_tokens: Known tokens of the sequence, at least 1.
+        """
+        asked = min(len(keys), max(0, num_tokens - 1) // self.block_size)
+        found = self._states.find(islice(keys, asked))
+        return Match(tuple(keys[: len(found)]), tuple(found), asked)
+
+    def can_claim(self, match: Match, n: int, room: Room = "gpu", *, in_place: int = 0) -> bool:
+        """Return whether `claim` with the same arguments would succeed."""
+        left = self._stay_in_place(match, in_place)
+        states, idle = self._states, [b for b in match.blocks if not self._states.owners[b]]
+        gpu = states.num_available_gpu - sum(states.is_gpu(block_id) for block_id in idle)
+        gpu -= sum(not states.is_gpu(b) for b in match.blocks) - len(left)
+        cpu = states.num_available_in_place
+        cpu -= sum(not states.is_gpu(b) and self._victims.is_listed_in_place(b) for b in idle)
+        rooms = {"gpu": gpu, "cpu": cpu, "either": gpu + cpu}
+        return gpu >= 0 and 0 <= n <= rooms[room]
+
+    def claim(
+        self,
+        match: Match,
+        n: int = 0,
+        room: Room = "gpu",
+        *,
+        in_place: int = 0,
+        resumed: bool = False,
+    ) -> Claim:
+        """Take the blocks found and `n` new ones, all or none.
+
+        Host blocks are loaded: once, for whoever asks until the content is gone.
+
+        Args:
+            match: From `match`, with nothing changed since.
+            n: New blocks.
+            room: Where new blocks may come from.
+            in_place: Of the host blocks found how many to use where they are, at most: the last
+                that compute can reach. For a sequence that is longer than the GPU has room.
+            resumed: The sequence goes on after a preemption; only the counts differ.
+
+        Raises:
+            EngineError: There are not enough blocks (ask `can_claim` first), or the match is old.
+        """
+        if self._states.find(match.keys) != list(match.blocks):
+            raise EngineError(
+                "block pool: expected a match made just now, got one that names other blocks than "
+                "would be found now. Match again."
+            )
+        if not self.can_claim(match, n, room, in_place=in_place):
+            raise EngineError(
+                f"block pool: expected room for {len(match.blocks)} blocks found and {n} new ones "
+                f"({room}), got {self.num_free} GPU blocks and "
+                f"{self._states.num_available_in_place} CPU blocks. Ask can_claim first."
+            )
+        stay = self._stay_in_place(match, in_place)
+        states, victims = self._states, self._victims
+        for block_id in match.blocks:
+            states.own(block_id)  # none of them may give way to the others
+        loads = sum(not states.is_gpu(b) and b not in stay for b in match.blocks)
+        gpu = min(n, states.num_available_gpu - loads) if room != "cpu" else 0
+        cpu_blocks = [victims.take_in_place() for _ in range(n - gpu)]  # first, as in `allocate`
+        table = [
+            block_id if states.is_gpu(block_id) or block_id in stay else victims.load(block_id)
+            for block_id in match.blocks
+        ]
+        self._count_claim(match, len(stay), resumed=resumed)
+        brought = (states.ledger.incoming(block_id) for block_id in table)
+        pending = frozenset(move_id for move_id in brought if move_id is not None)
+        gpu_blocks = [victims.take_gpu(for_compute=True) for _ in range(gpu)]
+        return Claim(table + gpu_blocks + cpu_blocks, len(table), pending)
+
+    def swap_out(self, table: Sequence[int], keys: Sequence[bytes]) -> int:
+        """Take a sequence's blocks away and store what the host tier lacks; return how many remain.
+
+        Stored from the head on, as far as there is room; the rest is dropped as it gives way.
+        Until then the GPU's blocks stay findable too. Blocks with other owners stay with them. It
+        goes on by `match` and `claim`; what was lost is computed again.
+
+        Args:
+            table: Its block table.
+            keys: Of its full, computed blocks.
+
+        Raises:
+            EngineError: A block of the table has no owner, or another key.
+        """
+        named = list(zip(table, keys, strict=False))
+        for block_id in table:
+            self._states.check_owned(block_id)
+        for block_id, key in named:
+            self._states.check_key(block_id, key)
+        for block_id, key in named:
+            self.register(block_id, key)
+        states = self._states
+        lone = [b for b in table if states.keys[b] is not None and states.owners[b] == 1]
+        lacking = [b for b in lone if states.is_gpu(b) and states.copy_of(b) is None]
+        protect = {copy for b in lone if (copy := states.copy_of(b)) is not None}
+        stored = self._store_all(lacking, protect)
+        self.stats.stores_skipped += len(lacking) - stored
+        self.free(table)
+        remaining = len(self._states.find(keys[: len(table)]))
+        self.stats.swapped_out += remaining
+        return remaining
+
+    def store_ahead(self, limit: int) -> int:
+        """Store what would give way next, so that taking it costs no wait; return how many.
+
+        Call it once a step; nothing happens while `limit` GPU blocks are free or have a copy.
+
+        Args:
+            limit: GPU blocks that should be ready to be taken.
+        """
+        states = self._states
+        ready = max(0, limit - len(states.gpu_free))
+        first = list(islice(states.gpu_idle, ready))
+        protect = {copy for b in first if (copy := states.copy_of(b)) is not None}
+        lacking = [b for b in first if states.copy_of(b) is None and self._victims.may_store(b)]
+        stored = self._store_all(lacking, protect)
+        self.stats.stores_ahead += stored
+        return stored
+
+    def evict_idle(self) -> None:
+        """Take all content without an owner off the GPU, as if its blocks were needed."""
+        while self._states.gpu_idle:
+            self._victims.evict(self._states.gpu_idle.oldest)
+
+    def reset(self, tier: Tier | None = None) -> None:
+        """Forget all keys of a tier, or of both; owners keep their blocks, moves go on."""
+        for name, index in (("gpu", self._states.gpu_index), ("cpu", self._states.cpu_index)):
+            if tier in {None, name}:
+                for block_id in list(index.values()):
+                    self._states.drop_key(block_id)
+
+    def take_moves(self) -> MoveBatch:
+        """Return what is to be copied before the next step, and what that step waits for."""
+        return self._states.ledger.take()
+
+    def complete(self, move_id: int) -> None:
+        """Note that a move is done on the device.
+
+        Raises:
+            EngineError: It was completed before, or never taken.
+        """
+        move = self._states.ledger.finish(move_id)
+        self._states.settle(move.src)
+        self._states.settle(move.dst)
+
+    def require(self, move_ids: Iterable[int]) -> None:
+        """Let the next step wait for moves on the device, such as a claim's pending ones."""
+        self._states.ledger.require(move_ids)
+
+    def is_pending(self, move_ids: Iterable[int]) -> bool:
+        """Return whether any of these moves is not complete."""
+        return any(self._states.ledger.is_in_flight(move_id) for move_id in move_ids)
+
+    @property
+    def num_moves(self) -> int:
+        """Moves that are not complete."""
+        return self._states.ledger.num_in_flight
+
+    def _stay_in_place(self, match: Match, most: int) -> frozenset[int]:
+        """Return the host blocks of a match that are not loaded."""
+        states = self._states
+        able = [b for b in match.blocks if not states.is_gpu(b) and states.is_in_place(b)]
+        return frozenset(able[max(0, len(able) - most) :])
+
+    def _store_all(self, block_ids: Sequence[int], protect: set[int]) -> int:
+        """Store GPU blocks in order while host blocks can be had; return how many."""
+        for count, block_id in enumerate(block_ids):
+            host = self._victims.take_for_store(protect=protect)
+            if host is None:
+                return count
+            protect.add(host)
+            self._victims.store(block_id, host)
+        return len(block_ids)
+
+    def _count_claim(self, match: Match, stay: int, *, resumed: bool) -> None:
+        on_gpu = sum(self._states.is_gpu(block_id) for block_id in match.blocks)
+        loaded = len(match.blocks) - on_gpu - stay
+        missed = match.num_asked - len(match.blocks)
+        if resumed:
+            self.stats.swapped_in_gpu += on_gpu
+            self.stats.swapped_in_loaded += loaded
+            self.stats.swapped_in_in_place += stay
+            self.stats.lost += missed
+        else:
+            self.stats.hits_gpu += on_gpu
+            self.stats.hits_loaded += loaded
+            self.stats.hits_in_place += stay
+            self.stats.misses += missed

@@ -1,0 +1,67 @@
+"""Which blocks layers with a sliding window need: a token sees itself and the window - 1 before it.
+
+Pure arithmetic over positions; `window` is in tokens, None where attention sees all.
+"""
+
+from collections.abc import Sequence
+
+from engine.errors import EngineError
+
+
+def num_expired(num_computed: int, window: int | None, block_size: int) -> int:
+    """Return how many leading blocks no later token sees.
+
+    Args:
+        num_computed: Leading tokens that are in the cache; the next one to run is at this position.
+        window: Tokens that a token sees, itself included, at least 1.
+        block_size: Tokens in a block.
+    """
+    _check(window, block_size)
+    if window is None:
+        return 0
+    return max(0, num_computed - window + 1) // block_size
+
+
+def num_held(max_tokens: int, window: int | None, step_tokens: int, block_size: int) -> int:
+    """Return the most blocks that a sequence holds while a step runs, expired ones given back.
+
+    Args:
+        max_tokens: The sequence's greatest length.
+        window: Tokens that a token sees, itself included.
+        step_tokens: Most tokens of the sequence in one step.
+        block_size: Tokens in a block.
+    """
+    _check(window, block_size)
+    whole = -(-max_tokens // block_size)
+    if window is None:
+        return whole
+    # The first token of the step sees window - 1 earlier ones; the span may begin at any offset.
+    span = window - 1 + step_tokens
+    return min(whole, -(-(span - 1) // block_size) + 1)
+
+
+def usable_prefix(cached: Sequence[bool], window: int | None, block_size: int) -> int:
+    """Return the longest prefix, in blocks, behind which a sequence can go on.
+
+    Args:
+        cached: For each leading block whether its keys and values are there.
+        window: Tokens that a token sees, itself included. Blocks that have expired at the prefix's
+            end need not be there.
+        block_size: Tokens in a block.
+    """
+    _check(window, block_size)
+    longest, last_missing = 0, -1
+    for place, there in enumerate(cached):
+        if not there:
+            last_missing = place
+        if last_missing < num_expired((place + 1) * block_size, window, block_size):
+            longest = place + 1
+    return longest
+
+
+def _check(window: int | None, block_size: int) -> None:
+    if block_size < 1 or (window is not None and window < 1):
+        raise EngineError(
+            f"window: expected a window and a block_size of at least 1, got {window} and "
+            f"{block_size}."
+        )

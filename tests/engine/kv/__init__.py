@@ -1,0 +1,1 @@
+"""Tests of the KV blocks of two tiers: keys, pool, moves, windows."""

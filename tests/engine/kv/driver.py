@@ -1,0 +1,229 @@
+"""Requests, aborts, swaps, resets and late moves, each with what must hold after it."""
+
+from collections import Counter
+
+import pytest
+
+from engine.errors import EngineError
+from tests.engine.kv.world import P, Track, World
+
+MOST_TOKENS = 20
+ROOMS = ("gpu", "cpu", "either")
+# Prompts begin alike, so that prefixes are shared.
+STEMS = ((0,) * MOST_TOKENS, (1,) * MOST_TOKENS)
+
+WEIGHTS = {
+    "add": 3,
+    "start": 6,
+    "step": 8,
+    "grow": 2,
+    "stop": 3,
+    "preempt": 2,
+    "store_ahead": 1,
+    "execute": 3,
+    "complete": 3,
+    "evict_idle": 0.3,
+    "reset": 0.2,
+}
+"""The operations and how often they are to be drawn."""
+
+
+class Driver:
+    """Sequences over a pool whose least recently used GPU blocks a plain list predicts.
+
+    Args:
+        num_gpu: Blocks on the GPU.
+        num_cpu: Blocks of the host tier.
+        num_in_place: Of them, those that compute reaches.
+        choose: Picks one of a sequence of options.
+    """
+
+    def __init__(self, num_gpu, num_cpu, num_in_place, choose):
+        self.world = World(num_gpu, num_cpu, num_in_place)
+        self.pool = self.world.pool
+        self.sizes = {"gpu": num_gpu, "cpu": num_cpu}
+        self.in_place_ids = range(num_gpu + num_in_place)
+        self.choose = choose
+        self.tracks, self.idle, self.loading = [], [], {}
+        self.free_before = 0
+
+    def pick(self, *, holds):
+        choices = [track for track in self.tracks if track.holds is holds]
+        return self.choose(choices) if choices else None
+
+    def note(self):
+        self.free_before = self.pool.use("gpu").free
+
+    def taken(self, need):
+        """GPU blocks were taken: the free ones, then exactly the oldest idle ones."""
+        del self.idle[: max(0, need - self.free_before)]
+
+    def freed(self, table):
+        """Blocks with a key and no owner become the youngest, the tail before the head."""
+        for block_id in reversed(list(dict.fromkeys(table))):
+            keyed = self.pool.key_of(block_id) is not None and block_id < self.sizes["gpu"]
+            if keyed and not self.pool.ref_count(block_id):
+                self.idle.append(block_id)
+
+    def add(self):
+        if len(self.tracks) < 8:
+            stem, count = self.choose(STEMS), self.choose(range(1, 13))
+            salt = self.choose((None, None, None, "salt"))
+            self.tracks.append(Track(list(stem[:count]), salt))
+
+    def start(self):
+        track = self.pick(holds=False)
+        if track is None:
+            return
+        room, in_place = self.choose(ROOMS), self.choose((0, 0, 1, 3))
+        match = self.pool.match(track.keys, len(track.tokens))
+        assert len(match.blocks) * P < len(track.tokens)
+        rest = self.pool.blocks_for(len(track.tokens)) - len(match.blocks)
+        n = self.choose((0, 1, rest))
+        if not self.pool.can_claim(match, n, room, in_place=in_place):
+            before = self.snapshot()
+            with pytest.raises(EngineError, match="Ask can_claim first"):
+                self.pool.claim(match, n, room, in_place=in_place)
+            assert self.snapshot() == before
+            return
+        self.note()
+        on_gpu = [block_id for block_id in match.blocks if block_id < self.sizes["gpu"]]
+        self.idle = [block_id for block_id in self.idle if block_id not in on_gpu]
+        resumed = self.choose((False, True))
+        claim = self.world.start(track, room, in_place=in_place, n=n, resumed=resumed)
+        self.taken(sum(b < self.sizes["gpu"] and b not in on_gpu for b in claim.blocks))
+        assert len(claim.blocks) == len(match.blocks) + n
+        staying = [b for b in claim.blocks[: claim.num_found] if b >= self.sizes["gpu"]]
+        assert len(staying) <= in_place
+        if room != "either":
+            assert all(self.pool.tier_of(b) == room for b in claim.blocks[claim.num_found :])
+
+    def step(self):
+        track = self.pick(holds=True)
+        if track is None:
+            self.launch()
+            return
+        if self.pool.is_pending(track.pending):
+            if self.choose((False, True)):
+                return
+            self.pool.require(track.pending)
+        room = self.choose(ROOMS)
+        count = min(self.choose(range(1, 7)), len(track.tokens) - track.computed)
+        need = max(0, self.pool.blocks_for(track.computed + count) - len(track.table))
+        if not self.pool.can_allocate(need, room):
+            before = self.snapshot()
+            with pytest.raises(EngineError, match="Ask can_allocate first"):
+                self.pool.allocate(need, room)
+            assert self.snapshot() == before
+            return
+        self.note()
+        new = self.pool.allocate(need, room)
+        self.taken(sum(block_id < self.sizes["gpu"] for block_id in new))
+        track.table += new
+        self.launch((track, count))
+
+    def grow(self):
+        track = self.pick(holds=True)
+        if track is not None and len(track.tokens) < MOST_TOKENS:
+            track.tokens.append(self.choose((0, 1)))
+
+    def stop(self):
+        track = self.pick(holds=True)
+        if track is not None:
+            table = list(track.table)
+            self.world.stop(track, self.choose(("demote", "demote", "drop", "forget")))
+            self.idle = [b for b in self.idle if self.pool.key_of(b) is not None]  # forgotten
+            self.freed(table)
+            self.tracks.remove(track)
+
+    def preempt(self):
+        track = self.pick(holds=True)
+        if track is not None:
+            table, keys = list(track.table), list(track.computed_keys)
+            remaining = self.world.swap_out(track)
+            self.freed(table)
+            assert len(self.pool.match(keys, len(keys) * P + 1).blocks) == remaining
+
+    def store_ahead(self):
+        before, limit = self.pool.stats.stores, self.choose(range(5))
+        stored = self.pool.store_ahead(limit)
+        assert self.pool.stats.stores - before == stored <= limit
+        if self.sizes["cpu"] > limit:
+            assert self.pool.store_ahead(limit) == 0  # what is stored stays so
+
+    def reset(self):
+        tier = self.choose((None, "gpu", "cpu"))
+        self.pool.reset(tier)
+        if tier != "cpu":
+            self.idle = []
+            assert self.pool.use("gpu").cached == 0
+        if tier != "gpu":
+            assert self.pool.use("cpu").cached == 0
+
+    def evict_idle(self):
+        self.pool.evict_idle()
+        self.idle = []
+
+    def execute(self):
+        if self.world.queued:
+            self.world.execute(self.choose(sorted(self.world.queued)))
+
+    def complete(self):
+        taken = sorted([*self.world.queued, *self.world.executed])
+        if taken:
+            move_id = self.choose(taken)
+            self.world.complete(move_id)
+            self.loading.pop(move_id, None)
+            with pytest.raises(EngineError, match="Complete each move once"):
+                self.pool.complete(move_id)
+
+    def launch(self, *parts):
+        batch = self.world.launch(*parts)
+        for move in batch.moves:
+            assert (move.src < self.sizes["gpu"]) == (move.kind == "store")
+            assert (move.dst < self.sizes["gpu"]) == (move.kind == "load")
+            key = self.pool.key_of(move.dst)
+            if move.kind == "load" and key is not None:
+                # Loaded once for all, unless the first target gave way meanwhile.
+                assert not any(
+                    named == key and dst != move.dst and self.pool.key_of(dst) == key
+                    for dst, named in self.loading.values()
+                )
+                self.loading[move.move_id] = move.dst, key
+
+    def snapshot(self):
+        ids = range(self.pool.num_blocks)
+        owners = [(self.pool.ref_count(b), self.pool.key_of(b)) for b in ids]
+        return owners, self.pool.use("gpu"), self.pool.use("cpu"), self.pool.stats.as_dict()
+
+    def check(self):
+        """Owners are the tables; every block is one thing; a key names one block of each tier."""
+        owners = Counter(block_id for track in self.tracks for block_id in track.table)
+        ids = range(self.pool.num_blocks)
+        assert [self.pool.ref_count(b) for b in ids] == [owners[b] for b in ids]
+        for track in self.tracks:
+            assert len(set(track.table)) == len(track.table)
+            assert all(block_id in self.in_place_ids for block_id in track.table)
+        for tier, size in self.sizes.items():
+            use = self.pool.use(tier)
+            assert use.owned + use.cached + use.free + use.in_transit == size
+            assert min(use.owned, use.cached, use.free, use.in_transit) >= 0
+        assert self.pool.num_free + self.pool.num_used == self.sizes["gpu"]
+        keys = [self.pool.key_of(b) for b in ids]
+        for part in (keys[: self.sizes["gpu"]], keys[self.sizes["gpu"] :]):
+            named = [key for key in part if key is not None]
+            assert len(set(named)) == len(named)
+        assert list(self.pool._states.gpu_idle) == self.idle
+
+    def end(self):
+        """Everything ends: every count is back where it was."""
+        for track in self.tracks:
+            if track.holds:
+                self.world.stop(track)
+        self.world.complete_all()
+        assert self.pool.num_moves == 0
+        assert self.pool.use("gpu").owned == self.pool.use("cpu").owned == 0
+        assert self.pool.use("cpu").in_transit == 0
+        self.pool.reset()
+        assert self.pool.use("gpu").free == self.sizes["gpu"]
+        assert self.pool.use("cpu").free == self.sizes["cpu"]
