@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import ops
-from kernels.ref import activation, attention, linear, norm, rotary_write_kv
+from kernels.ref import activation, attention, block_copy, linear, norm, rotary_write_kv
 
 _HIDDEN = 4096
 _FEED_FORWARD = 14336
@@ -268,6 +268,19 @@ def _cache(num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.T
     return cache[:, 0], cache[:, 1]
 
 
+def _copy_blocks(device: torch.device) -> Case:
+    blocks, words = 1024, 2**16
+    src = torch.zeros((blocks, words), dtype=torch.int32, device=device)
+    dst, ids = torch.empty_like(src), torch.randperm(blocks, device=device)
+    return Case(
+        "copy_blocks",
+        "1024 x 256 KiB",
+        lambda: ops.copy_blocks(dst, src, ids, ids),
+        lambda: block_copy.copy_blocks(dst, src, ids, ids),
+        2 * src.nbytes,
+    )
+
+
 BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
     "rms_norm": (_rms_norm,),
     "add_rms_norm": (_add_rms_norm,),
@@ -288,6 +301,7 @@ BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
         lambda device: _prefill(device, 4, 2048, 2048),
         lambda device: _prefill(device, 1, 512, 4096),
     ),
+    "copy_blocks": (_copy_blocks,),
     "embedding": (_embedding,),
     "linear": (
         lambda device: _linear(device, 1, 4096, 6144),

@@ -2,10 +2,10 @@
 
 CUDA tensors go to Triton kernels (embedding, and products of many tokens or in float32, to torch's
 own), CPU tensors to the PyTorch twins in kernels.ref. All take float32, bfloat16 and float16 and
-accumulate in float32. On a GPU every operator enqueues on the current stream, waits for nothing,
-and can be captured in a CUDA graph; its arguments must stay alive until that work is done. On cards
-of compute capability 9 or more a kernel may start before the one before it has ended; it waits for
-it before it touches anything but weights.
+accumulate in float32; copy_blocks takes words of any meaning. On a GPU every operator enqueues on
+the current stream, waits for nothing, and can be captured in a CUDA graph; its arguments must stay
+alive until that work is done. On cards of compute capability 9 or more a kernel may start before
+the one before it has ended; it waits for it before it touches anything but weights.
 
 Shape letters: T tokens, S sequences, M blocks per sequence, B blocks, P tokens per block,
 N query heads, K KV heads, H head size, D hidden, F feed-forward, V vocabulary, R rotated elements
@@ -26,6 +26,7 @@ from kernels.checks import (
 )
 from kernels.ops_attention import paged_decode_attention, paged_prefill_attention
 from kernels.ref import activation as ref_activation
+from kernels.ref import block_copy as ref_block_copy
 from kernels.ref import linear as ref_linear
 from kernels.ref import norm as ref_norm
 from kernels.ref import rotary_write_kv as ref_rotary_write_kv
@@ -38,6 +39,7 @@ __all__ = [
     "DecodeWorkspace",
     "KernelArgumentError",
     "add_rms_norm",
+    "copy_blocks",
     "decode_workspace",
     "decode_workspace_bytes",
     "embedding",
@@ -342,3 +344,34 @@ def _gated_rows(
     if weight.shape[0] % 2:
         raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
     return x.reshape(-1, x.shape[-1]) if is_small_product(x, weight) else None
+
+
+def copy_blocks(
+    dst_BW: torch.Tensor, src_BW: torch.Tensor, dst_ids: torch.Tensor, src_ids: torch.Tensor
+) -> None:
+    """Copy block src_ids[i] of src to block dst_ids[i] of dst, for every i.
+
+    Few programs run, enough for a host link and not for the card's own memory.
+
+    Args:
+        dst_BW: int32, contiguous; on a GPU also a CUDA tensor over pinned host memory.
+        src_BW: int32, contiguous, W as dst has; on a GPU also over pinned host memory. The number
+            of blocks may differ from dst's. Blocks that are read must not be written.
+        dst_ids: [n] int64, none twice; not checked.
+        src_ids: [n] int64; not checked.
+    """
+    check_dims("copy_blocks.dst", dst_BW, "BW")
+    words, device = dst_BW.shape[1], dst_BW.device
+    for name, blocks in (("dst", dst_BW), ("src", src_BW)):
+        check_tensor(f"copy_blocks.{name}", blocks, (None, words), torch.int32, device)
+        if not blocks.is_contiguous():
+            expected = "a contiguous tensor"
+            raise KernelArgumentError(f"copy_blocks.{name}", expected, f"strides {blocks.stride()}")
+    check_tensor("copy_blocks.dst_ids", dst_ids, (None,), torch.int64, device)
+    check_tensor("copy_blocks.src_ids", src_ids, dst_ids.shape, torch.int64, device)
+    if dst_BW.is_cuda:
+        from kernels.triton import block_copy
+
+        block_copy.copy_blocks(dst_BW, src_BW, dst_ids, src_ids)
+        return
+    ref_block_copy.copy_blocks(dst_BW, src_BW, dst_ids, src_ids)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kernels import ops, ops_attention
-from kernels.ref import activation, attention, linear, norm, rotary_write_kv
+from kernels.ref import activation, attention, block_copy, linear, norm, rotary_write_kv
 
-TWINS = (activation, attention, linear, norm, rotary_write_kv)
+TWINS = (activation, attention, block_copy, linear, norm, rotary_write_kv)
 WORKSPACE_FUNCTIONS = {"decode_workspace", "decode_workspace_bytes"}
 OPERATORS = sorted(
     name

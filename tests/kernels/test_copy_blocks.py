@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from kernels import ops
+from kernels.ref import block_copy as ref
+
+
+def numbered(blocks, words, device, start=0):
+    values = torch.arange(start, start + blocks * words, dtype=torch.int32, device=device)
+    return values.view(blocks, words)
+
+
+# blocks of src, blocks of dst, words, how many are copied
+SHAPES = [(9, 7, 64, 5), (3, 3, 1, 3), (4, 6, 4099, 4), (40, 50, 96, 40)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_matches_twin(shape, rng):
+    from kernels.triton import block_copy
+
+    num_src, num_dst, words, count = shape
+    src = numbered(num_src, words, rng.device)
+    dst = numbered(num_dst, words, rng.device, start=-(2**20))
+    src_ids = torch.randint(num_src, (count,), device=rng.device, generator=rng)
+    dst_ids = torch.randperm(num_dst, device=rng.device, generator=rng)[:count]
+    twin = dst.clone()
+    block_copy.copy_blocks(dst, src, dst_ids, src_ids)
+    ref.copy_blocks(twin, src, dst_ids, src_ids)
+    assert torch.equal(dst, twin)
+    expected = [row.tolist() for row in numbered(num_dst, words, "cpu", start=-(2**20))]
+    for target, source in zip(dst_ids.tolist(), src_ids.tolist(), strict=True):
+        expected[target] = src[source].tolist()
+    assert dst.tolist() == expected
+
+
+def test_nothing_to_copy(rng):
+    from kernels.triton import block_copy
+
+    none = torch.empty(0, dtype=torch.int64, device=rng.device)
+    for copy in (block_copy.copy_blocks, ref.copy_blocks):
+        dst = numbered(2, 8, rng.device)
+        copy(dst, numbered(2, 8, rng.device, start=100), none, none)
+        assert torch.equal(dst, numbered(2, 8, rng.device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [8192, 524_288], ids=["32 KiB", "2 MiB"])
+def test_blocks_cross_the_link_both_ways(words, rng, host_view):
+    device = numbered(6, words, rng.device)
+    host = host_view(numbered(9, words, "cpu", start=-(2**24)))
+    out, back = torch.tensor([5, 0, 3]), torch.tensor([8, 1, 2])
+    expected_host, expected_device = host.cpu().clone(), device.cpu().clone()
+    ref.copy_blocks(expected_host, device.cpu(), back, out)
+    ops.copy_blocks(host, device, back.cuda(), out.cuda())
+    assert torch.equal(host.cpu(), expected_host)
+    ref.copy_blocks(expected_device, expected_host, out + 0, torch.tensor([0, 8, 7]))
+    ops.copy_blocks(device, host, out.cuda(), torch.tensor([0, 8, 7]).cuda())
+    assert torch.equal(device.cpu(), expected_device)
+
+
+def test_door_runs_the_twin_on_the_cpu():
+    dst, src = numbered(3, 8, "cpu"), numbered(5, 8, "cpu", start=100)
+    ops.copy_blocks(dst, src, torch.tensor([2]), torch.tensor([4]))
+    assert dst[2].tolist() == src[4].tolist()
+    assert torch.equal(dst[:2], numbered(2, 8, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dst_BW": torch.zeros(24, dtype=torch.int32)}, r"dst: expected shape \[B, W\]"),
+        ({"dst_BW": torch.zeros(3, 9, dtype=torch.int32)}, r"src: expected shape \(any, 9\)"),
+        ({"src_BW": torch.zeros(3, 8)}, r"src: expected torch\.int32"),
+        ({"src_BW": torch.zeros(3, 16, dtype=torch.int32)[:, :8]}, r"src: expected a contiguous"),
+        ({"dst_ids": torch.zeros(2, dtype=torch.int32)}, r"dst_ids: expected torch\.int64"),
+        ({"src_ids": torch.zeros(3, dtype=torch.int64)}, r"src_ids: expected shape \(2\), got"),
+    ],
+)
+def test_door_refuses(change, message):
+    arguments = {
+        "dst_BW": torch.zeros(3, 8, dtype=torch.int32),
+        "src_BW": torch.zeros(4, 8, dtype=torch.int32),
+        "dst_ids": torch.zeros(2, dtype=torch.int64),
+        "src_ids": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(ops.KernelArgumentError, match=rf"copy_blocks\.{message}"):
+        ops.copy_blocks(**(arguments | change))
