@@ -32,6 +32,12 @@ class CopyStream(Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue a copy; `src` must stay unchanged until it has run."""
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue work that `work` launches when it is called; it must not wait for the device."""
+
+    def after(self, other: "CopyStream", event: Any) -> None:
+        """Let later copies wait for an event of another copy stream."""
+
     def record(self) -> Any:
         """Return an event that is done when the copies enqueued so far are."""
 
@@ -40,6 +46,9 @@ class CopyStream(Protocol):
 
     def wait(self, event: Any) -> None:
         """Block the caller until the event's copies are done."""
+
+    def is_done(self, event: Any) -> bool:
+        """Return whether the event's copies are done, without waiting."""
 
 
 class Device(Protocol):

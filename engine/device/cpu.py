@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from engine.device.base import Graph, HostBuffer
+from engine.device.base import CopyStream, Graph, HostBuffer
 from engine.device.host import MappedBuffer, available_bytes, capabilities
 from engine.errors import CapacityError, EngineError
 from engine.plan import DeviceFacts
@@ -26,21 +26,30 @@ class EmulatedPinnedBuffer(MappedBuffer):
 class LazyCopyStream:
     """A queue of copies that run when an event after them is waited for."""
 
-    def __init__(self, *, eager: bool = False) -> None:
+    def __init__(self, *, eager: bool = False, lock: "threading.RLock | None" = None) -> None:
         self._eager = eager
-        self._queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._queue: deque[Callable[[], object]] = deque()
         self._enqueued = 0
         self._done = 0
-        self._lock = threading.RLock()
+        # One lock for all streams of a device, as a copy may run those of another stream first.
+        self._lock = threading.RLock() if lock is None else lock
 
     def after_compute(self) -> None:
         """Compute on the CPU is done when its call returns."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue a copy."""
+        self.run(lambda: dst.copy_(src))
+
+    def after(self, other: CopyStream, event: int) -> None:
+        """Let later copies wait for an event of another copy stream."""
+        self.run(lambda: other.wait(event))
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue work."""
         with self._lock:
             self._enqueued += 1
-            self._queue.append((dst, src))
+            self._queue.append(work)
             if self._eager:
                 self.compute_after(self._enqueued)
 
@@ -52,13 +61,19 @@ class LazyCopyStream:
         """Run the copies that the event stands for."""
         with self._lock:
             while self._done < event:
-                dst, src = self._queue.popleft()
-                dst.copy_(src)
+                self._queue.popleft()()
                 self._done += 1
 
     def wait(self, event: int) -> None:
         """Run the copies that the event stands for."""
         self.compute_after(event)
+
+    def is_done(self, event: int) -> bool:
+        """Run one copy of those that are left; return whether none of the event's is left."""
+        with self._lock:
+            if self._done < event:
+                self.compute_after(self._done + 1)
+            return self._done >= event
 
 
 class CPUMark:
@@ -79,6 +94,7 @@ class CPUDevice:
         self._eager = eager_copies
         self._allocated = 0
         self._budget: int | None = None
+        self._lock = threading.RLock()
 
     def facts(self) -> DeviceFacts:
         """Return host figures; half of the free memory may stand in for a card."""
@@ -120,7 +136,7 @@ class CPUDevice:
 
     def copy_stream(self) -> LazyCopyStream:
         """Create a copy stream."""
-        return LazyCopyStream(eager=self._eager)
+        return LazyCopyStream(eager=self._eager, lock=self._lock)
 
     def upload_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a host tensor."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.device.base import Graph, HostBuffer
+from engine.device.base import CopyStream, Graph, HostBuffer
 from engine.device.host import MappedBuffer, available_bytes, capabilities, memlock_room
 from engine.device.nvml import own_bytes
 from engine.errors import CapacityError, ConfigError, PinningError
@@ -130,6 +130,15 @@ class CUDACopyStream:
         with torch.cuda.stream(self._stream):
             dst.copy_(src, non_blocking=True)
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Call `work` with the copy stream as the current one."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def after(self, other: CopyStream, event: torch.cuda.Event) -> None:  # noqa: ARG002
+        """Let later copies wait for an event of another copy stream."""
+        self._stream.wait_event(event)
+
     def record(self) -> torch.cuda.Event:
         """Return an event after the copies enqueued so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -143,6 +152,10 @@ class CUDACopyStream:
     def wait(self, event: torch.cuda.Event) -> None:
         """Block until the event has come; other threads run meanwhile."""
         event.synchronize()
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        """Return whether the event has come."""
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 class CUDAGraph:
