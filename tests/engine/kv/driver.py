@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from engine.errors import EngineError
-from tests.engine.kv.world import P, Track, World
+from tests.engine.kv.world import P, Track
 
 MOST_TOKENS = 20
 ROOMS = ("gpu", "cpu", "either")
@@ -32,17 +32,15 @@ class Driver:
     """Sequences over a pool whose least recently used GPU blocks a plain list predicts.
 
     Args:
-        num_gpu: Blocks on the GPU.
-        num_cpu: Blocks of the host tier.
-        num_in_place: Of them, those that compute reaches.
+        world: Has a pool, and runs moves.
+        num_in_place: Host blocks that compute reaches.
         choose: Picks one of a sequence of options.
     """
 
-    def __init__(self, num_gpu, num_cpu, num_in_place, choose):
-        self.world = World(num_gpu, num_cpu, num_in_place)
-        self.pool = self.world.pool
-        self.sizes = {"gpu": num_gpu, "cpu": num_cpu}
-        self.in_place_ids = range(num_gpu + num_in_place)
+    def __init__(self, world, num_in_place, choose):
+        self.world, self.pool = world, world.pool
+        self.sizes = {"gpu": self.pool.num_gpu_blocks, "cpu": self.pool.num_cpu_blocks}
+        self.in_place_ids = range(self.pool.num_gpu_blocks + num_in_place)
         self.choose = choose
         self.tracks, self.idle, self.loading = [], [], {}
         self.free_before = 0
@@ -227,3 +225,4 @@ class Driver:
         self.pool.reset()
         assert self.pool.use("gpu").free == self.sizes["gpu"]
         assert self.pool.use("cpu").free == self.sizes["cpu"]
+        self.world.close()

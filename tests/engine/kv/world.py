@@ -69,6 +69,19 @@ class World:
             self.memory[move.dst] = list(self.memory[move.src])
             self.executed.add(move_id)
 
+    def write(self, block_id, offset, value):
+        self.memory[block_id][offset] = value
+
+    def read(self, block_id, offset):
+        return self.memory[block_id][offset]
+
+    def encode(self, value):
+        """Return a value as `read` returns it."""
+        return value
+
+    def close(self):
+        """Nothing is held."""
+
     def complete(self, move_id):
         self.execute(move_id)
         self.executed.discard(move_id)
@@ -82,11 +95,11 @@ class World:
     def compute(self, track, count):
         """Write the next tokens, check all that attention would read, and register full blocks."""
         for position in range(track.computed, track.computed + count):
-            self.memory[track.table[position // P]][position % P] = track.value(position)
+            self.write(track.table[position // P], position % P, track.value(position))
         track.computed += count
         for position in range(track.computed):
-            held = self.memory[track.table[position // P]][position % P]
-            assert held == track.value(position), f"position {position}: {held}"
+            held = self.read(track.table[position // P], position % P)
+            assert held == self.encode(track.value(position)), f"position {position}: {held}"
         for block_id, key in zip(track.table, track.computed_keys, strict=False):
             if self.pool.key_of(block_id) is None:
                 self.pool.register(block_id, key)

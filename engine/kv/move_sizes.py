@@ -1,0 +1,36 @@
+"""How moves of blocks are cut into copies, and the memory that this takes; pure arithmetic."""
+
+PIECE_BYTES = 32 * 2**20
+"""Moves are enqueued in pieces of about this size; what waits for a move waits for its piece."""
+PIECE_MOVES = 1024
+"""No piece holds more moves."""
+DMA_RUN_BYTES = 2**20
+"""From this size on, neighbouring blocks that stay neighbours are one DMA copy; what is smaller
+goes together in one kernel. A copy of its own costs the host about 8 us (4.3 GB/s measured at
+32 KiB), so smaller ones cannot fill a link of 50 GB/s; where the two meet differs by card."""
+ID_SLOTS = 64
+"""Pieces of small blocks that can be under way before the host waits for the oldest."""
+STAGING_BYTES = 16 * 2**20
+"""Pinned memory through which blocks of pageable memory go."""
+
+_ID_BYTES = 8
+
+
+def piece_moves(block_bytes: int) -> int:
+    """Return how many moves a piece holds at most."""
+    return min(PIECE_MOVES, max(1, PIECE_BYTES // block_bytes))
+
+
+def ids_bytes(block_bytes: int) -> int:
+    """Return what block numbers take on the GPU, and in pinned memory once more, bytes.
+
+    Two lists for each slot and direction; nothing where every block is large enough for DMA.
+    """
+    if block_bytes >= DMA_RUN_BYTES:
+        return 0
+    return 2 * ID_SLOTS * 2 * piece_moves(block_bytes) * _ID_BYTES
+
+
+def staging_blocks(block_bytes: int) -> int:
+    """Return how many blocks the staging memory holds, at least 1."""
+    return max(1, STAGING_BYTES // block_bytes)

@@ -1,0 +1,298 @@
+"""BlockMover: executes moves of blocks between the tiers beside compute."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.device.base import CopyStream, Device
+from engine.kv.host_blocks import HostBlocks
+from engine.kv.move_sizes import DMA_RUN_BYTES, ID_SLOTS, piece_moves
+from engine.kv.moves import Move, MoveBatch, MoveKind
+from engine.kv.staging import Staging
+from kernels import ops
+
+
+@dataclass(kw_only=True)
+class MoverStats:
+    """Bytes moved since the mover was made, counted when they are enqueued."""
+
+    stored_bytes: int = 0
+    """From the GPU to the host."""
+    loaded_bytes: int = 0
+    """From the host to the GPU."""
+    dma_bytes: int = 0
+    """Of both, by DMA."""
+    kernel_bytes: int = 0
+    """By one kernel for many blocks."""
+    staged_bytes: int = 0
+    """Through pinned memory to or from pageable memory."""
+    copies: int = 0
+    """Copies and kernels that were enqueued."""
+
+
+class _StreamPoint:
+    """A point on a copy stream."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self.stream = stream
+        self.event: Any = stream.record()
+
+    def is_done(self) -> bool:
+        return self.stream.is_done(self.event)
+
+    def wait(self) -> None:
+        self.stream.wait(self.event)
+
+
+class _FuturePoint:
+    """The end of a staged copy; its errors are raised where it is asked for."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def is_done(self) -> bool:
+        if self._future.done():
+            self._future.result()
+            return True
+        return False
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+_Point = _StreamPoint | _FuturePoint
+
+
+class _IdSlots:
+    """Lists of block numbers on the device, reused when the kernel that reads them is done."""
+
+    def __init__(self, device: Device, stream: CopyStream, most: int) -> None:
+        shape = (ID_SLOTS, 2, most)
+        self._host = device.upload_buffer(shape, torch.int64)
+        raw = device.empty(self._host.numel() * 8)
+        self._device = raw.view(torch.int64).view(shape)
+        self._stream = stream
+        self._users: list[_StreamPoint | None] = [None] * ID_SLOTS
+        self._next = 0
+
+    def launch(
+        self, dst: torch.Tensor, src: torch.Tensor, dst_ids: Sequence[int], src_ids: Sequence[int]
+    ) -> None:
+        """Enqueue the copy of blocks; waits for the slot's last user if that is still under way."""
+        slot, count = self._next, len(dst_ids)
+        self._next = (slot + 1) % ID_SLOTS
+        user = self._users[slot]
+        if user is not None and not user.is_done():
+            user.wait()
+        host, ids = self._host[slot], self._device[slot]
+        host[0, :count] = torch.tensor(dst_ids)
+        host[1, :count] = torch.tensor(src_ids)
+        self._stream.copy(ids, host)
+        self._stream.run(partial(ops.copy_blocks, dst, src, ids[0, :count], ids[1, :count]))
+        self._users[slot] = _StreamPoint(self._stream)
+
+
+class BlockMover:
+    """Copies blocks on one stream for each direction.
+
+    Moves of a batch are cut into pieces. A piece is enqueued behind all compute enqueued before
+    `submit` and behind the moves that its moves name; so a store reads what was computed, and a
+    load overwrites nothing that is still read. Neighbouring blocks that stay neighbours and are
+    large enough together go by DMA, the others by one kernel. Nothing waits on the caller's
+    thread, except that a move that names a staged one, or a step that waits for one, does, and
+    that the numbers of a piece of small blocks wait for a place among 64.
+
+    Args:
+        device: Runs the copies.
+        gpu: uint8 [G, block_bytes], contiguous, on the device: blocks 0 to G - 1.
+        host: Blocks G and above.
+        dma_run_bytes: From this size on neighbouring blocks go by DMA.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        gpu: torch.Tensor,
+        host: HostBlocks,
+        *,
+        dma_run_bytes: int = DMA_RUN_BYTES,
+    ) -> None:
+        self.stats = MoverStats()
+        self._device, self._gpu, self._host = device, gpu, host
+        self._num_gpu, self._block_bytes = gpu.shape
+        self._dma_run_bytes = dma_run_bytes
+        self._piece = piece_moves(self._block_bytes)
+        self._streams: dict[MoveKind, CopyStream] = {
+            "store": device.copy_stream(),
+            "load": device.copy_stream(),
+        }
+        self._slots: dict[MoveKind, _IdSlots] = {}
+        # Words of int32: a kernel moves nothing smaller.
+        if host.in_place is not None and self._block_bytes % 4 == 0:
+            self._words = gpu.view(torch.int32), host.in_place.view(torch.int32)
+            if self._block_bytes < dma_run_bytes:
+                self._slots = {
+                    kind: _IdSlots(device, stream, self._piece)
+                    for kind, stream in self._streams.items()
+                }
+        self._staging = Staging(device, gpu, host.pageable) if host.num_pageable else None
+        self._points: dict[int, _Point] = {}
+        self._under_way: dict[str, deque[tuple[_Point, list[int]]]] = {}
+
+    def submit(self, batch: MoveBatch) -> None:
+        """Enqueue a batch, and let the compute stream wait for the moves that it names.
+
+        Stream: behind what is enqueued on the current stream; what follows there waits.
+        """
+        for kind, stream in self._streams.items():
+            if any(move.kind == kind for move in batch.moves):
+                stream.after_compute()
+        for first in range(0, len(batch.moves), self._piece):
+            for group in _levels(batch.moves[first : first + self._piece]):
+                self._enqueue(group)
+        points = {id(point): point for point in self._points_of(batch.waits)}
+        for point in points.values():
+            if isinstance(point, _StreamPoint):
+                point.stream.compute_after(point.event)
+            else:
+                point.wait()
+
+    def poll(self) -> list[int]:
+        """Return moves that were found done, each once; waits for nothing."""
+        done: list[int] = []
+        for queue in self._under_way.values():
+            while queue and queue[0][0].is_done():
+                done += queue.popleft()[1]
+        for move_id in done:
+            del self._points[move_id]
+        return done
+
+    def wait(self, move_ids: Iterable[int]) -> None:
+        """Block until moves are done; `poll` then returns them. Unknown ones are done."""
+        for point in self._points_of(move_ids):
+            point.wait()
+
+    @property
+    def num_under_way(self) -> int:
+        """Moves that `poll` has not returned."""
+        return len(self._points)
+
+    def close(self) -> None:
+        """Wait for all moves and end the staging thread."""
+        self.wait(list(self._points))
+        if self._staging is not None:
+            self._staging.close()
+        self._points.clear()
+        self._under_way.clear()
+
+    def _points_of(self, move_ids: Iterable[int]) -> list[_Point]:
+        return [self._points[move_id] for move_id in move_ids if move_id in self._points]
+
+    def _enqueue(self, group: list[Move]) -> None:
+        """Enqueue moves of one kind that do not depend on each other."""
+        kind = group[0].kind
+        host_of = [(move.dst if kind == "store" else move.src) - self._num_gpu for move in group]
+        pinned = [m for m, host in zip(group, host_of, strict=True) if host < self._host.num_pinned]
+        staged = [
+            m for m, host in zip(group, host_of, strict=True) if host >= self._host.num_pinned
+        ]
+        total = len(group) * self._block_bytes
+        if kind == "store":
+            self.stats.stored_bytes += total
+        else:
+            self.stats.loaded_bytes += total
+        if pinned:
+            self._enqueue_pinned(kind, pinned)
+        if staged:
+            self._enqueue_staged(kind, staged)
+
+    def _enqueue_pinned(self, kind: MoveKind, moves: list[Move]) -> None:
+        stream = self._streams[kind]
+        named = {id(p): p for move in moves for p in self._points_of(move.after)}
+        for point in named.values():
+            if isinstance(point, _FuturePoint):
+                point.wait()
+            elif point.stream is not stream:
+                stream.after(point.stream, point.event)
+        pairs = sorted(self._pair(move) for move in moves)
+        small: list[tuple[int, int]] = []
+        for run in _runs(pairs):
+            if self._slots and len(run) * self._block_bytes < self._dma_run_bytes:
+                small += run
+            else:
+                self._copy_run(kind, run)
+        if small:
+            self._copy_small(kind, small)
+        self._note(kind, _StreamPoint(stream), moves)
+
+    def _enqueue_staged(self, kind: MoveKind, moves: list[Move]) -> None:
+        assert self._staging is not None
+        named = [point for move in moves for point in self._points_of(move.after)]
+        mark = self._device.mark()
+
+        def ready() -> None:
+            mark.wait()
+            for point in named:
+                point.wait()
+
+        first = self._host.num_pinned
+        pairs = [(gpu, host - first) for gpu, host in map(self._pair, moves)]
+        future = self._staging.submit(pairs, ready, load=kind == "load")
+        self.stats.staged_bytes += len(moves) * self._block_bytes
+        self._note("staged", _FuturePoint(future), moves)
+
+    def _copy_run(self, kind: MoveKind, run: list[tuple[int, int]]) -> None:
+        (gpu_id, host_id), count = run[0], len(run)
+        gpu = self._gpu[gpu_id : gpu_id + count]
+        host = self._host.pinned[host_id : host_id + count]
+        self._streams[kind].copy(*((host, gpu) if kind == "store" else (gpu, host)))
+        self.stats.dma_bytes += count * self._block_bytes
+        self.stats.copies += 1
+
+    def _copy_small(self, kind: MoveKind, pairs: list[tuple[int, int]]) -> None:
+        gpu_ids, host_ids = [gpu for gpu, _ in pairs], [host for _, host in pairs]
+        gpu, host = self._words
+        if kind == "store":
+            self._slots[kind].launch(host, gpu, host_ids, gpu_ids)
+        else:
+            self._slots[kind].launch(gpu, host, gpu_ids, host_ids)
+        self.stats.kernel_bytes += len(pairs) * self._block_bytes
+        self.stats.copies += 1
+
+    def _pair(self, move: Move) -> tuple[int, int]:
+        """Return the block on the GPU and the block of the host tier."""
+        if move.kind == "store":
+            return move.src, move.dst - self._num_gpu
+        return move.dst, move.src - self._num_gpu
+
+    def _note(self, queue: str, point: _Point, moves: list[Move]) -> None:
+        ids = [move.move_id for move in moves]
+        self._under_way.setdefault(queue, deque()).append((point, ids))
+        self._points.update(dict.fromkeys(ids, point))
+
+
+def _levels(moves: Sequence[Move]) -> list[list[Move]]:
+    """Group moves by kind, those that others wait for in earlier groups."""
+    level: dict[int, int] = {}
+    groups: dict[tuple[int, MoveKind], list[Move]] = {}
+    for move in moves:
+        behind = [level[other] for other in move.after if other in level]
+        level[move.move_id] = max(behind, default=-1) + 1
+        groups.setdefault((level[move.move_id], move.kind), []).append(move)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Cut sorted pairs into runs in which both numbers count up by one."""
+    runs: list[list[tuple[int, int]]] = []
+    for gpu, host in pairs:
+        if runs and runs[-1][-1] == (gpu - 1, host - 1):
+            runs[-1].append((gpu, host))
+        else:
+            runs.append([(gpu, host)])
+    return runs
