@@ -89,6 +89,21 @@ class PoolStats:
     """Blocks whose content was findable in the same tier when they became full; not findable
     themselves."""
 
+    def count_claim(
+        self, on_gpu: int, loaded: int, in_place: int, missed: int, *, resumed: bool
+    ) -> None:
+        """Count the blocks of one claim."""
+        if resumed:
+            self.swapped_in_gpu += on_gpu
+            self.swapped_in_loaded += loaded
+            self.swapped_in_in_place += in_place
+            self.lost += missed
+        else:
+            self.hits_gpu += on_gpu
+            self.hits_loaded += loaded
+            self.hits_in_place += in_place
+            self.misses += missed
+
     def as_dict(self) -> dict[str, int]:
         """Return the counts by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}

@@ -205,12 +205,16 @@ class TieredBlockPool:
         self._states.set_key(block_id, key)
         return True
 
+    def findable(self, keys: Iterable[bytes]) -> list[bool]:
+        """Return for each key whether a block of either tier has it."""
+        return [key in self._states.gpu_index or key in self._states.cpu_index for key in keys]
+
     def match(self, keys: Sequence[bytes], num_tokens: int) -> Match:
         """Find the longest run of leading blocks over both tiers; at least one token is left over.
 
         Args:
             keys: Of the sequence's full blocks in order; more than needed does no harm.
-            num_tokens: Known tokens of the sequence, at least 1.
+            num_tokens: Known tokens from the first of these blocks on, at least 1.
         """
         asked = min(len(keys), max(0, num_tokens - 1) // self.block_size)
         found = self._states.find(islice(keys, asked))
@@ -273,7 +277,9 @@ class TieredBlockPool:
             block_id if states.is_gpu(block_id) or block_id in stay else victims.load(block_id)
             for block_id in match.blocks
         ]
-        self._count_claim(match, len(stay), resumed=resumed)
+        on_gpu = len(match.blocks) - loads - len(stay)
+        missed = match.num_asked - len(match.blocks)
+        self.stats.count_claim(on_gpu, loads, len(stay), missed, resumed=resumed)
         brought = (states.ledger.incoming(block_id) for block_id in table)
         pending = frozenset(move_id for move_id in brought if move_id is not None)
         gpu_blocks = [victims.take_gpu(for_compute=True) for _ in range(gpu)]
@@ -382,18 +388,3 @@ class TieredBlockPool:
             protect.add(host)
             self._victims.store(block_id, host)
         return len(block_ids)
-
-    def _count_claim(self, match: Match, stay: int, *, resumed: bool) -> None:
-        on_gpu = sum(self._states.is_gpu(block_id) for block_id in match.blocks)
-        loaded = len(match.blocks) - on_gpu - stay
-        missed = match.num_asked - len(match.blocks)
-        if resumed:
-            self.stats.swapped_in_gpu += on_gpu
-            self.stats.swapped_in_loaded += loaded
-            self.stats.swapped_in_in_place += stay
-            self.stats.lost += missed
-        else:
-            self.stats.hits_gpu += on_gpu
-            self.stats.hits_loaded += loaded
-            self.stats.hits_in_place += stay
-            self.stats.misses += missed

@@ -1,6 +1,7 @@
 """Moves over tensors: contents arrive, late or early, by kernel, by DMA or staged."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError
 from engine.kv import move_sizes
+from engine.kv import mover as mover_module
 from engine.kv.host_blocks import HostBlocks
 from engine.kv.mover import BlockMover
 from engine.kv.moves import Move, MoveBatch
@@ -113,6 +115,45 @@ def test_pageable_blocks_go_through_staging():
     assert sorted(mover.poll()) == [0, 1, 2, 3]
     assert mover.stats.staged_bytes == 3 * 64
     assert host.num_in_place == 1
+    mover.close()
+
+
+def test_a_staged_move_waits_for_those_that_it_names():
+    mover, _, host = make(num_pinned=2, num_pageable=1)
+    mover.submit(batch(Move(0, "load", 5, 0), Move(1, "store", 0, 6, (0,))))
+    mover.wait([1])
+    assert firsts(host.pageable) == [101]
+    mover.close()
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [batch(Move(1, "load", 4, 0, (0,))), batch(waits=[0])],
+    ids=["a copy on a stream", "a step"],
+)
+def test_what_is_behind_a_staged_move_waits_for_it(behind, monkeypatch):
+    mover, _, host = make(num_pinned=1, num_pageable=1)
+    asked = threading.Event()
+
+    class Mark:
+        def wait(self):
+            asked.wait()
+
+    wait = mover_module._FuturePoint.wait
+
+    def note(point):
+        asked.set()  # only now the thread begins
+        wait(point)
+
+    monkeypatch.setattr(mover_module._FuturePoint, "wait", note)
+    monkeypatch.setattr(mover._device, "mark", Mark)
+    mover.submit(batch(Move(0, "store", 0, 5)))
+    assert mover.poll() == []
+    mover.submit(behind)
+    was_asked = asked.is_set()
+    asked.set()
+    assert was_asked
+    assert firsts(host.pageable) == [0]
     mover.close()
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.kv.tiers import TieredBlockPool
+from engine.kv.window import num_expired, usable_prefix
 from tests.engine.kv.world import P, Track, World
 
 
@@ -47,6 +48,19 @@ def test_a_prefix_is_found_but_never_the_whole_prompt():
         track = Track([1, 2, 3, 4, 5][:length])
         assert len(world.pool.match(track.keys, length).blocks) == blocks
     assert world.pool.match(Track([1, 2, 3, 4, 5], "other").keys, 5).blocks == ()
+
+
+def test_layers_with_a_window_need_only_the_end_of_a_prefix():
+    world = World(4, 4)
+    track = world.run(range(8))
+    keys = list(track.keys)
+    world.stop(track, "drop")
+    world.pool.allocate(1)  # the tail is gone
+    assert world.pool.findable(keys) == [True, True, True, False]
+    count = usable_prefix(world.pool.findable(keys), 3, P)
+    assert count == 3
+    match = world.pool.match(keys[num_expired(count * P, 3, P) : count], 2 * P + 1)
+    assert len(match.blocks) == match.num_asked == 1
 
 
 def test_the_tail_gives_way_before_the_head_and_the_older_before_the_newer():
