@@ -25,6 +25,7 @@ class TensorWorld(World):
         eager: Copies run as early as they may, not as late.
         dma_run_bytes: From this size on copies go by DMA.
         obey_waits: Steps wait for the moves that they should.
+        device: A GPU instead of the emulated one.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class TensorWorld(World):
         eager=False,
         dma_run_bytes=2 * BLOCK_BYTES,
         obey_waits=True,
+        device=None,
     ):
-        device = CPUDevice(eager_copies=eager)
+        device = CPUDevice(eager_copies=eager) if device is None else device
         self.host = HostBlocks(
             device,
             num_pinned=num_pinned,
