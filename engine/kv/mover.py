@@ -74,6 +74,7 @@ class _IdSlots:
     def __init__(self, device: Device, stream: CopyStream, most: int) -> None:
         shape = (ID_SLOTS, 2, most)
         self._host = device.upload_buffer(shape, torch.int64)
+        self._array = self._host.numpy()
         raw = device.empty(self._host.numel() * 8)
         self._device = raw.view(torch.int64).view(shape)
         self._stream = stream
@@ -90,8 +91,8 @@ class _IdSlots:
         if user is not None and not user.is_done():
             user.wait()
         host, ids = self._host[slot], self._device[slot]
-        host[0, :count] = torch.tensor(dst_ids)
-        host[1, :count] = torch.tensor(src_ids)
+        self._array[slot, 0, :count] = dst_ids
+        self._array[slot, 1, :count] = src_ids
         self._stream.copy(ids, host)
         self._stream.run(partial(ops.copy_blocks, dst, src, ids[0, :count], ids[1, :count]))
         self._users[slot] = _StreamPoint(self._stream)
