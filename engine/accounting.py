@@ -1,10 +1,10 @@
 """From a placement to a MemoryPlan: every byte on both sides. Pure arithmetic, no torch."""
 
-import math
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
+from engine.kv_sizes import kv_sizes
 from engine.placement import Assignment, Placement, fall_back
 from engine.plan import (
     LOAD_STAGING_BYTES,
@@ -76,7 +76,7 @@ def fits(asked: Asked, assignment: Assignment) -> bool:
 
 def plan_fits(plan: MemoryPlan) -> bool:
     """Whether one sequence of max_model_len has room on the GPU, and the rest in host memory."""
-    has_kv = plan.kv_tokens >= plan.max_model_len
+    has_kv = plan.holds_one
     has_host = plan.host_total_bytes <= plan.host_limit_bytes and not plan.memlock_lack
     return has_kv and has_host
 
@@ -108,11 +108,18 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         "graphs": graph_nodes,
         "runtime": runtime,
     }
-    block_bytes = spec.kv_bytes_per_token(dtype) * config.kv.block_size
-    room = max(0, budget - sum(items.values()))
-    useful = settings.max_num_seqs * math.ceil(asked.max_model_len / config.kv.block_size)
-    blocks = min(room // block_bytes, useful)
-    items["kv_cache"] = blocks * block_bytes
+    window = resolve_window(config, spec, asked.max_model_len)
+    kv = kv_sizes(
+        spec,
+        dtype,
+        window=window,
+        block_size=config.kv.block_size,
+        max_model_len=asked.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        step_tokens=settings.max_num_batched_tokens,
+    )
+    pools = kv.fit(max(0, budget - sum(items.values())))
+    items["kv_cache"] = kv.num_bytes(pools)
     pinned = facts.can_pin
     host = {
         "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
@@ -134,10 +141,12 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         outer_slot_bytes=outer_slot,
         stage_tokens=stage,
         block_size=config.kv.block_size,
-        block_bytes=block_bytes,
-        num_gpu_blocks=blocks,
+        block_bytes=kv.block_bytes[0],
+        num_gpu_blocks=pools[0],
+        num_window_blocks=sum(pools[1:]),
+        kv=kv,
         max_model_len=asked.max_model_len,
-        window=resolve_window(config, spec, asked.max_model_len),
+        window=window,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         graph_sizes=sizes,

@@ -19,6 +19,13 @@ def gib(num_bytes: int) -> str:
     return f"{value:.{decimals}f}"
 
 
+def _first_blocks(plan: MemoryPlan, num_tokens: int) -> int:
+    """Blocks of the first group of layers that so many tokens take."""
+    if num_tokens <= plan.max_model_len:
+        return plan.kv.blocks(num_tokens)[0]
+    return math.ceil(num_tokens / plan.block_size)
+
+
 def refusal(plan: MemoryPlan, asked: Asked) -> str:
     """Say what was needed, what is there, and the cheapest settings that would fit."""
     items = plan.gpu_items
@@ -28,14 +35,14 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     more = asked.config.planner.kv_tokens
     if more is not None and more > wanted:
         wanted, who = more, f"planner.kv_tokens={more}"
-    need = math.ceil(wanted / plan.block_size) * plan.block_bytes
+    need = plan.kv.room(_first_blocks(plan, wanted))
     parts = ", ".join(f"{k} {gib(v)}" for k, v in items.items() if v and k != "kv_cache")
     text = (
         f"available KV cache memory: {gib(left)} GiB; {who} needs {gib(need)} GiB. GPU budget "
         f"{gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB)."
     )
     found = advice(asked)
-    length = left // plan.block_bytes * plan.block_size
+    length = plan.kv.longest(left)
     shorter = replace(asked, max_model_len=length)
     if asked.config.planner.choose:
         text += _host_lack(asked, plan)

@@ -125,7 +125,7 @@ class _Search:
 
         def has_room(hundredths: int) -> bool:
             plan = build_plan(asked, served(asked, placed(hundredths)))
-            return plan.kv_tokens >= asked.max_model_len
+            return plan.holds_one
 
         low, high = 0, math.ceil(total / GIB * 100)  # low has no room, high has
         if has_room(low):
@@ -152,6 +152,6 @@ class _Search:
         else:
             assignment: Assignment = assign(self._spec, config.offload, asked.dtype)
             plan = build_plan(asked, served(asked, assignment))
-        held = max(1, plan.kv_tokens // asked.max_model_len)
+        held = max(1, math.floor(plan.max_concurrency))
         count = min(held, config.engine.max_num_seqs)
         return replace(config, engine=replace(config.engine, max_num_seqs=count))

@@ -256,9 +256,11 @@ def _runner(
         device.torch_device,
     )
     full, local = rotary_tables(spec, plan.max_model_len, device.torch_device)
-    with_window = set(spec.window_layers)
+    with_window, is_second = set(spec.window_layers), len(plan.kv.windows) > 1
     attention = tuple(
-        LayerAttention(local, plan.window) if index in with_window else LayerAttention(full, None)
+        LayerAttention(local, plan.window, is_second and plan.window is not None)
+        if index in with_window
+        else LayerAttention(full, None)
         for index in range(spec.num_hidden_layers)
     )
     logits = torch.zeros(

@@ -74,7 +74,7 @@ class Candidate:
         return {
             "label": self.label,
             "host_gib": self.host_bytes / GIB,
-            "kv_tokens": self.shape.num_blocks * self.shape.block_size,
+            "kv_tokens": self.shape.kv_tokens,
             "decode_step_ms": self.decode_s * 1e3,
             "queue_output_tokens_s": QUEUE_REQUESTS * output / self.queue_s,
             "queue_prompt_tokens": prompt,
@@ -105,15 +105,18 @@ class Chooser:
     @cached_property
     def _least_blocks(self) -> int:
         """KV blocks that must have room."""
-        tokens = max(self._asked.max_model_len, self._asked.config.planner.kv_tokens or 0)
-        return math.ceil(tokens / self.resident.block_size)
+        more = math.ceil((self._asked.config.planner.kv_tokens or 0) / self.resident.block_size)
+        return max(self._sequence_blocks, more)
+
+    @property
+    def _sequence_blocks(self) -> int:
+        """KV blocks of one sequence of max_model_len, as those below in the first group."""
+        return self.resident.kv.blocks(self._asked.max_model_len)[0]
 
     @property
     def most_kv_tokens(self) -> int:
         """Tokens of KV that max_num_seqs sequences can use."""
-        size = self.resident.block_size
-        each = math.ceil(self._asked.max_model_len / size) * size
-        return self._asked.config.engine.max_num_seqs * each
+        return self.resident.kv.useful[0] * self.resident.block_size
 
     def _is_enough(self, plan: MemoryPlan) -> bool:
         return plan_fits(plan) and plan.num_gpu_blocks >= self._least_blocks
@@ -174,7 +177,7 @@ class Chooser:
         if objective != "throughput":
             return [least]
         most = asked.config.engine.max_num_seqs
-        each = math.ceil(sum(queue_of(asked.max_model_len)) / size)
+        each = self.resident.kv.blocks(sum(queue_of(asked.max_model_len)))[0]
         counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
         useful = self.most_kv_tokens // size
         return sorted({min(max(least, count * each), useful) for count in counts})
@@ -192,7 +195,7 @@ class Chooser:
         plan = self.resident
         other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
         freed = sum(self._outer[item] for item in outer)
-        need = other + blocks * plan.block_bytes - freed - plan.gpu_budget_bytes
+        need = other + plan.kv.room(blocks) - freed - plan.gpu_budget_bytes
         taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
         if taken is None:
             return None
@@ -200,8 +203,7 @@ class Chooser:
         slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
         moved = sum(sizes)
         left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
-        most = self.most_kv_tokens // self._base.block_size
-        shape = self._shape(sizes, outer, kind, slots, min(left // plan.block_bytes, most))
+        shape = self._shape(sizes, outer, kind, slots, plan.kv.fit(left))
         context = self._asked.max_model_len
         if self._asked.config.planner.objective != "context":
             context = min(CONTEXT_TOKENS, context)
@@ -252,7 +254,12 @@ class Chooser:
         return whole if len(part) == len(products) else part
 
     def _shape(
-        self, sizes: list[int], outer: tuple[str, ...], kind: Placement, slots: int, blocks: int
+        self,
+        sizes: list[int],
+        outer: tuple[str, ...],
+        kind: Placement,
+        slots: int,
+        pools: tuple[int, ...],
     ) -> Shape:
         base = self._base
         head = self._outer.get(HEAD, 0) if HEAD in outer else 0
@@ -271,7 +278,7 @@ class Chooser:
             embed_row_bytes=self._spec.hidden_size * self._size if EMBED in outer else 0,
             uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
             is_pinned=self._asked.facts.can_pin,
-            num_blocks=blocks,
+            kv_pools=pools,
         )
 
     def _assignment(

@@ -85,14 +85,20 @@ class EngineCore:
         eos_token_ids: frozenset[int],
     ) -> None:
         self.pool = BlockPool(plan.num_gpu_blocks, plan.block_size)
+        self.window_pool = (
+            BlockPool(plan.num_window_blocks, plan.block_size) if plan.num_window_blocks else None
+        )
+        """Blocks of layers with a window, where others have none."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=plan.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 block_size=plan.block_size,
+                window=plan.window,
             ),
             self.pool,
+            self.window_pool,
         )
         self.runner = runner
         self.eos_token_ids = eos_token_ids

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine.kv_sizes import KVSizes
 from engine.placement import Placement
 from engine.plan import MemoryPlan
 from engine.rates import (
@@ -68,7 +69,9 @@ class Shape:
     max_num_seqs: int
     max_model_len: int
     block_size: int
-    num_blocks: int
+    kv: KVSizes
+    kv_pools: tuple[int, ...]
+    """Blocks of each group of layers."""
 
     @property
     def total_offloaded_bytes(self) -> int:
@@ -77,8 +80,14 @@ class Shape:
 
     def concurrency(self, tokens: float) -> int:
         """Sequences of that many tokens that run at once, at least 1."""
-        blocks = max(1, math.ceil(tokens / self.block_size))
-        return max(1, min(self.max_num_seqs, self.num_blocks // blocks))
+        need = self.kv.blocks(max(1, math.ceil(tokens)))
+        held = min(count // each for count, each in zip(self.kv_pools, need, strict=True))
+        return max(1, min(self.max_num_seqs, held))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the GPU holds, in layers of the first group."""
+        return self.kv_pools[0] * self.block_size
 
 
 def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
@@ -110,7 +119,8 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         max_num_seqs=plan.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
-        num_blocks=plan.num_gpu_blocks,
+        kv=plan.kv,
+        kv_pools=plan.kv_pools,
     )
 
 

@@ -30,6 +30,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "load_format": engine.config.model.load_format,
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_gpu_blocks,
+        "num_window_blocks": plan.num_window_blocks,
+        "window": plan.window,
         "block_size": plan.block_size,
         "fallbacks": [note for note in plan.notes if note.startswith("fallback")],
         "warnings": [

@@ -27,10 +27,8 @@ class Upload:
 
     host: torch.Tensor
     device: torch.Tensor
-    table: torch.Tensor
-    """int32 [rows in use, columns in use], in `device`."""
-    tables: torch.Tensor
-    """int32, where they belong."""
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """int32 [rows in use, columns in use], in `device`, and where they belong."""
     ids: torch.Tensor
     """int64, in `device`."""
     places: torch.Tensor
@@ -40,12 +38,31 @@ class Upload:
     tokens: torch.Tensor | None
 
     def run(self) -> None:
-        """Enqueue the copy, spread the block table, fill in unknown ids."""
+        """Enqueue the copy, spread the block tables, fill in unknown ids."""
         self.device.copy_(self.host, non_blocking=True)
-        if self.table.numel():
-            self.tables.copy_(self.table)
+        for table, place in self.tables:
+            if table.numel():
+                place.copy_(table)
         if self.tokens is not None and self.places.numel():
             self.ids.index_copy_(0, self.places, self.tokens.index_select(0, self.token_rows))
+
+
+class _Table:
+    """The block tables of one group of layers: on the host as last written, and on the device."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.device = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        self.host = np.zeros((rows, width), dtype=np.int32)
+        self._rows: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
+
+    def write(self, row: int, sequence: Sequence, blocks: SequenceOf[int]) -> None:
+        """Write a row; only what is new where it held the same sequence."""
+        seq_id, preemptions, written = self._rows[row]
+        if seq_id != sequence.seq_id or preemptions != sequence.num_preemptions:
+            written = 0
+        if written < len(blocks):
+            self.host[row, written : len(blocks)] = blocks[written:]
+        self._rows[row] = (sequence.seq_id, sequence.num_preemptions, len(blocks))
 
 
 class StepInputs:
@@ -66,29 +83,42 @@ class StepInputs:
         tokens: Most tokens of a step.
         rows: Most sequences of a step.
         width: Most blocks of a sequence.
+        num_groups: Groups of layers, each with slots and block tables of its own: 1 or 2.
     """
 
-    def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
+    def __init__(
+        self, device: Device, tokens: int, rows: int, width: int, num_groups: int = 1
+    ) -> None:
         self.ids: Field
         """int64 [tokens]."""
         self.positions: Field
         """int64 [tokens]."""
         self.slots: Field
         """int64 [tokens]."""
+        self.window_slots: Field | None = None
+        """int64 [tokens], of the second group."""
         self.lens: Field
         """int32 [rows]."""
-        num_bytes = tokens * 3 * 8 + rows * (width * 4 + 4 + 4 + 8 + 8 + 8) + 10 * ALIGN_BYTES
+        num_bytes = tokens * (2 + num_groups) * 8 + 12 * ALIGN_BYTES
+        num_bytes += rows * (num_groups * width * 4 + 4 + 4 + 8 + 8 + 8)
         self._hosts = [device.upload_buffer((num_bytes,), torch.uint8) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._hosts]
         at = device.torch_device
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=at)
-        self.tables = torch.zeros((rows, width), dtype=torch.int32, device=at)
-        """int32 [rows, width] on the device; entries beyond a sequence's blocks are old ones."""
-        self._table_array = np.zeros((rows, width), dtype=np.int32)
-        self._table_rows: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
+        self._tables = [_Table(rows, width, at) for _ in range(num_groups)]
         self._turn = self._at = 0
         self._used_rows = self._used_width = 0
         self._unknown: list[tuple[int, int]] = []
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """int32 [rows, width] on the device; entries beyond a sequence's blocks are old ones."""
+        return self._tables[0].device
+
+    @property
+    def window_tables(self) -> torch.Tensor | None:
+        """As `tables`, of the second group; None where there is one."""
+        return self._tables[1].device if len(self._tables) > 1 else None
 
     def begin(self, num_tokens: int, num_rows: int) -> None:
         """Start the inputs of another step; its first fields may be written then."""
@@ -99,6 +129,8 @@ class StepInputs:
         self.positions = self._take(num_tokens, torch.int64)
         self.slots = self._take(num_tokens, torch.int64)
         self.lens = self._take(num_rows, torch.int32)
+        if len(self._tables) > 1:
+            self.window_slots = self._take(num_tokens, torch.int64)
 
     def _take(self, count: int, dtype: torch.dtype) -> Field:
         start, stop = self._at, self._at + count * dtype.itemsize
@@ -114,16 +146,11 @@ class StepInputs:
         return field.device
 
     def set_table(self, row: int, sequence: Sequence) -> None:
-        """Write a row of the block table; only what is new where it held the same sequence."""
-        blocks = sequence.block_table
+        """Write a row of the block tables; only what is new where it held the same sequence."""
         self._used_rows = max(self._used_rows, row + 1)
-        self._used_width = max(self._used_width, len(blocks))
-        seq_id, preemptions, written = self._table_rows[row]
-        if seq_id != sequence.seq_id or preemptions != sequence.num_preemptions:
-            written = 0
-        if written < len(blocks):
-            self._table_array[row, written : len(blocks)] = blocks[written:]
-        self._table_rows[row] = (sequence.seq_id, sequence.num_preemptions, len(blocks))
+        self._used_width = max(self._used_width, len(sequence.block_table))
+        for table, blocks in zip(self._tables, sequence.block_tables, strict=False):
+            table.write(row, sequence, blocks)
 
     def set_unknown(self, place: int, token_row: int) -> None:
         """Let the id at `place` be the token that the step before samples in `token_row`."""
@@ -148,15 +175,17 @@ class StepInputs:
                 f"{len(self._unknown)} rows. A step planned ahead runs behind another."
             )
         rows, width = self._used_rows, self._used_width
-        table = self._take(rows * width, torch.int32)
-        table.host.reshape(rows, width)[:] = self._table_array[:rows, :width]
+        tables = []
+        for each in self._tables:
+            table = self._take(rows * width, torch.int32)
+            table.host.reshape(rows, width)[:] = each.host[:rows, :width]
+            tables.append((table.device.view(rows, width), each.device[:rows, :width]))
         places = self.add([place for place, _ in self._unknown], torch.int64)
         token_rows = self.add([row for _, row in self._unknown], torch.int64)
         Upload(
             host=self._hosts[self._turn][: self._at],
             device=self._device[: self._at],
-            table=table.device.view(rows, width),
-            tables=self.tables[:rows, :width],
+            tables=tuple(tables),
             ids=self.ids.device,
             places=places,
             token_rows=token_rows,

@@ -220,6 +220,8 @@ class LLM:
             },
             "free_blocks": core.pool.num_free,
             "num_blocks": core.pool.num_blocks,
+            "free_window_blocks": 0 if core.window_pool is None else core.window_pool.num_free,
+            "num_window_blocks": 0 if core.window_pool is None else core.window_pool.num_blocks,
         }
 
     def memory(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from engine.kv_sizes import KVSizes
 from engine.placement import Assignment, Placement
 from engine.sizes import pad_batch
 from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
@@ -93,7 +94,12 @@ class MemoryPlan:
     """From this many tokens in a step on, uva layers are staged; None: never."""
     block_size: int
     block_bytes: int
+    """Of the first group of layers."""
     num_gpu_blocks: int
+    """Of the first group of layers: those that attend to all, or all layers if they are alike."""
+    num_window_blocks: int
+    """Of the layers with a window; 0 where all layers are alike."""
+    kv: KVSizes
     max_model_len: int
     window: int | None
     """Most tokens that layers with a window attend to; None: no layer has one that matters."""
@@ -198,8 +204,24 @@ class MemoryPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV that the GPU holds."""
+        """Tokens of KV that the GPU holds, in layers of the first group."""
         return self.num_gpu_blocks * self.block_size
+
+    @property
+    def kv_pools(self) -> tuple[int, ...]:
+        """Blocks of each group of layers."""
+        return (self.num_gpu_blocks, self.num_window_blocks)[: len(self.kv.windows)]
+
+    @property
+    def holds_one(self) -> bool:
+        """Whether one sequence of max_model_len has room on the GPU."""
+        need = self.kv.blocks(self.max_model_len)
+        return all(n >= least for n, least in zip(self.kv_pools, need, strict=True))
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of max_model_len that the KV cache holds at once."""
+        return self.kv.sequences(self.kv_pools, self.max_model_len)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""
@@ -223,7 +245,8 @@ class MemoryPlan:
                 "tokens": self.kv_tokens,
                 "max_model_len": self.max_model_len,
                 "window": self.window,
-                "max_concurrency": self.kv_tokens / self.max_model_len,
+                "max_concurrency": self.max_concurrency,
+                "groups": self.kv.to_dict(self.kv_pools),
             },
             "placements": self.placed_bytes(),
             "num_slots": self.num_slots,

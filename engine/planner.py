@@ -164,7 +164,7 @@ def _spread_that_fits(asked: Asked) -> int | None:
     """The fewest layers, spread evenly over the host, with which the GPU's part fits."""
     for count in range(asked.spec.num_hidden_layers + 1):
         plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
-        if plan.kv_tokens >= asked.max_model_len:
+        if plan.holds_one:
             return count
     return None
 
@@ -175,7 +175,7 @@ def _spread_bytes(asked: Asked, count: int) -> int:
 
 def _fit(asked: Asked, assignment: Assignment) -> MemoryPlan:
     plan = build_plan(asked, assignment)
-    if plan.kv_tokens < asked.max_model_len:
+    if not plan.holds_one:
         raise CapacityError(refusal(plan, asked), plan.to_dict())
     _check_host(plan, asked)
     return plan

@@ -57,7 +57,11 @@ class Sequence:
     num_computed_peak: int = 0
     """The largest num_computed so far; tokens below it that run again were recomputed."""
     block_table: list[int] = field(default_factory=list)
-    """KV blocks in order of position."""
+    """KV blocks in order of position, of the first group of layers."""
+    window_table: list[int] = field(default_factory=list)
+    """KV blocks of the layers with a window, where they are a group of their own."""
+    num_gone: int = 0
+    """Leading blocks of the group with a window that were given back."""
     status: SequenceStatus = SequenceStatus.WAITING
     """Where it stands."""
     finish_reason: FinishReason | None = None
@@ -70,6 +74,15 @@ class Sequence:
     """Sum of the log-probabilities of its output tokens."""
     logprobs: list[dict[int, float]] | None = None
     """For each output token its own and the top log-probabilities, if asked for."""
+
+    @property
+    def block_tables(self) -> tuple[list[int], list[int]]:
+        """The block tables of both groups of layers; the second is empty where there is one."""
+        return self.block_table, self.window_table
+
+    def drop_blocks(self) -> None:
+        """Forget all blocks."""
+        self.block_table, self.window_table, self.num_gone = [], [], 0
 
     @property
     def params(self) -> SamplingParams:

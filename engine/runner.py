@@ -9,7 +9,7 @@ import torch
 from engine.batch import Batch
 from engine.device.base import Device, Graph, Mark
 from engine.errors import EngineError
-from engine.inputs import StepInputs
+from engine.inputs import Field, StepInputs
 from engine.models.decoder import Decoder
 from engine.plan import MemoryPlan
 from engine.sizes import pad_batch
@@ -29,7 +29,7 @@ class ModelRunner:
         rows = pad_batch(plan.max_num_seqs)
         tokens = max(plan.max_num_batched_tokens, rows)
         width = -(-plan.max_model_len // plan.block_size)
-        self._inputs = StepInputs(device, tokens, rows, width)
+        self._inputs = StepInputs(device, tokens, rows, width, len(plan.kv.windows))
         self._graphs: dict[int, tuple[Graph, int, int]] = {}
         self._newest_size: int | None = None
         self.graph_steps = 0
@@ -65,11 +65,14 @@ class ModelRunner:
         starts = inputs.add(self._fill_prefills(prefills, size), torch.int32)
         wanted = inputs.add(_wanted_tokens(plan), torch.int64)
         inputs.send(tokens)
+        window_slots, window_tables = self._window_part(size + len(prefills))
         return Batch(
             input_ids=inputs.ids.device,
             positions=inputs.positions.device,
             slots=inputs.slots.device,
             block_tables=inputs.tables[: size + len(prefills)],
+            window_slots=window_slots,
+            window_tables=window_tables,
             seq_lens=inputs.lens.device,
             num_decodes=size,
             max_decode_len=longest,
@@ -78,13 +81,23 @@ class ModelRunner:
             logits_rows=wanted,
         )
 
+    def _window_part(self, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Slots and block tables of layers with a window, where they are a group of their own."""
+        slots, tables = self._inputs.window_slots, self._inputs.window_tables
+        if slots is None or tables is None:
+            return None, None
+        return slots.device, tables[:rows]
+
     def _decode_batch(self, size: int, max_len: int) -> Batch:
         inputs = self._inputs
+        window_slots, window_tables = self._window_part(size)
         return Batch(
             input_ids=inputs.ids.device,
             positions=inputs.positions.device,
             slots=inputs.slots.device,
             block_tables=inputs.tables[:size],
+            window_slots=window_slots,
+            window_tables=window_tables,
             seq_lens=inputs.lens.device,
             num_decodes=size,
             max_decode_len=max_len,
@@ -96,7 +109,7 @@ class ModelRunner:
     def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence], size: int) -> None:
         """Write the rows of decodes, then padding up to `size` rows."""
         inputs, block_size = self._inputs, self._plan.block_size
-        positions, slots = [], []
+        positions: list[int] = []
         for row, item in enumerate(decodes):
             sequence, position = item.sequence, item.start
             if item.token_row is None:
@@ -104,20 +117,31 @@ class ModelRunner:
             else:
                 inputs.set_unknown(row, item.token_row)
             positions.append(position)
-            block = sequence.block_table[position // block_size]
-            slots.append(block * block_size + position % block_size)
             inputs.set_table(row, sequence)
         count = len(decodes)
         inputs.positions.host[:count] = positions
-        inputs.slots.host[:count] = slots
+        for field, group in self._slot_fields():
+            field.host[:count] = [
+                item.sequence.block_tables[group][item.start // block_size] * block_size
+                + item.start % block_size
+                for item in decodes
+            ]
         inputs.lens.host[:count] = inputs.positions.host[:count] + 1
         self._fill_padding(count, size)
+
+    def _slot_fields(self) -> list[tuple[Field, int]]:
+        """Where the slots of each group of layers are written."""
+        fields = [(self._inputs.slots, 0)]
+        if self._inputs.window_slots is not None:
+            fields.append((self._inputs.window_slots, 1))
+        return fields
 
     def _fill_padding(self, start: int, stop: int) -> None:
         inputs = self._inputs
         inputs.ids.host[start:stop] = 0
         inputs.positions.host[start:stop] = 0
-        inputs.slots.host[start:stop] = -1
+        for field, _ in self._slot_fields():
+            field.host[start:stop] = -1
         inputs.lens.host[start:stop] = 0
 
     def _fill_prefills(self, prefills: SequenceOf[ScheduledSequence], at: int) -> list[int]:
@@ -130,9 +154,10 @@ class ModelRunner:
             inputs.ids.host[first:stop] = item.token_ids
             positions = np.arange(item.start, item.stop)
             inputs.positions.host[first:stop] = positions
-            table = np.asarray(item.sequence.block_table, dtype=np.int64)
-            blocks = table[positions // block_size]
-            inputs.slots.host[first:stop] = blocks * block_size + positions % block_size
+            for field, group in self._slot_fields():
+                table = np.asarray(item.sequence.block_tables[group], dtype=np.int64)
+                blocks = table[positions // block_size]
+                field.host[first:stop] = blocks * block_size + positions % block_size
             inputs.lens.host[row] = item.stop
             inputs.set_table(row, item.sequence)
             starts.append(stop - at)
@@ -243,11 +268,14 @@ class ModelRunner:
         starts = inputs.add(range(0, count + 1, longest), torch.int32)
         wanted = inputs.add(range(longest - 1, count, longest), torch.int64)
         inputs.send(None)
+        window_slots, window_tables = self._window_part(rows)
         batch = Batch(
             input_ids=inputs.ids.device,
             positions=inputs.positions.device,
             slots=inputs.slots.device,
             block_tables=inputs.tables[:rows],
+            window_slots=window_slots,
+            window_tables=window_tables,
             seq_lens=inputs.lens.device,
             num_decodes=0,
             max_decode_len=0,

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from engine.errors import EngineError, RequestError
 from engine.kv.blocks import BlockPool
+from engine.kv.groups import BlockGroups
 from engine.outlook import Outlook
 from engine.request import FinishReason, SampledToken, Sequence, SequenceStatus, TokenEvent
 from engine.scheduler_config import SchedulerConfig, SchedulerStats
@@ -17,7 +18,7 @@ __all__ = ["ScheduledSequence", "Scheduler", "SchedulerConfig", "SchedulerStats"
 
 
 class Scheduler:
-    """First come, first served, over one pool of KV blocks.
+    """First come, first served, over a pool of KV blocks, or one for each group of layers.
 
     In a step each running sequence decodes one token; what the token budget leaves goes to
     prefills, running ones first. A waiting sequence is admitted if the blocks for all its known
@@ -36,14 +37,19 @@ class Scheduler:
     Args:
         config: Limits of a step.
         pool: Where blocks come from. Blocks taken from it before stay out of use.
+        window_pool: Where those of layers with a window come from, where others have none.
 
     Raises:
-        EngineError: The limits contradict each other, or the pool cannot hold one sequence of
+        EngineError: The limits contradict each other, or a pool cannot hold one sequence of
             max_model_len tokens.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
-        config.check(pool)
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, window_pool: BlockPool | None = None
+    ) -> None:
+        limit = config.max_num_batched_tokens
+        self._groups = BlockGroups(pool, window_pool, config.window, limit)
+        config.check(self._groups)
         self.config = config
         self.pool = pool
         self.stats = SchedulerStats()
@@ -161,16 +167,15 @@ class Scheduler:
                 f"scheduler: expected one step in force to plan behind, got {len(self._plans)}."
             )
         outlook = Outlook(self._plans[0], self.config.max_model_len)
-        used = need = 0
+        used, wanted = 0, []
         for sequence in self._running:
             is_sampled = outlook.token_row(sequence) is not None
             want = self._want(sequence, used, outlook)
             if want and is_sampled and sequence.params.repetition_penalty != 1:
                 return None
-            blocks = self.pool.blocks_for(outlook.computed(sequence) + want)
-            need += max(0, blocks - len(sequence.block_table))
+            wanted.append((sequence, outlook.computed(sequence) + want))
             used += want
-        return self._plan(outlook) if need <= self.pool.num_free else None
+        return self._plan(outlook) if self._groups.have_room(wanted) else None
 
     def _plan(self, outlook: Outlook) -> StepPlan | None:
         items = self._plan_running(outlook)
@@ -274,10 +279,7 @@ class Scheduler:
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
             left = self.config.max_num_batched_tokens - used
-            reserved = sum(self._reserve(other, outlook) for other in self._running)
-            if left < 1 or self.pool.num_free - reserved < self.pool.blocks_for(
-                sequence.num_tokens
-            ):
+            if left < 1 or not self._has_room(sequence, outlook):
                 break
             self._waiting.popleft()
             self._running.append(sequence)
@@ -287,22 +289,20 @@ class Scheduler:
             used += granted
         return items
 
-    def _reserve(self, sequence: Sequence, outlook: Outlook) -> int:
-        """Blocks that a running sequence lacks for its known tokens, and one if it can grow."""
-        known = self.pool.blocks_for(outlook.known(sequence))
+    def _has_room(self, sequence: Sequence, outlook: Outlook) -> bool:
+        """Whether blocks for a waiting one's known tokens are free beside running ones' needs."""
+        limit = self.config.max_model_len
         # The last token of the longest output is never computed.
-        most = self.pool.blocks_for(sequence.max_length(self.config.max_model_len) - 1)
-        return max(0, min(most, known + 1) - len(sequence.block_table))
+        running = ((s, outlook.known(s), s.max_length(limit) - 1) for s in self._running)
+        return self._groups.can_admit(sequence.num_tokens, running)
 
     def _grow(self, sequence: Sequence, want: int, outlook: Outlook) -> int:
         """Give a running sequence blocks for up to `want` more tokens; return for how many."""
-        table, size = sequence.block_table, self.pool.block_size
         computed = outlook.computed(sequence)
         while True:
-            granted = min(want, (len(table) + self.pool.num_free) * size - computed)
+            granted = min(want, self._groups.capacity(sequence) - computed)
             if granted > 0:
-                need = self.pool.blocks_for(computed + granted) - len(table)
-                table.extend(self.pool.allocate(max(0, need)))
+                self._groups.extend(sequence, computed + granted)
                 return granted
             newest = self._running[-1]
             if newest is sequence:
@@ -313,8 +313,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take the newest running sequence's blocks and put it at the front of the queue."""
         self._running.remove(sequence)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        self._groups.release(sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
@@ -337,18 +336,18 @@ class Scheduler:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        self._groups.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self.stats.num_finished += 1
 
     def _advance(self, item: ScheduledSequence) -> None:
-        """Count a part as computed."""
+        """Count a part as computed, and give back what no later one sees."""
         sequence = item.sequence
         again = min(item.stop, sequence.num_computed_peak) - item.start
         self.stats.num_recomputed_tokens += max(0, again)
         sequence.num_computed = item.stop
         sequence.num_computed_peak = max(sequence.num_computed_peak, item.stop)
+        self._groups.expire(sequence)
 
     def _append(
         self, sequence: Sequence, token: SampledToken, eos_token_ids: Collection[int]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.errors import EngineError
-from engine.kv.blocks import BlockPool
+from engine.kv.groups import BlockGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,14 @@ class SchedulerConfig:
     """Most tokens of prompt and output."""
     block_size: int
     """Tokens in a KV block; the pool's."""
+    window: int | None = None
+    """Most tokens that layers with a window attend to; None: no layer has one."""
 
-    def check(self, pool: BlockPool) -> None:
-        """Return if the limits agree with each other and with the pool.
+    def check(self, groups: BlockGroups) -> None:
+        """Return if the limits agree with each other and with the pools.
 
         Raises:
-            EngineError: They do not, or the pool cannot hold one sequence of max_model_len tokens.
+            EngineError: They do not, or a pool cannot hold one sequence of max_model_len tokens.
         """
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
@@ -38,17 +40,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens: expected at least max_num_seqs={self.max_num_seqs}, got "
                 f"{self.max_num_batched_tokens}. Raise it or lower max_num_seqs."
             )
-        if self.block_size != pool.block_size:
+        if self.block_size != groups.block_size:
             raise EngineError(
-                f"block_size: expected the pool's {pool.block_size}, got {self.block_size}."
+                f"block_size: expected the pool's {groups.block_size}, got {self.block_size}."
             )
-        room = pool.num_free * pool.block_size
-        if room < self.max_model_len:
-            raise EngineError(
-                f"KV blocks: expected room for one sequence of max_model_len={self.max_model_len} "
-                f"tokens, got {pool.num_free} free blocks of {pool.block_size} tokens = {room}. "
-                "Lower engine.max_model_len or give the KV cache more blocks."
-            )
+        groups.check(self.max_model_len)
 
 
 @dataclass(kw_only=True)

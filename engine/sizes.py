@@ -32,7 +32,8 @@ def activation_bytes(
     tokens, rows = settings.max_num_batched_tokens, pad_batch(settings.max_num_seqs)
     step = tokens * _widest(spec) * dtype_bytes
     workspace = decode_workspace_bytes(rows, spec.num_attention_heads, spec.head_dim, max_model_len)
-    inputs = rows * math.ceil(max_model_len / 8) * 4 + tokens * 32
+    groups = 2 if spec.layer_types else 1
+    inputs = groups * rows * math.ceil(max_model_len / 8) * 4 + tokens * 32
     tables = 1 if spec.rope_local_base_freq is None else 2
     rotary = tables * max_model_len * spec.head_dim * 4
     return int(1.1 * step) + workspace + inputs + rotary + min(32 * MIB, step)

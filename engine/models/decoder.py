@@ -28,6 +28,8 @@ class LayerAttention:
     """float32 [max_model_len, H]."""
     window: int | None
     """Most keys that a query sees, its own among them; None: all."""
+    is_second_group: bool = False
+    """Its keys and values lie in the second cache, that of layers with a window."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def _attention(
     k_TKH = k.view(tokens, spec.num_key_value_heads, spec.head_dim)
     v_TKH = v.view(tokens, spec.num_key_value_heads, spec.head_dim)
     k_cache, v_cache = model.cache.layer(index)
+    slots, tables = _places(batch, model.attention[index])
     ops.rotary_write_kv_(
         q_TNH,
         k_TKH,
@@ -170,12 +173,21 @@ def _attention(
         batch.positions,
         k_cache,
         v_cache,
-        batch.slots,
+        slots,
         spec.architecture.norm_offset,
     )
     out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    _attend(model, batch, index, q_TNH, k_cache, v_cache, out)
+    _attend(model, batch, index, q_TNH, k_cache, v_cache, tables, out)
     return _linear(model, weights, "self_attn.o_proj", out.flatten(-2))
+
+
+def _places(batch: Batch, attention: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and block tables of a layer's cache."""
+    if not attention.is_second_group:
+        return batch.slots, batch.block_tables
+    assert batch.window_slots is not None
+    assert batch.window_tables is not None
+    return batch.window_slots, batch.window_tables
 
 
 def _attend(
@@ -185,6 +197,7 @@ def _attend(
     q_TNH: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    tables: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """Decodes by the split kernel, prefills by the varlen one; both read the cache."""
@@ -195,7 +208,7 @@ def _attend(
             q_TNH[:edge],
             k_cache,
             v_cache,
-            batch.block_tables[:edge],
+            tables[:edge],
             batch.seq_lens[:edge],
             scale,
             max_seq_len=batch.max_decode_len,
@@ -208,7 +221,7 @@ def _attend(
             q_TNH[edge:],
             k_cache,
             v_cache,
-            batch.block_tables[edge:],
+            tables[edge:],
             batch.prefill_starts,
             batch.seq_lens[edge:],
             scale,

@@ -81,7 +81,9 @@ def pool_is_full() -> Callable[[Any], bool]:
 
     def check(llm: Any) -> bool:
         stats = llm.stats()
-        return stats["free_blocks"] == stats["num_blocks"] and not llm.has_unfinished()
+        windows = stats["free_window_blocks"] == stats["num_window_blocks"]
+        blocks = stats["free_blocks"] == stats["num_blocks"]
+        return blocks and windows and not llm.has_unfinished()
 
     return check
 

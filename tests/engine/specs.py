@@ -108,12 +108,20 @@ def configuration(
 def model_specs(draw: st.DrawFn) -> ModelSpec:
     """Sizes of any family, from some kilobytes to some gigabytes."""
     kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
+    layers = draw(st.integers(1, 40))
+    window = draw(st.none() | st.integers(1, 2000))
+    kinds = st.sampled_from(["sliding_attention", "full_attention"])
+    types = [] if window is None else draw(st.lists(kinds, min_size=layers, max_size=layers))
     return ModelSpec(
-        model_type=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "olmo2"])),
+        sliding_window=window,
+        layer_types=types if "sliding_attention" in types else [],
+        model_type=draw(
+            st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma3_text"])
+        ),
         vocab_size=draw(st.integers(10, 150_000)),
         hidden_size=draw(st.integers(8, 4096)),
         intermediate_size=draw(st.integers(8, 12_000)),
-        num_hidden_layers=draw(st.integers(1, 40)),
+        num_hidden_layers=layers,
         num_attention_heads=kv_heads * draw(st.integers(1, 4)),
         num_key_value_heads=kv_heads,
         head_dim=2 * draw(st.integers(8, 128)),
@@ -164,8 +172,10 @@ def check_plan(plan: MemoryPlan, spec: ModelSpec) -> None:
     assert sum(plan.placed_bytes().values()) == spec.weight_bytes(plan.dtype)
     assert plan.gpu_total_bytes == sum(plan.gpu_items.values()) <= plan.gpu_budget_bytes
     assert plan.host_total_bytes == sum(plan.host_items.values()) <= plan.host_limit_bytes
-    assert plan.kv_tokens >= plan.max_model_len
-    assert plan.gpu_items["kv_cache"] == plan.num_gpu_blocks * plan.block_bytes
+    assert plan.holds_one
+    assert plan.max_concurrency >= 1
+    assert plan.gpu_items["kv_cache"] == plan.kv.num_bytes(plan.kv_pools)
+    assert sorted(sum(plan.kv.layers, ())) == list(range(spec.num_hidden_layers))
     resident = sum(layer.resident.num_bytes for layer in plan.layers)
     assert plan.gpu_items["weights"] == resident + plan.outer_resident.num_bytes
     slots = plan.num_slots * plan.slot_bytes + plan.outer_slot_bytes

@@ -54,6 +54,24 @@ def test_the_largest_step_fits():
     assert inputs.ids.device[:8].tolist() == list(range(8))
 
 
+def test_the_largest_step_of_two_groups_fits():
+    inputs = StepInputs(CPUDevice(), tokens=40, rows=8, width=6, num_groups=2)
+    inputs.begin(40, 8)
+    inputs.window_slots.host[:] = range(40)
+    for row in range(8):
+        sequence = make_sequence(row, list(range(6)))
+        sequence.window_table = [-1, -1, 9, 8, 7, 6]
+        inputs.set_table(row, sequence)
+        inputs.set_unknown(row, row)
+    inputs.add(range(9), torch.int32)
+    inputs.add(range(8), torch.int64)
+    inputs.send(torch.arange(8))
+    assert inputs.tables.tolist() == [list(range(6))] * 8
+    assert inputs.window_tables.tolist() == [[-1, -1, 9, 8, 7, 6]] * 8
+    assert inputs.window_slots.device.tolist() == list(range(40))
+    assert make_inputs().window_tables is None
+
+
 def test_steps_of_one_size_have_one_place_on_the_device_and_two_on_the_host():
     inputs = make_inputs()
     device, host = [], []
@@ -78,7 +96,7 @@ def test_only_rows_and_columns_in_use_are_sent(monkeypatch):
     inputs.set_table(0, make_sequence(0, [5]))
     inputs.set_table(1, make_sequence(1, [4, 3]))
     inputs.send(None)
-    assert tuple(sent[0].table.shape) == (2, 2)
+    assert tuple(sent[0].tables[0][0].shape) == (2, 2)
     assert inputs.tables[:2, :2].tolist() == [[5, 0], [4, 3]]
     bare = make_inputs()
     write(bare, [1, 2, 3])

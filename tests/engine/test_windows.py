@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from engine import LLM, build
+from engine.errors import EngineError
+from engine.kv import groups
 from tests.engine.conftest import TinyModels
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm
 
@@ -59,34 +61,86 @@ def test_a_window_off_by_one_changes_tokens(
     llm.close()
 
 
+OFFLOADS: list[dict[str, Any]] = [
+    {},
+    {"offload_group_size": 2},
+    {"cpu_offload_gb": 1},
+    {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
 @pytest.mark.parametrize(
-    "offload",
+    ("variant", "pools"),
     [
-        {},
-        {"offload_group_size": 2},
-        {"cpu_offload_gb": 1},
-        {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
+        ("gemma3", {"num_gpu_blocks": 17}),
+        ("gemma3", {"num_window_blocks": 17}),
+        ("qwen2_window", {"num_gpu_blocks": 24, "num_window_blocks": 15}),
+        ("mistral_window", {"num_gpu_blocks": 13}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("variant", ["gemma3", "mistral_window"])
 def test_tokens_do_not_depend_on_preemption_and_offload(
     tiny: TinyModels,
     monkeypatch: pytest.MonkeyPatch,
     pool_is_full: Callable[[LLM], bool],
     variant: str,
+    pools: dict[str, int],
     offload: dict[str, Any],
 ) -> None:
-    prompts = [make_prompt(length, seed=2) for length in (30, 50, 41, 60)]
-    expected = tiny.greedy(variant, prompts, 30)
-    with_plan(monkeypatch, num_gpu_blocks=14)
+    prompts = [make_prompt(length, seed=2) for length in (17, 20, 26, 30)]
+    expected = tiny.greedy(variant, prompts, 70)
+    with_plan(monkeypatch, **pools)
     llm = open_llm(
-        tiny.folder(variant), max_model_len=100, block_size=8, max_num_batched_tokens=64, **offload
+        tiny.folder(variant), max_model_len=120, block_size=8, max_num_batched_tokens=40, **offload
     )
-    assert greedy(llm, prompts, 30) == expected
+    assert greedy(llm, prompts, 70) == expected
     assert llm.stats()["preemptions"] > 0
     assert llm.stats()["recomputed_tokens"] > 0
+    assert llm.stats()["overlapped_steps"] > 0
     assert pool_is_full(llm)
+    llm.close()
+
+
+class Poison:
+    """Fills what is given back with NaN, so that reading it again would be seen."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = llm._engine
+        assert engine is not None
+        self.num_blocks = 0
+        pool = engine.core.window_pool or engine.core.pool
+        free, tensor = pool.free, engine.cache.tensors[-1]
+
+        def poisoned(blocks: list[int]) -> None:
+            blocks = list(blocks)
+            free(blocks)
+            tensor[blocks] = torch.nan
+            self.num_blocks += len(blocks)
+
+        monkeypatch.setattr(pool, "free", poisoned)
+
+
+@pytest.mark.parametrize("variant", WINDOWS)
+def test_blocks_behind_the_window_are_given_back_and_not_read(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    prompts = [make_prompt(length, seed=5) for length in (100, 140, 90)]
+    expected = tiny.greedy(variant, prompts, 30)
+    llm = open_llm(tiny.folder(variant), max_model_len=200, max_num_batched_tokens=64, block_size=8)
+    poison = Poison(llm, monkeypatch)
+    assert greedy(llm, prompts, 30) == expected
+    assert poison.num_blocks > 3 * 200 // 8 // 2
+    window = VARIANTS[variant][1]["sliding_window"]
+    groups_of_plan = llm.plan.to_dict()["kv"]["groups"]
+    assert groups_of_plan[-1]["window"] == window
+    layers = VARIANTS[variant][1].get("num_hidden_layers", COMMON["num_hidden_layers"])
+    assert sum(group["layers"] for group in groups_of_plan) == layers
+    # The negative control: one block more than that is missed.
+    right = groups.num_expired
+    monkeypatch.setattr(groups, "num_expired", lambda *a: right(*a) + 1)
+    with pytest.raises(EngineError, match="expected finite logits"):
+        greedy(llm, prompts, 30)
     llm.close()
 
 

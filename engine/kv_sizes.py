@@ -1,0 +1,174 @@
+"""How much of the KV cache sequences take, and how bytes are shared out; pure arithmetic, no torch.
+
+Layers that attend to the whole context are one group, those with a window another; a model with
+one kind of layer has one group. Of a window a sequence holds what a step of it can see.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.spec import ModelSpec
+
+
+def blocks_held(num_tokens: int, window: int | None, step_tokens: int, block_size: int) -> int:
+    """Return the blocks of one group of layers that a sequence holds in a step at most.
+
+    The same as engine.kv.window.num_held, which lies where plans cannot import it from.
+
+    Args:
+        num_tokens: The sequence's length.
+        window: Most tokens that the group attends to; None: all.
+        step_tokens: Its tokens in a step at most.
+        block_size: Tokens in a block.
+    """
+    whole = -(-num_tokens // block_size)
+    if window is None:
+        return whole
+    # The first token of the step sees window - 1 before it; they start anywhere in a block.
+    return min(whole, -(-(window + step_tokens - 2) // block_size) + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSizes:
+    """Blocks and bytes of each group of layers, the one with a window last."""
+
+    layers: tuple[tuple[int, ...], ...]
+    """Of each group, in order."""
+    windows: tuple[int | None, ...]
+    """Most tokens that each group attends to; None: all."""
+    block_bytes: tuple[int, ...]
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    step_tokens: int
+    """Most tokens of a step."""
+
+    def blocks(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the blocks of each group that one sequence of so many tokens takes at once."""
+        step = min(self.step_tokens, num_tokens)
+        return tuple(blocks_held(num_tokens, w, step, self.block_size) for w in self.windows)
+
+    @property
+    def useful(self) -> tuple[int, ...]:
+        """The most blocks of each group that max_num_seqs sequences take, two steps in force."""
+        whole = blocks_held(self.max_model_len, None, 1, self.block_size)
+        steps = -(-2 * self.step_tokens // self.block_size)
+        found = []
+        for window in self.windows:
+            each = blocks_held(self.max_model_len, window, 1, self.block_size)
+            more = 0 if window is None else steps
+            found.append(min(self.max_num_seqs * each + more, self.max_num_seqs * whole))
+        return tuple(found)
+
+    def num_bytes(self, pools: tuple[int, ...]) -> int:
+        """Return the bytes of so many blocks of each group."""
+        return sum(n * size for n, size in zip(pools, self.block_bytes, strict=True))
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that one sequence of so many tokens takes at once."""
+        return self.num_bytes(self.blocks(num_tokens))
+
+    def fit(self, room: int) -> tuple[int, ...]:
+        """Return the blocks of each group that bytes are shared out to.
+
+        First one sequence of max_model_len gets its blocks; then both groups get equally many
+        more, so that short sequences lack neither, until the windows have all that is of use.
+        """
+        if len(self.windows) == 1:
+            return (min(room // self.block_bytes[0], self.useful[0]),)
+        need, useful, (size, window_size) = self._least, self.useful, self.block_bytes
+        rest = room - self.num_bytes(need)
+        if rest < 0:
+            count = min(need[1], room // (size + window_size))
+            return max(0, (room - count * window_size) // size), max(0, count)
+        more = rest // (size + window_size)
+        if need[1] + more < useful[1]:
+            return min(need[0] + more, useful[0]), need[1] + more
+        return min((room - useful[1] * window_size) // size, useful[0]), useful[1]
+
+    def room(self, num_blocks: int) -> int:
+        """Return the least bytes with which `fit` gives the first group so many blocks."""
+        if len(self.windows) == 1:
+            return num_blocks * self.block_bytes[0]
+        need, (size, window_size) = self._least, self.block_bytes
+        more = max(0, num_blocks - need[0])
+        windows = min(need[1] + more, self.useful[1])
+        return (need[0] + more) * size + windows * window_size
+
+    @property
+    def _least(self) -> tuple[int, ...]:
+        need = self.blocks(self.max_model_len)
+        return need[0], min(need[1], self.useful[1])
+
+    def longest(self, room: int) -> int:
+        """Return the longest sequence that so many bytes hold, in whole blocks."""
+        size = self.block_size
+        if len(self.windows) == 1 and self.windows[0] is None:
+            return max(0, room) // self.block_bytes[0] * size
+        low, high = 0, -(-self.max_model_len // size) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_held = self.sequence_bytes(middle * size) <= room
+            low, high = (middle, high) if is_held else (low, middle)
+        return low * size
+
+    def sequences(self, pools: tuple[int, ...], num_tokens: int) -> float:
+        """Return how many sequences of so many tokens the blocks hold."""
+        found = []
+        for count, need, window in zip(pools, self.blocks(num_tokens), self.windows, strict=True):
+            is_whole = window is None
+            found.append(count * self.block_size / num_tokens if is_whole else count / need)
+        return min(found)
+
+    def to_dict(self, pools: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Return each group as plain data."""
+        return [
+            {
+                "layers": len(layers),
+                "window": window,
+                "block_bytes": size,
+                "num_blocks": count,
+                "tokens": count * self.block_size,
+            }
+            for layers, window, size, count in zip(
+                self.layers, self.windows, self.block_bytes, pools, strict=True
+            )
+        ]
+
+
+def kv_sizes(
+    spec: ModelSpec,
+    dtype: str,
+    *,
+    window: int | None,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    step_tokens: int,
+) -> KVSizes:
+    """Return the sizes of a model's KV cache.
+
+    Args:
+        spec: Sizes of the model.
+        dtype: Of keys and values.
+        window: The window in force; None: no layer has one.
+        block_size: Tokens in a block.
+        max_model_len: Longest sequence.
+        max_num_seqs: Sequences that run at once.
+        step_tokens: Most tokens of a step.
+    """
+    count = spec.num_hidden_layers
+    some = () if window is None else spec.window_layers
+    rest = tuple(index for index in range(count) if index not in set(some))
+    groups: list[tuple[tuple[int, ...], int | None]] = [(rest, None), (some, window)]
+    groups = [(layers, limit) for layers, limit in groups if layers]
+    layer_bytes = spec.kv_bytes_per_token(dtype) // count * block_size
+    return KVSizes(
+        layers=tuple(layers for layers, _ in groups),
+        windows=tuple(limit for _, limit in groups),
+        block_bytes=tuple(len(layers) * layer_bytes for layers, _ in groups),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        step_tokens=step_tokens,
+    )

@@ -1,0 +1,183 @@
+"""Random loads over groups of layers with and without a window, on a device that runs in order."""
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineError
+from engine.kv import groups
+from engine.kv.blocks import BlockPool
+from engine.kv.groups import GONE
+from engine.kv.window import num_expired, num_held
+from engine.request import Request, Sequence
+from engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.test_scheduler_ahead_loads import Launched, World, loads
+
+
+class WindowWorld(World):
+    """A device with a table of slots for each group; a token reads what its window holds."""
+
+    def __init__(self, load, window, extra, *, is_alone):
+        super().__init__(*load)
+        limits = self.limits
+        config = SchedulerConfig(
+            max_num_seqs=limits["seqs"],
+            max_num_batched_tokens=limits["tokens"],
+            max_model_len=limits["max_len"],
+            block_size=self.size,
+            window=window,
+        )
+        least = num_held(limits["max_len"], window, limits["tokens"], self.size)
+        some = BlockPool(least + extra, self.size)
+        whole = BlockPool(limits["num_blocks"], self.size)
+        self.groups = [(some, window)] if is_alone else [(whole, None), (some, window)]
+        self.scheduler = Scheduler(config, *(pool for pool, _ in self.groups))
+        self.num_given_back = 0
+
+    def launch(self, plan, before):
+        self.check(plan, before)
+        for item in plan.scheduled:
+            if item.token_row is not None:
+                assert before.plan.sampling[item.token_row].sequence is item.sequence
+        for group, (_, window) in enumerate(self.groups):
+            for item in plan.scheduled:
+                for position in range(item.start, item.stop):
+                    self.memory[self.place(group, item.sequence, position)] = (
+                        item.sequence.seq_id,
+                        position,
+                    )
+            for item in plan.scheduled:
+                first = 0 if window is None else max(0, item.start - window + 1)
+                for position in range(first, item.stop):
+                    held = self.memory[self.place(group, item.sequence, position)]
+                    assert held == (item.sequence.seq_id, position)
+        return Launched(plan, [self.token(i.sequence, i.stop) for i in plan.sampling])
+
+    def place(self, group, sequence, position):
+        block = sequence.block_tables[group][position // self.size]
+        assert block != GONE
+        return group, block, position % self.size
+
+    def check_pool(self):
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        for group, (pool, window) in enumerate(self.groups):
+            tables = [s.block_tables[group] for s in running]
+            live = [block for table in tables for block in table if block != GONE]
+            assert len(set(live)) == len(live) == pool.num_used
+            for s, table in zip(running, tables, strict=True):
+                if window is None:
+                    assert GONE not in table
+                    continue
+                gone = min(len(table), num_expired(s.num_computed, window, self.size))
+                assert table[:gone] == [GONE] * gone
+                assert GONE not in table[gone:]
+                assert s.num_gone == gone
+                self.num_given_back = max(self.num_given_back, gone)
+                # Two steps may be in force.
+                most = num_held(
+                    self.limits["max_len"], window, 2 * self.limits["tokens"], self.size
+                )
+                assert len(table) - gone <= most
+        for s in waiting:
+            assert (s.block_tables, s.num_gone, s.num_computed) == (([], []), 0, 0)
+        order = [s.seq_id for s in running + waiting]
+        assert order == sorted(order), "served in order of arrival"
+
+
+def outcome(world):
+    return [(s.output_token_ids, s.finish_reason) for s in world.sequences]
+
+
+@settings(max_examples=120, deadline=None)
+@given(load=loads(), window=st.integers(1, 12), extra=st.integers(0, 8), is_alone=st.booleans())
+def test_every_load_is_served(load, window, extra, is_alone):
+    world = WindowWorld(load, window, extra, is_alone=is_alone)
+    world.play()
+    stats = world.scheduler.stats
+    event(f"given back: {world.num_given_back > 0}")
+    event(f"ahead: {world.num_ahead > 0}")
+    event(f"preempted: {stats.num_preemptions > 0}")
+    event(f"stalled: {stats.num_stalls > 0}")
+    for pool, _ in world.groups:
+        assert pool.num_free == pool.num_blocks
+    assert stats.num_finished == len(world.sequences)
+    for s in world.sequences:
+        wanted = [world.token(s, s.num_prompt_tokens + i) for i in range(s.num_output_tokens)]
+        assert s.output_token_ids == wanted
+
+
+def test_a_block_given_back_too_early_is_found(monkeypatch):
+    """The negative control: what a window needs is missed."""
+    request = {
+        "at": 0,
+        "length": 18,
+        "max_tokens": None,
+        "n": 1,
+        "eos_after": None,
+        "stop_after": None,
+        "penalty": 1.0,
+    }
+    limits = {"block_size": 2, "max_len": 20, "seqs": 1, "tokens": 6, "num_blocks": 10}
+    load = limits, [request], []
+    WindowWorld(load, 5, 0, is_alone=False).play()
+    monkeypatch.setattr(groups, "num_expired", lambda *a: num_expired(*a) + 1)
+    with pytest.raises(AssertionError):
+        WindowWorld(load, 5, 0, is_alone=False).play()
+
+
+def sequence_of(length):
+    return Sequence(seq_id=0, request=Request(request_id="r", prompt_token_ids=[7] * length))
+
+
+def make_scheduler(window, *num_blocks, max_len=64, tokens=16):
+    config = SchedulerConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_len,
+        block_size=4,
+        window=window,
+    )
+    return Scheduler(config, *(BlockPool(n, 4) for n in num_blocks))
+
+
+def test_a_window_keeps_its_blocks_alone():
+    scheduler = make_scheduler(8, 16, 12)
+    sequence = sequence_of(40)
+    scheduler.add(sequence)
+    used = []
+    for _ in range(2):
+        plan = scheduler.plan_step()
+        scheduler.commit(plan, {}, set())
+        used.append(len(sequence.window_table) - sequence.num_gone)
+    # 32 tokens are in: the next sees 25 to 31, which lie in blocks 6 and 7.
+    assert sequence.num_computed == 32
+    assert (len(sequence.block_table), len(sequence.window_table)) == (8, 8)
+    assert sequence.window_table[:6] == [GONE] * 6
+    assert used == [2, 2]
+    scheduler.abort("r")
+    assert scheduler.pool.num_free == 16
+
+
+def test_a_step_in_force_keeps_what_it_reads():
+    """A step planned behind another gives nothing back before that one is committed."""
+    scheduler = make_scheduler(4, 16, 9)
+    sequence = sequence_of(48)
+    scheduler.add(sequence)
+    first = scheduler.plan_step()
+    second = scheduler.plan_ahead()
+    assert (first.prefills[0].stop, second.prefills[0].stop) == (16, 32)
+    assert GONE not in sequence.window_table
+    scheduler.commit(first, {}, set())
+    # Of the second step the first token sees 13 to 16.
+    assert sequence.window_table[:4] == [GONE, GONE, GONE, sequence.window_table[3]]
+    assert GONE not in sequence.window_table[3:]
+
+
+@pytest.mark.parametrize("num_blocks", [(16, 6), (15, 7), (6,)])
+def test_pools_that_hold_no_sequence_are_refused(num_blocks):
+    with pytest.raises(EngineError, match="one sequence of max_model_len=64 tokens"):
+        make_scheduler(8, *num_blocks)
+    make_scheduler(8, 16, 7)
+    make_scheduler(8, 7)
+    with pytest.raises(EngineError, match="a window for the second"):
+        make_scheduler(None, 16, 16)
