@@ -237,8 +237,8 @@ def _load(
     advance(0)
     if config.model.load_format == "dummy":
         with clock.phase("convert"):
-            norm = 1.0 - spec.architecture.norm_offset
-            fill_dummy(parts, config.engine.seed, advance, norm)
+            norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
+            fill_dummy(parts, config.engine.seed, advance, norm, scale)
             device.synchronize()
         clock.add_bytes("convert", total)
         return

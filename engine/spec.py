@@ -180,6 +180,11 @@ class ModelSpec(Sealed):
         return tuple(index for index, kind in enumerate(kinds) if kind == WINDOW)
 
     @property
+    def embedding_scale(self) -> float | None:
+        """Multiplies the embedding where hidden states start; None: nothing does."""
+        return math.sqrt(self.hidden_size) if self.architecture.scales_embedding else None
+
+    @property
     def attention_scale(self) -> float:
         """Multiplies attention scores."""
         scalar = self.query_pre_attn_scalar

@@ -3,7 +3,6 @@
 T tokens, N query heads, K KV heads, H head size, D hidden.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -53,9 +52,8 @@ class Decoder:
         """
         spec, store = self.spec, self.weights
         store.begin_step(batch.num_tokens)
-        scale = math.sqrt(spec.hidden_size) if spec.architecture.scales_embedding else None
         table = store.outer("model.embed_tokens.weight")
-        hidden = ops.embedding(batch.input_ids, table, scale)
+        hidden = ops.embedding(batch.input_ids, table, spec.embedding_scale)
         run = _LAYERS[spec.architecture.norms]
         residual: torch.Tensor | None = None
         for index in range(spec.num_hidden_layers):

@@ -19,6 +19,7 @@ def fill_dummy(
     seed: int,
     progress: Callable[[int], None],
     norm: float = 1.0,
+    embedding_scale: float = 1.0,
 ) -> None:
     """Fill every parameter: norms with `norm` plus noise, biases and weights with normal noise.
 
@@ -30,18 +31,19 @@ def fill_dummy(
         seed: Changes every value.
         progress: Called with bytes that are in place or enqueued.
         norm: Mean of the weights of norms.
+        embedding_scale: What the embedding is multiplied by when it is read; its noise is divided
+            by it, because a tied table would otherwise repeat the last token for ever.
     """
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(POOL_SIZE, generator=generator, dtype=torch.float32) * STD
-    pools: dict[tuple[torch.device, torch.dtype, bool], torch.Tensor] = {}
+    pools: dict[tuple[torch.device, torch.dtype, str], torch.Tensor] = {}
+    values_of = {"norm": base + norm, "embedding": base / embedding_scale, "other": base}
     pending: list[tuple[Future[torch.Tensor], int]] = []
     with worker_pool() as workers:
         for spec, target in parameters:
-            is_norm = spec.name.endswith("norm.weight")
-            key = (target.device, target.dtype, is_norm)
+            key = (target.device, target.dtype, _kind(spec.name))
             if key not in pools:
-                values = base + norm if is_norm else base
-                pools[key] = values.to(target.dtype).to(target.device)
+                pools[key] = values_of[key[2]].to(target.dtype).to(target.device)
             for part, values in _cut(target.view(-1), pools[key], _offset(spec.name, seed)):
                 num_bytes = part.numel() * part.element_size()
                 if part.device.type == "cpu":
@@ -52,6 +54,12 @@ def fill_dummy(
         for future, num_bytes in pending:
             future.result()
             progress(num_bytes)
+
+
+def _kind(name: str) -> str:
+    if name.endswith("norm.weight"):
+        return "norm"
+    return "embedding" if name.endswith("embed_tokens.weight") else "other"
 
 
 def _offset(name: str, seed: int) -> int:

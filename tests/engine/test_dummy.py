@@ -117,3 +117,15 @@ def test_dummy_tokens_vary(folder: Path) -> None:
     found = greedy(llm, [make_prompt(20)], 30)[0]
     assert len(set(found)) > 3
     llm.close()
+
+
+def test_norms_and_embedding_follow_the_family() -> None:
+    names = ("model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
+    parts = [(ParamSpec(name, (4000,)), torch.empty(4000)) for name in names]
+    fill_dummy(parts, 0, lambda _: None, 0.0, 8.0)
+    norm, embedding, other = (tensor for _, tensor in parts)
+    assert norm.mean().abs() < 0.01
+    assert embedding.std().item() == pytest.approx(other.std().item() / 8, rel=0.1)
+    fill_dummy(parts, 0, lambda _: None)
+    assert norm.mean().item() == pytest.approx(1, abs=0.01)
+    assert embedding.std().item() == pytest.approx(other.std().item(), rel=0.1)

@@ -208,3 +208,16 @@ def test_names_of_the_text_part(prefix: str) -> None:
     assert "1 other tensors" in note
     assert "vision_tower.x" in note
     assert text_part({prefix + name: tensor for name in names}) == (text, "")
+
+
+def test_dummy_weights_of_gemma_do_not_repeat_a_token(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.weights import dummy
+
+    monkeypatch.setattr(dummy, "STD", 0.15)
+    llm = open_llm(tiny.folder("gemma3"), load_format="dummy", max_model_len=200)
+    tokens = greedy(llm, PROMPTS, 30)
+    llm.close()
+    assert all(len(set(answer)) > 4 for answer in tokens)
+    assert len({token for answer in tokens for token in answer}) > 20
