@@ -138,13 +138,14 @@ class Sessions:
 
     def apply(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Decode new tokens, end sequences at stop strings, forget finished requests."""
-        for event in events:
-            session = self._open.get(event.request_id)
-            if session is None:
-                continue
-            self._decode(session, event)
-            if all(sequence.is_finished for sequence in session.sequences):
-                del self._open[event.request_id]
+        found = [(event, self._open.get(event.request_id)) for event in events]
+        for event, session in found:
+            if session is not None:
+                self._decode(session, event)
+        # Only now: several answers of one request may end in the same step.
+        for event, session in found:
+            if session and all(sequence.is_finished for sequence in session.sequences):
+                self._open.pop(event.request_id, None)
         return events
 
     def _decode(self, session: Session, event: TokenEvent) -> None:

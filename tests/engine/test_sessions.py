@@ -1,14 +1,15 @@
 """Requests that are refused while others are being queued."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import LLM
+from engine import LLM, SamplingParams
 from engine.errors import ConfigError, RequestError
 from tests.engine.conftest import TinyModels
-from tests.tiny import greedy_params, make_prompt, tokens_of
+from tests.tiny import greedy_params, make_prompt, open_llm, tokens_of
 
 PROMPTS = [make_prompt(length, seed=3) for length in (1, 12, 30)]
 
@@ -55,3 +56,20 @@ def test_what_was_queued_is_dropped_when_queueing_fails(
         llm.generate(PROMPTS, greedy_params(4))
     assert not llm.has_unfinished()
     assert llm._sessions._open == {}
+
+
+def test_answers_that_end_in_one_step_are_decoded_each(text_folder: Path) -> None:
+    llm = open_llm(text_folder)
+    (whole,) = llm.generate([PROMPTS[1]], greedy_params(9))
+    text = whole.outputs[0].text
+    params = SamplingParams(n=3, temperature=0, max_tokens=9, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[1]], params)
+    assert [answer.text for answer in output.outputs] == [text] * 3
+    stop = text[-1]
+    params = SamplingParams(n=3, temperature=0, max_tokens=9, ignore_eos=True, stop=stop)
+    (output,) = llm.generate([PROMPTS[1]], params)
+    assert {(a.text, a.finish_reason, a.stop_reason) for a in output.outputs} == {
+        (text[: text.index(stop)], "stop", stop)
+    }
+    assert llm._sessions._open == {}
+    llm.close()
