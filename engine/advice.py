@@ -50,10 +50,16 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     elif length > 0 and fits(shorter, Assignment(plan.placements, plan.lookahead)):
         found.append(f"engine.max_model_len={length}")
     elif not found:
-        found += _shorter_with_auto(asked, "offload=auto ")
+        found += _shorter_with_auto(asked, f"{_auto_words(asked)} ")
     if not found:
         return f"{text} {_last_resort(asked, plan, fixed + need)}"
     return text + " Fits with: " + "; or ".join(found) + "."
+
+
+def _auto_words(asked: Asked) -> str:
+    """How to ask for chosen placements; a chosen cpu_offload_gb contradicts them."""
+    chooses_size = "cpu_offload_gb" in asked.config.planner.auto_fields
+    return "offload=auto" + (" planner.auto_fields=[]" if chooses_size else "")
 
 
 def _with_auto(asked: Asked) -> Asked:
@@ -70,7 +76,9 @@ def _host_lack(asked: Asked, plan: MemoryPlan) -> str:
     if found is None:
         return ""
     need = sum(found[0].placed_bytes().values()) - found[0].placed_bytes()["resident"]
-    limit = plan.host_limit_bytes - plan.host_total_bytes
+    if need == 0:
+        return ""
+    limit = max(0, plan.host_limit_bytes - plan.host_total_bytes)
     return (
         f" It would fit with {gib(need)} GiB of weights in host memory, where {gib(limit)} GiB are "
         "available for them."
@@ -132,10 +140,17 @@ def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
     larger = _with_memory(asked, memory)
     on_card = plan.facts.emulated or int(memory * GIB) * share <= plan.facts.free_bytes
     if asked.config.planner.choose:
-        least = math.floor(plan.gpu_budget_bytes / share / GIB * 100)
-        memory = _least_memory(asked, least, round(memory * 100)) / 100
-        if plan.facts.emulated or int(memory * GIB) * share <= plan.facts.free_bytes:
+        least = max(1, math.floor(plan.gpu_budget_bytes / share / GIB * 100))
+        memory = _least_memory(asked, least, max(least, round(memory * 100))) / 100
+        is_here = plan.facts.emulated or int(memory * GIB) * share <= plan.facts.free_bytes
+        if is_here and _auto_fits(_with_memory(asked, memory)):
             return f"Fits with: gpu.memory_gib={memory:g}."
+        if _auto_fits(replace(asked, facts=replace(asked.facts, host_available_bytes=2**60))):
+            return (
+                f"Host memory is what is short: {gib(plan.host_limit_bytes)} GiB are available "
+                f"after a reserve of {asked.config.engine.host_reserve_gib:g} GiB. Free host "
+                "memory, or lower engine.host_reserve_gib."
+            )
     elif on_card and fits(larger, Assignment(plan.placements, plan.lookahead)):
         return f"Fits with: gpu.memory_gib={memory:g}."
     roomy = advice(replace(asked, facts=replace(asked.facts, host_available_bytes=2**60)))
@@ -157,7 +172,7 @@ def advice(asked: Asked) -> list[str]:
     if asked.config.planner.choose:
         return []
     if _auto_fits(asked):
-        found.append("offload=auto")
+        found.append(_auto_words(asked))
     layers = spec.num_hidden_layers
     total = sum(t.numel for i in range(layers) for t in spec.layer_tensors(i))
     layer_gib = total / layers * DTYPE_BYTES[asked.dtype] / GIB
