@@ -186,12 +186,13 @@ def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
     total = facts.total_bytes if memory is None else int(memory * GIB)
     budget = int(total * config.engine.gpu_memory_utilization)
     if budget > facts.free_bytes and not facts.emulated:
+        held = ", ".join(facts.holders) or "the driver names none"
         raise CapacityError(
             f"GPU budget: expected at most the {facts.free_bytes / GIB:.2f} GiB that are free of "
             f"{facts.total_bytes / GIB:.2f} GiB on {facts.name}, got {total / GIB:.2f} GiB x "
             f"gpu_memory_utilization {config.engine.gpu_memory_utilization:g} = "
             f"{budget / GIB:.2f} GiB. Lower gpu.memory_gib or engine.gpu_memory_utilization, or "
-            "stop the processes that hold the rest."
+            f"stop the processes that hold the rest ({held})."
         )
     return budget
 

@@ -39,6 +39,8 @@ class DeviceFacts:
     """Why pinning or in-place reads are not possible."""
     pin_limit_bytes: int | None = None
     """Host memory that may be pinned where a limit on locked memory binds the driver."""
+    holders: tuple[str, ...] = ()
+    """Other processes with memory of the card, in words."""
 
     @property
     def emulated(self) -> bool:

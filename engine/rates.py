@@ -108,8 +108,13 @@ class Rates:
         return asdict(self)
 
     def measured(self, probe: Mapping[str, float | None]) -> "Rates":
-        """Replace what a probe of this machine found (names of engine.probe.probe_link)."""
-        names = ("h2d_gb_s", "d2h_gb_s", "two_way_gb_s", "in_place_gb_s")
+        """Replace what a probe of this machine found.
+
+        Args:
+            probe: By the names of engine.probe.probe_link and engine.probe_rates; None and names
+                that are no rate are left out.
+        """
+        names = [name for name in asdict(self) if name != "source"]
         found = {name: rate for name in names if (rate := probe.get(name))}
         if hbm := probe.get("hbm_copy_gb_s"):
             found["hbm_gb_s"] = hbm

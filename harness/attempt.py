@@ -18,6 +18,7 @@ from harness.job import (
     job_path,
     result_path,
 )
+from harness.machine_rates import read_rates
 from harness.measure.host import num_new_kills, oom_kills
 from harness.measure.nvml import Gpu
 from harness.measure.page_cache import cached_share, drop_page_cache
@@ -28,6 +29,7 @@ from harness.plain import read_json
 from harness.process import start_worker
 from harness.prompts import PromptRow, read_prompts
 from harness.scenarios.load import summarise_loads
+from harness.scenarios.predicted import differences
 from harness.schema import RunConfig
 from harness.telemetry.run import Telemetry
 from harness.telemetry.window import Span
@@ -181,12 +183,16 @@ class Attempt:
         )
 
     def _measured_rates(self) -> dict[str, float | None]:
-        """Return what an earlier worker of this point probed, so that all plan with the same."""
+        """Return what is kept of this machine, under what an earlier worker of this point probed.
+
+        So all workers of a point plan with the same.
+        """
         prefix = "link/"
-        return {
+        kept = read_rates(self._around.gpu, self._around.home)
+        return ({} if kept is None else kept.rates) | {
             name.removeprefix(prefix): rate
             for name, rate in self.findings.metrics.items()
-            if name.startswith(prefix) and name.endswith("_gb_s")
+            if name.startswith(prefix) and name.endswith("_gb_s") and rate is not None
         }
 
     def _reference(self) -> Path | None:
@@ -237,7 +243,14 @@ class Attempt:
             rows.append({"start": label, "is_cold": kind == "cold", "cached_share": share, **row})
         outcome = summarise_loads(rows)
         self.findings.metrics |= outcome.metrics
+        self._note_predicted_load()
         self.findings.samples["load"] = outcome.samples
+
+    def _note_predicted_load(self) -> None:
+        predicted = (self.findings.plan or {}).get("predicted") or {}
+        metrics = self.findings.metrics
+        metrics["predicted/load_s"] = predicted.get("load_s")
+        metrics |= differences(metrics)
 
     def _note_cold(self, share: float | None) -> None:
         if share is None:

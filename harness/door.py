@@ -4,12 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.plan import MemoryPlan
 from harness.scenarios.drive import Engine
 from harness.scenarios.open_loop import Wait
+from harness.scenarios.predicted import predicted_times
+from harness.schema import ScenarioConfig
 
 Progress = Callable[[str, int, int], None]
 """Called with phase, bytes done and bytes in all.
@@ -51,6 +53,8 @@ class EngineDoor:
     """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
     stream: Callable[[EngineConfig, float], tuple[int, float, float]] = _stream_engine_link
     """Copies host to device for so many seconds; returns bytes, begin and end on `clock`."""
+    predict: Callable[[Any, Any, ScenarioConfig], dict[str, float | None]] = predicted_times
+    """Returns what a plan of a model predicts of a scenario, by metric."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the engine's token times."""
     wait: Wait = asyncio.sleep

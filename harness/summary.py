@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, TextIO
 
-from reports.record import RunRecord, number
+from reports.record import PREDICTED, RunRecord, number
 
 SHOWN: Final = (
     ("load/total_s", "load, warm start", "s"),
@@ -104,6 +104,15 @@ def _planned(record: RunRecord) -> Iterable[str]:
             f"{predicted['prefill_tokens']} tokens {number(predicted['prefill_ms'])} ms "
             f"({predicted['rates']['source']})"
         )
+    for quantity, base in PREDICTED.items():
+        value = record.metrics.get(f"predicted/{quantity}")
+        difference = record.metrics.get(f"predicted/{quantity}_difference_pct")
+        if value is not None and difference is not None:
+            measured = value / (1 + difference / 100)
+            yield (
+                f"  {base}: predicted {number(value)}, measured {number(measured)} "
+                f"({difference:+.1f} %)"
+            )
 
 
 def _table(record: RunRecord) -> Iterable[str]:

@@ -35,7 +35,9 @@ from harness.prompts import encode_rows, special_ids, synthetic_prompts
 from harness.scenarios.drive import Engine, StepTotals, run_in_turn
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
+from harness.scenarios.memory import memory_metrics
 from harness.scenarios.outcome import Outcome, failure_reasons
+from harness.scenarios.predicted import differences, link_reasons
 from harness.scenarios.repeats import measure_repeats
 from harness.scenarios.serve import Load, measure_serve, warm_up
 from harness.scenarios.throughput import measure_throughput
@@ -220,25 +222,27 @@ class Work:
             rates = self._link.before(self._gpu())
             self._result["calibration"] = self._link.calibration
             self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
-            self._engine = replace(self._engine, measured_rates=rates)
+            known = self._engine.measured_rates | {k: v for k, v in rates.items() if v is not None}
+            self._engine = replace(self._engine, measured_rates=known)
             reset_rss_peak()
         llm = self._build()
         self._note_engine(llm)
         self._check(llm)
-        totals = None
+        timed: dict[str, StepTotals] = {}
         if scenario.latency is not None:
-            totals = self._run_part(llm, "latency", scenario.latency)
+            timed["latency"] = self._run_part(llm, "latency", scenario.latency)
         if scenario.throughput is not None:
-            totals = self._run_part(llm, "throughput", scenario.throughput)
+            timed["throughput"] = self._run_part(llm, "throughput", scenario.throughput)
         if scenario.serve is not None:
-            totals = self._run_serve(llm, scenario.serve)
+            timed["serve"] = self._run_serve(llm, scenario.serve)
         self._note_memory(llm)
-        if totals is not None:
+        if timed:
+            self._result["metrics"] |= self._door.predict(llm.plan, llm.spec, scenario)
             self._note_host_peak()
             self._tidy("closing the engine", self._close_engine)
             metrics = self._result["metrics"]
             self._tidy("probing the link again", lambda: metrics.update(self._link.after()))
-            self._note_transfers(totals)
+            self._note_transfers(timed)
 
     def _gpu(self) -> Gpu | None:
         return open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None
@@ -369,31 +373,19 @@ class Work:
         self._result["reasons"] += outcome.reasons
         self._result["notes"] += outcome.notes
 
-    def _note_transfers(self, totals: StepTotals) -> None:
-        metrics = self._result["metrics"]
-        metrics |= transfer_metrics(totals, metrics)
-        self._result["reasons"] += transfer_reasons(totals)
+    def _note_transfers(self, timed: dict[str, StepTotals]) -> None:
+        metrics, last = self._result["metrics"], list(timed.values())[-1]
+        metrics |= transfer_metrics(last, metrics)
+        self._result["reasons"] += transfer_reasons(last)
         if not self._result["effective"].get("emulated"):
             self._result["notes"] += link_notes(metrics)
+            self._result["reasons"] += link_reasons(timed, metrics)
+        metrics |= differences(metrics)
 
     def _note_memory(self, llm: Engine) -> None:
-        memory = llm.memory()
-        peak, budget = memory.get("gpu_peak_bytes"), memory.get("gpu_budget_bytes")
-        metrics = self._result["metrics"]
-        for name, value in (
-            ("memory/gpu_peak_gib", peak),
-            ("memory/gpu_budget_gib", budget),
-            ("memory/host_pinned_gib", memory.get("host_pinned_bytes")),
-        ):
-            metrics[name] = None if value is None else value / GIB
-        if peak is None or budget is None:
-            return
-        metrics["memory/budget_margin_gib"] = (budget - peak) / GIB
-        if peak > budget:
-            self._result["reasons"].append(
-                f"memory: the GPU peak of {peak / GIB:.3f} GiB is over the budget of "
-                f"{budget / GIB:.3f} GiB. Lower engine.gpu_memory_utilization and report this."
-            )
+        metrics, reasons = memory_metrics(llm.memory())
+        self._result["metrics"] |= metrics
+        self._result["reasons"] += reasons
 
 
 if __name__ == "__main__":

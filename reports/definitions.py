@@ -143,6 +143,21 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "offload/planned_copied_bytes_per_step": "of offload/planned_bytes_per_step, copied",
         "offload/planned_in_place_bytes_per_step": "of offload/planned_bytes_per_step, in place",
+        "predicted/tpot_ms": (
+            "what the plan predicts of latency/tpot_ms: a decode step of one sequence halfway"
+            " through its output, at the rates of plan.predicted.rates"
+        ),
+        "predicted/ttft_ms": "what the plan predicts of latency/ttft_ms",
+        "predicted/output_tok_s": "what the plan predicts of throughput/output_tok_s",
+        "predicted/load_s": "what the plan predicts of load/total_s",
+        "predicted/gpu_peak_gib": "sum of the plan's parts on the GPU",
+        "predicted/tpot_ms_difference_pct": (
+            "(predicted / measured - 1) x 100; measured: the median, where it has none the mean"
+        ),
+        "predicted/ttft_ms_difference_pct": "as predicted/tpot_ms_difference_pct",
+        "predicted/output_tok_s_difference_pct": "as predicted/tpot_ms_difference_pct",
+        "predicted/load_s_difference_pct": "as predicted/tpot_ms_difference_pct",
+        "predicted/gpu_peak_gib_difference_pct": "as predicted/tpot_ms_difference_pct",
         "link/pcie_rx_gb_s": (
             "bytes that the GPU received over PCIe, packet headers included: mean over the rows of"
             " telemetry in the last timed part"

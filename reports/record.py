@@ -19,6 +19,7 @@ from reports.text import number
 
 __all__ = [
     "METRIC_DEFINITIONS",
+    "PREDICTED",
     "RESULT_NAME",
     "SAMPLE_FLOORS",
     "SCHEMA_VERSION",
@@ -39,6 +40,16 @@ RESULT_NAME: Final = "result.json"
 STATE_NAME: Final = "state.json"
 """What a run does now, and how it ended; beside the record, and there before it."""
 STATUSES: Final = ("ok", "no_fit", "oom", "failed", "timeout", "killed", "skipped")
+PREDICTED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "tpot_ms": "latency/tpot_ms",
+        "ttft_ms": "latency/ttft_ms",
+        "output_tok_s": "throughput/output_tok_s",
+        "load_s": "load/total_s",
+        "gpu_peak_gib": "memory/gpu_peak_gib",
+    }
+)
+"""Quantity that the plan predicts (area predicted) -> what it is held against."""
 SAMPLE_FLOORS: Final[Mapping[int, int]] = MappingProxyType({50: 11, 90: 64, 95: 130, 99: 662})
 """Percentile -> number of samples below which it is None."""
 

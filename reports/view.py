@@ -8,6 +8,7 @@ from reports.definitions import CONVENTIONS, STATISTIC_DEFINITIONS, definition
 from reports.figures import LATENCY_PANELS, phase_names
 from reports.memory_view import memory_section
 from reports.page import Card, Page, Section, Table
+from reports.predicted import predicted_section
 from reports.record import SAMPLE_FLOORS, RunRecord
 from reports.tables import metric_table, named_table, tree_table
 from reports.text import (
@@ -57,6 +58,7 @@ def run_page(record: RunRecord) -> Page:
         _metrics(record, "throughput", "Throughput"),
         _serving(record),
         _load(record),
+        predicted_section(record),
         _others(record),
         _configuration(record),
         _tree("What was used", record.effective, {"stats": "Counters of the engine"}),
@@ -263,7 +265,7 @@ def _phase_table(record: RunRecord) -> Table | None:
 
 def _others(record: RunRecord) -> Section | None:
     """Show every metric that no other section shows."""
-    shown = {"latency", "throughput", "serve", "load", "memory"}
+    shown = {"latency", "throughput", "serve", "load", "memory", "predicted"}
     bases = {f"latency/{key}" for key, _ in LATENCY_PANELS}
     names = [
         name

@@ -12,8 +12,9 @@ import psutil
 import torch
 
 from engine.device.base import CopyStream, Graph, HostBuffer
-from engine.device.host import MappedBuffer, available_bytes, capabilities
+from engine.device.host import MappedBuffer, capabilities
 from engine.errors import CapacityError, EngineError
+from engine.host_limits import available_bytes
 from engine.plan import DeviceFacts
 
 

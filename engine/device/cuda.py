@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from engine.device.base import CopyStream, Graph, HostBuffer
-from engine.device.host import MappedBuffer, available_bytes, capabilities, memlock_room
+from engine.device.host import MappedBuffer, capabilities
 from engine.device.nvml import own_bytes
 from engine.errors import CapacityError, ConfigError, PinningError
+from engine.gpu_holders import gpu_holders
+from engine.host_limits import available_bytes, memlock_room
 from engine.plan import DeviceFacts
 
 CONTEXT_BYTES = 640 * 2**20
@@ -228,6 +230,7 @@ class CUDADevice:
             can_uva=can_uva,
             reason=reason,
             pin_limit_bytes=limit,
+            holders=gpu_holders(f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"),
         )
 
     def empty(self, num_bytes: int) -> torch.Tensor:

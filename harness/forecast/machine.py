@@ -1,50 +1,73 @@
 """The machine that a plan is for: a card of conf/gpu, the GPU that is here, or the CPU."""
 
-import psutil
-
+from engine.config import GPUConfig
+from engine.gpu_holders import gpu_holders
+from engine.host_limits import available_bytes
 from engine.plan import DeviceFacts
-from harness.measure.nvml import open_gpu
+from engine.rates import CARDS
+from harness.machine_rates import Probed, read_rates
+from harness.measure.nvml import Gpu, open_gpu
 from harness.schema import RunConfig
 
 GIB = 2**30
 UNKNOWN_HOST_BYTES = 2**50
 """Host memory of a machine that is not here: no limit."""
+ANY_CARD = "auto"
+"""Name in conf/gpu of whatever card is here."""
 
 
-def machine_facts(config: RunConfig) -> DeviceFacts:
-    """Return what a plan must know of the machine; nothing is allocated.
+def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
+    """Return what a plan must know of the machine, and what was probed on it.
 
     gpu.device=cpu, or auto where no GPU is here and no card is named: the CPU. A card with
-    memory_gib: that card, free of others' memory, in a machine with any host memory. Else the GPU
-    that is here.
+    memory_gib that is not here: that card, free of others' memory, in a machine with any host
+    memory. Else the GPU that is here, of which gpu.memory_gib is the part that is used. Nothing is
+    allocated, and nothing probed now.
     """
     gpu = config.gpu
-    host = int(psutil.virtual_memory().available)
+    here = open_gpu() if gpu.device != "cpu" else None
+    if here is not None and (gpu.memory_gib is None or _is_here(gpu, here)):
+        found = _facts_here(here)
+        if found is not None:
+            return found, read_rates(here)
     if gpu.device != "cpu" and gpu.memory_gib is not None:
         total = int(gpu.memory_gib * GIB)
-        return DeviceFacts(
+        card = DeviceFacts(
             kind="cuda",
             name=gpu.name,
             total_bytes=total,
             free_bytes=total,
             host_available_bytes=UNKNOWN_HOST_BYTES,
         )
-    here = open_gpu() if gpu.device != "cpu" else None
-    facts = here.facts() if here is not None else {}
+        return card, None
+    host = available_bytes()
+    facts = DeviceFacts(
+        kind="cpu", name="CPU", total_bytes=host // 2, free_bytes=host, host_available_bytes=host
+    )
+    return facts, read_rates(None)
+
+
+def _is_here(gpu: GPUConfig, here: Gpu) -> bool:
+    """Whether the card that is asked for is the one in this machine, by name or by its sheet."""
+    sheet = CARDS.get(str(here.facts().get("name")))
+    asked = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
+    if gpu.name == ANY_CARD and not any(asked):
+        return True
+    return sheet is not None and asked == (sheet.link_gb_s, sheet.hbm_gb_s, sheet.bf16_tflops)
+
+
+def _facts_here(here: Gpu) -> DeviceFacts | None:
+    """Return the facts of the GPU in this machine; None where its driver does not tell."""
+    facts = here.facts()
     memory = facts.get("memory_bytes")
-    if here is not None and memory:
-        used = here.sample()["gpu_used_bytes"] or 0
-        return DeviceFacts(
-            kind="cuda",
-            name=str(facts["name"]),
-            total_bytes=int(memory),
-            free_bytes=int(memory) - int(used),
-            host_available_bytes=host,
-        )
+    if not memory:
+        return None
+    used = here.sample()["gpu_used_bytes"] or 0
     return DeviceFacts(
-        kind="cpu",
-        name="CPU",
-        total_bytes=host // 2,
-        free_bytes=host,
-        host_available_bytes=host,
+        kind="cuda",
+        name=str(facts["name"]),
+        total_bytes=int(memory),
+        free_bytes=int(memory) - int(used),
+        host_available_bytes=available_bytes(),
+        holders=gpu_holders(here.uuid),
     )

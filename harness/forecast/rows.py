@@ -28,6 +28,7 @@ from engine.rates import rates_for
 from engine.spec import ModelSpec
 from harness.errors import ConfigError
 from harness.forecast.machine import machine_facts
+from harness.machine_rates import Probed
 from harness.schema import RunConfig
 
 NUM_GROUP: Final = 8
@@ -69,6 +70,8 @@ class Forecast:
     config: RunConfig
     spec: ModelSpec
     facts: DeviceFacts
+    probed: Probed | None
+    """What was measured on the machine that the plan is for; None: nothing."""
     overrides: tuple[str, ...]
     """Of the command line."""
     rows: tuple[Row, ...]
@@ -93,7 +96,8 @@ class Forecast:
         if row.plan is None:
             return 0.0
         shape, scenario = shape_of(row.plan, self.spec), self.config.scenario
-        rates = rates_for(self.config.gpu, self.facts)
+        probe = None if self.probed is None else self.probed.rates
+        rates = rates_for(self.config.gpu, self.facts, probe)
         starts = int(scenario.correctness.enabled) + int(scenario.is_timed)
         if scenario.load is not None:
             starts += scenario.load.cold_starts + scenario.load.warm_starts
@@ -135,7 +139,8 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
         config: As composed.
         overrides: The command line's, for the command that runs what is recommended.
     """
-    spec, facts = read_spec(config), machine_facts(config)
+    spec = read_spec(config)
+    facts, probed = machine_facts(config)
     model = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
     base = EngineConfig(
         model=model,
@@ -144,9 +149,12 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
         kv=config.kv,
         engine=config.engine,
         planner=config.planner,
+        measured_rates={} if probed is None else probed.rates,
     )
     rows = tuple(_rows(base, spec, facts))
-    return Forecast(config=config, spec=spec, facts=facts, overrides=overrides, rows=rows)
+    return Forecast(
+        config=config, spec=spec, facts=facts, probed=probed, overrides=overrides, rows=rows
+    )
 
 
 def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[Row]:

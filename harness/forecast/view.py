@@ -77,7 +77,7 @@ def point_lines(found: Forecast) -> list[str]:
     lines += _bar(
         "host", best.bytes["host"]["items"], 0 if limit > UNKNOWN_HOST_BYTES / 2 else limit
     )
-    lines.append(f"  rates: {best.predicted['rates']['source']}")
+    lines.append(f"  rates: {best.predicted['rates']['source']}{_probed(found)}")
     kept = [
         item for item in found.overrides if not item.startswith(("mode=", "offload", "planner."))
     ]
@@ -86,6 +86,14 @@ def point_lines(found: Forecast) -> list[str]:
         command = " ".join(item for item in found.overrides if not item.startswith("mode="))
     lines.append(f"  run it: python -m harness {command} (about {found.minutes(best):.1f} min)")
     return lines
+
+
+def _probed(found: Forecast) -> str:
+    """Say how old a probe is, or how to make one where the card is here."""
+    if found.probed is not None:
+        return f" (probed {found.probed.age()}; anew: python -m harness.forecast.probe)"
+    is_here = found.facts.host_available_bytes < UNKNOWN_HOST_BYTES
+    return " (measure this machine's: python -m harness.forecast.probe)" if is_here else ""
 
 
 def _title(found: Forecast) -> Iterator[str]:
@@ -141,11 +149,12 @@ def _bar(title: str, items: Mapping[str, int], limit: int) -> Iterator[str]:
     """One side's memory by part; each part is a letter of a bar that is the limit long."""
     parts = {name: size for name, size in items.items() if size}
     whole = max(limit, sum(parts.values()))
-    letters, legend = "", []
+    letters, legend, total = "", [], 0
     for letter, (name, size) in zip("abcdefghij", parts.items(), strict=False):
-        letters += letter * round(_BAR * size / whole)
+        total += size
+        letters += letter * (round(_BAR * total / whole) - len(letters))
         legend.append(f"{letter} {name} {size / GIB:.2f}")
-    yield f"  {title:<5}[{letters[:_BAR].ljust(_BAR, '.')}] {whole / GIB:.2f} GiB"
+    yield f"  {title:<5}[{letters.ljust(_BAR, '.')}] {whole / GIB:.2f} GiB"
     yield f"       {', '.join(legend)}"
 
 

@@ -10,6 +10,7 @@ from engine.probe import probe_link
 from harness.job import WorkerJob
 from harness.measure.latency import QUANTITIES
 from harness.scenarios.load import summarise_loads
+from harness.scenarios.predicted import differences, predicted_times
 from harness.schema import ThroughputScenario
 from harness.telemetry.summary import peak_metrics, window_metrics
 from harness.telemetry.window import Span, Window
@@ -19,6 +20,7 @@ from reports.definitions import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS
 from reports.record import definition, summarise
 from reports.telemetry import COLUMNS
 from tests.contracts.project import python_files
+from tests.engine.specs import plan_small, small_spec
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import FakeClock, Script, fake_door
 from tests.harness.telemetry.cases import table
@@ -54,7 +56,12 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("run")
     names = engine_names("phase") | engine_names("part")
     door, _ = fake_door(Script(phases=dict.fromkeys(names, 1.0)), FakeClock())
-    door = replace(door, probe=lambda config: probe_link("cpu"))
+    small = plan_small(memory_gib=1)
+    door = replace(
+        door,
+        probe=lambda config: probe_link("cpu"),
+        predict=lambda plan, spec, scenario: predicted_times(small, small_spec(), scenario),
+    )
     results = {
         kind: Work(job(kind), folder, door, spawned_s=0.0).run() for kind in ("measure", "load")
     }
@@ -68,6 +75,8 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {
         *results["measure"]["metrics"],
         *results["load"]["metrics"],
+        *differences({"predicted/load_s": 1.0, "load/total_s": 2.0}),
+        "predicted/load_s",  # of the parent
         *summarise_loads(starts).metrics,
         *peak_metrics(rows),
         *window_metrics(Window(rows, span)),

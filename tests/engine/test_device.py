@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import probe
+from engine import host_limits, probe
 from engine.clock import PhaseClock
 from engine.device import host
 from engine.device.cpu import CPUDevice
@@ -127,16 +127,16 @@ def test_host_figures_stay_within_the_cgroup(tmp_path: Path, place: str) -> None
     (folder / "memory.stat").write_text(f"anon 5\n{cached}")
     (folder / limit).write_text(f"{100 * MIB}\n")
     (folder / usage).write_text(f"{70 * MIB}\n")
-    assert host.available_bytes(proc, cgroups) == 50 * MIB
+    assert host_limits.available_bytes(proc, cgroups) == 50 * MIB
     (folder / usage).write_text(f"{200 * MIB}\n")
-    assert host.available_bytes(proc, cgroups) == 0
+    assert host_limits.available_bytes(proc, cgroups) == 0
     for broken in ("max\n", "broken\n"):
         (folder / limit).write_text(broken)
-        assert host.available_bytes(proc, cgroups) > 100 * MIB
+        assert host_limits.available_bytes(proc, cgroups) > 100 * MIB
 
 
 def test_host_figures_without_cgroups(tmp_path: Path) -> None:
-    assert host.available_bytes(tmp_path, tmp_path) > 100 * MIB
+    assert host_limits.available_bytes(tmp_path, tmp_path) > 100 * MIB
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.config import OffloadConfig, UVAOffloadConfig
+from engine import host_limits
 from engine.device import host
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError
@@ -135,23 +136,23 @@ def test_what_the_memlock_limit_leaves(
     capabilities: int,
     expected: int | None,
 ) -> None:
-    monkeypatch.setattr(host.resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(host_limits.resource, "getrlimit", lambda _: (limit, limit))
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "status").write_text(
         STATUS.format(locked=locked_kib, capabilities=capabilities)
     )
-    assert host.memlock_room(tmp_path) == expected
+    assert host_limits.memlock_room(tmp_path) == expected
 
 
 @pytest.mark.parametrize("text", [None, "", "VmLck:\t\n", "CapEff:\tnonsense\nother line\n"])
 def test_the_memlock_limit_counts_whole_where_the_status_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
-    monkeypatch.setattr(host.resource, "getrlimit", lambda _: (4096, 4096))
+    monkeypatch.setattr(host_limits.resource, "getrlimit", lambda _: (4096, 4096))
     if text is not None:
         (tmp_path / "self").mkdir()
         (tmp_path / "self" / "status").write_text(text)
-    assert host.memlock_room(tmp_path) == 4096
+    assert host_limits.memlock_room(tmp_path) == 4096
 
 
 def test_a_cgroup_is_bounded_by_its_high_mark(tmp_path: Path) -> None:
@@ -159,9 +160,9 @@ def test_a_cgroup_is_bounded_by_its_high_mark(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text(f"{30 * MIB}\n")
     (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")
     (tmp_path / "memory.high").write_text("max\n")
-    assert host.available_bytes(tmp_path, tmp_path) == 71 * MIB
+    assert host_limits.available_bytes(tmp_path, tmp_path) == 71 * MIB
     (tmp_path / "memory.high").write_text(f"{50 * MIB}\n")
-    assert host.available_bytes(tmp_path, tmp_path) == 21 * MIB
+    assert host_limits.available_bytes(tmp_path, tmp_path) == 21 * MIB
 
 
 def test_plans_that_pin_more_than_the_memlock_limit_are_refused() -> None:

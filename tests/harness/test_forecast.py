@@ -132,13 +132,15 @@ def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
 def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(*overrides: str) -> DeviceFacts:
         (point,) = composer.plan(overrides).points
-        return machine.machine_facts(point.config)
+        return machine.machine_facts(point.config)[0]
 
     card = facts("gpu=l4_24gb")
     assert (card.kind, card.name, card.total_bytes) == ("cuda", "l4_24gb", 23034 * 2**20)
     assert card.host_available_bytes == machine.UNKNOWN_HOST_BYTES
 
     class Here:
+        uuid = "GPU-1"
+
         def facts(self) -> dict[str, Any]:
             return {"name": "NVIDIA L4", "memory_bytes": 24 * GIB}
 
@@ -149,6 +151,10 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
     here = facts("gpu=auto")
     assert (here.name, here.free_bytes) == ("NVIDIA L4", 23 * GIB)
     assert here.host_available_bytes < machine.UNKNOWN_HOST_BYTES
+    part = facts("gpu=auto", "gpu.memory_gib=8")
+    assert (part.name, part.total_bytes) == ("NVIDIA L4", 24 * GIB)
+    assert facts("gpu=l4_24gb").name == "NVIDIA L4"  # by its sheet
+    assert facts("gpu=rtx4080_16gb").name == "rtx4080_16gb"
     assert facts("gpu=cpu").kind == "cpu"
     monkeypatch.setattr(machine, "open_gpu", lambda: None)
     assert facts("gpu=auto").kind == "cpu"

@@ -67,6 +67,8 @@ def test_measure_takes_latency_and_throughput_of_known_times(tmp_path):
     assert metrics["memory/host_pinned_gib"] == 1
     assert metrics["memory/host_rss_peak_gib"] > 0
     assert metrics["energy/j_per_token"] is None
+    assert metrics["predicted/tpot_ms"] == 250
+    assert metrics["predicted/tpot_ms_difference_pct"] == pytest.approx(100)
     assert result["plan"] == PLAN
     assert result["effective"]["emulated"] is True
     assert len(result["samples"]["latency"]) == 11

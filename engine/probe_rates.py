@@ -1,0 +1,126 @@
+"""Measure what predicted times follow from: the link, GPU memory, products, host memory.
+
+A few seconds with nothing else running; leaves nothing behind. Names are those of engine.rates.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from engine.device.base import Device, HostBuffer
+from engine.device.host import num_threads, worker_pool
+from engine.device.select import open_device
+from engine.errors import PinningError
+from engine.probe import probe_link
+
+REPEATS = 10
+HOST_BYTES = 2**30
+EMULATED_HOST_BYTES = 64 * 2**20
+SMALL_COPIES, SMALL_BYTES = 64, 2**20
+"""Copies whose time, less that of their bytes, is the overhead of each."""
+TOKENS, IN, OUT = 2048, 4096, 22016
+"""A product as prefills of models of 7B run it."""
+EMULATED_PRODUCT = (128, 512, 512)
+
+
+def probe_rates(device: str = "auto") -> dict[str, float | None]:
+    """Return the rates of this machine; what cannot be measured here is None.
+
+    Beside the rates of `engine.probe.probe_link`: `bf16_tflops` and `float32_tflops` (a product of
+    2048 rows, TF32 off; medians of 10), `copy_overhead_s` (64 copies of 1 MiB in a row),
+    `host_read_gb_s` (1 GiB summed by the threads that loading uses) and `pin_gb_s` (the same memory
+    made present and registered). On a CPU sizes are smaller.
+
+    Args:
+        device: auto | cuda | cpu.
+    """
+    found = probe_link(device)
+    opened = open_device(device)
+    found |= _products(opened)
+    with _buffer(opened) as buffer:
+        if buffer is None:
+            return found | dict.fromkeys(("host_read_gb_s", "pin_gb_s", "copy_overhead_s"))
+        size = buffer.tensor.numel()
+        found["pin_gb_s"] = size / max(1e-9, buffer.touch_s + buffer.pin_s) / 1e9
+        found["host_read_gb_s"] = _host_read_gb_s(buffer.tensor)
+        found["copy_overhead_s"] = _copy_overhead_s(opened, buffer.tensor, found["h2d_gb_s"])
+    return found
+
+
+@contextmanager
+def _buffer(opened: Device) -> Iterator[HostBuffer | None]:
+    """Registered host memory; None where the driver registers none."""
+    try:
+        size = EMULATED_HOST_BYTES if opened.kind == "cpu" else HOST_BYTES
+        buffer = opened.host_buffer(size, pin=True)
+    except PinningError:
+        yield None
+        return
+    try:
+        yield buffer
+    finally:
+        opened.synchronize()
+        buffer.close()
+        if opened.kind == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _products(opened: Device) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name, dtype in (("bf16_tflops", torch.bfloat16), ("float32_tflops", torch.float32)):
+        rows, inner, columns = EMULATED_PRODUCT if opened.kind == "cpu" else (TOKENS, IN, OUT)
+        left = torch.randn(rows, inner, device=opened.torch_device).to(dtype)
+        right = torch.randn(inner, columns, device=opened.torch_device).to(dtype)
+        out = torch.empty(rows, columns, dtype=dtype, device=opened.torch_device)
+
+        def work(a: torch.Tensor = left, b: torch.Tensor = right, c: torch.Tensor = out) -> None:
+            torch.mm(a, b, out=c)
+
+        found[name] = 2.0 * rows * inner * columns / _seconds(opened, work) / 1e12
+    return found
+
+
+def _seconds(opened: Device, work: Callable[[], object]) -> float:
+    """Median time of one call; calls are enqueued in threes, so that none waits for its launch."""
+    times = []
+    for index in range(REPEATS + 2):
+        opened.synchronize()
+        begin = perf_counter()
+        for _ in range(3):
+            work()
+        opened.synchronize()
+        if index >= 2:
+            times.append((perf_counter() - begin) / 3)
+    return median(times)
+
+
+def _host_read_gb_s(host: torch.Tensor) -> float:
+    count = num_threads()
+    step = host.numel() // count // 8 * 8
+    parts = [host[i * step : (i + 1) * step].view(torch.int64) for i in range(count)]
+    times = []
+    with worker_pool(count) as pool:
+        for index in range(REPEATS + 1):
+            begin = perf_counter()
+            list(pool.map(torch.sum, parts))
+            if index:
+                times.append(perf_counter() - begin)
+    return count * step / median(times) / 1e9
+
+
+def _copy_overhead_s(opened: Device, host: torch.Tensor, h2d_gb_s: float | None) -> float | None:
+    """Seconds of a copy beside its bytes; None on a CPU, where there is no queue of copies."""
+    if opened.kind == "cpu" or not h2d_gb_s:
+        return None
+    target = opened.empty(SMALL_COPIES * SMALL_BYTES)
+
+    def work() -> None:
+        for index in range(SMALL_COPIES):
+            part = slice(index * SMALL_BYTES, (index + 1) * SMALL_BYTES)
+            target[part].copy_(host[part], non_blocking=True)
+
+    each = _seconds(opened, work) / SMALL_COPIES
+    return max(0.0, each - SMALL_BYTES / (h2d_gb_s * 1e9))
