@@ -146,7 +146,12 @@ def build_engine(
     core = EngineCore(
         plan,
         runner,
-        Sampler(spec.vocab_size, device.torch_device, max_rows=plan.max_num_seqs),
+        Sampler(
+            spec.vocab_size,
+            device.torch_device,
+            max_rows=plan.max_num_seqs,
+            host_tensor=device.upload_buffer,
+        ),
         seed=config.engine.seed,
         eos_token_ids=eos_ids,
     )

@@ -10,7 +10,7 @@ thereby not on the batch; a token 2^40 times less probable than the first is nev
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class PendingTokens:
     width: int
     """Alternatives returned."""
     table: Tensor
-    """float64 [S, 2 + 2 K] on the host, pinned beside a GPU."""
+    """float64 [S, 2 + 2 K] on the host, pinned beside a GPU where that is possible."""
 
 
 class Sampler:
@@ -60,9 +60,18 @@ class Sampler:
         vocab_size: V, columns of the logits.
         device: Where the logits are.
         max_rows: Rows for which memory is allocated at once.
+        host_tensor: Allocates zeros of a shape and dtype on the host (Device.upload_buffer), pinned
+            where that is possible; None: never pinned.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str, *, max_rows: int = 0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        max_rows: int = 0,
+        host_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+    ) -> None:
         if not 1 <= vocab_size < 2 ** (62 - WEIGHT_BITS):
             raise EngineError(
                 f"sampler: expected a vocabulary of 1 to {2 ** (62 - WEIGHT_BITS) - 1} tokens, got "
@@ -70,6 +79,7 @@ class Sampler:
             )
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self._host_tensor = host_tensor or _pageable
         self._turn = 0
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._hosts = [torch.empty(0, dtype=torch.float64)] * 2
@@ -85,8 +95,8 @@ class Sampler:
         if num_rows <= self._tokens.shape[0]:
             return
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        size, pin = num_rows * (2 + 2 * MAX_LOGPROBS), self.device.type == "cuda"
-        self._hosts = [torch.zeros(size, dtype=torch.float64, pin_memory=pin) for _ in range(2)]
+        shape = (num_rows * (2 + 2 * MAX_LOGPROBS),)
+        self._hosts = [self._host_tensor(shape, torch.float64) for _ in range(2)]
 
     def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Choose a token for each row and wait for them; else as `enqueue` and `collect`.
@@ -298,6 +308,10 @@ class Sampler:
     def _send(self, values: list[Any], dtype: type[np.generic]) -> Tensor:
         """Copy host numbers to the device without waiting for it."""
         return torch.from_numpy(np.array(values, dtype=dtype)).to(self.device, non_blocking=True)
+
+
+def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def _is_plain(row: SampleRow) -> bool:

@@ -79,7 +79,10 @@ class Device(Protocol):
         """Create a copy stream."""
 
     def upload_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a host tensor that `copy_(source, non_blocking=True)` reads at full speed."""
+        """Allocate host zeros that copies to or from the device pass at full speed.
+
+        Pinned where this process may pin and the driver can; never where pinning is disabled.
+        """
 
     def enforce_budget(self, num_bytes: int) -> None:
         """Make allocations beyond the budget fail."""
