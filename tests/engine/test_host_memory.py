@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import OffloadConfig, UVAOffloadConfig
 from engine import host_limits
+from engine.config import OffloadConfig, UVAOffloadConfig
 from engine.device import host
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError
