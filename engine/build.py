@@ -102,7 +102,11 @@ def _check_same(model: ModelConfig, found: ModelSpec) -> None:
 
 
 def build_engine(
-    config: EngineConfig, progress: Progress | None = None, *, reference: bool = False
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    reference: bool = False,
+    plan: MemoryPlan | None = None,
 ) -> Engine:
     """Build an engine; every byte is planned before the first is allocated.
 
@@ -110,6 +114,7 @@ def build_engine(
         config: What was asked.
         progress: Called as weights come into place.
         reference: Ignore the offload settings: every layer on demand, eager.
+        plan: What to build, made of this configuration on this machine; None: it is planned here.
 
     Returns:
         An engine ready for its first request.
@@ -122,7 +127,8 @@ def build_engine(
     with clock.phase("plan"):
         spec = read_spec(config.model)
         device = open_device(config.gpu.device)
-        plan = plan_memory(config, spec, device.facts(), reference=reference)
+        if plan is None:
+            plan = plan_memory(config, spec, device.facts(), reference=reference)
     with clock.phase("read"):
         stored, note = _find_weights(config.model, spec)
     with clock.phase("tokenizer"):

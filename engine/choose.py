@@ -137,13 +137,16 @@ class Chooser:
 
     def best(self) -> tuple[MemoryPlan, list[Candidate]] | None:
         """Return the plan of the best candidate that fits, and it and all behind it, in order."""
+        return next(self.ranked(), None)
+
+    def ranked(self) -> Iterator[tuple[MemoryPlan, list[Candidate]]]:
+        """Yield plans that fit, the best first, each with its candidate and all behind it."""
         objective = self._asked.config.planner.objective
         ranked = sorted(self._candidates(objective), key=lambda item: item.score(objective))
         for index, candidate in enumerate(ranked):
             plan = self._plan_of(candidate)
             if self._is_enough(plan):
-                return plan, ranked[index:]
-        return None
+                yield plan, ranked[index:]
 
     def fitting(self, candidates: list[Candidate]) -> list[Candidate]:
         """Return those that fit: one may leave enough of the GPU and still lack host memory."""

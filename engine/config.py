@@ -179,10 +179,10 @@ class PlannerConfig(Sealed):
     """Settings to choose: cpu_offload_gb (the least that fits), max_model_len and max_num_seqs (the
     largest that fit, at most the value set)."""
     referee: bool = False
-    """Time the two best candidates. Not available yet: true is refused."""
+    """Build the two best candidates, time a few steps of each and keep the faster one."""
 
     def check(self) -> None:
-        """Raise ConfigError for an unknown objective or field, or for what is not available."""
+        """Raise ConfigError for an unknown objective or field, or for what has no effect."""
         for name in ("choose", "referee"):
             check_flag(f"planner.{name}", getattr(self, name))
         check_choice("planner.objective", self.objective, OBJECTIVES)
@@ -198,16 +198,12 @@ class PlannerConfig(Sealed):
             raise ConfigError(
                 f"planner.auto_fields: expected each name once, got {list(self.auto_fields)!r}."
             )
-        if self.referee:
-            raise ConfigError(
-                "planner.referee: expected false (timing candidates is not available yet), got "
-                "true. Remove it; the choice follows from predicted times."
-            )
         if self.kv_tokens is not None:
             check_number("planner.kv_tokens", self.kv_tokens, low=1, integer=True)
         for name, is_set in (
             ("objective", self.objective != "latency"),
             ("kv_tokens", self.kv_tokens is not None),
+            ("referee", self.referee),
         ):
             if is_set and not self.choose:
                 raise ConfigError(

@@ -330,6 +330,7 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
         "ttft_prompt_tokens": prompt,
         "queue": {
             "requests": QUEUE_REQUESTS,
+            "batch": min(QUEUE_REQUESTS, shape.concurrency(prompt + output / 2)),
             "prompt_tokens": prompt,
             "output_tokens": output,
             "total_s": queue_time_s,

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from engine.build import Engine, Progress, build_engine, read_spec
@@ -14,7 +14,8 @@ from engine.effective import describe
 from engine.errors import EngineError
 from engine.keywords import config_from_keywords
 from engine.plan import MemoryPlan
-from engine.planner import plan_memory
+from engine.planner import plan_candidates, plan_memory
+from engine.referee import NUM_CANDIDATES, judge
 from engine.request import RequestOutput, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.sessions import Prompt, Sessions
@@ -39,14 +40,15 @@ class LLM:
                 offload_params, offload_config, swap_space, kv_transfer_config,
                 disable_sliding_window, enforce_eager, enable_prefix_caching, seed, load_format,
                 tensor_parallel_size, host_reserve_gib, device, choose, objective, kv_tokens,
-                auto_fields.
+                auto_fields, referee.
 
         Raises:
             ConfigError: A keyword is unknown, out of bounds or would have no effect.
             CapacityError: The model does not fit; the message has the figures.
             CheckpointError: The folder is not a supported checkpoint.
         """
-        self._open(build_engine(config_from_keywords(model, keywords)))
+        config = config_from_keywords(model, keywords)
+        self._open(build_engine(config, plan=_refereed(config)))
 
     @classmethod
     def from_config(
@@ -63,8 +65,9 @@ class LLM:
         Returns:
             The engine.
         """
+        plan = None if reference else _refereed(config)
         llm = cls.__new__(cls)
-        llm._open(build_engine(config, progress, reference=reference))  # noqa: SLF001
+        llm._open(build_engine(config, progress, reference=reference, plan=plan))  # noqa: SLF001
         return llm
 
     @classmethod
@@ -252,3 +255,21 @@ class LLM:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
+
+
+def _refereed(config: EngineConfig) -> MemoryPlan | None:
+    """Return the plan that planner.referee keeps; None where it is off."""
+    if not config.planner.referee:
+        return None
+    spec = read_spec(config.model)
+    facts = open_device(config.gpu.device).facts()
+    plans = plan_candidates(config, spec, facts, NUM_CANDIDATES)
+    # Times do not depend on the weights' values, and random ones are there sooner than files.
+    timed = replace(config, model=replace(config.model, load_format="dummy"))
+
+    def open_engine(plan: MemoryPlan) -> LLM:
+        llm = LLM.__new__(LLM)
+        llm._open(build_engine(timed, plan=plan))  # noqa: SLF001
+        return llm
+
+    return judge(plans, spec.vocab_size, open_engine)

@@ -4,6 +4,7 @@ Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
 from dataclasses import replace
+from itertools import islice
 
 from engine.accounting import (
     GIB,
@@ -31,7 +32,7 @@ from engine.plan import DeviceFacts, MemoryPlan, lay_out
 from engine.rates import Rates, rates_for
 from engine.spec import ModelSpec
 
-__all__ = ["plan_memory", "resolve_dtype", "resolve_max_model_len"]
+__all__ = ["plan_candidates", "plan_memory", "resolve_dtype", "resolve_max_model_len"]
 
 
 def plan_memory(
@@ -52,6 +53,43 @@ def plan_memory(
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: It does not fit; the message says what would.
     """
+    asked, rates, notes = _ask(config, spec, facts, reference=reference)
+    return _finished(_plan(asked, rates), asked, rates, notes)
+
+
+def plan_candidates(
+    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, count: int
+) -> list[MemoryPlan]:
+    """Plan the best `count` placements that are chosen, the best predicted first.
+
+    Fewer where fewer fit, and one where everything fits the GPU.
+
+    Args:
+        config: What was asked, with planner.choose.
+        spec: Sizes of the model.
+        facts: What the machine has.
+        count: At most so many.
+
+    Raises:
+        ConfigError: The settings contradict each other or would have no effect.
+        CapacityError: Nothing fits; the message says what would.
+    """
+    asked, rates, notes = _ask(config, spec, facts, reference=False)
+    first = _finished(_plan(asked, rates), asked, rates, notes)
+    chooser = Chooser(asked, rates)
+    if chooser.resident_fits:
+        return [first]
+    objective, found = config.planner.objective, []
+    for plan, candidates in islice(chooser.ranked(), count):
+        chosen = replace(plan, choice=record_of(chooser.fitting(candidates), objective, rates))
+        found.append(_finished(chosen, asked, rates, notes))
+    return [first, *found[1:]]
+
+
+def _ask(
+    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, reference: bool
+) -> tuple[Asked, Rates, list[str]]:
+    """Resolve what is asked; return the rates and what to note beside it."""
     notes: list[str] = []
     if not reference:
         config, notes = choose_fields(config, spec, facts)
@@ -63,9 +101,11 @@ def plan_memory(
         resolve_max_model_len(config, spec),
         reference,
     )
-    rates = rates_for(config.gpu, facts, config.measured_rates)
-    plan = _plan(asked, rates)
-    predicted = predict(plan, spec, rates)
+    return asked, rates_for(config.gpu, facts, config.measured_rates), notes
+
+
+def _finished(plan: MemoryPlan, asked: Asked, rates: Rates, notes: list[str]) -> MemoryPlan:
+    predicted = predict(plan, asked.spec, rates)
     return replace(plan, notes=(*plan.notes, *notes), predicted=predicted)
 
 

@@ -1,9 +1,9 @@
 """What the user reads at the end of a point: figures, status, files, and how to look at them."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from reports.record import PREDICTED, RunRecord, number
 
@@ -98,6 +98,7 @@ def _planned(record: RunRecord) -> Iterable[str]:
     predicted, choice = plan.get("predicted"), plan.get("choice")
     if choice:
         yield f"  chosen: {choice['chosen']} ({choice['why']})"
+        yield from _refereed(choice.get("referee"))
     if predicted:
         yield (
             f"  predicted: {number(predicted['decode_step_ms'])} ms a token at batch 1, prefill of "
@@ -113,6 +114,20 @@ def _planned(record: RunRecord) -> Iterable[str]:
                 f"  {base}: predicted {number(value)}, measured {number(measured)} "
                 f"({difference:+.1f} %)"
             )
+
+
+def _refereed(referee: Mapping[str, Any] | None) -> Iterable[str]:
+    """What planner.referee timed."""
+    if referee is None:
+        return
+    for row in referee["timed"]:
+        step_ms = row["decode_step_ms"]
+        found = "not measured" if step_ms is None else f"measured {number(step_ms)} ms"
+        yield (
+            f"    timed: {row['label']}, {row['batch']} at once: {found} a step; predicted "
+            f"{number(row['predicted_decode_step_ms'])} ms at batch 1"
+        )
+    yield f"    referee: {referee['result']}"
 
 
 def _table(record: RunRecord) -> Iterable[str]:

@@ -172,6 +172,8 @@ def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[R
     overrides = ["offload=auto"]
     if auto.objective != "latency":
         overrides.append(f"planner.objective={auto.objective}")
+    if auto.referee:
+        overrides.append("planner.referee=true")
     if auto.kv_tokens is not None:
         overrides.append(f"planner.kv_tokens={auto.kv_tokens}")
     yield _row("auto", tuple(overrides), replace(bare, planner=auto), spec, facts)

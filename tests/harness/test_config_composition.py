@@ -221,7 +221,6 @@ def test_mistakes_in_a_user_s_files_are_named(command: str, words: list[str], mi
         ("offload=uva  offload.uva.cpu_offload_params=[w2]", ["cpu_offload_params", "w2"]),
         ("offload=uva  offload.uva.cpu_offload_gb=0", ["cpu_offload_gb", "nothing would move"]),
         ("mode=guess", ["mode", "run, plan", "'guess'"]),
-        ("planner.referee=true", ["planner.referee", "not available yet"]),
         ("offload=uva  planner.choose=true", ["planner.choose", "not overridden"]),
         ("offload=auto  offload.uva.cpu_offload_gb=4", ["planner.choose", "not overridden"]),
         ("planner.objective=throughput", ["planner.objective", "offload=auto"]),

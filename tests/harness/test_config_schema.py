@@ -79,7 +79,6 @@ def latency(**changes: Any) -> ScenarioConfig:
         (PlannerConfig, {"choose": "yes"}, ["planner.choose", "true or false"]),
         (PlannerConfig, {"objective": "x"}, ["planner.objective", "latency, throughput", "'x'"]),
         (PlannerConfig, {"objective": "context"}, ["planner.objective", "no effect"]),
-        (PlannerConfig, {"referee": True}, ["planner.referee", "not available yet"]),
         (PlannerConfig, {"auto_fields": ["x"]}, ["planner.auto_fields", "max_num_seqs", "'x'"]),
         (PlannerConfig, {"auto_fields": "max_model_len"}, ["planner.auto_fields", "a list"]),
         (PlannerConfig, {"auto_fields": ["max_model_len"] * 2}, ["planner.auto_fields", "once"]),

@@ -90,17 +90,26 @@ def test_without_a_probe_or_offload_nothing_is_said() -> None:
 def test_summary_and_page_show_both() -> None:
     metrics: dict[str, float | None] = {"predicted/tpot_ms": 12.0, "latency/tpot_ms/p50": 10.0}
     metrics |= differences(metrics) | {"predicted/load_s": 3.0}
+    timed = {"label": "x", "batch": 1, "predicted_decode_step_ms": 5.0}
+    rows = [timed | {"decode_step_ms": 6.0}, timed | {"decode_step_ms": None}]
     plan = {
+        "choice": {"chosen": "x", "why": "y", "referee": {"result": "z", "timed": rows}},
         "predicted": {
             "decode_step_ms": 12.0,
             "prefill_tokens": 8,
             "prefill_ms": 1.0,
             "rates": {"source": "a sheet"},
-        }
+        },
     }
     record = RunRecord(run_id="1", name="n", status="ok", metrics=metrics, plan=plan)
     lines = summary_lines(record, Path("absent"), view_command=None)
     assert "  latency/tpot_ms: predicted 12.0, measured 10.0 (+20.0 %)" in lines
+    texts = [line for line in lines if line.startswith("    ")]
+    assert [text.split(": ")[2].split(" a step")[0] for text in texts[:2]] == [
+        "measured 6.00 ms",
+        "not measured",
+    ]
+    assert texts[2] == "    referee: z"
     section = predicted_section(record)
     assert section is not None
     assert section.text == ("Rates: a sheet.",)
