@@ -111,6 +111,8 @@ def read_model(name: str, num_layers: int | None = None) -> ModelSpec:
         raise ConfigError(f"--model: expected a model with sizes, {name!r} has none.")
     if num_layers is not None:
         spec["num_hidden_layers"] = num_layers
+        if spec.get("layer_types"):
+            spec["layer_types"] = spec["layer_types"][:num_layers]
     return ModelSpec(**spec)
 
 

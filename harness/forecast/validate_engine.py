@@ -1,0 +1,122 @@
+"""Build one engine in a process of its own and time it beside its predictions.
+
+`python -m harness.forecast.validate_engine JOB RESULT`; the job is a pickle of the parent's.
+"""
+
+import json
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine import LLM
+from engine.config import OffloadWarning
+from engine.cost import decode_step_s, prefill_s, queue_s, shape_of
+from engine.errors import CapacityError
+from engine.probe_rates import probe_rates
+from engine.rates import Rates
+from engine.referee import SETTLE_STEPS, TIMED_STEPS, Load, run_load
+from harness.forecast.validate_cases import EngineCase
+from harness.measure.host import process_memory
+from harness.prompts import synthetic_prompts
+from harness.scenarios.drive import run_at_once
+
+GIB = 2**30
+
+
+def measure(case: EngineCase) -> dict[str, Any]:
+    """Build the case's engine and time it; `no_fit` says why where it does not fit."""
+    begin_s = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OffloadWarning)  # the plan's notes are in the result
+            llm = LLM.from_config(case.config)
+    except CapacityError as error:
+        return {"no_fit": str(error)}
+    build_s = time.perf_counter() - begin_s
+    try:
+        return {"build_s": build_s} | _figures(llm, case)
+    finally:
+        llm.close()
+
+
+def _figures(llm: LLM, case: EngineCase) -> dict[str, Any]:
+    plan, spec = llm.plan, llm.spec
+    predicted = plan.predicted or {}
+    shape, rates = shape_of(plan, spec), Rates(**predicted["rates"])
+    points = [point for batch in case.batches for point in _points(llm, case, batch)]
+    if case.num_requests:
+        prompt, output = case.queue_tokens
+        expected = queue_s(shape, rates, case.num_requests, prompt, output)
+        points.append(_point("queue", case.num_requests, expected, _queue_s(llm, case)))
+    memory, host = llm.memory(), process_memory()
+    return {
+        "chosen": (plan.choice or {}).get("chosen"),
+        "notes": list(plan.notes),
+        "kv_tokens": plan.kv_tokens,
+        "bytes_per_step": plan.bytes_per_step(),
+        "rates": predicted["rates"],
+        "points": points,
+        "gpu_planned_gib": plan.gpu_total_bytes / GIB,
+        "gpu_peak_gib": memory["gpu_peak_bytes"] / GIB,
+        "host_planned_gib": plan.host_total_bytes / GIB,
+        "host_rss_gib": (host["rss_bytes"] or 0) / GIB,
+    }
+
+
+def _points(llm: LLM, case: EngineCase, batch: int) -> list[dict[str, Any]]:
+    """A prefill of `batch` prompts and a decode step of them; none where KV has no room."""
+    plan, spec = llm.plan, llm.spec
+    shape, rates = shape_of(plan, spec), Rates(**(plan.predicted or {})["rates"])
+    length = case.prompt_tokens
+    chunks = -(-batch * length // plan.max_num_batched_tokens)
+    output = min(SETTLE_STEPS + TIMED_STEPS + chunks + 2, plan.max_model_len - length)
+    if shape.concurrency(length + output) < batch:
+        return []
+    load = Load(batch=batch, prompt_tokens=length, output_tokens=output)
+    clock = time.perf_counter
+    run_load(llm, load, spec.vocab_size, clock)  # the first run is not counted
+    _drain(llm)
+    timing = run_load(llm, load, spec.vocab_size, clock)
+    _drain(llm)
+    context = length + SETTLE_STEPS + TIMED_STEPS / 2
+    found = [_point("prefill", batch, prefill_s(shape, rates, length, batch), timing.prefill_s)]
+    if timing.step_s is not None:
+        expected = decode_step_s(shape, rates, batch, context)
+        found.append(_point("decode step", batch, expected, timing.step_s))
+    return found
+
+
+def _point(what: str, batch: int, predicted_s: float, measured_s: float) -> dict[str, Any]:
+    return {"what": what, "batch": batch, "predicted_s": predicted_s, "measured_s": measured_s}
+
+
+def _queue_s(llm: LLM, case: EngineCase) -> float:
+    prompt, output = case.queue_tokens
+    prompts = synthetic_prompts(
+        case.num_requests, prompt, vocab_size=llm.spec.vocab_size, seed=0, stream="queue"
+    )
+    begin_s = time.perf_counter()
+    run_at_once(llm, prompts, output, clock=time.perf_counter, prefix="queue")
+    return time.perf_counter() - begin_s
+
+
+def _drain(llm: LLM) -> None:
+    while llm.has_unfinished():
+        llm.step()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job of a file, an EngineCase or the device to probe; write its figures."""
+    job_file, result_file = sys.argv[1:] if arguments is None else arguments
+    job = pickle.loads(Path(job_file).read_bytes())  # noqa: S301  written by our parent
+    found = probe_rates(job) if isinstance(job, str) else measure(job)
+    Path(result_file).write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Predictions held against measured times: the flow on a CPU, tables, and what counts as good."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import CapacityError
+from engine.plan import MemoryPlan
+from engine.planner import plan_memory
+from harness.forecast import validate as command
+from harness.forecast.validate_cases import EngineCase, Scale, cut_cases, full_cases, grid_cases
+from harness.forecast.validate_engine import measure
+from tests.engine.specs import H200
+
+SCALE = Scale(
+    num_layers=8,
+    batches=(1, 16),
+    prompt_tokens=256,
+    max_model_len=512,
+    max_num_seqs=64,
+    kv_sequences=16,
+)
+TINY = ["--device", "cpu", "--models", "glass", "--max-model-len", "64", "--kv-sequences", "4"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+
+
+def run_here(job: EngineCase | str) -> dict[str, Any]:
+    return {"h2d_gb_s": 10.0} if isinstance(job, str) else measure(job)
+
+
+def plan_of(case: EngineCase) -> MemoryPlan:
+    assert case.config.model.spec is not None
+    return plan_memory(case.config, case.config.model.spec, H200)
+
+
+@pytest.mark.parametrize("model", ["olmo7b", "mistral_7b", "qwen3_4b", "gemma3_4b"])
+def test_cuts_fit_a_scaled_budget_with_room_for_the_batches(model: str) -> None:
+    cases = cut_cases(model, SCALE)
+    plans = [plan_of(case) for case in cases]
+    off = [len(plan.offloaded_layers) for plan in plans]
+    assert off[:3] == [0, 6, 6]
+    assert off[3] > 0 or model == "gemma3_4b"
+    assert min(plan.kv_tokens for plan in plans) >= 16 * 512
+    assert len({case.config.gpu.memory_gib for case in cases}) == 2
+
+
+def test_full_size_engines_fit() -> None:
+    assert [plan_of(case).kv_tokens >= 512 for case in full_cases(SCALE)] == [True] * 4
+
+
+@pytest.mark.parametrize("freed", [3, 4])
+def test_a_grid_has_twelve_splits_of_which_most_fit(freed: int) -> None:
+    scale = replace(SCALE, batches=(1,), prompt_tokens=64, max_model_len=128)
+    cases = grid_cases("olmo7b", scale, freed, 200, (64, 64))
+    assert len(cases) == len({case.name for case in cases}) == 14
+    assert len([case for case in cases if not case.config.planner.choose]) == 12
+    fitting = []
+    for case in cases:
+        try:
+            plan = plan_of(case)
+        except CapacityError:
+            continue
+        fitting.append(case.name)
+        assert plan.offloaded_layers
+    assert {"auto latency", "auto throughput"} <= set(fitting)
+    assert len(fitting) >= 6
+
+
+def test_the_flow_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    arguments = [*TINY, "--batches", "1,2", "--prompt-tokens", "16", "--json", str(file)]
+    code = command.validate(arguments, run_here)
+    out = capsys.readouterr().out
+    figures = json.loads(file.read_text())["engines"]
+    assert list(figures) == [
+        f"glass, 8 layers; {name}"
+        for name in ("resident", "uva 6 layers", "prefetch 6 layers", "auto")
+    ]
+    points = [point for item in figures.values() for point in item["points"]]
+    assert [point["what"] for point in points] == ["prefill", "decode step"] * 8
+    assert min(point["measured_s"] for point in points) > 0
+    assert min(point["predicted_s"] for point in points) > 0
+    for item in figures.values():
+        assert item["gpu_peak_gib"] == pytest.approx(item["gpu_planned_gib"], rel=0.03)
+        assert item["rates"]["h2d_gb_s"] == 10.0
+    assert " of 8 decode steps within 15%." in out
+    assert code in {0, 3}  # a CPU's times are not what is predicted here
+
+    def fail(job: EngineCase | str) -> dict[str, Any]:
+        return {"h2d_gb_s": 10.0} if isinstance(job, str) else {"failed": "built again"}
+
+    assert command.validate([*arguments, "--resume"], fail) == code
+    assert "built again" not in capsys.readouterr().out
+
+
+def test_the_grid_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*TINY, "--grid", "--freed", "2", "--requests", "3", "--queue-tokens", "8"]
+    command.validate(arguments, run_here)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "glass, 8 layers, 2 layers less"
+    assert len([line for line in lines if line.startswith("| ")]) == 15
+    assert [line.split(":")[0] for line in lines if "of the best by hand (" in line] == [
+        "auto latency",
+        "auto throughput",
+    ]
+
+
+def case_of(name: str) -> EngineCase:
+    (first, *_) = cut_cases("olmo7b", SCALE)
+    return replace(first, name=name, model="m", budget="b")
+
+
+def point(what: str, predicted_s: float, measured_s: float) -> dict[str, Any]:
+    return {"what": what, "batch": 1, "predicted_s": predicted_s, "measured_s": measured_s}
+
+
+def figures_of(*points: dict[str, Any]) -> dict[str, Any]:
+    names = ("gpu_planned_gib", "gpu_peak_gib", "host_planned_gib", "host_rss_gib")
+    return dict.fromkeys(names, 1.0) | {"points": list(points)}
+
+
+@pytest.mark.parametrize(
+    ("found", "is_good", "words"),
+    [
+        (
+            figures_of(point("decode step", 1.14, 1.0), point("prefill", 9.0, 1.0)),
+            True,
+            "+14.0%",
+        ),
+        (figures_of(point("decode step", 1.16, 1.0)), False, "0 of 1 decode steps"),
+        (figures_of(point("decode step", 0.84, 1.0)), False, "-16.0%"),
+        (figures_of(), False, "0 of 0"),
+        ({"no_fit": "too large"}, False, "too large"),
+        ({"failed": "crashed"}, False, "crashed"),
+    ],
+)
+def test_points_are_good_within_the_tolerance(
+    found: dict[str, Any], is_good: bool, words: str
+) -> None:
+    lines, good = command.point_lines([case_of("x")], {"m; b; x": found})
+    assert good is is_good
+    assert words in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("auto_s", "is_good"), [(1.05, True), (1.06, False), (0.5, True)])
+def test_auto_has_to_reach_a_share_of_the_best(auto_s: float, is_good: bool) -> None:
+    cases = [case_of(name) for name in ("auto latency", "auto throughput", "a", "b", "c")]
+    times = {"auto latency": auto_s, "auto throughput": 1.0, "a": 1.0, "b": 2.0}
+    found = {
+        f"m; b; {name}": figures_of(point("decode step", 1.0, value), point("queue", 1.0, 5.0))
+        for name, value in times.items()
+    } | {"m; b; c": {"no_fit": "no room"}}
+    lines, good = command.grid_lines(cases, found)
+    assert good is is_good
+    assert f"auto latency: {1 / auto_s:.3f} of the best by hand (a) in decode step." in lines
+    assert "| c (no fit) | - | - |" in lines
+    del found["m; b; auto latency"]["points"][0]
+    assert command.grid_lines(cases, found)[1] is False
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--batches", "x"], ["--models", "nosuch"], ["--resume"], ["--grid", "--freed", "0"]],
+)
+def test_a_bad_command_line_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.validate(arguments, lambda job: pytest.fail("ran")) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_fresh_process_returns_figures_or_what_it_failed_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(code: int, stderr: str, text: str) -> dict[str, Any]:
+        def fake(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+            assert argv[:3] == [sys.executable, "-m", "harness.forecast.validate_engine"]
+            if text:
+                Path(argv[-1]).write_text(text)
+            return subprocess.CompletedProcess(argv, code, "", stderr)
+
+        monkeypatch.setattr(command.subprocess, "run", fake)
+        return command.in_process("cpu")
+
+    assert run(0, "", '{"a": 1.0}') == {"a": 1.0}
+    assert run(1, "x\nRuntimeError: y\n", "") == {"failed": "RuntimeError: y"}
+    assert run(-9, "", "") == {"failed": "exit code -9"}
+
+
+@pytest.mark.gpu
+def test_the_flow_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--models", "qwen25_0_5b", "--batches", "1,4", "--kv-sequences", "4"]
+    assert command.main(arguments) in {0, 3}
+    out = capsys.readouterr().out
+    assert " of 8 decode steps within 15%." in out
+    assert "no fit" not in out
