@@ -28,6 +28,8 @@ TOLERANCE: Final = 0.15
 """Share by which a predicted decode step may differ from the measured one."""
 LEAST_SHARE: Final = 0.95
 """Of the best split by hand, what auto has to reach."""
+GIVE_UP: Final = 1.5
+"""A queue that takes so many times the best one's time so far is given up."""
 TIMEOUT_S: Final = 240
 Figures = dict[str, Any]
 Run = Callable[[EngineCase | str], Figures]
@@ -135,7 +137,9 @@ def _measure(
         if key in found and "failed" not in found[key]:
             continue
         begin_s = time.perf_counter()
-        found[key] = run(replace(case, config=replace(case.config, measured_rates=rates)))
+        config = replace(case.config, measured_rates=rates)
+        limit_s = _queue_limit_s(cases, found, case)
+        found[key] = run(replace(case, config=config, queue_limit_s=limit_s))
         if options.json is not None:
             kept = {"rates": rates, "engines": found}
             write_text_atomic(options.json, json.dumps(kept, indent=1) + "\n")
@@ -144,6 +148,20 @@ def _measure(
         sys.stderr.write(f"[{index}/{len(cases)}] {key}: {what}, {took_s:.1f} s\n")
         sys.stderr.flush()
     return found
+
+
+def _queue_limit_s(
+    cases: Sequence[EngineCase], found: Mapping[str, Figures], case: EngineCase
+) -> float | None:
+    """Return how long a queue may take on this budget and still be near the best one."""
+    times = [
+        point["measured_s"]
+        for other in cases
+        if (other.model, other.budget) == (case.model, case.budget)
+        for point in found.get(key_of(other), {}).get("points", [])
+        if point["what"] == "queue"
+    ]
+    return GIVE_UP * min(times) if times else None
 
 
 def key_of(case: EngineCase) -> str:

@@ -45,6 +45,8 @@ class EngineCase:
     """Of the queue that is timed; 0: none."""
     queue_tokens: tuple[int, int] = (0, 0)
     """Prompt and output tokens of each of its requests."""
+    queue_limit_s: float | None = None
+    """A queue that takes longer is given up: it cannot be the best; None: it runs to its end."""
     budget: str = ""
     """What the budget is, in words."""
 
@@ -140,7 +142,7 @@ def grid_cases(
     return [
         replace(
             _case(name, model, spec, scale, memory, offload, planner, budget=words),
-            num_requests=num_requests,
+            num_requests=0 if name == "auto latency" else num_requests,
             queue_tokens=queue,
         )
         for name, offload, planner in splits

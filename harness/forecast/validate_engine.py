@@ -51,7 +51,9 @@ def _figures(llm: LLM, case: EngineCase) -> dict[str, Any]:
     if case.num_requests:
         prompt, output = case.queue_tokens
         expected = queue_s(shape, rates, case.num_requests, prompt, output)
-        points.append(_point("queue", case.num_requests, expected, _queue_s(llm, case)))
+        measured_s = _queue_s(llm, case)
+        if measured_s is not None:
+            points.append(_point("queue", case.num_requests, expected, measured_s))
     memory, host = llm.memory(), process_memory()
     return {
         "chosen": (plan.choice or {}).get("chosen"),
@@ -94,13 +96,29 @@ def _point(what: str, batch: int, predicted_s: float, measured_s: float) -> dict
     return {"what": what, "batch": batch, "predicted_s": predicted_s, "measured_s": measured_s}
 
 
-def _queue_s(llm: LLM, case: EngineCase) -> float:
+class _TooLongError(Exception):
+    """The queue took longer than its limit."""
+
+
+def _queue_s(llm: LLM, case: EngineCase) -> float | None:
+    """Seconds of the queue; None where it was given up."""
     prompt, output = case.queue_tokens
     prompts = synthetic_prompts(
         case.num_requests, prompt, vocab_size=llm.spec.vocab_size, seed=0, stream="queue"
     )
     begin_s = time.perf_counter()
-    run_at_once(llm, prompts, output, clock=time.perf_counter, prefix="queue")
+
+    def check(*_: int) -> None:
+        limit_s = case.queue_limit_s
+        if limit_s is not None and time.perf_counter() - begin_s > limit_s:
+            raise _TooLongError
+
+    try:
+        run_at_once(
+            llm, prompts, output, clock=time.perf_counter, prefix="queue", on_progress=check
+        )
+    except _TooLongError:
+        return None
     return time.perf_counter() - begin_s
 
 

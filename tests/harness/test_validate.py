@@ -72,6 +72,7 @@ def test_a_grid_has_twelve_splits_of_which_most_fit(freed: int) -> None:
         fitting.append(case.name)
         assert plan.offloaded_layers
     assert {"auto latency", "auto throughput"} <= set(fitting)
+    assert [case.num_requests for case in cases] == [0, *[200] * 13]
     assert len(fitting) >= 6
 
 
@@ -112,6 +113,25 @@ def test_the_grid_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         "auto latency",
         "auto throughput",
     ]
+
+
+def test_a_queue_far_behind_the_best_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = []
+
+    def run(job: EngineCase | str) -> dict[str, Any]:
+        if isinstance(job, str):
+            return {"h2d_gb_s": 10.0}
+        limits.append(job.queue_limit_s)
+        return figures_of(point("queue", 1.0, 4.0 if len(limits) == 2 else 8.0))
+
+    arguments = [*TINY, "--grid", "--freed", "2,3", "--queue-tokens", "8"]
+    command.validate(arguments, run)
+    assert limits == [None, 12.0, *[6.0] * 12, None, *[12.0] * 13]
+    capsys.readouterr()
+    (*_, last) = grid_cases("glass", replace(SCALE, device="cpu", max_model_len=16), 2, 4, (8, 8))
+    case = replace(last, batches=(), queue_limit_s=0.0)
+    assert measure(case)["points"] == []
+    assert len(measure(replace(case, queue_limit_s=60.0))["points"]) == 1
 
 
 def case_of(name: str) -> EngineCase:
