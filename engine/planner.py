@@ -31,6 +31,7 @@ from engine.placement import (
 from engine.plan import DeviceFacts, MemoryPlan, lay_out
 from engine.rates import Rates, rates_for
 from engine.spec import ModelSpec
+from engine.waste import waste_notes
 
 __all__ = ["plan_candidates", "plan_memory", "resolve_dtype", "resolve_max_model_len"]
 
@@ -128,8 +129,8 @@ def _plan(asked: Asked, rates: Rates) -> MemoryPlan:
             f"kv.swap_space={config.kv.swap_space:g} GiB is not used: offload={backend} places the "
             "weights, and KV blocks in host memory are not available yet."
         )
-    if backend in {"uva", "prefetch"} and plan.num_gpu_blocks:
-        notes += _not_needed(asked, plan, rates)
+    needless = _not_needed(asked, plan, rates) if backend in {"uva", "prefetch"} else []
+    notes += needless or waste_notes(plan, asked, rates)
     return replace(plan, notes=(*plan.notes, *notes))
 
 

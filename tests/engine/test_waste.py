@@ -1,0 +1,62 @@
+"""Settings that take memory for nothing are said with figures, and only those."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import OffloadConfig, PlannerConfig
+from engine.planner import plan_memory
+from tests.engine.specs import H200, OLMO_7B, configuration, prefetch, uva
+
+
+def notes(
+    offload: OffloadConfig | None = None, memory_gib: float = 15.99, **settings: Any
+) -> list[str]:
+    settings = {"max_model_len": 4096} | settings
+    config = configuration(OLMO_7B, memory_gib=memory_gib, offload=offload, **settings)
+    found = plan_memory(config, OLMO_7B, H200).notes
+    return [text for text in found if "taken whole" not in text]
+
+
+def test_offload_room_beyond_the_weights_has_no_use() -> None:
+    [note] = [text for text in notes(uva(100)) if "cpu_offload_gb" in text]
+    assert note.startswith("offload.uva.cpu_offload_gb=100 is more than the ")
+    assert "GiB that can be moved" in note
+    assert not [text for text in notes(uva(8)) if "no use" in text]
+
+
+def test_slots_that_make_no_step_shorter_are_named_with_what_fewer_would_free() -> None:
+    [note] = notes(prefetch(8, 6, 6))
+    assert "offload_prefetch_step=6 holds 7 slots; 1 would leave 1.8" in note
+    assert "GiB more for the KV cache" in note
+    assert notes(prefetch(8, 6, 1)) == []
+    fewer = notes(prefetch(8, 6, 6), memory_gib=100, max_num_seqs=512)
+    assert [text.split(":")[0] for text in fewer] == ["offload=prefetch is not needed"]
+
+
+@pytest.mark.parametrize(("most", "is_said"), [(150, False), (256, True)])
+def test_sequences_beyond_the_blocks_never_run(most: int, is_said: bool) -> None:
+    settings = {"max_num_seqs": most, "max_model_len": 128}
+    found = notes(uva(4), memory_gib=15.2, **settings)
+    config = configuration(OLMO_7B, memory_gib=15.2, offload=uva(4), **settings)
+    plan = plan_memory(config, OLMO_7B, H200)
+    assert (plan.num_gpu_blocks < most) is is_said
+    said = [text for text in found if "sequences run at once" in text]
+    assert len(said) == is_said
+    if said:
+        assert f"the KV cache has {plan.num_gpu_blocks} blocks" in said[0]
+
+
+def test_a_budget_that_stays_empty_beside_an_offload_is_said() -> None:
+    settings = {"max_num_seqs": 1, "max_model_len": 512}
+    [note] = notes(uva(10), memory_gib=15.99, **settings)
+    assert "GiB of the GPU budget stay unused" in note
+    config = configuration(OLMO_7B, memory_gib=15.5, **settings)
+    config = replace(config, planner=PlannerConfig(choose=True))
+    assert plan_memory(config, OLMO_7B, H200).notes == ()
+
+
+def test_plain_settings_say_nothing() -> None:
+    assert notes(uva(8)) == []
+    assert notes(memory_gib=40) == []
