@@ -39,7 +39,8 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     parts = ", ".join(f"{k} {gib(v)}" for k, v in items.items() if v and k != "kv_cache")
     text = (
         f"available KV cache memory: {gib(left)} GiB; {who} needs {gib(need)} GiB. GPU budget "
-        f"{gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB)."
+        f"{gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB); the largest is "
+        f"{max(items, key=items.__getitem__)}."
     )
     found = advice(asked)
     length = plan.kv.longest(left)

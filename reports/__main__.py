@@ -1,4 +1,4 @@
-"""`python -m reports FOLDER [--out DIR]`: rebuilds the reports of a run or of a sweep."""
+"""`python -m reports FOLDER [--out DIR]`: rebuilds the reports of a run, a sweep or its plan."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reports.load import is_run_folder, load_points
+from reports.plan_figure import PLAN_CSV, write_plan_figure
 from reports.record import RESULT_NAME, RecordError
 from reports.render import REPORT_NAME, write_report, write_sweep_report
 
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if is_run_folder(options.folder):
             _print_paths(write_report(options.folder, options.out))
+            return 0
+        if (options.folder / PLAN_CSV).is_file():
+            sys.stdout.write(f"{write_plan_figure(options.folder, options.out)}\n")
             return 0
         return _sweep(options.folder, options.out, is_forced=options.force)
     except (RecordError, OSError) as error:

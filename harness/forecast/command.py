@@ -1,4 +1,4 @@
-"""mode=plan: plan every point, print, and keep a sweep's table as CSV."""
+"""mode=plan: plan every point, print, and keep a sweep's table as CSV and figure."""
 
 import csv
 import sys
@@ -10,6 +10,7 @@ from harness.composition import Plan
 from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
 from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
+from harness.report import build_report
 
 CSV_NAME: Final = "plan.csv"
 
@@ -28,7 +29,10 @@ def show_plans(plan: Plan) -> int:
     names = point_names(found)
     path = Path(str(plan.points[0].composed.hydra.sweep.dir)) / CSV_NAME
     write_csv(path, found, names)
-    _print([*sweep_table(found, names), f"  every way to place the weights: {path}"])
+    lines = [*sweep_table(found, names), f"  every way to place the weights: {path}"]
+    problems = build_report(path.parent)
+    lines += problems or [f"  as a figure: {path.with_suffix('.png')}"]
+    _print(lines)
     return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
 
 

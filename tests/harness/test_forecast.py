@@ -176,6 +176,9 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     assert "gpu=rtx3060_12gb offload=none" in out
     assert "4 points, 1 of them do not fit; running the others takes about" in out
     [path] = (home / "runs").glob("*/plan.csv")
+    figure = path.with_suffix(".png")
+    assert f"as a figure: {figure}" in out
+    assert figure.read_bytes().startswith(b"\x89PNG")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == list(CSV_COLUMNS)

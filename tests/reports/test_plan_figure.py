@@ -1,0 +1,45 @@
+"""The figure of a planned sweep."""
+
+from pathlib import Path
+
+import pytest
+
+from reports.__main__ import main
+from reports.plan_figure import KINDS, MOST_POINTS, kind_of, plan_figure, write_plan_figure
+from reports.record import RecordError
+
+HEAD = "point,offload,fits,decode_tokens_s,queue_output_tokens_s\n"
+ROWS = 'a,none,False,,\na,"uva, 4 GiB",True,5.0,50\nb,uva (as set),True,6,6000\nb,auto,True,7,8\n'
+
+
+def test_a_row_s_kind_is_its_backend_or_as_set() -> None:
+    labels = ("none", "uva, 4.07 GiB", "prefetch, 3 of 8 layers", "auto", "uva (as set)")
+    assert tuple(kind_of({"offload": label}) for label in labels) == KINDS
+
+
+@pytest.mark.parametrize("text", [HEAD + ROWS, HEAD + "a,none,False,,\n"])
+def test_the_command_draws_a_plan(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.csv").write_text(text)
+    assert main([str(tmp_path)]) == 0
+    target = tmp_path / "plan.png"
+    assert capsys.readouterr().out == f"{target}\n"
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert write_plan_figure(tmp_path, tmp_path / "other") == tmp_path / "other" / "plan.png"
+
+
+@pytest.mark.parametrize("text", ["", HEAD, "point,offload\na,none\n"])
+def test_a_file_without_points_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.csv").write_text(text)
+    with pytest.raises(RecordError, match=r"plan\.csv: expected the points"):
+        write_plan_figure(tmp_path)
+    assert main([str(tmp_path)]) == 2
+
+
+def test_a_long_sweep_is_cut() -> None:
+    row = {"offload": "none", "fits": "True", "decode_tokens_s": "5", "queue_output_tokens_s": "6"}
+    many = [row | {"point": f"p{index}"} for index in range(MOST_POINTS + 40)]
+    few = many[:MOST_POINTS]
+    sizes = [int.from_bytes(plan_figure(rows)[20:24], "big") for rows in (many, few)]
+    assert sizes[0] == sizes[1]
