@@ -66,10 +66,15 @@ def plan_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> bytes:
     for axes, (column, label) in zip(panels, PANELS, strict=True):
         _draw(axes, colours, rows, points, kinds, column)
         axes.set_xlabel(label)
-    panels[0].set_yticks(range(len(points)), [theme.plain(point, 40) for point in points])
+    panels[0].set_yticks(range(len(points)), [theme.plain(short(point), 40) for point in points])
     panels[0].set_ylim(len(points) - 0.5, -0.5)
     theme.draw_legend(figure, panels[:1], colours, len(kinds))
     return theme.to_png(figure)
+
+
+def short(point: str) -> str:
+    """Return a point's values without their keys; a point without any as it is."""
+    return " ".join(text.partition("=")[2] or text for text in point.split())
 
 
 def kind_of(row: Row) -> str:

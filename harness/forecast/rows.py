@@ -19,7 +19,7 @@ from engine.config import (
     UVAOffloadConfig,
 )
 from engine.cost import decode_step_s, load_s, prefill_s, queue_s, shape_of
-from engine.errors import CapacityError
+from engine.errors import CapacityError, CheckpointError
 from engine.offload_config import OffloadWarning
 from engine.placement import assign_prefetch
 from engine.plan import DeviceFacts, MemoryPlan
@@ -118,7 +118,7 @@ def read_spec(config: RunConfig) -> ModelSpec:
     """Return the model's sizes: as in conf/model, or from config.json in model.path.
 
     Raises:
-        ConfigError: There is no config.json, or it cannot be read.
+        ConfigError: There is no config.json, it cannot be read, or is of no supported family.
     """
     if config.model.spec is not None:
         return config.model.spec
@@ -129,7 +129,10 @@ def read_spec(config: RunConfig) -> ModelSpec:
         raise ConfigError(
             f"model.path: expected a folder with config.json, got {file} ({error})."
         ) from error
-    return ModelSpec.from_hf_config(content)
+    try:
+        return ModelSpec.from_hf_config(content)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"model.path: {file.parent}: {error}") from error
 
 
 def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:

@@ -122,6 +122,17 @@ def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
     )
     assert found.spec.num_parameters == named.spec.num_parameters
     assert [row.fits for row in found.rows] == [row.fits for row in named.rows]
+    for changes, words in (
+        ({"model_type": "phi3"}, "expected model_type among llama"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ConfigError, match=words):
+            found_of(composer, *local)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="model.path"):
+        found_of(composer, *local)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="expected a folder with config"):
         found_of(composer, *local)

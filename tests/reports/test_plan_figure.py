@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from reports.__main__ import main
-from reports.plan_figure import KINDS, MOST_POINTS, kind_of, plan_figure, write_plan_figure
+from reports.plan_figure import KINDS, MOST_POINTS, kind_of, plan_figure, short, write_plan_figure
 from reports.record import RecordError
 
 HEAD = "point,offload,fits,decode_tokens_s,queue_output_tokens_s\n"
@@ -15,6 +15,11 @@ ROWS = 'a,none,False,,\na,"uva, 4 GiB",True,5.0,50\nb,uva (as set),True,6,6000\n
 def test_a_row_s_kind_is_its_backend_or_as_set() -> None:
     labels = ("none", "uva, 4.07 GiB", "prefetch, 3 of 8 layers", "auto", "uva (as set)")
     assert tuple(kind_of({"offload": label}) for label in labels) == KINDS
+
+
+def test_a_point_is_called_by_its_values() -> None:
+    assert short("model=olmo7b gpu=l4_24gb engine.seed=1") == "olmo7b l4_24gb 1"
+    assert short("3") == "3"
 
 
 @pytest.mark.parametrize("text", [HEAD + ROWS, HEAD + "a,none,False,,\n"])
