@@ -96,6 +96,12 @@ def _planned(record: RunRecord) -> Iterable[str]:
     """What the plan predicted, and what the planner chose."""
     plan = record.plan or {}
     predicted, choice = plan.get("predicted"), plan.get("choice")
+    kv = plan.get("kv") or {}
+    if record.status == "ok" and kv.get("max_concurrency"):
+        yield (
+            f"  KV cache: {kv['tokens']} tokens, {kv['max_concurrency']:.1f} sequences of "
+            f"{kv['max_model_len']} at once"
+        )
     if choice:
         yield f"  chosen: {choice['chosen']} ({choice['why']})"
         yield from _refereed(choice.get("referee"))

@@ -18,7 +18,7 @@ from engine.config import (
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
-from engine.cost import decode_step_s, load_s, prefill_s, queue_s, shape_of
+from engine.cost import shape_of
 from engine.errors import CapacityError, CheckpointError
 from engine.offload_config import OffloadWarning
 from engine.placement import assign_prefetch
@@ -27,6 +27,7 @@ from engine.planner import plan_memory, resolve_dtype, resolve_max_model_len
 from engine.rates import rates_for
 from engine.spec import ModelSpec
 from harness.errors import ConfigError
+from harness.forecast.duration import run_s
 from harness.forecast.machine import machine_facts
 from harness.machine_rates import Probed
 from harness.schema import RunConfig
@@ -95,23 +96,9 @@ class Forecast:
         """Return how long a run of this point will take: its starts and its timed requests."""
         if row.plan is None:
             return 0.0
-        shape, scenario = shape_of(row.plan, self.spec), self.config.scenario
         probe = None if self.probed is None else self.probed.rates
         rates = rates_for(self.config.gpu, self.facts, probe)
-        starts = int(scenario.correctness.enabled) + int(scenario.is_timed)
-        if scenario.load is not None:
-            starts += scenario.load.cold_starts + scenario.load.warm_starts
-        seconds = starts * load_s(shape, rates)
-        if (one := scenario.latency) is not None:
-            step = decode_step_s(shape, rates, 1, one.prompt_tokens + one.output_tokens / 2)
-            first = prefill_s(shape, rates, one.prompt_tokens)
-            count = one.num_requests + one.warmup_requests
-            seconds += count * (first + (one.output_tokens - 1) * step)
-        if (many := scenario.throughput) is not None:
-            seconds += queue_s(
-                shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens
-            )
-        return seconds / 60
+        return run_s(shape_of(row.plan, self.spec), rates, self.config.scenario) / 60
 
 
 def read_spec(config: RunConfig) -> ModelSpec:

@@ -131,7 +131,7 @@ def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             found_of(composer, *local)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="model.path"):
+    with pytest.raises(ConfigError, match=r"model\.path"):
         found_of(composer, *local)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="expected a folder with config"):
@@ -199,6 +199,32 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     assert [row["offload"] for row in best] == ["auto", "auto", "none", "none"]
     assert float(best[0]["decode_tokens_s"]) > 1
     assert rows[0]["decode_tokens_s"] == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "least", "most"),
+    [
+        ("scenario.serve.num_requests=20", 0, 1.0),
+        ("scenario.serve.num_requests=600", 9.5, 11.5),
+        ("scenario.serve.arrivals.rate_per_s=0.05", 6, 8),
+    ],
+)
+def test_arrivals_take_their_time(
+    composer: Composer, override: str, least: float, most: float
+) -> None:
+    found = found_of(composer, "+model=smollm2_135m", "gpu=l4_24gb", "scenario=serve", override)
+    assert least < found.minutes(found.rows[0]) < most
+
+
+def test_repeats_and_rates_of_a_search_count(composer: Composer) -> None:
+    base = ("+model=olmo7b", "gpu=rtx4080_16gb", "scenario=throughput")
+    few, many = (
+        found_of(composer, *base, f"scenario.throughput.repeats={count}") for count in (1, 8)
+    )
+    rows = [next(row for row in item.rows if row.label == "auto") for item in (few, many)]
+    assert many.minutes(rows[1]) > 4 * few.minutes(rows[0])
+    search = found_of(composer, "+model=smollm2_135m", "gpu=l4_24gb", "scenario=serve_peak")
+    assert search.minutes(search.rows[0]) > 8 * 10 / 60
 
 
 def test_run_and_plan_do_not_mix() -> None:

@@ -93,6 +93,7 @@ def test_summary_and_page_show_both() -> None:
     timed = {"label": "x", "batch": 1, "predicted_decode_step_ms": 5.0}
     rows = [timed | {"decode_step_ms": 6.0}, timed | {"decode_step_ms": None}]
     plan = {
+        "kv": {"tokens": 640, "max_concurrency": 2.5, "max_model_len": 256},
         "choice": {"chosen": "x", "why": "y", "referee": {"result": "z", "timed": rows}},
         "predicted": {
             "decode_step_ms": 12.0,
@@ -104,6 +105,7 @@ def test_summary_and_page_show_both() -> None:
     record = RunRecord(run_id="1", name="n", status="ok", metrics=metrics, plan=plan)
     lines = summary_lines(record, Path("absent"), view_command=None)
     assert "  latency/tpot_ms: predicted 12.0, measured 10.0 (+20.0 %)" in lines
+    assert "  KV cache: 640 tokens, 2.5 sequences of 256 at once" in lines
     texts = [line for line in lines if line.startswith("    ")]
     assert [text.split(": ")[2].split(" a step")[0] for text in texts[:2]] == [
         "measured 6.00 ms",
