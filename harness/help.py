@@ -60,7 +60,7 @@ ROOT_KEYS: Final = {
     "fail_fast=false": "true: stop a sweep at the first point that is not ok",
     "timeout_s=null": "seconds that a point may take",
     "engine.*": "limits and switches of the engine; --cfg job --package engine lists them",
-    "planner.*": "what is chosen by predicted times: objective, auto_fields, referee (offload=auto)",
+    "planner.*": "what is chosen by predicted times: objective, auto_fields, referee",
 }
 
 
