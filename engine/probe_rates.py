@@ -1,6 +1,7 @@
 """Measure what predicted times follow from: the link, GPU memory, products, host memory.
 
-A few seconds with nothing else running; leaves nothing behind. Names are those of engine.rates.
+A few seconds with nothing else running. Of GPU memory only the workspaces of matrix products stay.
+Names are those of engine.rates.
 """
 
 from collections.abc import Callable, Iterator

@@ -61,4 +61,5 @@ def test_a_gpu_is_measured_within_what_its_parts_can_do() -> None:
     assert 0 <= found["copy_overhead_s"] < 1e-3
     assert found["host_read_gb_s"] > 1
     assert found["pin_gb_s"] > 0.1
-    assert torch.cuda.memory_reserved() == before
+    # Of what was reserved, the workspaces of matrix products stay with their library.
+    assert torch.cuda.memory_reserved() - before < 128 * MIB
