@@ -114,9 +114,10 @@ COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
 SLOW_COLUMNS: Final = frozenset(
     name
     for name in COLUMNS
-    if name.startswith("host_")
-    or name in {"gpu_temperature_c", "gpu_num_processes", "gpu_num_own_processes"}
-    or name in {"pcie_gen", "pcie_width"}
+    if name.startswith(("host_", "pcie_"))
+    or name in {"gpu_energy_j", "gpu_temperature_c", "gpu_num_processes", "gpu_num_own_processes"}
+    or name in {"num_processes", "rss_peak_bytes", "anon_bytes", "shmem_bytes", "locked_bytes"}
+    or name in {"swapped_bytes", "cpu_s", "minor_faults", "major_faults", "read_bytes"}
 )
 """Read once a second; rows in between repeat the last value."""
 

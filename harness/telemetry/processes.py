@@ -9,8 +9,8 @@ from harness.telemetry.procfs import PROC, ProcFile, number_of, size_of
 
 Number = int | float | None
 _TICK_S: Final = 1.0 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _MEMORY: Final = {
-    "rss_bytes": b"VmRSS",
     "anon_bytes": b"RssAnon",
     "shmem_bytes": b"RssShmem",
     "locked_bytes": b"VmLck",
@@ -47,7 +47,12 @@ class ProcessTree:
             self._open[pid] = _Process(pid, self._proc)
 
     def read(self) -> dict[str, Number]:
-        """Return the tree's columns; sums leave out what a process does not tell."""
+        """Return what costs little: the tree's resident memory."""
+        found = _total(process.rss_bytes() for process in self._open.values())
+        return {} if found is None else {"rss_bytes": found}
+
+    def read_slow(self) -> dict[str, Number]:
+        """Return the other columns; sums leave out what a process does not tell."""
         rows = [row for process in self._open.values() if (row := process.read())]
         if not rows:
             return {}
@@ -96,14 +101,21 @@ class _Process:
 
     def __init__(self, pid: int, proc: Path) -> None:
         folder = proc / str(pid)
+        self._statm = ProcFile(folder / "statm")
         self._status = ProcFile(folder / "status")
         self._stat = ProcFile(folder / "stat")
         self._io = ProcFile(folder / "io")
         self.peak_bytes: int | None = None
         """Highest resident memory, as of the last reading."""
 
+    def rss_bytes(self) -> int | None:
+        """Return its resident memory; None when it ended."""
+        fields = self._statm.read().split()
+        # The kernel keeps a line of zeros for a process that ended and was not waited for.
+        return int(fields[1]) * _PAGE_BYTES if len(fields) > 1 and fields[0] != b"0" else None
+
     def read(self) -> dict[str, Number]:
-        """Return its columns; empty when it ended."""
+        """Return its other columns; empty when it ended."""
         stat = self._stat.read().rpartition(b")")[2].split()
         if not stat or stat[0] in {b"Z", b"X"}:
             return {}
@@ -117,7 +129,7 @@ class _Process:
         return row
 
     def close(self) -> None:
-        for file in (self._status, self._stat, self._io):
+        for file in (self._statm, self._status, self._stat, self._io):
             file.close()
 
 

@@ -87,10 +87,11 @@ class Rows:
 
     def _read_slow(self) -> Row:
         pids: set[int] = set()
+        row: Row = {**self._machine.read(), "host_cpu_s": self._machine.cpu_s()}
         if self._tree is not None:
             self._tree.refresh()
             pids = self._tree.pids
-        row: Row = {**self._machine.read(), "host_cpu_s": self._machine.cpu_s()}
+            row |= self._tree.read_slow()
         return row if self._gpu is None else row | self._gpu.sample_slow(pids)
 
 
