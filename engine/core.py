@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from engine.device.base import Mark
-from engine.kv.blocks import BlockPool
+from engine.kv.groups import BlockGroups
+from engine.kv.tiers import TieredBlockPool
 from engine.plan import MemoryPlan
 from engine.request import SampledToken, TokenEvent
 from engine.runner import ModelRunner
@@ -84,9 +85,11 @@ class EngineCore:
         seed: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.pool = BlockPool(plan.num_gpu_blocks, plan.block_size)
+        self.pool = TieredBlockPool(plan.num_gpu_blocks, 0, plan.block_size)
         self.window_pool = (
-            BlockPool(plan.num_window_blocks, plan.block_size) if plan.num_window_blocks else None
+            TieredBlockPool(plan.num_window_blocks, 0, plan.block_size)
+            if plan.num_window_blocks
+            else None
         )
         """Blocks of layers with a window, where others have none."""
         self.scheduler = Scheduler(
@@ -97,8 +100,7 @@ class EngineCore:
                 block_size=plan.block_size,
                 window=plan.window,
             ),
-            self.pool,
-            self.window_pool,
+            BlockGroups(self.pool, self.window_pool, plan.window, plan.max_num_batched_tokens),
         )
         self.runner = runner
         self.eos_token_ids = eos_token_ids

@@ -222,9 +222,11 @@ class LLM:
                 if name != "num_steps"
             },
             "free_blocks": core.pool.num_free,
-            "num_blocks": core.pool.num_blocks,
+            "num_blocks": core.pool.num_gpu_blocks,
             "free_window_blocks": 0 if core.window_pool is None else core.window_pool.num_free,
-            "num_window_blocks": 0 if core.window_pool is None else core.window_pool.num_blocks,
+            "num_window_blocks": (
+                0 if core.window_pool is None else core.window_pool.num_gpu_blocks
+            ),
         }
 
     def memory(self) -> dict[str, int]:

@@ -33,6 +33,7 @@ class SequenceStatus(Enum):
     """Where a sequence stands."""
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -62,6 +63,9 @@ class Sequence:
     """KV blocks of the layers with a window, where they are a group of their own."""
     num_gone: int = 0
     """Leading blocks of the group with a window that were given back."""
+    table_version: int = 0
+    """Counts how often all blocks were given back; while it stays, entries of the block tables do
+    not change, but for those that are given back one by one behind a window."""
     status: SequenceStatus = SequenceStatus.WAITING
     """Where it stands."""
     finish_reason: FinishReason | None = None
@@ -83,6 +87,7 @@ class Sequence:
     def drop_blocks(self) -> None:
         """Forget all blocks."""
         self.block_table, self.window_table, self.num_gone = [], [], 0
+        self.table_version += 1
 
     @property
     def params(self) -> SamplingParams:

@@ -4,11 +4,12 @@ Pure bookkeeping over block ids; tensors and devices are elsewhere.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from engine.errors import EngineError, RequestError
-from engine.kv.blocks import BlockPool
 from engine.kv.groups import BlockGroups
+from engine.kv.moves import MoveBatch
 from engine.outlook import Outlook
 from engine.request import FinishReason, SampledToken, Sequence, SequenceStatus, TokenEvent
 from engine.scheduler_config import SchedulerConfig, SchedulerStats
@@ -36,22 +37,18 @@ class Scheduler:
 
     Args:
         config: Limits of a step.
-        pool: Where blocks come from. Blocks taken from it before stay out of use.
-        window_pool: Where those of layers with a window come from, where others have none.
+        groups: Where blocks come from. Blocks taken from its pools before stay out of use.
 
     Raises:
         EngineError: The limits contradict each other, or a pool cannot hold one sequence of
             max_model_len tokens.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, window_pool: BlockPool | None = None
-    ) -> None:
-        limit = config.max_num_batched_tokens
-        self._groups = BlockGroups(pool, window_pool, config.window, limit)
-        config.check(self._groups)
+    def __init__(self, config: SchedulerConfig, groups: BlockGroups) -> None:
+        config.check(groups)
+        self._groups = groups
         self.config = config
-        self.pool = pool
+        self.pool = groups.pools[0]
         self.stats = SchedulerStats()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -195,6 +192,32 @@ class Scheduler:
         )
         self._plans.append(plan)
         return plan
+
+    def take_moves(self) -> tuple[MoveBatch, ...]:
+        """Return for each group what is to be copied before the next step, and what it waits for.
+
+        Call it after each planning, also where that returned None; every batch is to be submitted,
+        whether or not the plan runs.
+        """
+        return tuple(pool.take_moves() for pool in self._groups.pools)
+
+    def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
+        """Note that moves of a group are done on the device.
+
+        Raises:
+            EngineError: One was completed before, or never taken.
+        """
+        for move_id in move_ids:
+            self._groups.pools[group].complete(move_id)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether `plan_step` found sequences, but all that could run wait for moves."""
+        return False
+
+    def kv_stats(self) -> dict[str, Any]:
+        """Return use of both tiers, hits, evictions and swaps, in sum and for each group."""
+        return {}
 
     def discard(self, plan: StepPlan) -> None:
         """Forget a plan that did not run; its sequences stay as they were, with their blocks.

@@ -8,7 +8,8 @@ nothing reads.
 from collections.abc import Iterable
 
 from engine.errors import EngineError
-from engine.kv.blocks import BlockPool
+from engine.kv.policy import KVPolicy
+from engine.kv.tiers import TieredBlockPool
 from engine.kv.window import num_expired, num_held
 from engine.request import Sequence
 
@@ -23,14 +24,21 @@ class BlockGroups:
         window_pool: Blocks of the group of layers with a window; None: there is one group.
         window: Most tokens that layers of the last group attend to; None: all.
         step_tokens: Most tokens of a step.
+        policy: What content is remembered; None: none.
 
     Raises:
         EngineError: The pools differ in block_size, or there is no window for the second.
     """
 
     def __init__(
-        self, pool: BlockPool, window_pool: BlockPool | None, window: int | None, step_tokens: int
+        self,
+        pool: TieredBlockPool,
+        window_pool: TieredBlockPool | None,
+        window: int | None,
+        step_tokens: int,
+        policy: KVPolicy | None = None,
     ) -> None:
+        self.policy = KVPolicy() if policy is None else policy
         self.pools = (pool,) if window_pool is None else (pool, window_pool)
         if len({each.block_size for each in self.pools}) > 1 or (window_pool and window is None):
             raise EngineError(

@@ -1,7 +1,8 @@
 import pytest
 
 from engine.errors import EngineError, RequestError
-from engine.kv.blocks import BlockPool
+from engine.kv.groups import BlockGroups
+from engine.kv.tiers import TieredBlockPool
 from engine.request import Request, SampledToken, Sequence, SequenceStatus
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -9,15 +10,20 @@ from engine.scheduler import Scheduler, SchedulerConfig
 EOS = 1
 
 
+def make_groups(config, *pools, policy=None):
+    """The blocks of pools: of all layers, or of those that attend to all and those with windows."""
+    pool, window_pool = (*pools, None)[:2]
+    return BlockGroups(pool, window_pool, config.window, config.max_num_batched_tokens, policy)
+
+
 def make_scheduler(*, seqs=4, tokens=16, max_len=32, block_size=4, num_blocks=16):
-    pool = BlockPool(num_blocks, block_size)
     config = SchedulerConfig(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_model_len=max_len,
         block_size=block_size,
     )
-    return Scheduler(config, pool)
+    return Scheduler(config, make_groups(config, TieredBlockPool(num_blocks, 0, block_size)))
 
 
 def make_sequence(seq_id, length, *, request_id=None, index=0, **params):
@@ -338,4 +344,4 @@ def test_block_size_must_be_the_pools():
         max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=8
     )
     with pytest.raises(EngineError, match="pool's 4, got 8"):
-        Scheduler(config, BlockPool(8, 4))
+        Scheduler(config, make_groups(config, TieredBlockPool(8, 0, 4)))

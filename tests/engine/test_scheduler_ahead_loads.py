@@ -6,10 +6,11 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from engine.kv.blocks import BlockPool
+from engine.kv.tiers import TieredBlockPool
 from engine.request import Request, SampledToken, Sequence
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.test_scheduler import make_groups
 
 EOS = 1
 
@@ -71,7 +72,8 @@ class World:
             max_model_len=limits["max_len"],
             block_size=self.size,
         )
-        self.scheduler = Scheduler(config, BlockPool(limits["num_blocks"], self.size))
+        pool = TieredBlockPool(limits["num_blocks"], 0, self.size)
+        self.scheduler = Scheduler(config, make_groups(config, pool))
         self.requests = sorted(enumerate(requests), key=lambda pair: pair[1]["at"])
         self.happenings = happenings
         self.memory = {}

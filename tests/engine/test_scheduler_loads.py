@@ -3,10 +3,11 @@
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from engine.kv.blocks import BlockPool
+from engine.kv.tiers import TieredBlockPool
 from engine.request import Request, SampledToken, Sequence
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.test_scheduler import make_groups
 
 EOS = 1
 
@@ -59,8 +60,8 @@ class World:
             max_model_len=limits["max_len"],
             block_size=limits["block_size"],
         )
-        pool = BlockPool(limits["num_blocks"], limits["block_size"])
-        self.scheduler = Scheduler(config, pool)
+        pool = TieredBlockPool(limits["num_blocks"], 0, limits["block_size"])
+        self.scheduler = Scheduler(config, make_groups(config, pool))
         self.requests = sorted(enumerate(requests), key=lambda pair: pair[1]["at"])
         self.aborts = aborts
         self.memory = {}

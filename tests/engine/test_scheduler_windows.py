@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError
 from engine.kv import groups
-from engine.kv.blocks import BlockPool
 from engine.kv.groups import GONE
+from engine.kv.tiers import TieredBlockPool
 from engine.kv.window import num_expired, num_held
 from engine.request import Request, Sequence
 from engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.test_scheduler import make_groups
 from tests.engine.test_scheduler_ahead_loads import Launched, World, loads
 
 
@@ -28,10 +29,10 @@ class WindowWorld(World):
             window=window,
         )
         least = num_held(limits["max_len"], window, limits["tokens"], self.size)
-        some = BlockPool(least + extra, self.size)
-        whole = BlockPool(limits["num_blocks"], self.size)
+        some = TieredBlockPool(least + extra, 0, self.size)
+        whole = TieredBlockPool(limits["num_blocks"], 0, self.size)
         self.groups = [(some, window)] if is_alone else [(whole, None), (some, window)]
-        self.scheduler = Scheduler(config, *(pool for pool, _ in self.groups))
+        self.scheduler = Scheduler(config, make_groups(config, *(pool for pool, _ in self.groups)))
         self.num_given_back = 0
 
     def launch(self, plan, before):
@@ -137,7 +138,7 @@ def make_scheduler(window, *num_blocks, max_len=64, tokens=16):
         block_size=4,
         window=window,
     )
-    return Scheduler(config, *(BlockPool(n, 4) for n in num_blocks))
+    return Scheduler(config, make_groups(config, *(TieredBlockPool(n, 0, 4) for n in num_blocks)))
 
 
 def test_a_window_keeps_its_blocks_alone():

@@ -12,6 +12,7 @@ import torch
 from engine import LLM, build
 from engine.errors import EngineError
 from engine.kv import groups
+from engine.kv.pool_types import Retain
 from tests.engine.conftest import TinyModels
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm
 
@@ -112,9 +113,9 @@ class Poison:
         pool = engine.core.window_pool or engine.core.pool
         free, tensor = pool.free, engine.cache.tensors[-1]
 
-        def poisoned(blocks: list[int]) -> None:
+        def poisoned(blocks: list[int], retain: Retain = "demote") -> None:
             blocks = list(blocks)
-            free(blocks)
+            free(blocks, retain)
             tensor[blocks] = torch.nan
             self.num_blocks += len(blocks)
 

@@ -21,7 +21,7 @@ import torch
 
 from engine import LLM
 from engine.inputs import Upload
-from engine.kv.blocks import BlockPool
+from engine.kv.pool_types import Retain
 from engine.models.decoder import Decoder
 from engine.sampler import Sampler
 from engine.weights.ring import OnDemandSlot, SlotRing
@@ -289,12 +289,14 @@ def poison_freed_blocks(
     """Fill KV blocks with NaN when they become free, in the order of the compute stream."""
     engine = llm._engine
     assert engine is not None
-    pool, cache, free = engine.core.pool, engine.cache, BlockPool.free
+    pool, cache = engine.core.pool, engine.cache
+    free = pool.free
 
-    def free_and_poison(block_ids: Iterable[int]) -> None:
+    def free_and_poison(block_ids: Iterable[int], retain: Retain = "demote") -> None:
         ids = list(block_ids)
-        free(pool, ids)
-        for block in {i for i in ids if pool.ref_count(i) == 0}:
+        free(ids, retain)
+        gone = {i for i in ids if pool.ref_count(i) == 0 and pool.key_of(i) is None}
+        for block in gone & set(range(pool.num_gpu_blocks)):
             enqueue(partial(cache.tensor[block].fill_, torch.nan))
 
     patch.setattr(pool, "free", free_and_poison)
