@@ -14,7 +14,6 @@ from engine.kv_sizes import KVSizes
 from engine.placement import Placement
 from engine.plan import MemoryPlan
 from engine.rates import (
-    IN_PLACE_KERNEL_SHARE,
     IN_PLACE_TILE_ROWS,
     KV_SHARE,
     START_S,
@@ -207,7 +206,7 @@ def step_s(
     read_rate = WEIGHT_SHARE * rates.hbm_gb_s * 1e9
     in_place = _reads_in_place(shape, tokens)
     tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
-    place_rate = IN_PLACE_KERNEL_SHARE * rates.in_place_gb_s * 1e9
+    place_rate = rates.in_place_gb_s * 1e9
     graphed = shape.uses_graphs and not prefill
     compute = []
     for resident, offloaded, limit in zip(
@@ -256,7 +255,7 @@ def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
     read = shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
     link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
     embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
-    head = shape.head_in_place_bytes / (IN_PLACE_KERNEL_SHARE * rates.in_place_gb_s * 1e9)
+    head = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)
     flops = 2.0 * rows * shape.head_params / _matrix_rate(shape, rates)
     return max(read + head, flops) + embed + shape.outer_copied_bytes / link
 
@@ -269,16 +268,27 @@ def decode_step_s(shape: Shape, rates: Rates, batch: int, context: float) -> flo
 def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> float:
     """Return the time until `prompts` prompts of `tokens` tokens each are computed.
 
-    A step takes max_num_batched_tokens tokens.
+    A step takes max_num_batched_tokens tokens, one of each prompt that is complete among them.
     """
-    total, done, chunk = tokens * prompts, 0, shape.max_num_batched_tokens
-    seconds = 0.0
-    while done < total:
-        part = min(chunk, total - done)
-        rows = max(1, part // tokens)
-        before = done % tokens if part < tokens else 0
-        seconds += step_s(shape, rates, prefill=part, before=before, rows=rows)
-        done += part
+    seconds, complete, at = 0.0, 0, 0
+    while complete < prompts:
+        room = max(1, shape.max_num_batched_tokens - complete)
+        rows, part, before = 0, 0, at
+        while room and complete + rows < prompts:
+            taken = min(room, tokens - at)
+            part, room, at = part + taken, room - taken, at + taken
+            if at == tokens:
+                rows, at = rows + 1, 0
+        seconds += step_s(
+            shape,
+            rates,
+            decodes=complete,
+            context=tokens,
+            prefill=part,
+            before=before if part < tokens else 0,
+            rows=max(1, rows),
+        )
+        complete += rows
     return seconds
 
 

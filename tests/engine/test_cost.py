@@ -359,4 +359,15 @@ def test_a_window_bounds_what_its_layers_read_and_compute() -> None:
     assert short[0] == short[1]
     grown = long[0] - short[0], long[1] - short[1]
     assert grown[1] == pytest.approx(grown[0] / 8)
-    assert prefill_s(some, RATES, 50_000) < prefill_s(full, RATES, 50_000)
+    bare = replace(RATES, eager_layer_overhead_s=0.0)  # else launches hide so small a model's work
+    assert prefill_s(some, bare, 50_000) < prefill_s(full, bare, 50_000)
+
+
+def test_prompts_that_are_complete_decode_beside_the_others() -> None:
+    """16 prompts of 256 tokens fill 2 steps of 2048 but for the tokens that the first 8 decode."""
+    plan, spec = plan_olmo(offload=uva(8), max_model_len=512, max_num_seqs=16), OLMO_7B
+    shape = shape_of(plan, spec)
+    assert shape.max_num_batched_tokens == 2048
+    whole = prefill_s(shape, RATES, 256, 8)
+    assert prefill_s(shape, RATES, 256, 16) > 2.9 * whole  # each step moves all offloaded layers
+    assert prefill_s(shape, RATES, 255, 16) < 2.1 * whole
