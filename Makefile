@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types arch fmt test-gpu bench bench-kernels report ui wheelhouse
+.PHONY: help setup run test check lint types arch fmt test-gpu bench bench-kernels bench-kv report ui wheelhouse
 
 PYTHON ?= python3
 PY ?= .venv/bin/python
@@ -48,6 +48,9 @@ test-gpu: ## run the GPU tests (on a machine with its own torch: make test-gpu P
 
 bench: ## every backend against link and memory on this GPU; writes docs/performance.md
 	$(PY) -m harness.bench $(ARGS)
+
+bench-kv: ## the KV cache over two tiers on this GPU; writes docs/performance.md
+	$(PY) -m harness.bench --rows kv $(ARGS)
 
 bench-kernels: ## time single operators on this GPU
 	$(PY) -m kernels.bench $(ARGS)

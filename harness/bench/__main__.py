@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,85 +16,51 @@ from typing import Any, Final
 
 import torch
 
+from harness.bench import options as command_line
 from harness.bench.cases import Asked, Case, Limits, Work, cases, read_model
-from harness.bench.document import check_document, markdown, write_section
-from harness.bench.table import equal_tokens, rows
+from harness.bench.document import BENCH, KV, Marks, check_document, markdown, write_section
+from harness.bench.kv_cases import GROUP, KVAsked, kv_cases
+from harness.bench.kv_table import kv_rows
+from harness.bench.kv_work import KVWork
+from harness.bench.options import KV_SHAPE, NO_CHANGE, SHAPE
+from harness.bench.table import Found, equal_tokens, lacks, rows
 from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.measure.nvml import open_gpu
+from reports.record import write_text_atomic
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DOCUMENT: Final = ROOT / "docs" / "performance.md"
 CASE_TIMEOUT_S: Final = 300
-NO_CHANGE: Final = ("output", "json")
-"""Options that change nothing of what is measured."""
-SHAPE: Final = ("model", "model_layers", "prefill_tokens", "max_num_batched_tokens", "device")
-"""Options that targets in seconds do not survive."""
+DESCRIPTION: Final = str(__doc__)
 Run = Callable[[Case, Limits], dict[str, Any]]
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    found = tuple(int(part) for part in text.split(",") if part)
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers from 1, such as 1,16,64, got {text!r}")
-    return found
+@dataclass(frozen=True)
+class _Group:
+    """Cases that make one table."""
 
-
-def _splits(text: str) -> tuple[tuple[int, ...], ...]:
-    found = tuple(tuple(int(n) for n in part.split("/")) for part in text.split(",") if part)
-    if any(len(split) != 3 for split in found):
-        raise argparse.ArgumentTypeError(f"expected group/num/step, such as 8/5/2, got {text!r}")
-    return found
-
-
-def _sizes(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(",") if part)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.bench",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--rows", default="", help="cases to run, comma-separated; empty: all")
-    add("--model", default="olmo7b", help="a model of conf/model (random weights)")
-    add("--model-layers", type=int, default=None, help="layers instead of the model's own")
-    add("--batches", type=_numbers, default=(1, 16, 64), help="sequences that decode at once")
-    add("--prefetch", type=_splits, default=((8, 5, 2),), help="group/num/step, several by commas")
-    add(
-        "--prefetch-steps", type=_numbers, default=(), help="of the sweep; else 1 to layers off + 1"
-    )
-    add("--uva-gib", type=_sizes, default=(8.0,), help="GiB in host memory, several by commas")
-    add("--memory-gib", type=float, default=15.9921875, help="memory of the small card")
-    add("--utilization", type=float, default=0.85, help="of it; 0.9 where KV needs it")
-    add("--resident-gib", type=float, default=44.45, help="memory that holds all, used to 0.9")
-    add("--max-model-len", type=int, default=4096, help="tokens")
-    add("--max-num-seqs", type=int, default=None, help="sequences at once; else the largest batch")
-    add("--max-num-batched-tokens", type=int, default=8192, help="tokens of a step")
-    add("--prompt-tokens", type=int, default=128, help="of prompts before a decode")
-    add("--prefill-tokens", type=int, default=2048, help="of prompts whose prefill is timed")
-    add("--steps", type=int, default=22, help="decode steps that are timed; resident: 4 times")
-    add("--counter-s", type=float, default=10.5, help="decode beside NVML's counter; 0: do not")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: all is emulated")
-    add("--output", type=Path, default=None, help="document whose marked section is rewritten")
-    add("--json", type=Path, default=None, help="file for all figures, after each case")
-    return parser
+    chosen: list[Case]
+    limits: Limits
+    marks: Marks
+    is_whole: bool
+    """Whether all its cases were chosen."""
+    is_default: bool
+    """Whether the shape is that of the targets in seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases, print the table, write it into the document.
 
     Returns:
-        0, 2 for a bad command line or no GPU, 3 where a target was missed, a case failed, or tokens
-        are not those of the resident engine.
+        0, 2 for a bad command line or no GPU, 3 where a target was missed or not measured, a case
+        failed or has no figures, or tokens are not those of the resident engine.
     """
     return bench(sys.argv[1:] if arguments is None else arguments, in_process)
 
 
 def bench(arguments: Sequence[str], run: Run) -> int:
     """As `main`, with another way to run a case."""
-    options = _parser().parse_args(arguments)
+    options = command_line.parser(DESCRIPTION).parse_args(arguments)
     try:
         return _run(options, arguments, run)
     except ConfigError as error:
@@ -104,65 +70,152 @@ def bench(arguments: Sequence[str], run: Run) -> int:
 
 def _run(options: argparse.Namespace, arguments: Sequence[str], run: Run) -> int:
     emulated = options.device == "cpu"
-    output = _document(options)
+    command_line.check_files(options)
+    if emulated and options.output:
+        raise ConfigError("--output: expected none with --device=cpu: figures are emulated.")
     if not emulated and not torch.cuda.is_available():
         raise ConfigError(
             "bench: expected a CUDA GPU, found none. Run it on a machine with one; --device=cpu "
             "with a small --model runs the same flow emulated, whose figures say nothing of a GPU."
         )
-    spec = read_model(options.model, options.model_layers)
-    limits = Limits(
-        model=options.model,
-        num_layers=options.model_layers,
-        max_num_seqs=options.max_num_seqs or max(options.batches),
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=min(options.max_model_len, spec.max_position_embeddings),
-        device=options.device,
-    )
-    chosen = _select(options, spec.num_hidden_layers, is_tied=spec.tie_word_embeddings)
+    group = _group(options)
+    output = _document(options, group)
     card = None if emulated else torch.cuda.get_device_name()
-    about = {"card": card, "command": list(arguments)}
+    about = {"card": card, "options": _measured_options(options), "command": list(arguments)}
+    kept = _kept(options.json, about) if options.resume else {}
 
     def save(cases: dict[str, Any], **more: Any) -> None:
         if options.json:
-            options.json.write_text(json.dumps(about | {"cases": cases} | more))
+            text = json.dumps(about | {"cases": kept | cases} | more)
+            write_text_atomic(options.json, text)
 
-    found = _measure(chosen, limits, run, save)
-    made = rows(found, card, is_default=not _changed(options, SHAPE))
-    section = markdown(found, made, _about(card, arguments))
+    found = _measure(group.chosen, group.limits, run, save, kept)
+    table = rows if group.marks is BENCH else kv_rows
+    made = table(found, card, is_default=group.is_default)
+    section = markdown(found, made, _about(card, arguments), card)
     save(found, rows=[asdict(row) for row in made], section=section)
     if output is not None:
-        write_section(output, section)
+        write_section(output, section, group.marks)
     print(section)
     if output is not None:
         print(f"bench: the table stands in {output}.", file=sys.stderr)
-    failed = any("failed" in case for case in found.values())
-    missed = any(row.is_met is False for row in made)
+    missed = any(row.is_met is not True for row in made if row.target)
     wrong = not all(equal_tokens(found).values())
-    return EXIT_NOT_ALL_OK if failed or missed or wrong else EXIT_OK
+    return EXIT_NOT_ALL_OK if missed or wrong or lacks(found, card) else EXIT_OK
 
 
 def _changed(options: argparse.Namespace, names: Sequence[str]) -> bool:
-    defaults = _parser().parse_args([])
-    return any(getattr(options, name) != getattr(defaults, name) for name in names)
+    return command_line.changed(options, names, DESCRIPTION)
 
 
-def _document(options: argparse.Namespace) -> Path | None:
+def _measured_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that change what is measured in a case, as JSON reads them."""
+    chosen = {name: value for name, value in vars(options).items() if name not in NO_CHANGE}
+    plain: dict[str, Any] = json.loads(json.dumps(chosen))
+    return plain
+
+
+def _kept(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The cases of a file of figures that have some; none where there is no file.
+
+    Raises:
+        ConfigError: The file is of another card or other options.
+    """
+    if not file.exists():
+        return {}
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--resume: {file} cannot be read: {error}. Remove it.") from error
+    for name in ("card", "options"):
+        if before.get(name) != about[name]:
+            raise ConfigError(
+                f"--resume: expected figures with the same {name} in {file}, got other "
+                "ones. Repeat its command line with other --rows, or name another --json."
+            )
+    return {
+        name: case
+        for name, case in before["cases"].items()
+        if "failed" not in case and "no_fit" not in case
+    }
+
+
+def _document(options: argparse.Namespace, group: _Group) -> Path | None:
     """The document to write: the named one, or the project's where all is measured as usual."""
-    if options.device == "cpu":
-        if options.output:
-            raise ConfigError("--output: expected none with --device=cpu: figures are emulated.")
-        return None
     names = [name for name in vars(options) if name not in NO_CHANGE]
     found: Path | None = options.output
-    if found is None and not _changed(options, names):
+    is_usual = group.is_whole and options.device != "cpu" and not _changed(options, names)
+    if found is None and is_usual:
         found = DOCUMENT
     if found is not None:
-        check_document(found)
+        check_document(found, group.marks)
     return found
 
 
-def _select(options: argparse.Namespace, num_layers: int, *, is_tied: bool) -> list[Case]:
+def _group(options: argparse.Namespace) -> _Group:
+    """Choose the cases.
+
+    Raises:
+        ConfigError: There is no such case, or names of both tables are mixed.
+    """
+    wanted = [name for name in options.rows.split(",") if name]
+    of_kv = [name for name in wanted if name.split("_")[0] == GROUP]
+    if of_kv and len(of_kv) < len(wanted):
+        raise ConfigError(
+            f"--rows: expected cases of one table, got {', '.join(of_kv)} beside others. Run the "
+            "command twice."
+        )
+    limits = Limits(
+        model=options.kv_model if of_kv else options.model,
+        num_layers=options.model_layers,
+        max_num_seqs=options.max_num_seqs or max(options.batches),
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        device=options.device,
+    )
+    spec = read_model(limits.model, limits.num_layers)
+    longest = spec.max_position_embeddings
+    limits = replace(limits, max_model_len=min(options.max_model_len, longest))
+    every = (
+        _kv_cases(options, longest)
+        if of_kv
+        else _cases(options, spec.num_hidden_layers, is_tied=spec.tie_word_embeddings)
+    )
+    known = {case.name for case in every}
+    unknown = sorted(set(wanted) - known - {GROUP})
+    if unknown:
+        names = ", ".join(case.name for case in every)
+        raise ConfigError(f"--rows: expected some of {names}, got {', '.join(unknown)}.")
+    if "chosen" in wanted and "prefetch" not in wanted:
+        raise ConfigError("--rows: chosen takes the KV room of prefetch. Add prefetch.")
+    is_whole = not wanted or GROUP in wanted or known <= set(wanted)
+    return _Group(
+        chosen=[case for case in every if is_whole or case.name in wanted],
+        limits=limits,
+        marks=KV if of_kv else BENCH,
+        is_whole=is_whole,
+        is_default=not _changed(options, KV_SHAPE if of_kv else SHAPE),
+    )
+
+
+def _kv_cases(options: argparse.Namespace, longest: int) -> list[Case]:
+    work = replace(KVWork(), steps=options.steps).scaled(options.kv_scale)
+    found = kv_cases(
+        KVAsked(
+            memory_gib=options.kv_memory_gib,
+            utilization=options.kv_utilization,
+            host_gib=options.kv_host_gib,
+            turns_gib=options.kv_turns_gib,
+            offload=options.kv_offload,
+            short_len=min(options.kv_short_len, longest),
+            work=work,
+        )
+    )
+    if options.max_num_seqs is None:
+        return found
+    return [replace(case, max_num_seqs=options.max_num_seqs) for case in found]
+
+
+def _cases(options: argparse.Namespace, num_layers: int, *, is_tied: bool) -> list[Case]:
     every = cases(
         Asked(
             memory_gib=options.memory_gib,
@@ -181,25 +234,27 @@ def _select(options: argparse.Namespace, num_layers: int, *, is_tied: bool) -> l
             num_layers=num_layers,
         )
     )
-    if is_tied:  # a tied table is read whole by every step
-        every = [case for case in every if case.name != "embed_in_place"]
-    wanted = [name for name in options.rows.split(",") if name]
-    unknown = sorted(set(wanted) - {case.name for case in every})
-    if unknown:
-        names = ", ".join(case.name for case in every)
-        raise ConfigError(f"--rows: expected some of {names}, got {', '.join(unknown)}.")
-    if "chosen" in wanted and "prefetch" not in wanted:
-        raise ConfigError("--rows: chosen takes the KV room of prefetch. Add prefetch.")
-    return [case for case in every if not wanted or case.name in wanted]
+    # A tied table is read whole by every step.
+    return [case for case in every if not (is_tied and case.name == "embed_in_place")]
 
 
 def _measure(
-    chosen: Sequence[Case], limits: Limits, run: Run, save: Callable[[dict[str, Any]], None]
+    chosen: Sequence[Case],
+    limits: Limits,
+    run: Run,
+    save: Callable[[dict[str, Any]], None],
+    kept: Found,
 ) -> dict[str, dict[str, Any]]:
-    """Run the cases in turn; `save` gets all figures after each, so that none is lost."""
+    """Run the cases in turn; `save` gets all figures after each, so that none is lost.
+
+    Those that are in `kept` do not run.
+    """
     found: dict[str, dict[str, Any]] = {}
     for number, planned in enumerate(chosen, start=1):
         case, begin = planned, time.perf_counter()
+        if case.name in kept:
+            found[case.name] = dict(kept[case.name])
+            continue
         if case.name == "chosen":
             base = found["prefetch"]
             if "plan" not in base:
@@ -237,12 +292,18 @@ def in_process(case: Case, limits: Limits) -> dict[str, Any]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {CASE_TIMEOUT_S} s"}
+            return _so_far(result) | {"failed": f"not done after {CASE_TIMEOUT_S} s"}
         if done.returncode:
             lines = done.stderr.strip().splitlines()
-            return {"failed": lines[-1] if lines else f"exit code {done.returncode}"}
-        figures: dict[str, Any] = json.loads(result.read_text())
-        return figures
+            why = lines[-1] if lines else f"exit code {done.returncode}"
+            return _so_far(result) | {"failed": why}
+        return _so_far(result)
+
+
+def _so_far(result: Path) -> dict[str, Any]:
+    """The figures that a process has written; none where it wrote none."""
+    figures: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    return figures
 
 
 def _about(card: str | None, arguments: Sequence[str]) -> str:

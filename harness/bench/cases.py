@@ -10,6 +10,7 @@ from engine.config import (
     EngineConfig,
     EngineSettings,
     GPUConfig,
+    KVConfig,
     ModelConfig,
     OffloadConfig,
     PlannerConfig,
@@ -17,6 +18,7 @@ from engine.config import (
     UVAOffloadConfig,
 )
 from engine.spec import ModelSpec
+from harness.bench.kv_work import KVWork
 from harness.errors import ConfigError
 
 CONF: Final = Path(__file__).resolve().parents[2] / "conf" / "model"
@@ -67,6 +69,16 @@ class Case:
     """Set: the model has so many layers instead of its own."""
     sweep: tuple[int, ...] = ()
     """Values of prefetch_step, an engine each; empty: the one of `offload`."""
+    kv: dict[str, Any] = field(default_factory=dict)
+    """Fields of KVConfig."""
+    parts: tuple[str, ...] = ()
+    """What is measured of the KV cache (harness.bench.kv_parts), in place of decodes."""
+    kv_work: KVWork | None = None
+    """Of these parts."""
+    max_model_len: int | None = None
+    """In place of that of all engines; None and with parts: the model's own."""
+    max_num_seqs: int | None = None
+    """In place of that of all engines."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for the process that runs it."""
@@ -76,7 +88,8 @@ class Case:
     def from_dict(cls, data: dict[str, Any]) -> "Case":
         """Read what `to_dict` wrote, also through JSON."""
         work, flat = _tuples(data["work"]), _tuples(data)
-        return cls(**flat | {"work": Work(**work)})
+        kv_work = flat["kv_work"] and KVWork(**_tuples(flat["kv_work"]))
+        return cls(**flat | {"work": Work(**work), "kv_work": kv_work})
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:
@@ -127,14 +140,16 @@ def engine_config(case: Case, limits: Limits, utilization: float) -> EngineConfi
     if case.kv_tokens is not None:
         planner = PlannerConfig(choose=True, kv_tokens=case.kv_tokens)
     spec = read_model(limits.model, case.num_layers or limits.num_layers)
+    longest = case.max_model_len or (None if case.parts else limits.max_model_len)
     return EngineConfig(
         model=ModelConfig(name=limits.model, load_format="dummy", spec=spec),
         gpu=GPUConfig(memory_gib=case.memory_gib, device=limits.device),
         offload=OffloadConfig(uva=UVAOffloadConfig(**uva), prefetch=PrefetchOffloadConfig(**node)),
+        kv=KVConfig(**case.kv),
         engine=EngineSettings(
             gpu_memory_utilization=utilization,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
+            max_model_len=longest,
+            max_num_seqs=case.max_num_seqs or limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             **settings,
         ),

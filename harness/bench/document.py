@@ -1,26 +1,40 @@
 """The table as Markdown, and its place in a document."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from harness.bench.table import Case, Found, Row, crossover, equal_tokens
+from harness.bench.table import Case, Found, Row, crossover, equal_tokens, lacks
 from harness.errors import ConfigError
 
-BEGIN: Final = "<!-- bench: written by `make bench` -->"
-END: Final = "<!-- bench: end -->"
+
+@dataclass(frozen=True)
+class Marks:
+    """Two lines of a document; what stands between them is written anew."""
+
+    begin: str
+    end: str
+
+
+BENCH: Final = Marks("<!-- bench: written by `make bench` -->", "<!-- bench: end -->")
+KV: Final = Marks("<!-- bench kv: written by `make bench-kv` -->", "<!-- bench kv: end -->")
 GIB: Final = 2**30
-_MARKS: Final = {True: "met", False: "**missed**", None: ""}
 
 
-def markdown(found: Found, made: Sequence[Row], about: str) -> str:
-    """Return the section: conditions, rows, steps, staging, tokens, engines, what did not run."""
+def markdown(found: Found, made: Sequence[Row], about: str, card: str | None = None) -> str:
+    """Return the section: conditions, rows, steps, staging, tokens, engines, what did not run.
+
+    Args:
+        found: figures by case.
+        made: rows of the table.
+        about: conditions, in words.
+        card: name of the GPU; None: emulated.
+    """
     lines = [about, "", "| what | measured | share or ratio | target | |", "|---|---|---|---|---|"]
     for row in made:
         share = "" if row.share is None else f"{row.share:.3f}"
-        lines.append(
-            f"| {row.what} | {row.figure} | {share} | {row.target} | {_MARKS[row.is_met]} |"
-        )
+        lines.append(f"| {row.what} | {row.figure} | {share} | {row.target} | {_verdict(row)} |")
     lines += [*_sweeps(found), *_staging(found)]
     same = equal_tokens(found)
     if same:
@@ -30,9 +44,15 @@ def markdown(found: Found, made: Sequence[Row], about: str) -> str:
             text = f"**not equal** to the resident engine's in {', '.join(wrong)}"
         lines += ["", f"Greedy tokens: {text}."]
     lines += [*_engines(found), *_rates(found)]
-    for text in _remarks(found):
+    for text in _remarks(found, card):
         lines += ["", text]
     return "\n".join(lines) + "\n"
+
+
+def _verdict(row: Row) -> str:
+    if not row.target:
+        return ""
+    return {True: "met", False: "**missed**", None: "**not measured**"}[row.is_met]
 
 
 def _rates(found: Found) -> list[str]:
@@ -103,7 +123,7 @@ def _engines(found: Found) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in found.values():
-        if "plan" not in case:
+        if "plan" not in case or "memory" not in case:
             continue
         plan, phases, memory = case["plan"], case["phases"], case["memory"]
         pin_s = phases.get("touch", 0.0) + phases.get("pin", 0.0)
@@ -124,24 +144,23 @@ def _engines(found: Found) -> list[str]:
     return lines
 
 
-def _remarks(found: Found) -> Iterator[str]:
+def _remarks(found: Found, card: str | None) -> Iterator[str]:
     """What did not run, and what ran otherwise than asked."""
+    yield from lacks(found, card)
     for case in found.values():
-        reason = case.get("no_fit") or case.get("failed")
-        if reason:
-            yield f"{case['title']}: no figures: {reason}"
         if case.get("utilization") != case.get("asked_utilization"):
             yield (
                 f"{case['title']}: gpu_memory_utilization {case['utilization']:g} instead of "
                 f"{case['asked_utilization']:g}, where KV has no room for the largest batch."
             )
-        for batch, figures in case.get("decode", {}).items():
-            if "no_room" in figures:
-                yield f"{case['title']}, batch {batch}: no figures: {figures['no_room']}."
 
 
-def check_document(file: Path) -> None:
+def check_document(file: Path, marks: Marks = BENCH) -> None:
     """Refuse a document without the two marks, before anything is measured.
+
+    Args:
+        file: the document.
+        marks: of its section.
 
     Raises:
         ConfigError: It cannot be read, or does not hold each mark once, in order.
@@ -151,23 +170,30 @@ def check_document(file: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"--output: expected a document to rewrite, got {file}: {error.strerror}. Name one "
-            f"that holds the lines {BEGIN} and {END}."
+            f"that holds the lines {marks.begin} and {marks.end}."
         ) from error
-    is_once = text.count(BEGIN) == text.count(END) == 1
-    if not is_once or text.index(BEGIN) > text.index(END):
+    begin, end = marks.begin, marks.end
+    is_once = text.count(begin) == text.count(end) == 1
+    if not is_once or text.index(begin) > text.index(end):
         raise ConfigError(
-            f"--output: expected the lines {BEGIN} and {END} once each in {file}, in this order. "
+            f"--output: expected the lines {begin} and {end} once each in {file}, in this order. "
             "Add them where the table shall stand."
         )
 
 
-def write_section(file: Path, section: str) -> None:
+def write_section(file: Path, section: str, marks: Marks = BENCH) -> None:
     """Replace what stands between the two marks of a document.
+
+    Args:
+        file: the document.
+        section: what stands there then.
+        marks: of the section.
 
     Raises:
         ConfigError: The document lacks the marks.
     """
-    check_document(file)
-    head, rest = file.read_text(encoding="utf-8").split(BEGIN)
-    tail = rest.split(END)[1]
-    file.write_text(f"{head}{BEGIN}\n\n{section}\n{END}{tail}", encoding="utf-8")
+    check_document(file, marks)
+    begin, end = marks.begin, marks.end
+    head, rest = file.read_text(encoding="utf-8").split(begin)
+    tail = rest.split(end)[1]
+    file.write_text(f"{head}{begin}\n\n{section}\n{end}{tail}", encoding="utf-8")

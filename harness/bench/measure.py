@@ -4,26 +4,29 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
 
 import torch
 
-from engine import LLM, SamplingParams
+from engine import LLM
 from engine.config import OffloadWarning
 from engine.errors import CapacityError
 from engine.plan import MemoryPlan
 from engine.probe import probe_link, stream_link
 from harness.bench.cases import Case, Limits, Work, engine_config
+from harness.bench.drive import SETTLE_STEPS, Gaps, drain, params, prompt
+from harness.bench.kv_bare import BARE_PARTS
+from harness.bench.kv_parts import PARTS
 from harness.measure.nvml import open_gpu
 from harness.measure.pcie import LinkCounter, calibrate
+from reports.record import write_text_atomic
 
-SETTLE_STEPS: Final = 3
-"""Decode steps that are not timed: the first of a batch, and those behind a break."""
 SPARE_TOKENS: Final = 3
 """Tokens of a sequence beyond its timed steps: the prefill's, and those at its end."""
 MOST_REPLAYS: Final = 20
@@ -36,23 +39,46 @@ NUM_COUNTED_TOKENS: Final = 256
 """Output tokens of a sequence that decodes beside the counter."""
 
 
-def measure(case: Case, limits: Limits) -> dict[str, Any]:
+Save = Callable[[dict[str, Any]], None]
+"""Gets the figures so far."""
+
+
+def measure(case: Case, limits: Limits, save: Save | None = None) -> dict[str, Any]:
     """Probe, build the engine, give it its work, close it, probe again; return the figures.
 
     Where the engine does not fit, `no_fit` says why instead.
+
+    Args:
+        case: the engine and its work.
+        limits: what it shares with others.
+        save: called with the figures so far.
     """
     found: dict[str, Any] = {"before": probe_link(limits.device)}
     counter = _link_counter(limits) if case.work.counter_s else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)  # notes of the plan are in the result
-        return _measured(case, limits, found, counter)
+        return _measured(case, limits, found, counter, save)
 
 
 def _measured(
-    case: Case, limits: Limits, found: dict[str, Any], counter: LinkCounter | None
+    case: Case,
+    limits: Limits,
+    found: dict[str, Any],
+    counter: LinkCounter | None,
+    save: Save | None,
 ) -> dict[str, Any]:
     try:
-        if case.sweep:
+        if set(case.parts) & set(BARE_PARTS):
+            bare = {name: partial(run, limits) for name, run in BARE_PARTS.items()}
+            _measure_parts(case, found, bare, save)
+        elif case.parts:
+            assert case.kv_work is not None
+            with _engine(case, limits) as (llm, facts):
+                found |= facts
+                runs = {name: partial(run, llm, case.kv_work) for name, run in PARTS.items()}
+                _measure_parts(case, found, runs, save)
+                found["memory"] = llm.memory()
+        elif case.sweep:
             found["sweep"] = {str(step): _swept(case, limits, step) for step in case.sweep}
         else:
             with _engine(case, limits) as (llm, facts):
@@ -60,6 +86,25 @@ def _measured(
     except CapacityError as error:
         return found | {"no_fit": str(error)}
     return found | {"after": probe_link(limits.device)}
+
+
+def _measure_parts(
+    case: Case,
+    found: dict[str, Any],
+    runs: Mapping[str, Callable[[], dict[str, Any]]],
+    save: Save | None,
+) -> None:
+    """Measure the parts of a case; one that fails says so and leaves the others' figures."""
+    found["kv"] = {}
+    for name in case.parts:
+        begin_s = time.perf_counter()
+        try:
+            figures = runs[name]()
+        except Exception as error:  # noqa: BLE001  the edge: shown in the table
+            figures = {"failed": f"{type(error).__name__}: {error}"}
+        found["kv"][name] = figures | {"took_s": time.perf_counter() - begin_s}
+        if save is not None:
+            save(found)
 
 
 @contextmanager
@@ -166,44 +211,6 @@ def _swept(case: Case, limits: Limits, step: int) -> dict[str, Any]:
         }
 
 
-def _prompt(llm: LLM, length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, llm.spec.vocab_size - 1, (length,), generator=generator).tolist()
-
-
-def _params(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-
-
-def _drain(llm: LLM) -> None:
-    while llm.has_unfinished():
-        llm.step()
-
-
-@dataclass
-class _Gaps:
-    """Times between the ends of steps in which every sequence decodes."""
-
-    seconds: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
-    """Keys that each sequence read in the timed steps."""
-    in_a_row: int = 0
-    """Such steps since the last break."""
-    decoded: int = 0
-    last_s: float = 0.0
-
-    def add(self, now_s: float, wait_s: float, prompt_tokens: int) -> None:
-        """Count one such step."""
-        self.decoded += 1
-        self.in_a_row += 1
-        if self.in_a_row > SETTLE_STEPS:
-            self.seconds.append(now_s - self.last_s)
-            self.waits.append(wait_s)
-            self.keys.append(prompt_tokens + self.decoded)
-        self.last_s = now_s
-
-
 def _decode(llm: LLM, batch: int, work: Work) -> dict[str, Any]:
     """Time steps in which every one of `batch` sequences decodes, and bare replays among them.
 
@@ -214,8 +221,8 @@ def _decode(llm: LLM, batch: int, work: Work) -> dict[str, Any]:
         return {"no_room": f"{needed} tokens of KV are needed, {room} have room"}
     for row in range(batch):
         tokens = _output_tokens(batch, work, llm.plan)
-        llm.add_request(_prompt(llm, work.prompt_tokens, row), _params(tokens))
-    gaps, stats, replay_s, digest = _Gaps(), None, None, []
+        llm.add_request(prompt(llm, work.prompt_tokens, row), params(tokens))
+    gaps, stats, replay_s, digest = Gaps(), None, None, []
     size = next((size for size in llm.effective()["graphs"] if size >= batch), None)
     while llm.has_unfinished():
         digest += [event.token_id for event in llm.step()]
@@ -280,11 +287,11 @@ def _median_s(llm: LLM, prompts: Sequence[tuple[int, int]]) -> float:
     """Time prompts of (length, seed) until each has its token, once more than is counted."""
     times = []
     for repeat in range(REPEATS + 1):
-        rows = [_prompt(llm, length, 1000 * repeat + seed) for length, seed in prompts]
+        rows = [prompt(llm, length, 1000 * repeat + seed) for length, seed in prompts]
         begin = time.perf_counter()
         for row in rows:
-            llm.add_request(row, _params(1))
-        _drain(llm)
+            llm.add_request(row, params(1))
+        drain(llm)
         times.append(time.perf_counter() - begin)
     return median(times[1:])
 
@@ -309,14 +316,14 @@ def _count(llm: LLM, work: Work, counter: LinkCounter) -> dict[str, Any]:
     def decode() -> tuple[int, float]:
         begin_s, before = time.perf_counter(), _moved(llm)
         while time.perf_counter() - begin_s < work.counter_s:
-            name = llm.add_request(_prompt(llm, work.prompt_tokens, 0), _params(tokens))
+            name = llm.add_request(prompt(llm, work.prompt_tokens, 0), params(tokens))
             while llm.has_unfinished() and time.perf_counter() - begin_s < work.counter_s:
                 llm.step()
             llm.abort(name)
         return _moved(llm) - before, time.perf_counter() - begin_s
 
     (num_bytes, wall_s), counted_gb_s = counter.measured(decode)
-    _drain(llm)
+    drain(llm)
     return {
         "wall_s": wall_s,
         "engine_gb_s": num_bytes / wall_s / 1e9,
@@ -334,8 +341,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job of a file; write its figures to another."""
     job_file, result_file = sys.argv[1:] if arguments is None else arguments
     job = json.loads(Path(job_file).read_text())
-    found = measure(Case.from_dict(job["case"]), Limits(**job["limits"]))
-    Path(result_file).write_text(json.dumps(found))
+
+    def save(found: dict[str, Any]) -> None:
+        write_text_atomic(Path(result_file), json.dumps(found))
+
+    save(measure(Case.from_dict(job["case"]), Limits(**job["limits"]), save))
     return 0
 
 

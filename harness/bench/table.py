@@ -28,10 +28,10 @@ class Row:
     share: float | None
     target: str = ""
     is_met: bool | None = None
-    """None: no target here, or no figure."""
+    """None: no target here, or it was not measured."""
 
 
-def _row(
+def make_row(
     what: str,
     figure: str,
     share: float | None,
@@ -39,6 +39,7 @@ def _row(
     least: float | None = None,
     most: float | None = None,
 ) -> Row:
+    """Return a row that is held against the bounds that are given."""
     bounds = [f"at least {least:g}"] if least is not None else []
     bounds += [f"at most {most:g}"] if most is not None else []
     met = None
@@ -114,11 +115,11 @@ def _stream_rows(found: Found) -> Iterator[Row]:
         key, least, word = known
         for batch, figures in _decodes(case):
             num_bytes = figures["h2d_bytes"] + figures["in_place_bytes"]
-            yield _row(
+            yield make_row(
                 f"{case['title']}, batch {batch}: bytes / step time / {word}",
                 f"{_ms(figures['step_s'])} ({_moved_text(figures)})",
                 _share(num_bytes, figures["step_s"], rate(case, key)) if num_bytes else None,
-                least=least,
+                least=least if num_bytes else None,
             )
 
 
@@ -133,11 +134,11 @@ def _prefill_rows(found: Found, *, is_default: bool) -> Iterator[Row]:
             is_prefetch = _kind(name) == "prefetch"
             what = f"{case['title']}, prefill {count} x {case['prefill_tokens']} tokens"
             bound = most if is_prefetch and is_default else None
-            yield _row(f"{what}: s", f"{seconds:.4f} s", seconds, most=bound)
+            yield make_row(f"{what}: s", f"{seconds:.4f} s", seconds, most=bound)
             if is_prefetch and base is None:
                 base = seconds
             elif _kind(name) == "uva" and base:
-                yield _row(f"{what} / prefetch", "", seconds / base, most=1.15)
+                yield make_row(f"{what} / prefetch", "", seconds / base, most=1.15)
 
 
 def _resident_rows(found: Found, card: str) -> Iterator[Row]:
@@ -149,7 +150,7 @@ def _resident_rows(found: Found, card: str) -> Iterator[Row]:
     for batch, figures in _decodes(case):
         num_bytes = case["plan"]["read_bytes"] + (figures["kv_bytes"] if batch > 1 else 0)
         what = "weight bytes" if batch == 1 else "weight and KV bytes"
-        yield _row(
+        yield make_row(
             f"resident, batch {batch}: {what} / step time / memory copy rate",
             f"{_ms(figures['step_s'])} ({num_bytes / 1e9:.2f} GB)",
             _share(num_bytes, figures["step_s"], rate(case, "hbm_copy_gb_s")),
@@ -164,7 +165,7 @@ def _embed_rows(found: Found) -> Iterator[Row]:
     base = dict(_decodes(found["resident"]))
     for batch, figures in _decodes(found["embed_in_place"]):
         if batch in base:
-            yield _row(
+            yield make_row(
                 f"embedding table in place / resident, batch {batch}: step",
                 f"{_ms(figures['step_s'])} against {_ms(base[batch]['step_s'])}",
                 figures["step_s"] / base[batch]["step_s"],
@@ -178,7 +179,7 @@ def _engine_rows(found: Found) -> Iterator[Row]:
     for case in found.values():
         for batch, figures in _decodes(case):
             if figures["replay_s"] and batch == max(sizes):
-                yield _row(
+                yield make_row(
                     f"{case['title']}, batch {batch}: whole step / bare graph replay",
                     f"{_ms(figures['step_s'])} against {_ms(figures['replay_s'])}",
                     figures["step_s"] / figures["replay_s"],
@@ -194,7 +195,7 @@ def _chosen_rows(found: Found, *, is_default: bool) -> Iterator[Row]:
     peer_s = PEER_PREFETCH_S * PEER_LINK_GB_S / (rate(case, "h2d_gb_s") or PEER_LINK_GB_S)
     for batch, figures in _decodes(case):
         is_compared = is_default and batch == 1
-        yield _row(
+        yield make_row(
             f"{case['title']} ({case['plan']['chosen']}), batch {batch}: step"
             + (" / vLLM's prefetch, 155.5 ms at 55.5 GB/s, at this link" if is_compared else ""),
             f"{_ms(figures['step_s'])} ({_moved_text(figures)})",
@@ -219,7 +220,7 @@ def _planned_rows(found: Found) -> Iterator[Row]:
             default=(0, 0),
         )
         if worst[1]:
-            yield _row(
+            yield make_row(
                 f"{case['title']}: bytes of a step, counted / planned",
                 f"{worst[0]:,} against {worst[1]:,}",
                 worst[0] / worst[1],
@@ -233,7 +234,7 @@ def _counter_rows(found: Found) -> Iterator[Row]:
     for case in found.values():
         counter = case["counter"]
         if counter and counter["nvml_gb_s"]:
-            yield _row(
+            yield make_row(
                 f"{case['title']}: engine's bytes / NVML's counter of the link, calibrated",
                 f"{counter['engine_gb_s']:.2f} against {counter['nvml_gb_s']:.2f} GB/s in "
                 f"{counter['wall_s']:.0f} s (x {counter['factor']:.3f})",
@@ -241,6 +242,34 @@ def _counter_rows(found: Found) -> Iterator[Row]:
                 least=0.9,
                 most=1.1,
             )
+
+
+def lacks(found: Found, card: str | None) -> list[str]:
+    """Return in words which figures are not there although they were asked for.
+
+    Args:
+        found: figures by case.
+        card: name of the GPU; None: emulated, where there is no counter of a link.
+    """
+    lines = []
+    for case in found.values():
+        title = case["title"]
+        reason = case.get("no_fit") or case.get("failed")
+        if reason:
+            lines.append(f"{title}: no figures: {reason}")
+        decodes = {f"batch {batch}": run for batch, run in case.get("decode", {}).items()}
+        runs = decodes | {part: run for part, run in case.get("kv", {}).items() if card}
+        for name, figures in runs.items():
+            why = figures.get("no_room") or figures.get("failed")
+            if why:
+                lines.append(f"{title}, {name}: no figures: {why}.")
+        for count, seconds in case.get("prefill_s", {}).items():
+            if seconds is None:
+                lines.append(f"{title}, prefill of {count} prompts: no figures: no room in KV.")
+        counter = case.get("counter")
+        if card and counter and counter["nvml_gb_s"] is None:
+            lines.append(f"{title}: NVML's counter of the link: no figures: it cannot be read.")
+    return lines
 
 
 def crossover(found: Found) -> tuple[list[tuple[int, float, float]], int | None]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.bench.document import BEGIN, END, markdown, write_section
+from harness.bench.document import BENCH, markdown, write_section
 from harness.bench.table import crossover, equal_tokens, rate, rows
 from harness.errors import ConfigError
 from tests.harness.bench.examples import case, decode
@@ -214,15 +214,21 @@ def test_a_sweep_is_a_table_of_its_own():
 
 def test_the_marked_section_is_replaced_and_nothing_else(tmp_path):
     file = tmp_path / "performance.md"
-    file.write_text(f"# Head\n\n{BEGIN}\nold\n{END}\n\n## Tail\n")
+    file.write_text(f"# Head\n\n{BENCH.begin}\nold\n{BENCH.end}\n\n## Tail\n")
     write_section(file, "| new |\n")
-    assert file.read_text() == f"# Head\n\n{BEGIN}\n\n| new |\n\n{END}\n\n## Tail\n"
+    assert file.read_text() == f"# Head\n\n{BENCH.begin}\n\n| new |\n\n{BENCH.end}\n\n## Tail\n"
     write_section(file, "again\n")
-    assert file.read_text() == f"# Head\n\n{BEGIN}\n\nagain\n\n{END}\n\n## Tail\n"
+    assert file.read_text() == f"# Head\n\n{BENCH.begin}\n\nagain\n\n{BENCH.end}\n\n## Tail\n"
 
 
 @pytest.mark.parametrize(
-    "text", ["no marks", f"{BEGIN}\n", f"{END}\n{BEGIN}\n", f"{BEGIN}{BEGIN}{END}"]
+    "text",
+    [
+        "no marks",
+        f"{BENCH.begin}\n",
+        f"{BENCH.end}\n{BENCH.begin}\n",
+        f"{BENCH.begin}{BENCH.begin}{BENCH.end}",
+    ],
 )
 def test_a_document_without_its_marks_is_refused(tmp_path, text):
     file = tmp_path / "performance.md"

@@ -1,0 +1,174 @@
+"""What is measured of the KV cache, with an engine whose times and finds are known."""
+
+from dataclasses import replace
+
+import pytest
+
+from harness.bench import drive, kv_long, kv_parts
+from harness.bench.kv_cases import KVAsked, kv_cases
+from harness.bench.kv_work import KVWork
+from harness.measure.kv import counts, since
+from tests.harness.bench.kv_engine import BLOCK, Clock, TieredLLM
+
+WORK = KVWork(
+    prefix_tokens=40,
+    own_tokens=6,
+    shared_tokens=40,
+    shared_requests=3,
+    shared_output=5,
+    fit_requests=2,
+    fit_prompt=8,
+    fit_output=5,
+    rounds_output=6,
+    rounds_fill=4,
+    parked_tokens=60,
+    turn_output=10,
+    conversations=3,
+    turns=2,
+    chat_input=8,
+    chat_output=4,
+    running=2,
+    loads=3,
+    alone_steps=5,
+    streamed_tokens=40,
+    steps=4,
+)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (drive, kv_parts, kv_long):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+def test_counters_are_flat_and_subtracted():
+    stats = {"kv": {"moved": {"loaded_bytes": 5}, "swaps_out": 2, "name": "x", "is_on": True}}
+    assert counts(stats) == {"moved.loaded_bytes": 5, "swaps_out": 2}
+    assert counts({}) == counts({"kv": None}) == {}
+    assert since({"a": 5, "b": 1}, {"a": 3}) == {"a": 2, "b": 1}
+
+
+def test_requests_that_fit_are_timed_with_new_prompts(clock):
+    got = kv_parts.measure_fits(TieredLLM(clock), WORK)
+    assert got["wall_s"] == pytest.approx(2 * 8 * 0.001 + 4 * 0.01)  # the first token is prefill's
+    assert (got["output_tokens"], got["preemptions"]) == (10, 0)
+    got = kv_parts.measure_fits(TieredLLM(clock, gpu_blocks=8), WORK)
+    assert got == {"no_room": "34 tokens of KV are needed, 32 have room"}
+
+
+def test_first_tokens_behind_a_prefix_by_where_it_is(clock):
+    got = kv_parts.measure_ttft(TieredLLM(clock), WORK)
+    assert got["recompute_s"] == pytest.approx(0.046)
+    assert got["host_s"] == pytest.approx(6 * 0.001 + 40 * 0.0001)
+    assert got["gpu_s"] == pytest.approx(0.006)
+    assert got["hits_cpu_tokens"] == 40
+
+
+def test_gaps_beside_a_load_leave_out_the_prefill_of_the_request(clock):
+    llm = TieredLLM(clock, gpu_blocks=200)
+    plain = llm.decode
+
+    def decode():
+        events = plain()
+        if llm.new:  # the load slows the others down
+            clock.now += 0.002
+        return events
+
+    llm.decode = decode
+    got = kv_parts.measure_itl(llm, WORK)
+    assert got["alone_p99_s"] == pytest.approx(0.01)
+    assert got["loading_p99_s"] == pytest.approx(0.012)
+    assert got["prefill_steps_s"] == pytest.approx(6 * 0.001 + 40 * 0.0001)
+    assert (got["loads"], got["hits_cpu_tokens"]) == (3, 40)
+    assert (got["num_alone"], got["num_loading"]) == (10, 12)  # two steps a load, two sequences
+    assert not llm.has_unfinished()
+    assert "no_room" in kv_parts.measure_itl(TieredLLM(clock, gpu_blocks=16), WORK)
+
+
+@pytest.mark.parametrize(("cpu_blocks", "loaded"), [(64, 10), (0, 0)])
+def test_a_shared_prefix_is_held_by_the_host_tier_where_there_is_one(clock, cpu_blocks, loaded):
+    got = kv_parts.measure_shared(TieredLLM(clock, cpu_blocks=cpu_blocks), WORK)
+    assert got["loaded_bytes"] == 100 * loaded
+    assert got["hits_cpu_tokens"] == loaded * BLOCK
+    assert got["hits_gpu_tokens"] == 3 * 40 - loaded * BLOCK
+    assert got["wall_s"] == pytest.approx(3 * 6 * 0.001 + loaded * BLOCK * 0.0001 + 4 * 0.01)
+
+
+def test_parked_conversations_come_back_from_the_host_tier(clock):
+    llm = TieredLLM(clock, gpu_blocks=50)
+    got = kv_parts.measure_parked(llm, WORK)
+    assert got["conversations"] == 5  # 1.32 x 200 tokens in conversations of 60
+    assert got["resident_turn_s"] == pytest.approx(6 * 0.001 + 9 * 0.01)
+    assert got["loaded_bytes"] == 1500  # all blocks of the history of each
+    assert got["parked_turn_s"] == pytest.approx(got["resident_turn_s"] + 60 * 0.0001)
+
+
+def test_sequences_beyond_the_room_are_more_where_there_is_a_host_tier(clock):
+    far = kv_parts.measure_rounds(TieredLLM(clock), WORK)
+    near = kv_parts.measure_rounds(TieredLLM(clock, cpu_blocks=0), WORK)
+    assert (far["sequences"], near["sequences"]) == (6, 4)
+    assert (far["excess"], near["excess"]) == (6 * 60 / 256, 4 * 60 / 256)
+    assert near["wall_s"] == pytest.approx(4 * 54 * 0.001 + 5 * 0.01)
+    assert far["wall_s"] > near["wall_s"] * 1.5  # 104 tokens and more are read in place
+    assert "no_room" in kv_parts.measure_rounds(TieredLLM(clock, gpu_blocks=8), WORK)
+
+
+def test_conversations_go_on_by_themselves(clock):
+    got = kv_parts.measure_turns(TieredLLM(clock), WORK)
+    assert got["output_tokens"] == got["asked_tokens"] == 3 * 2 * 4
+    assert got["hits_gpu_tokens"] == 3 * 8  # two blocks of each first turn
+    assert got["preemptions"] == 0
+
+
+def test_one_sequence_is_resident_then_beyond_the_room(clock):
+    llm = TieredLLM(clock, gpu_blocks=20, cpu_blocks=60, max_model_len=256)
+    got = kv_parts.measure_long(llm, WORK)
+    assert (got["room"], got["reach"]) == (80, 320)
+    runs = got["runs"]
+    assert {name: run["total"] for name, run in runs.items()} == {
+        "resident": 72,
+        "1.3": 104,
+        "longest": 256,
+    }
+    assert runs["resident"]["step_s"] == pytest.approx(0.01)
+    assert runs["resident"]["kv_in_place_bytes"] == 0
+    # 10 tokens come, 3 of their steps settle and 4 are timed: 246 + 4.5 tokens before, on average.
+    assert runs["longest"]["step_s"] == pytest.approx(
+        0.01 + (250.5 - 1 + 1 - 80) * 0.0002, rel=0.01
+    )
+    assert runs["longest"]["steps"] == 4
+    assert all(run["has_ended"] for run in runs.values())
+    assert llm.resets == 3
+
+
+def test_a_length_without_room_for_its_output_is_said(clock):
+    got = kv_parts.measure_streamed(TieredLLM(clock, 2, 0, max_model_len=8), WORK)
+    assert got["no_room"] == "8 tokens leave no prompt for 10 of output"
+
+
+def test_streamed_sequences_end_beyond_the_room(clock):
+    got = kv_parts.measure_streamed(TieredLLM(clock, gpu_blocks=20), WORK)
+    assert (got["room"], got["total"], got["h2d_bytes"]) == (80, 120, 5)
+    assert got["kv_in_place_bytes"] > 0
+
+
+def test_cases_name_parts_that_exist():
+    found = {case.name: case for case in kv_cases(KVAsked())}
+    assert list(found) == ["kv_bare", "kv_gpu", "kv_cpu", "kv_long", "kv_weights", "kv_turns"]
+    assert {part for case in found.values() for part in case.parts} == {
+        *kv_parts.PARTS,
+        *("moves", "attention"),
+    }
+    assert found["kv_turns"].kv["cpu_gib"] == 32
+    assert found["kv_weights"].offload["offload_num_in_group"] == 2
+    assert found["kv_cpu"].max_num_seqs == found["kv_gpu"].max_num_seqs == 64
+
+
+def test_work_is_scaled_as_a_whole():
+    small = KVWork().scaled(0.01)
+    assert (small.prefix_tokens, small.conversations, small.own_tokens) == (82, 2, 2)
+    assert (small.steps, small.rounds_fill, small.beyond) == (22, 10, (1.3, 3.0))
+    assert KVWork().scaled(1) == KVWork()
+    assert replace(KVWork(), rounds_fill=10).rounds_sequences == 13

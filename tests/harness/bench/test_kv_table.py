@@ -1,0 +1,238 @@
+"""Rows on the KV cache against values worked out by hand, and what keeps one unmeasured."""
+
+import pytest
+
+from harness.bench.document import KV, markdown, write_section
+from harness.bench.kv_table import kv_rows
+from harness.bench.table import lacks
+
+H200 = "NVIDIA H200"
+RATES = {
+    "h2d_gb_s": 50.0,
+    "d2h_gb_s": 40.0,
+    "two_way_gb_s": 100.0,
+    "in_place_gb_s": 50.0,
+}
+
+
+def case(title="x", **parts):
+    return {"title": title, "before": RATES, "after": RATES, "kv": parts}
+
+
+def row(found, begin, *, is_default=True):
+    [only] = [
+        line for line in kv_rows(found, H200, is_default=is_default) if line.what.startswith(begin)
+    ]
+    return only
+
+
+def test_moves_are_held_against_their_direction_of_the_link():
+    moves = {"block_bytes": 2**21, "store_gb_s": 36.0, "load_gb_s": 43.0, "both_gb_s": 78.0}
+    found = {"kv_bare": case(moves=moves, attention={"no_room": "no card"})}
+    got = row(found, "block moves, 16-token blocks, to the host tier")
+    assert (got.share, got.is_met) == (pytest.approx(0.90), True)
+    got = row(found, "block moves, 16-token blocks, from the host tier")
+    assert (got.share, got.is_met) == (pytest.approx(0.86), False)
+    got = row(found, "block moves, 16-token blocks, both ways")
+    assert (got.share, got.is_met, got.target) == (pytest.approx(0.78), True, "at least 0.78")
+    got = row(found, "decode attention alone")
+    assert (got.figure, got.share, got.is_met) == ("not measured: no card", None, None)
+    assert got.target == "at least 0.8"
+    lacking = {"kv_bare": case(moves=moves) | {"before": {}, "after": {}}}
+    got = row(lacking, "block moves, 16-token blocks, both ways")
+    assert got.figure == "not measured: the link's rate is not known"
+
+
+def test_attention_alone_against_the_copy_rate():
+    timing = {"shape": "32 x 4096 keys", "ms": 0.2, "gb_s": 2460.0, "copy_gb_s": 3000.0}
+    got = row({"kv_bare": case(attention=timing)}, "decode attention alone")
+    assert (got.share, got.is_met) == (pytest.approx(0.82), True)
+
+
+def long_case(**changes):
+    runs = {
+        "resident": {"total": 39_000, "step_s": 0.006, "kv_in_place_bytes": 0},
+        "1.3": {"total": 52_000, "step_s": 0.0451, "kv_in_place_bytes": 1.5e9},
+        "longest": {
+            "total": 131_072,
+            "step_s": 0.24,
+            "kv_in_place_bytes": 11e9,
+            "has_ended": True,
+            "prefill_s": 30.0,
+        },
+    }
+    for name, more in changes.items():
+        runs[name] = runs[name] | more
+    return {"kv_long": case(long={"room": 40_000, "reach": 171_072, "runs": runs})}
+
+
+def test_steps_beyond_the_room_against_their_parts():
+    found = long_case()
+    got = row(found, "one sequence of 1.3 times")
+    # 1.5 GB at 50 GB/s are 30 ms, beside 6 ms for what the GPU holds.
+    assert (got.share, got.is_met) == (pytest.approx(45.1 / 36), False)
+    got = row(found, "one sequence of 3 times")
+    assert (got.share, got.is_met) == (pytest.approx(240 / 226), True)
+    assert got.figure == "240.0 ms against 6.0 + 220.0 ms at 3.28 times"
+    got = row(found, "decode, at least 4 GB")
+    assert (got.share, got.is_met) == (pytest.approx(11 / 0.24 / 50), True)
+
+
+def test_the_longest_context_counts_where_it_ran_to_its_end():
+    got = row(long_case(), "longest context")
+    assert (got.share, got.is_met) == (1.0, True)
+    assert "131,072 tokens, 40,000 of them on the GPU; first token after 30.0 s" in got.figure
+    got = row(long_case(longest={"has_ended": False}), "longest context")
+    assert got.figure == "not measured: 131,072 tokens did not run to their end"
+
+
+@pytest.mark.parametrize(
+    ("changes", "begin", "why"),
+    [
+        ({"resident": {"kv_in_place_bytes": 5}}, "one sequence of 1.3", "was not resident"),
+        ({"1.3": {"kv_in_place_bytes": 0}}, "one sequence of 1.3", "nothing was read"),
+        ({"longest": {"total": 100_000}}, "one sequence of 3", "the longest is 2.50 times"),
+        ({"longest": {"kv_in_place_bytes": 3e9}}, "decode, at least", "a step read 3.00 GB"),
+        ({"longest": {"no_room": "short"}}, "longest context", "short"),
+    ],
+)
+def test_what_did_not_happen_is_not_measured(changes, begin, why):
+    got = row(long_case(**changes), begin)
+    assert why in got.figure
+    assert (got.share, got.is_met) == (None, None)
+    assert got.target
+
+
+def test_a_parked_turn_against_a_resident_one():
+    parked = {
+        "resident_turn_s": 0.5,
+        "parked_turn_s": 0.52,
+        "loaded_bytes": 5e8,
+        "tokens": 56_000,
+        "room": 42_000,
+    }
+    got = row({"kv_cpu": case(parked=parked)}, "a parked conversation")
+    assert (got.share, got.is_met) == (pytest.approx(0.04), True)
+    got = row({"kv_cpu": case(parked=parked | {"loaded_bytes": 0})}, "a parked conversation")
+    assert "no turn found its conversation in the host tier" in got.figure
+
+
+def run(wall_s, **more):
+    return {"wall_s": wall_s, "output_tokens": 1000} | more
+
+
+ROUNDS = {"excess": 1.3, "sequences": 13, "swaps_out": 5, "swaps_in": 5, "recomputes": 0}
+SHARED = {"hits_cpu_tokens": 9984, "prefix_tokens": 10_000, "loaded_bytes": 1e9}
+TURNS = {"asked_tokens": 1000, "hits_gpu_tokens": 3, "hits_cpu_tokens": 4, "missed_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "more", "begin", "bad"),
+    [
+        ("rounds", "kv_cpu", ROUNDS, "sequences of 1.3", {"excess": 1.1}),
+        ("shared", "kv_cpu", SHARED, "50 requests", {"hits_cpu_tokens": 100}),
+        ("turns", "kv_turns", TURNS, "64 conversations", {"output_tokens": 999}),
+    ],
+)
+def test_tokens_a_second_with_a_host_tier_over_those_without(part, name, more, begin, bad):
+    found = {
+        "kv_gpu": case(**{part: run(2.0, **more)}),
+        name: case(**{part: run(1.0, **more)}),
+    }
+    got = row(found, begin)
+    assert (got.share, got.is_met) == (2.0, True)
+    assert got.figure.startswith("1000 against 500 tokens/s (")
+    found[name] = case(**{part: run(1.0, **more) | bad})
+    assert row(found, begin).figure.startswith("not measured: ")
+
+
+def test_rows_of_cases_that_were_not_chosen_are_absent():
+    rounds = case(rounds=run(1.0, **ROUNDS))
+    names = [line.what for line in kv_rows({"kv_gpu": rounds}, H200, is_default=True)]
+    assert names == []
+    assert "requests" not in " ".join(
+        line.what for line in kv_rows({"kv_cpu": rounds}, H200, is_default=True)
+    )
+
+
+@pytest.mark.parametrize(("wall_s", "is_met"), [(1.0199, True), (1.03, False)])
+def test_a_host_tier_costs_nothing_where_everything_fits(wall_s, is_met):
+    found = {
+        "kv_gpu": case(fits=run(1.0)),
+        "kv_cpu": case(fits=run(wall_s, preemptions=0)),
+    }
+    assert row(found, "kv=cpu where everything fits").is_met is is_met
+
+
+def test_first_tokens_behind_a_prefix():
+    ttft = {
+        "host_s": 0.034,
+        "recompute_s": 0.3,
+        "gpu_s": 0.02,
+        "prefix_tokens": 8192,
+        "hits_cpu_tokens": 8192,
+    }
+    found = {"kv_cpu": case(ttft=ttft)}
+    name = "first token behind a prefix of 8k tokens"
+    assert row(found, f"{name} in the host tier").is_met
+    assert row(found, f"{name}: computed").share == pytest.approx(0.3 / 0.034)
+    assert row(found, f"{name}, computed").is_met is False
+    assert row(found, f"{name}, computed", is_default=False).target == ""
+    lost = {"kv_cpu": case(ttft=ttft | {"hits_cpu_tokens": 4096})}
+    assert row(lost, f"{name} in the host tier").figure == (
+        "not measured: the host tier had 50% of the prefix"
+    )
+
+
+def test_gaps_beside_a_load_need_enough_of_them_for_p99():
+    itl = {
+        "alone_p99_s": 0.006,
+        "loading_p99_s": 0.0071,
+        "alone_p50_s": 0.006,
+        "loading_p50_s": 0.0065,
+        "prefill_steps_s": 0.01,
+        "num_alone": 1600,
+        "num_loading": 1440,
+        "loads": 60,
+        "prefix_tokens": 8192,
+        "hits_cpu_tokens": 8192,
+    }
+    got = row({"kv_cpu": case(itl=itl)}, "gaps of running")
+    assert (got.share, got.is_met) == (pytest.approx(7.1 / 6), True)
+    got = row({"kv_cpu": case(itl=itl | {"num_loading": 600})}, "gaps of running")
+    assert got.figure == "not measured: 600 gaps are too few for p99"
+
+
+def test_weights_and_kv_together_against_the_link():
+    streamed = {
+        "h2d_bytes": 3.5e9,
+        "in_place_bytes": 0,
+        "kv_in_place_bytes": 4.5e9,
+        "step_s": 0.17,
+    }
+    got = row({"kv_weights": case(streamed=streamed)}, "weights and KV")
+    assert (got.share, got.is_met) == (pytest.approx(8 / 0.17 / 50), True)
+    found = {"kv_weights": case(streamed=streamed | {"kv_in_place_bytes": 0})}
+    assert "0 of KV were moved" in row(found, "weights and KV").figure
+
+
+def test_a_failed_part_is_named_and_its_row_not_measured():
+    found = {"kv_cpu": case("kv=cpu", itl={"failed": "ValueError: it broke\nmore"})}
+    got = row(found, "gaps of running")
+    assert got.figure == "not measured: ValueError: it broke"
+    assert row(found, "a parked conversation").figure == "not measured: it did not run"
+    assert lacks(found, H200) == ["kv=cpu, itl: no figures: ValueError: it broke\nmore."]
+    text = markdown(found, [got], "about", H200)
+    assert "| at most 1.2 | **not measured** |" in text
+
+
+def test_an_emulated_card_is_held_against_no_target():
+    made = kv_rows(long_case(), None, is_default=True)
+    assert {(line.target, line.is_met) for line in made} == {("", None)}
+
+
+def test_the_section_has_marks_of_its_own(tmp_path):
+    file = tmp_path / "performance.md"
+    file.write_text(f"a\n{KV.begin}\nold\n{KV.end}\nb\n")
+    write_section(file, "new\n", KV)
+    assert file.read_text() == f"a\n{KV.begin}\n\nnew\n\n{KV.end}\nb\n"
