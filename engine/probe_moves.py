@@ -36,6 +36,9 @@ def probe_moves(block_bytes: int, device: str = "auto") -> dict[str, float | Non
         device: auto | cuda | cpu.
     """
     opened = open_device(device)
+    facts = opened.facts()
+    if not facts.can_pin:
+        return dict.fromkeys(MOVE_RATES)
     size = EMULATED_MOVED_BYTES if opened.kind == "cpu" else MOVED_BYTES
     count = max(2, size // block_bytes)
     try:
@@ -44,7 +47,7 @@ def probe_moves(block_bytes: int, device: str = "auto") -> dict[str, float | Non
             num_pinned=2 * count,
             num_pageable=0,
             block_bytes=block_bytes,
-            can_uva=_can_uva(opened),
+            can_uva=facts.can_uva,
         )
     except (CapacityError, PinningError):
         return dict.fromkeys(MOVE_RATES)
@@ -58,10 +61,6 @@ def probe_moves(block_bytes: int, device: str = "auto") -> dict[str, float | Non
         del mover, gpu
         host.close()
         opened.close()
-
-
-def _can_uva(opened: Device) -> bool:
-    return bool(opened.facts().can_uva)
 
 
 def _rates(
