@@ -4,10 +4,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from engine.host_kv import HostKVPlan
 from engine.kv_sizes import KVSizes
 from engine.placement import Assignment, Placement
 from engine.sizes import pad_batch
 from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
+
+__all__ = [
+    "ALIGNMENT",
+    "LOAD_STAGING_BYTES",
+    "DeviceFacts",
+    "HostKVPlan",
+    "LayerPlan",
+    "MemoryPlan",
+    "Slab",
+    "WeightLayout",
+    "align",
+    "lay_out",
+]
 
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this, bytes."""
@@ -119,6 +133,10 @@ class MemoryPlan:
     host_items: dict[str, int]
     notes: tuple[str, ...] = ()
     swap_space_bytes: int = 0
+    host_kv: HostKVPlan | None = None
+    """None: all KV blocks lie on the GPU."""
+    prefix_caching: bool = False
+    """Full blocks stay findable by their content."""
     predicted: dict[str, Any] | None = field(default=None, repr=False)
     """Times that engine.cost.predict gives for this plan."""
     choice: dict[str, Any] | None = field(default=None, repr=False)

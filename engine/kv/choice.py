@@ -1,21 +1,11 @@
 """Whether a preempted sequence's blocks are kept in the host tier or computed again."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import EngineError
+from engine.host_kv import SwapRates
 
-
-@dataclass(frozen=True, kw_only=True)
-class SwapRates:
-    """What moving a block costs."""
-
-    store_bytes_s: float
-    """From the GPU to the host tier, bytes per second."""
-    load_bytes_s: float
-    """Back."""
-    overlap: float = 0.0
-    """Share of a transfer that runs beside compute and costs the steps nothing, 0 to 1."""
+__all__ = ["SwapRates", "swap_or_recompute"]
 
 
 def swap_or_recompute(
