@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.errors import RequestError
 from harness.correctness import (
@@ -22,7 +22,7 @@ from harness.correctness import (
     read_reference,
     write_reference,
 )
-from harness.door import EngineDoor, EngineFactory, engine_door
+from harness.door import EngineDoor, EngineFactory
 from harness.failure import classify_exception
 from harness.job import PLAN_PHASE, UNFINISHED, WorkerJob, read_job, result_path
 from harness.link import LinkWatch
@@ -33,6 +33,7 @@ from harness.parent import die_with_parent
 from harness.plain import plain
 from harness.prompts import encode_rows, special_ids, synthetic_prompts
 from harness.scenarios.drive import Engine, StepTotals, run_in_turn
+from harness.scenarios.kv import KVWatch, kv_link_share
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
 from harness.scenarios.memory import memory_metrics
@@ -44,6 +45,7 @@ from harness.scenarios.throughput import measure_throughput
 from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
 from harness.schema import RequestSet, ThroughputScenario
 from harness.state import StateWriter
+from harness.systems.choose import door_for
 from harness.traffic.scenario import ServeScenario
 from reports.record import write_text_atomic
 
@@ -51,12 +53,17 @@ GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that the arguments name with the project's engine."""
-    return serve(argv, engine_door())
+    """Run the job that the arguments name with the system that it names."""
+    return serve(argv)
 
 
-def serve(argv: Sequence[str] | None, door: EngineDoor) -> int:
-    """Run the job that the arguments name; return 0 when its status is ok, else 1."""
+def serve(argv: Sequence[str] | None, door: EngineDoor | None = None) -> int:
+    """Run the job that the arguments name; return 0 when its status is ok, else 1.
+
+    Args:
+        argv: the command line; None: this process's.
+        door: the engine to use in the place of the one that the job names.
+    """
     parser = argparse.ArgumentParser(prog="python -m harness.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--job", required=True)
@@ -68,7 +75,7 @@ def serve(argv: Sequence[str] | None, door: EngineDoor) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     job = read_job(arguments.run_dir, arguments.job)
     # On Linux perf_counter and the parent's time.monotonic read the same clock.
-    work = Work(job, arguments.run_dir, door, spawned_s=arguments.spawned_s)
+    work = Work(job, arguments.run_dir, door or door_for(job), spawned_s=arguments.spawned_s)
     return 0 if work.run()["status"] == "ok" else 1
 
 
@@ -289,18 +296,19 @@ class Work:
             self._result["reasons"] += failure_reasons(f"{part} warm-up", requests)
         measure = measure_latency if part == "latency" else measure_throughput
 
-        def once(number: int) -> tuple[Outcome, StepTotals]:
-            return measure(
-                llm,
-                prompts[number],
-                config.output_tokens,
-                clock=self._door.clock,
-                on_progress=self._state.running,
-            )
+        def all_of_it(watched: Engine) -> tuple[Outcome, StepTotals]:
+            def once(number: int) -> tuple[Outcome, StepTotals]:
+                return measure(
+                    watched,
+                    prompts[number],
+                    config.output_tokens,
+                    clock=self._door.clock,
+                    on_progress=self._state.running,
+                )
 
-        return self._measured(
-            part, lambda: measure_repeats(once, repeats=repeats, stop_share=stop_share)
-        )
+            return measure_repeats(once, repeats=repeats, stop_share=stop_share)
+
+        return self._measured(part, llm, all_of_it)
 
     def _run_serve(self, llm: Engine, config: ServeScenario) -> StepTotals:
         load = Load(
@@ -314,23 +322,29 @@ class Work:
         self._result["reasons"] += warm_up(llm, load, clock=self._door.clock)
         return self._measured(
             "serve",
-            lambda: measure_serve(
-                llm,
+            llm,
+            lambda watched: measure_serve(
+                watched,
                 load,
                 clock=self._door.clock,
                 wait=self._door.wait,
                 on_progress=self._state.running,
+                open_door=self._door.open_async,
             ),
         )
 
-    def _measured(self, part: str, measure: Callable[[], tuple[Outcome, StepTotals]]) -> StepTotals:
-        """Measure a part with its energy, and note what it found and when it ran."""
+    def _measured(
+        self, part: str, llm: Engine, measure: Callable[[Engine], tuple[Outcome, StepTotals]]
+    ) -> StepTotals:
+        """Measure a part with its energy and KV, and note what it found and when it ran."""
         self._state.enter(part)
         energy = EnergyMeter(self._gpu())
         begin_s = self._door.clock()
-        outcome, totals = measure()
+        watch = KVWatch(llm, self._door.clock)
+        outcome, totals = measure(cast(Engine, watch))
         self._note_window(part, begin_s)
         self._note_outcome(part, outcome)
+        watch.note(part, self._result)
         self._result["metrics"] |= energy_metrics(energy.total_j(), outcome.num_output_tokens)
         self._save()
         if not outcome.num_complete:
@@ -375,7 +389,7 @@ class Work:
 
     def _note_transfers(self, timed: dict[str, StepTotals]) -> None:
         metrics, last = self._result["metrics"], list(timed.values())[-1]
-        metrics |= transfer_metrics(last, metrics)
+        metrics |= transfer_metrics(last, metrics) | kv_link_share(metrics)
         self._result["reasons"] += transfer_reasons(last)
         if not self._result["effective"].get("emulated"):
             self._result["notes"] += link_notes(metrics)

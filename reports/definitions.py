@@ -143,6 +143,40 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "offload/planned_copied_bytes_per_step": "of offload/planned_bytes_per_step, copied",
         "offload/planned_in_place_bytes_per_step": "of offload/planned_bytes_per_step, in place",
+        "kv/gpu_hit_tokens": (
+            "prompt tokens of the last timed part (of latency, throughput, serve) that were found"
+            " in blocks on the GPU"
+        ),
+        "kv/cpu_hit_tokens": "likewise, found in the host tier, loaded or read in place",
+        "kv/missed_tokens": "likewise, in full blocks that were asked for and not found",
+        "kv/hit_share": "(kv/gpu_hit_tokens + kv/cpu_hit_tokens) / (those + kv/missed_tokens)",
+        "kv/gpu_hit_gib": "bytes of keys and values of kv/gpu_hit_tokens, which nothing computed",
+        "kv/cpu_hit_gib": "likewise, of kv/cpu_hit_tokens",
+        "kv/gpu_evictions": "blocks whose content gave way on the GPU in that part",
+        "kv/gpu_evictions_lost": "of these, blocks whose content no tier had afterwards",
+        "kv/cpu_evictions": "blocks whose content gave way in the host tier and was in no other",
+        "kv/swaps_out": "preempted sequences whose blocks were kept, in that part",
+        "kv/swaps_in": "sequences that went on with blocks that were kept",
+        "kv/recomputes": "preempted sequences whose blocks were dropped, to be computed again",
+        "kv/preemptions": "sequences that lost their blocks while they ran",
+        "kv/stores_skipped": "blocks that were to be stored and found no place in the host tier",
+        "kv/stored_gib": "bytes of blocks copied from the GPU to the host tier in that part",
+        "kv/loaded_gib": "bytes of blocks copied from the host tier to the GPU",
+        "kv/in_place_gib": "bytes of keys and values that decodes read in the host tier",
+        "kv/staged_prefill_gib": "bytes of host blocks that prefills copied to the GPU to read them",
+        "kv/transfer_gb_s": (
+            "bytes of keys and values over the link in that part, both directions, copied and read"
+            " in place / its time, GB = 10^9 bytes"
+        ),
+        "kv/h2d_gb_s": "of kv/transfer_gb_s, from host to device",
+        "kv/link_share": "kv/h2d_gb_s / mean of link/h2d_gb_s and link/h2d_after_gb_s",
+        "kv/gpu_used_share": (
+            "mean over that part of the share of the GPU's blocks with an owner or findable content"
+        ),
+        "kv/gpu_used_peak_share": "highest value of it; read at most four times a second",
+        "kv/gpu_owned_share": "mean share of the GPU's blocks that sequences owned",
+        "kv/cpu_used_share": "as kv/gpu_used_share, of the host tier, with blocks under way",
+        "kv/cpu_used_peak_share": "as kv/gpu_used_peak_share, of the host tier",
         "predicted/tpot_ms": (
             "what the plan predicts of latency/tpot_ms: a decode step of one sequence halfway"
             " through its output, at the rates of plan.predicted.rates"

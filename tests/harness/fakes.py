@@ -106,7 +106,9 @@ class FakeLLM:
         )
         self.max_model_len = script.max_model_len
         self.plan = SimpleNamespace(
-            to_dict=lambda: dict(PLAN), moved_per_step=lambda num_decodes: script.planned_bytes
+            to_dict=lambda: dict(PLAN),
+            moved_per_step=lambda num_decodes: script.planned_bytes,
+            block_size=10,
         )
         self.last_step = None
         self.closed = False
@@ -180,7 +182,22 @@ class FakeLLM:
         self._running = [sequence for sequence in self._running if sequence.id != request_id]
 
     def stats(self):
-        return {"steps": self._steps, "preemptions": 0}
+        steps = self._steps
+        return {
+            "steps": steps,
+            "preemptions": 0,
+            "kv": {
+                "gpu": {"blocks": 100, "owned": min(steps, 50), "cached": 10, "free": 40},
+                "cpu": {"blocks": 200, "owned": 0, "cached": min(steps, 100), "in_transit": 0},
+                "block_bytes": 1000,
+                "prefix": {"hits_gpu_tokens": 3 * steps, "hits_cpu_tokens": 2 * steps},
+                "evictions": {"gpu_kept": steps, "gpu_lost": steps, "cpu": 0},
+                "swaps_out": 1,
+                "moved": {"stored_bytes": 10 * steps, "loaded_bytes": 20 * steps},
+                "in_place_bytes": 30 * steps,
+                "staged_prefill_bytes": 0,
+            },
+        }
 
     def memory(self):
         return {
