@@ -1,7 +1,31 @@
 """Outlook: where sequences will stand once the plan in force is committed."""
 
-from engine.request import Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from engine.request import Sequence, SequenceStatus
 from engine.step_plan import ScheduledSequence, StepPlan
+
+
+class Stand(NamedTuple):
+    """Where a sequence stands, and how much of it could run next."""
+
+    sequence: Sequence
+    computed: int
+    """Leading tokens that are in the cache."""
+    known: int
+    """Tokens of prompt and output."""
+    token_row: int | None
+    """Row of its newest token among those that the plan in force samples; None: none of them."""
+    is_decode: bool
+    """Whether all tokens but the last are computed, and the last is generated."""
+
+    def schedule(self, num_tokens: int) -> ScheduledSequence:
+        """Return the sequence's next part of `num_tokens` tokens."""
+        start = self.computed
+        return ScheduledSequence(
+            self.sequence, start, num_tokens, start + num_tokens == self.known, self.token_row
+        )
 
 
 class Outlook:
@@ -22,36 +46,31 @@ class Outlook:
             self._parts = {item.sequence.seq_id: item for item in plan.scheduled}
             self._rows = {item.sequence.seq_id: row for row, item in enumerate(plan.sampling)}
 
-    def computed(self, sequence: Sequence) -> int:
-        """Return how many leading tokens will be in the cache."""
-        part = self._parts.get(sequence.seq_id)
-        return sequence.num_computed if part is None else part.stop
+    def stand(self, sequence: Sequence) -> Stand:
+        """Return where a sequence will stand."""
+        seq_id = sequence.seq_id
+        part = self._parts.get(seq_id)
+        row = self._rows.get(seq_id)
+        computed = sequence.num_computed if part is None else part.stop
+        known = sequence.num_tokens + (row is not None)
+        is_decode = computed == known - 1 and known > sequence.num_prompt_tokens
+        return Stand(sequence, computed, known, row, is_decode)
+
+    def stands(self, running: Iterable[Sequence]) -> list[Stand]:
+        """Return where those stand that could run.
+
+        Not those that wait for content, nor those whose last token the plan samples for certain.
+        """
+        found = []
+        for sequence in running:
+            if sequence.status is SequenceStatus.RUNNING:
+                stand = self.stand(sequence)
+                if stand.token_row is None or stand.known < sequence.max_length(
+                    self._max_model_len
+                ):
+                    found.append(stand)
+        return found
 
     def known(self, sequence: Sequence) -> int:
         """Return how many tokens prompt and output will have."""
         return sequence.num_tokens + (sequence.seq_id in self._rows)
-
-    def token_row(self, sequence: Sequence) -> int | None:
-        """Return the row of the sequence among those that the plan samples; None: none of them."""
-        return self._rows.get(sequence.seq_id)
-
-    def ends(self, sequence: Sequence) -> bool:
-        """Return whether the plan's token is the sequence's last, whatever it is."""
-        most = sequence.max_length(self._max_model_len)
-        return sequence.seq_id in self._rows and self.known(sequence) >= most
-
-    def is_decode(self, sequence: Sequence) -> bool:
-        """Return whether all tokens but the last will be computed, and the last is generated."""
-        known = self.known(sequence)
-        return known > sequence.num_prompt_tokens and self.computed(sequence) == known - 1
-
-    def schedule(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-        """Return the sequence's next part of `num_tokens` tokens."""
-        start = self.computed(sequence)
-        return ScheduledSequence(
-            sequence,
-            start,
-            num_tokens,
-            samples=start + num_tokens == self.known(sequence),
-            token_row=self.token_row(sequence),
-        )

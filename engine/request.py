@@ -66,6 +66,10 @@ class Sequence:
     table_version: int = 0
     """Counts how often all blocks were given back; while it stays, entries of the block tables do
     not change, but for those that are given back one by one behind a window."""
+    num_named: int = 0
+    """Leading blocks that were made findable when they became full."""
+    pending: tuple[frozenset[int], ...] = ()
+    """For each group of layers the moves that bring content which it begins behind."""
     status: SequenceStatus = SequenceStatus.WAITING
     """Where it stands."""
     finish_reason: FinishReason | None = None
@@ -85,8 +89,10 @@ class Sequence:
         return self.block_table, self.window_table
 
     def drop_blocks(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks and what was computed in them."""
         self.block_table, self.window_table, self.num_gone = [], [], 0
+        self.num_computed = self.num_named = 0
+        self.pending = ()
         self.table_version += 1
 
     @property
@@ -231,6 +237,22 @@ class RequestOutput:
     """Whether every answer ended."""
     error: str | None = None
     """Why the request failed; None if it did not."""
+
+
+def finish_reason(
+    sequence: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int
+) -> tuple[FinishReason | None, int | None]:
+    """Return why a sequence ends with its newest token (None: it goes on), and the stop token."""
+    params = sequence.params
+    # The stop token itself does not count towards min_tokens.
+    if sequence.num_output_tokens > params.min_tokens:
+        if token_id in eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token_id in (params.stop_token_ids or ()):
+            return "stop", token_id
+    if sequence.num_tokens >= sequence.max_length(max_model_len):
+        return "length", None
+    return None, None
 
 
 def check_request(

@@ -62,6 +62,8 @@ class SamplingParams:
     """Go on after the model's end-of-sequence token."""
     logprobs: int | None = None
     """Return the log-probability of each token and of this many most probable ones; null: none."""
+    cache_salt: str | None = None
+    """Requests find each other's prefixes in the KV cache only where their salts are equal."""
 
     @property
     def is_greedy(self) -> bool:
@@ -103,6 +105,12 @@ class SamplingParams:
         if not isinstance(ignore_eos, bool):
             raise RequestError(
                 f"ignore_eos: expected True or False, got {ignore_eos!r}. Pass a bool."
+            )
+        salt: Any = self.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(
+                f"cache_salt: expected a string of at least one character, got {salt!r}. None "
+                "shares with all that have none."
             )
         self._check_lengths()
         self._check_stops()

@@ -3,15 +3,24 @@
 Pure bookkeeping over block ids; tensors and devices are elsewhere.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from engine.errors import EngineError, RequestError
 from engine.kv.groups import BlockGroups
 from engine.kv.moves import MoveBatch
-from engine.outlook import Outlook
-from engine.request import FinishReason, SampledToken, Sequence, SequenceStatus, TokenEvent
+from engine.kv.pool_types import Tier
+from engine.kv.report import kv_stats
+from engine.outlook import Outlook, Stand
+from engine.queues import Queues
+from engine.request import (
+    FinishReason,
+    SampledToken,
+    Sequence,
+    SequenceStatus,
+    TokenEvent,
+    finish_reason,
+)
 from engine.scheduler_config import SchedulerConfig, SchedulerStats
 from engine.step_plan import ScheduledSequence, StepPlan
 
@@ -19,21 +28,22 @@ __all__ = ["ScheduledSequence", "Scheduler", "SchedulerConfig", "SchedulerStats"
 
 
 class Scheduler:
-    """First come, first served, over a pool of KV blocks, or one for each group of layers.
+    """First come, first served, over pools of KV blocks, one for each group of layers.
 
     In a step each running sequence decodes one token; what the token budget leaves goes to
-    prefills, running ones first. A waiting sequence is admitted if the blocks for all its known
-    tokens are free beside what running ones still need for theirs and one block for each of those
-    that can grow further; blocks are taken chunk by chunk. When a running sequence finds no free
-    block, the newest running one loses its blocks and waits at the front of the queue; its
-    output is kept and computed again. The newest itself waits in place, because losing its own
-    blocks would only lose work.
+    prefills, running ones first. Who may begin is said by `Admission`; blocks are taken chunk by
+    chunk. A sequence whose prefix is on its way from the host tier is LOADING, and the others run.
+    When a running sequence finds no free block on the GPU, the newest one loses its blocks and
+    waits at the front of the queue. Its output is kept; its content is swapped out to the host
+    tier, or computed again if that is cheaper or there is none. The newest itself waits in place,
+    because losing its own blocks would only lose work. One that is alone takes host blocks.
 
     A step may be planned while the one before it still runs (`plan_ahead`): as if that had been
     committed, tokens counted though not known. Nothing is taken from a sequence for such a plan.
     Sequences that end meanwhile free their blocks at once, though the plan ahead still writes
-    them: steps run in order on the device, so a block's next owner writes it later. What is
-    planned depends on lengths and blocks, never on time.
+    them: steps run in order on the device, so a block's next owner writes it later, and moves
+    run behind the steps before them. What is planned depends on lengths and blocks, and on time
+    only where content comes from the host tier.
 
     Args:
         config: Limits of a step.
@@ -50,25 +60,25 @@ class Scheduler:
         self.config = config
         self.pool = groups.pools[0]
         self.stats = SchedulerStats()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._queues = Queues(config, groups, self.stats)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._plans: list[StepPlan] = []
+        self._is_blocked = False
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self._waiting or self._running)
+        return bool(self._queues.waiting or self._queues.running)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences that hold blocks, oldest first."""
-        return tuple(self._running)
+        """Sequences that hold blocks, oldest first, those included that are LOADING."""
+        return tuple(self._queues.running)
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences in the queue, next first."""
-        return tuple(self._waiting)
+        return tuple(self._queues.waiting)
 
     @property
     def planned(self) -> tuple[StepPlan, ...]:
@@ -98,7 +108,7 @@ class Scheduler:
                 "Change the prompt or raise engine.max_model_len."
             )
         self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
-        self._waiting.append(sequence)
+        self._queues.waiting.append(sequence)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End the unfinished sequences of a request with reason abort and return them.
@@ -128,7 +138,11 @@ class Scheduler:
         sequence.stop_reason = stop_reason
 
     def plan_step(self) -> StepPlan | None:
-        """Decide the next step and take its blocks; None if no sequence waits or runs.
+        """Decide the next step and take its blocks.
+
+        Returns:
+            The plan; None if no sequence waits or runs, or if all that could run wait for moves
+            (`is_blocked`): take and submit the moves, complete some, and plan again.
 
         Raises:
             EngineError: The last plan was neither committed nor discarded.
@@ -140,8 +154,14 @@ class Scheduler:
             )
         if not self.has_unfinished:
             return None
-        plan = self._plan(Outlook(None, self.config.max_model_len))
-        assert plan is not None, "the oldest running sequence can always take newer ones' blocks"
+        outlook = Outlook(None, self.config.max_model_len)
+        plan = self._plan(outlook, self._queues.wants(outlook))
+        self._is_blocked = plan is None
+        if plan is None and not self._groups.num_moves:
+            raise EngineError(
+                f"scheduler: expected a sequence that can run, got {len(self.running)} with "
+                f"blocks and {len(self.waiting)} that wait, and no move that would change it."
+            )
         return plan
 
     def plan_ahead(self) -> StepPlan | None:
@@ -164,27 +184,22 @@ class Scheduler:
                 f"scheduler: expected one step in force to plan behind, got {len(self._plans)}."
             )
         outlook = Outlook(self._plans[0], self.config.max_model_len)
-        used, wanted = 0, []
-        for sequence in self._running:
-            is_sampled = outlook.token_row(sequence) is not None
-            want = self._want(sequence, used, outlook)
-            if want and is_sampled and sequence.params.repetition_penalty != 1:
+        wants, lacking = self._queues.wants(outlook), 0
+        for stand, want in wants:
+            sequence = stand.sequence
+            if stand.token_row is not None and sequence.params.repetition_penalty != 1:
                 return None
-            wanted.append((sequence, outlook.computed(sequence) + want))
-            used += want
-        return self._plan(outlook) if self._groups.have_room(wanted) else None
-
-    def _plan(self, outlook: Outlook) -> StepPlan | None:
-        items = self._plan_running(outlook)
-        items += self._admit(sum(item.num_tokens for item in items), outlook)
-        if not items:
+            lacking += self._groups.num_lacking(sequence, stand.computed + want)
+        if lacking and not self._groups.have_room(lacking, alone=self._queues.is_alone):
             return None
-        self.stats.peak_running = max(self.stats.peak_running, len(self._running))
+        return self._plan(outlook, wants)
+
+    def _plan(self, outlook: Outlook, wants: list[tuple[Stand, int]]) -> StepPlan | None:
+        decodes, prefills = self._queues.make_step(outlook, wants)
+        if not decodes and not prefills:
+            return None
+        self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)
-        decodes: list[ScheduledSequence] = []
-        prefills: list[ScheduledSequence] = []
-        for item in items:
-            (decodes if outlook.is_decode(item.sequence) else prefills).append(item)
         plan = StepPlan(
             step=self.stats.num_steps + len(self._plans),
             decodes=tuple(decodes),
@@ -207,17 +222,33 @@ class Scheduler:
         Raises:
             EngineError: One was completed before, or never taken.
         """
+        pool = self._groups.pools[group]
         for move_id in move_ids:
-            self._groups.pools[group].complete(move_id)
+            pool.complete(move_id)
+        self._queues.note_loaded()
 
     @property
     def is_blocked(self) -> bool:
         """Whether `plan_step` found sequences, but all that could run wait for moves."""
-        return False
+        return self._is_blocked and self.has_unfinished
+
+    def reset_cache(self, tier: Tier | None = None) -> None:
+        """Forget the content of a tier, or of both; sequences keep the blocks that they have."""
+        self._groups.reset(tier)
+
+    def evict_gpu_cache(self) -> None:
+        """Take all content that no sequence has off the GPU, as if its blocks were needed."""
+        self._groups.evict_gpu()
 
     def kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers, hits, evictions and swaps, in sum and for each group."""
-        return {}
+        stats = self.stats
+        return kv_stats(self._groups) | {
+            "swaps_out": stats.num_swaps_out,
+            "swaps_in": stats.num_swaps_in,
+            "recomputes": stats.num_recomputes,
+            "preemptions": stats.num_preemptions,
+        }
 
     def discard(self, plan: StepPlan) -> None:
         """Forget a plan that did not run; its sequences stay as they were, with their blocks.
@@ -271,78 +302,6 @@ class Scheduler:
                 events.append(self._append(item.sequence, token, eos_token_ids))
         return events
 
-    def _want(self, sequence: Sequence, used: int, outlook: Outlook) -> int:
-        """Tokens that a running sequence runs in a step that already has `used`, given blocks."""
-        if outlook.ends(sequence):
-            return 0
-        if outlook.is_decode(sequence):
-            return 1
-        # It is the newest: none was admitted behind it, as it takes all that is left.
-        left = self.config.max_num_batched_tokens - used
-        return max(0, min(left, outlook.known(sequence) - outlook.computed(sequence)))
-
-    def _plan_running(self, outlook: Outlook) -> list[ScheduledSequence]:
-        """Schedule running sequences, oldest first; newer ones may be preempted on the way."""
-        items: list[ScheduledSequence] = []
-        used = 0
-        position = 0
-        while position < len(self._running):
-            sequence = self._running[position]
-            position += 1
-            want = self._want(sequence, used, outlook)
-            granted = self._grow(sequence, want, outlook) if want else 0
-            if granted:
-                items.append(outlook.schedule(sequence, granted))
-                used += granted
-        return items
-
-    def _admit(self, used: int, outlook: Outlook) -> list[ScheduledSequence]:
-        """Move waiting sequences to the running ones while limits and blocks allow."""
-        items = []
-        while self._waiting and len(self._running) < self.config.max_num_seqs:
-            sequence = self._waiting[0]
-            left = self.config.max_num_batched_tokens - used
-            if left < 1 or not self._has_room(sequence, outlook):
-                break
-            self._waiting.popleft()
-            self._running.append(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            granted = self._grow(sequence, min(left, sequence.num_tokens), outlook)
-            items.append(outlook.schedule(sequence, granted))
-            used += granted
-        return items
-
-    def _has_room(self, sequence: Sequence, outlook: Outlook) -> bool:
-        """Whether blocks for a waiting one's known tokens are free beside running ones' needs."""
-        limit = self.config.max_model_len
-        # The last token of the longest output is never computed.
-        running = ((s, outlook.known(s), s.max_length(limit) - 1) for s in self._running)
-        return self._groups.can_admit(sequence.num_tokens, running)
-
-    def _grow(self, sequence: Sequence, want: int, outlook: Outlook) -> int:
-        """Give a running sequence blocks for up to `want` more tokens; return for how many."""
-        computed = outlook.computed(sequence)
-        while True:
-            granted = min(want, self._groups.capacity(sequence) - computed)
-            if granted > 0:
-                self._groups.extend(sequence, computed + granted)
-                return granted
-            newest = self._running[-1]
-            if newest is sequence:
-                self.stats.num_stalls += 1
-                return 0
-            self._preempt(newest)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take the newest running sequence's blocks and put it at the front of the queue."""
-        self._running.remove(sequence)
-        self._groups.release(sequence)
-        sequence.num_computed = 0
-        sequence.num_preemptions += 1
-        sequence.status = SequenceStatus.WAITING
-        self._waiting.appendleft(sequence)
-        self.stats.num_preemptions += 1
-
     def _release(self, sequence: Sequence) -> None:
         """Take a sequence out of its list, mark it finished and free its blocks."""
         request_id = sequence.request.request_id
@@ -355,22 +314,19 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._unfinished[request_id]
-        if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
+        self._queues.remove(sequence)
         self._groups.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self.stats.num_finished += 1
 
     def _advance(self, item: ScheduledSequence) -> None:
-        """Count a part as computed, and give back what no later one sees."""
+        """Count a part as computed; name full blocks and give back what no later one sees."""
         sequence = item.sequence
         again = min(item.stop, sequence.num_computed_peak) - item.start
         self.stats.num_recomputed_tokens += max(0, again)
         sequence.num_computed = item.stop
         sequence.num_computed_peak = max(sequence.num_computed_peak, item.stop)
-        self._groups.expire(sequence)
+        self._groups.advance(sequence)
 
     def _append(
         self, sequence: Sequence, token: SampledToken, eos_token_ids: Collection[int]
@@ -382,7 +338,8 @@ class Scheduler:
             if sequence.logprobs is None:
                 sequence.logprobs = []
             sequence.logprobs.append(token.top_logprobs)
-        reason, stop_reason = self._finish_reason(sequence, token.token_id, eos_token_ids)
+        limit = self.config.max_model_len
+        reason, stop_reason = finish_reason(sequence, token.token_id, eos_token_ids, limit)
         if reason is not None:
             self.finish(sequence, reason, stop_reason)
         return TokenEvent(
@@ -395,21 +352,6 @@ class Scheduler:
             logprob=token.logprob,
             top_logprobs=token.top_logprobs,
         )
-
-    def _finish_reason(
-        self, sequence: Sequence, token_id: int, eos_token_ids: Collection[int]
-    ) -> tuple[FinishReason | None, int | None]:
-        """Why the sequence ends with its newest token (None: it goes on), and the stop token."""
-        params = sequence.params
-        # The stop token itself does not count towards min_tokens.
-        if sequence.num_output_tokens > params.min_tokens:
-            if token_id in eos_token_ids and not params.ignore_eos:
-                return "stop", None
-            if token_id in (params.stop_token_ids or ()):
-                return "stop", token_id
-        if sequence.num_tokens >= sequence.max_length(self.config.max_model_len):
-            return "length", None
-        return None, None
 
     def _check_plan(self, plan: StepPlan, *, newest: bool) -> None:
         if not self._plans or plan is not self._plans[-1 if newest else 0]:

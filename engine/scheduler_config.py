@@ -11,7 +11,7 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_num_seqs: int
-    """Sequences that run at once."""
+    """Sequences that have blocks at once."""
     max_num_batched_tokens: int
     """Tokens of one step; at least max_num_seqs."""
     max_model_len: int
@@ -61,6 +61,12 @@ class SchedulerStats:
     """Tokens that ran once more because of a preemption."""
     num_preemptions: int = 0
     """Sequences whose blocks were taken away."""
+    num_swaps_out: int = 0
+    """Of those, sequences whose content was to be kept in the host tier."""
+    num_swaps_in: int = 0
+    """Preempted sequences that went on behind content that was found."""
+    num_recomputes: int = 0
+    """Preempted sequences whose content was not kept."""
     num_stalls: int = 0
     """Times that a running sequence sat out a step for want of a block."""
     num_finished: int = 0

@@ -2,13 +2,16 @@
 
 Each group has a cache, a pool and a block table a sequence of its own. A table keeps its length:
 position p lies in its entry p // block_size; entries whose blocks were given back are GONE, which
-nothing reads.
+nothing reads. All tables of a sequence have one length.
 """
 
 from collections.abc import Iterable
+from typing import Literal
 
 from engine.errors import EngineError
+from engine.kv.content import BlockContent, Found
 from engine.kv.policy import KVPolicy
+from engine.kv.pool_types import Room, Tier
 from engine.kv.tiers import TieredBlockPool
 from engine.kv.window import num_expired, num_held
 from engine.request import Sequence
@@ -18,6 +21,9 @@ GONE = -1
 
 class BlockGroups:
     """Takes and gives back the blocks of sequences, in all groups at once.
+
+    A sequence's blocks lie on the GPU. One that is alone may take blocks of the host tier as well,
+    in the first group: those that the GPU has no room for. They stay where they are.
 
     Args:
         pool: Blocks of the first group.
@@ -38,7 +44,6 @@ class BlockGroups:
         step_tokens: int,
         policy: KVPolicy | None = None,
     ) -> None:
-        self.policy = KVPolicy() if policy is None else policy
         self.pools = (pool,) if window_pool is None else (pool, window_pool)
         if len({each.block_size for each in self.pools}) > 1 or (window_pool and window is None):
             raise EngineError(
@@ -46,89 +51,206 @@ class BlockGroups:
                 f"{[each.block_size for each in self.pools]} and window={window}."
             )
         self.block_size = pool.block_size
-        self._windows = (window,) if window_pool is None else (None, window)
+        self.windows = (window,) if window_pool is None else (None, window)
         self._step_tokens = step_tokens
+        self.content = BlockContent(
+            self.pools, self.windows, KVPolicy() if policy is None else policy
+        )
+        self.gpu_room = pool.num_free
+        """Blocks of the first group that the GPU has for sequences."""
+        self.num_given_back = 0
+        """Counts times that blocks were given back."""
+        self._ahead = [0] * len(self.pools)
 
     def need(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that a sequence of so many tokens holds in a step."""
         step, size = self._step_tokens, self.block_size
-        return tuple(num_held(num_tokens, window, step, size) for window in self._windows)
+        return tuple(num_held(num_tokens, window, step, size) for window in self.windows)
 
-    def have_room(self, wanted: Iterable[tuple[Sequence, int]]) -> bool:
-        """Return whether free blocks are enough for each sequence's so many leading tokens."""
-        lack = [0] * len(self.pools)
-        for sequence, num_tokens in wanted:
-            for group, pool in enumerate(self.pools):
-                more = pool.blocks_for(num_tokens) - len(sequence.block_tables[group])
-                lack[group] += max(0, more)
-        return all(pool.num_free >= n for pool, n in zip(self.pools, lack, strict=True))
+    def num_over(self, num_tokens: int) -> int:
+        """Return how many blocks of so many tokens the GPU could never hold."""
+        return max(0, self.need(num_tokens)[0] - self.gpu_room)
 
-    def can_admit(self, num_tokens: int, running: Iterable[tuple[Sequence, int, int]]) -> bool:
-        """Return whether a sequence has room beside what running ones still need.
+    def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many blocks of each group a sequence's first `num_tokens` tokens lack."""
+        return max(0, -(-num_tokens // self.block_size) - len(sequence.block_table))
+
+    def have_room(self, num_blocks: int, *, alone: bool) -> bool:
+        """Return whether each group could hand out so many blocks.
 
         Args:
-            num_tokens: Known tokens of the one that waits.
+            num_blocks: Of each group.
+            alone: Whether they are for the only sequence.
+        """
+        return self._most(alone=alone) >= num_blocks
+
+    def can_admit(
+        self,
+        sequence: Sequence,
+        most: int,
+        found: Found,
+        running: Iterable[tuple[Sequence, int, int]],
+        more_tokens: int,
+    ) -> bool:
+        """Return whether a sequence has room on the GPU beside what running ones still need.
+
+        Args:
+            sequence: One that waits.
+            most: Most tokens that it will compute.
+            found: Blocks behind which it could begin.
             running: Sequences, their known tokens and the most that each will compute.
+            more_tokens: For so many tokens beyond the known ones every sequence is to have room if
+                it can grow; with 0, those that run keep room for one block each.
         """
         left = [pool.num_free for pool in self.pools]
-        for sequence, known, most in running:
-            for group, need in enumerate(self._reserve(sequence, known, most)):
+        for other, known, longest in running:
+            for group, need in enumerate(self._reserve(other, known, longest, more_tokens)):
                 left[group] -= need
-        return all(n >= need for n, need in zip(left, self.need(num_tokens), strict=True))
+        known = sequence.num_tokens
+        wanted = self.need(max(known, min(most, known + more_tokens)))
+        shared = self.content.num_shared(found)
+        return all(n >= w - s for n, w, s in zip(left, wanted, shared, strict=True))
 
-    def _reserve(self, sequence: Sequence, known: int, most: int) -> list[int]:
-        """Blocks that a sequence lacks for its known tokens, and one if it can grow."""
+    def _reserve(self, sequence: Sequence, known: int, most: int, more_tokens: int) -> list[int]:
+        """Blocks that a sequence lacks for its known tokens, and some if it can grow."""
+        size = self.block_size
+        more = max(1, -(-more_tokens // size))
+        end = min(-(-most // size), -(-known // size) + more)
         found = []
-        for group, held in enumerate(self.need(most)):
-            table = sequence.block_tables[group]
-            gone = 0 if self._windows[group] is None else sequence.num_gone
-            pool = self.pools[group]
-            end = min(pool.blocks_for(most), pool.blocks_for(known) + 1)
+        for window, held, table in zip(
+            self.windows, self.need(most), sequence.block_tables, strict=False
+        ):
+            gone = 0 if window is None else sequence.num_gone
             found.append(max(0, min(end - len(table), held - (len(table) - gone))))
         return found
 
-    def capacity(self, sequence: Sequence) -> int:
-        """Return for how many leading tokens a sequence has blocks, or could take free ones."""
-        return self.block_size * min(
-            len(table) + pool.num_free
-            for table, pool in zip(sequence.block_tables, self.pools, strict=False)
+    def extend(self, sequence: Sequence, start: int, want: int, *, alone: bool) -> int:
+        """Give a sequence blocks for up to `want` tokens from `start` on; return for how many.
+
+        Args:
+            sequence: Has blocks for the tokens before `start`.
+            start: Position of the first of these tokens.
+            want: At least 1.
+            alone: Whether no other sequence has blocks; then host blocks serve where GPU blocks
+                are short.
+        """
+        lacking = self.num_lacking(sequence, start + want)
+        if lacking == 0:
+            return want
+        count = min(lacking, self._most(alone=alone))
+        granted = min(want, (len(sequence.block_table) + count) * self.block_size - start)
+        if granted > 0:
+            for group, pool in enumerate(self.pools):
+                new = pool.allocate(count, self._room(group, alone=alone))
+                sequence.block_tables[group].extend(new)
+        return max(0, granted)
+
+    def _most(self, *, alone: bool) -> int:
+        """Blocks that every group can hand out."""
+        return min(
+            pool.num_allocatable(self._room(group, alone=alone))
+            for group, pool in enumerate(self.pools)
         )
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a sequence the blocks that its first `num_tokens` tokens lack.
+    def _room(self, group: int, *, alone: bool) -> Room:
+        return "either" if alone and group == 0 else "gpu"
 
-        Raises:
-            EngineError: They are not free; ask `capacity` first.
+    def find(self, sequence: Sequence) -> Found:
+        """Find the leading blocks behind which a sequence can begin."""
+        return self.content.find(sequence)
+
+    def begin(self, sequence: Sequence, found: Found, *, alone: bool) -> bool:
+        """Give a sequence the blocks found; return whether there is room for them.
+
+        One that is alone begins behind as many of them as there is room for; what the GPU could
+        never hold of it stays in the host tier.
         """
-        for table, pool in zip(sequence.block_tables, self.pools, strict=False):
-            table.extend(pool.allocate(max(0, pool.blocks_for(num_tokens) - len(table))))
+        in_place = self.num_over(sequence.num_tokens) if alone else 0
+        if not self.content.can_claim(found, in_place):
+            if not alone:
+                return False
+            found = self._most_that_fits(sequence, found, in_place)
+        self.content.claim(sequence, found, in_place, GONE)
+        return True
 
-    def expire(self, sequence: Sequence) -> None:
-        """Give back the blocks that no token of a sequence sees any more, once it has advanced.
+    def _most_that_fits(self, sequence: Sequence, found: Found, in_place: int) -> Found:
+        """Search for the longest prefix that can be claimed; none always can."""
+        best, low, high = self.content.find(sequence, 0), 0, found.num_blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            shorter = self.content.find(sequence, middle)
+            if self.content.can_claim(shorter, in_place):
+                best, low = shorter, middle
+            else:
+                high = middle
+        return best
 
-        Blocks are judged by num_computed, the committed tokens. Every step in force or still to be
+    def advance(self, sequence: Sequence) -> None:
+        """Make blocks findable that became full, and give back those that no token sees any more.
+
+        To be called once num_computed has grown. Blocks are judged by the start of the last full
+        block, from which a sequence goes on after a swap. Every step in force or still to be
         planned begins there or later, the one in flight included, and so reads none of them: its
-        first token, at position s >= num_computed, sees positions s - window + 1 and up. A
-        preemption, after which a sequence begins at 0 again, drops the whole table. What was given
-        back is written by its next owner in a step that is planned later, and steps run in order
-        on one stream, behind all that may still read it.
+        first token, at position s, sees positions s - window + 1 and up. What was given back is
+        written by its next owner in a step that is planned later, and steps run in order on one
+        stream, behind all that may still read it; moves run behind the steps before them.
         """
-        window = self._windows[-1]
+        self.content.name(sequence)
+        window, size = self.windows[-1], self.block_size
         if window is None:
             return
         table = sequence.block_tables[len(self.pools) - 1]
-        end = min(len(table), num_expired(sequence.num_computed, window, self.block_size))
+        start = sequence.num_computed - sequence.num_computed % size
+        end = min(len(table), num_expired(start, window, size))
         if end > sequence.num_gone:
-            self.pools[-1].free(table[sequence.num_gone : end])
+            self.pools[-1].free(table[sequence.num_gone : end], self.content.retain)
             table[sequence.num_gone : end] = [GONE] * (end - sequence.num_gone)
             sequence.num_gone = end
+            self.num_given_back += 1
+
+    def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
+        """Take all blocks of a sequence away; return how it goes on later."""
+        how = self.content.preempt(sequence)
+        sequence.drop_blocks()
+        self.num_given_back += 1
+        return how
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all blocks of a sequence."""
-        for group, pool in enumerate(self.pools):
-            gone = 0 if self._windows[group] is None else sequence.num_gone
-            pool.free(sequence.block_tables[group][gone:])
+        """Give back all blocks of a sequence that ended."""
+        if sequence.block_table:
+            for group, pool in enumerate(self.pools):
+                gone = 0 if self.windows[group] is None else sequence.num_gone
+                pool.free(sequence.block_tables[group][gone:], self.content.retain)
+            self.num_given_back += 1
+        self.content.forget(sequence)
         sequence.drop_blocks()
+
+    def store_ahead(self) -> None:
+        """Store what would give way next, as far as a step could take blocks."""
+        limit = max(1, self._step_tokens // self.block_size)
+        for group, pool in enumerate(self.pools):
+            if not pool.num_cpu_blocks:
+                continue
+            # Looking through the blocks pays once some of those that were ready are gone.
+            if pool.num_changes - self._ahead[group] >= max(1, limit // 8):
+                pool.store_ahead(limit)
+                self._ahead[group] = pool.num_changes
+
+    def reset(self, tier: Tier | None = None) -> None:
+        """Forget all content of a tier, or of both; sequences keep their blocks."""
+        for pool in self.pools:
+            pool.reset(tier)
+        self.num_given_back += 1
+
+    def evict_gpu(self) -> None:
+        """Take all content without an owner off the GPU, as if its blocks were needed."""
+        for pool in self.pools:
+            pool.evict_idle()
+
+    @property
+    def num_moves(self) -> int:
+        """Moves that are not complete."""
+        return sum(pool.num_moves for pool in self.pools)
 
     def check(self, max_model_len: int) -> None:
         """Return if a sequence of max_model_len tokens can run to its end when it is alone.
@@ -137,14 +259,17 @@ class BlockGroups:
             EngineError: A pool is too small.
         """
         for group, need in enumerate(self.need(max_model_len)):
-            pool, window = self.pools[group], self._windows[group]
-            if pool.num_free >= need:
+            pool, window = self.pools[group], self.windows[group]
+            room = pool.num_allocatable(self._room(group, alone=True))
+            if room >= need:
                 continue
             size, what = pool.block_size, f"one sequence of max_model_len={max_model_len} tokens"
             if window is not None:
                 what += f" (a window of {window}, and a step)"
+            host = room - pool.num_free
+            tiers = f" ({pool.num_free} on the GPU, {host} in place in the host tier)"
             raise EngineError(
-                f"KV blocks: expected room for {what}, got {pool.num_free} free blocks of {size} "
-                f"tokens = {pool.num_free * size}. Lower engine.max_model_len or give the KV cache "
-                "more blocks."
+                f"KV blocks: expected room for {what}, got {room} free blocks of {size} tokens"
+                f"{tiers if host else ''} = {room * size}. Lower engine.max_model_len or give the "
+                "KV cache more blocks."
             )

@@ -36,6 +36,7 @@ class BlockStates:
         self.gpu_index: dict[bytes, int] = {}
         self.cpu_index: dict[bytes, int] = {}
         self.num_owned_gpu = self.num_owned_cpu = 0
+        self.num_gpu_changes = 0
         clock = Clock()
         self.gpu_free, self.gpu_idle = BlockList(clock), BlockList(clock)
         # Of the host tier: blocks that compute reaches, then the others.
@@ -125,6 +126,7 @@ class BlockStates:
         home, where = self._home(block_id), self._where[block_id]
         if home is where:
             return
+        self.num_gpu_changes += block_id < self.num_gpu
         if where is not None:
             where.remove(block_id)
         if home is not None:

@@ -9,12 +9,13 @@ from itertools import islice
 
 from engine.errors import EngineError
 from engine.kv.moves import MoveBatch
-from engine.kv.pool_types import Claim, Match, PoolStats, Retain, Room, Tier, TierUse
+from engine.kv.pool_types import Claim, Match, PoolStats, Retain, Room, Tier
+from engine.kv.pool_view import PoolView
 from engine.kv.states import BlockStates
 from engine.kv.victims import Victims
 
 
-class TieredBlockPool:
+class TieredBlockPool(PoolView):
     """Hands out blocks of both tiers, remembers full ones by key, and decides what is copied.
 
     Ids 0 to num_gpu_blocks - 1 lie on the GPU, the next num_cpu_blocks in the host tier. A block
@@ -62,69 +63,9 @@ class TieredBlockPool:
                 f"num_cpu_blocks blocks in place, got {num_gpu_blocks} GPU blocks and "
                 f"{num_cpu_blocks} CPU blocks of {block_size} tokens, {in_place} in place."
             )
-        self.num_gpu_blocks = num_gpu_blocks
-        self.num_cpu_blocks = num_cpu_blocks
-        self.num_blocks = num_gpu_blocks + num_cpu_blocks
-        self.block_size = block_size
+        super().__init__(BlockStates(num_gpu_blocks, num_cpu_blocks, in_place), block_size)
         self.stats = PoolStats()
-        self._states = BlockStates(num_gpu_blocks, num_cpu_blocks, in_place)
         self._victims = Victims(self._states, self.stats)
-
-    @property
-    def num_free(self) -> int:
-        """GPU blocks without an owner: what `allocate` can hand out."""
-        return self._states.num_available_gpu
-
-    @property
-    def num_used(self) -> int:
-        """GPU blocks with an owner."""
-        return self._states.num_owned_gpu
-
-    def num_allocatable(self, room: Room) -> int:
-        """Return how many blocks `allocate` can hand out now."""
-        gpu = self._states.num_available_gpu if room != "cpu" else 0
-        return gpu + (self._states.num_available_in_place if room != "gpu" else 0)
-
-    def use(self, tier: Tier) -> TierUse:
-        """Return how a tier is used."""
-        states = self._states
-        if tier == "gpu":
-            return TierUse(states.num_owned_gpu, len(states.gpu_idle), len(states.gpu_free), 0)
-        free = sum(len(blocks) for blocks in states.cpu_free)
-        cached = sum(len(blocks) for blocks in (*states.cpu_spare, *states.cpu_only))
-        owned = states.num_owned_cpu
-        return TierUse(owned, cached, free, self.num_cpu_blocks - owned - cached - free)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def tier_of(self, block_id: int) -> Tier:
-        """Return where a block lies.
-
-        Raises:
-            EngineError: There is no such block.
-        """
-        self._states.check_id(block_id)
-        return "gpu" if self._states.is_gpu(block_id) else "cpu"
-
-    def ref_count(self, block_id: int) -> int:
-        """Return the number of owners of a block.
-
-        Raises:
-            EngineError: There is no such block.
-        """
-        self._states.check_id(block_id)
-        return self._states.owners[block_id]
-
-    def key_of(self, block_id: int) -> bytes | None:
-        """Return the key by which a block is found, if it is.
-
-        Raises:
-            EngineError: There is no such block.
-        """
-        self._states.check_id(block_id)
-        return self._states.keys[block_id]
 
     def can_allocate(self, n: int, room: Room = "gpu") -> bool:
         """Return whether `allocate(n, room)` would succeed."""
@@ -204,10 +145,6 @@ class TieredBlockPool:
             return index[key] == block_id
         self._states.set_key(block_id, key)
         return True
-
-    def findable(self, keys: Iterable[bytes]) -> list[bool]:
-        """Return for each key whether a block of either tier has it."""
-        return [key in self._states.gpu_index or key in self._states.cpu_index for key in keys]
 
     def match(self, keys: Sequence[bytes], num_tokens: int) -> Match:
         """Find the longest run of leading blocks over both tiers; at least one token is left over.
@@ -317,6 +254,23 @@ class TieredBlockPool:
         self.stats.swapped_out += remaining
         return remaining
 
+    def num_lacking(self, block_ids: Iterable[int]) -> int:
+        """Return of how many GPU blocks without other owners the host tier has no copy."""
+        states = self._states
+        return sum(
+            states.is_gpu(b) and states.owners[b] == 1 and states.copy_of(b) is None
+            for b in block_ids
+        )
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let content without an owner be found no more, in both tiers."""
+        states = self._states
+        for key in keys:
+            for index in (states.gpu_index, states.cpu_index):
+                block_id = index.get(key)
+                if block_id is not None and not states.owners[block_id]:
+                    states.drop_key(block_id)
+
     def store_ahead(self, limit: int) -> int:
         """Store what would give way next, so that taking it costs no wait; return how many.
 
@@ -363,15 +317,6 @@ class TieredBlockPool:
     def require(self, move_ids: Iterable[int]) -> None:
         """Let the next step wait for moves on the device, such as a claim's pending ones."""
         self._states.ledger.require(move_ids)
-
-    def is_pending(self, move_ids: Iterable[int]) -> bool:
-        """Return whether any of these moves is not complete."""
-        return any(self._states.ledger.is_in_flight(move_id) for move_id in move_ids)
-
-    @property
-    def num_moves(self) -> int:
-        """Moves that are not complete."""
-        return self._states.ledger.num_in_flight
 
     def _stay_in_place(self, match: Match, most: int) -> frozenset[int]:
         """Return the host blocks of a match that are not loaded."""

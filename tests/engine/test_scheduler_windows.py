@@ -69,7 +69,8 @@ class WindowWorld(World):
                 if window is None:
                     assert GONE not in table
                     continue
-                gone = min(len(table), num_expired(s.num_computed, window, self.size))
+                start = s.num_computed - s.num_computed % self.size
+                gone = min(len(table), num_expired(start, window, self.size))
                 assert table[:gone] == [GONE] * gone
                 assert GONE not in table[gone:]
                 assert s.num_gone == gone

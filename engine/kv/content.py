@@ -1,0 +1,198 @@
+"""What blocks of sequences hold: their keys, what is found of them, and what is kept of them."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from engine.kv.choice import swap_or_recompute
+from engine.kv.hashing import BlockHasher, KeyChain
+from engine.kv.policy import KVPolicy
+from engine.kv.pool_types import Match, Retain
+from engine.kv.tiers import TieredBlockPool
+from engine.kv.window import num_expired, usable_prefix
+from engine.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Leading blocks behind which a sequence can begin; good until a pool changes."""
+
+    num_blocks: int
+    """How many."""
+    num_gone: tuple[int, ...]
+    """Of those how many have expired, for each group of layers; they are not in the matches."""
+    matches: tuple[Match, ...]
+
+
+class BlockContent:
+    """Names full blocks, finds them again for sequences that begin or go on, and lets them go.
+
+    With prefix caching a key depends on tokens and salt, and full blocks are named as they are
+    computed. Without, keys are a sequence's own: its blocks are named when they are swapped out,
+    and its content is forgotten when it ends. Each pool has keys of its own, so that groups of
+    layers need no different ones.
+
+    Args:
+        pools: One for each group of layers.
+        windows: Most tokens that each group attends to; None: all.
+        policy: Whether to share, and what moving costs.
+    """
+
+    def __init__(
+        self,
+        pools: tuple[TieredBlockPool, ...],
+        windows: tuple[int | None, ...],
+        policy: KVPolicy,
+    ) -> None:
+        self._pools, self._windows, self.policy = pools, windows, policy
+        self.block_size = pools[0].block_size
+        self.has_host = all(pool.num_cpu_blocks > 0 for pool in pools)
+        """Whether every group has a host tier, so that a whole sequence can be kept there."""
+        self.retain: Literal["demote", "forget"] = "demote" if policy.prefix_caching else "forget"
+        """What becomes of blocks that a sequence has no use for any more."""
+        self._hasher = BlockHasher(policy.identity, self.block_size)
+        self._chains: dict[int, KeyChain] = {}
+
+    def find(self, sequence: Sequence, limit: int | None = None) -> Found:
+        """Find the leading blocks behind which a sequence can begin, at most `limit`."""
+        num_tokens = sequence.num_tokens
+        keys = self._keys(sequence, num_tokens) if self._may_find(sequence) else []
+        asked = min(len(keys), (num_tokens - 1) // self.block_size)
+        count = asked if limit is None else min(asked, limit)
+        for pool, window in self._groups:
+            if count:
+                count = self._usable(pool, window, keys[:count])
+        gone = tuple(
+            num_expired(count * self.block_size, w, self.block_size) for w in self._windows
+        )
+        matches = []
+        for pool, first in zip(self._pools, gone, strict=True):
+            match = pool.match(keys[first:count], (count - first) * self.block_size + 1)
+            missed = asked - count
+            matches.append(replace(match, num_asked=len(match.blocks) + missed))
+        return Found(count, gone, tuple(matches))
+
+    def num_shared(self, found: Found) -> tuple[int, ...]:
+        """Return for each group how many of the blocks found take no room, as they have owners."""
+        return tuple(
+            sum(
+                block_id < pool.num_gpu_blocks and pool.ref_count(block_id) > 0
+                for block_id in m.blocks
+            )
+            for pool, m in zip(self._pools, found.matches, strict=True)
+        )
+
+    def can_claim(self, found: Found, in_place: int) -> bool:
+        """Return whether `claim` with the same arguments would succeed."""
+        return all(
+            pool.can_claim(match, 0, in_place=0 if group else in_place)
+            for group, (pool, match) in enumerate(zip(self._pools, found.matches, strict=True))
+        )
+
+    def claim(self, sequence: Sequence, found: Found, in_place: int, fill: int) -> None:
+        """Give a sequence the blocks found; it begins behind them once what is loaded is there.
+
+        Args:
+            sequence: Has no blocks.
+            found: From `find`, with nothing changed since.
+            in_place: Of host blocks of the first group how many to use where they are, at most.
+            fill: Stands for expired blocks in block tables.
+        """
+        pending = []
+        resumed = sequence.num_preemptions > 0
+        for group, (pool, match) in enumerate(zip(self._pools, found.matches, strict=True)):
+            claim = pool.claim(match, in_place=0 if group else in_place, resumed=resumed)
+            table = sequence.block_tables[group]
+            table.extend([fill] * found.num_gone[group])
+            table.extend(claim.blocks)
+            pending.append(claim.pending)
+        sequence.num_gone = found.num_gone[-1]
+        sequence.num_computed = found.num_blocks * self.block_size
+        sequence.num_named = found.num_blocks
+        sequence.pending = tuple(pending)
+
+    def is_pending(self, sequence: Sequence) -> bool:
+        """Return whether content that a sequence begins behind is still on its way."""
+        return any(
+            pool.is_pending(moves)
+            for pool, moves in zip(self._pools, sequence.pending, strict=False)
+        )
+
+    def name(self, sequence: Sequence) -> None:
+        """Make blocks findable that became full with a sequence's num_computed."""
+        full = sequence.num_computed // self.block_size
+        if not self.policy.prefix_caching or full <= sequence.num_named:
+            return
+        keys = self._keys(sequence, sequence.num_computed)
+        for pool, table, gone in self._tables(sequence):
+            for place in range(max(gone, sequence.num_named), full):
+                pool.register(table[place], keys[place])
+        sequence.num_named = full
+
+    def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
+        """Take a sequence's blocks away and return how it goes on; its tables stay as they are.
+
+        Swapped content is stored as far as there is room; what is lost is computed again.
+        """
+        full = sequence.num_computed // self.block_size
+        parts = list(self._tables(sequence))
+        if not full or not self.has_host or not self._is_swap_cheaper(sequence, full):
+            retain: Retain = "drop" if self.policy.prefix_caching else "forget"
+            for pool, table, gone in parts:
+                pool.free(table[gone:], retain)
+            return "recompute"
+        keys = self._keys(sequence, sequence.num_computed)
+        for pool, table, gone in parts:
+            pool.swap_out(table[gone:], keys[gone:full])
+        return "swap"
+
+    def forget(self, sequence: Sequence) -> None:
+        """Note that a sequence ended; without prefix caching what was kept of it goes."""
+        chain = self._chains.pop(sequence.seq_id, None)
+        if chain is not None and not self.policy.prefix_caching:
+            for pool in self._pools:
+                pool.forget(chain.keys)
+
+    @property
+    def _groups(self) -> list[tuple[TieredBlockPool, int | None]]:
+        return list(zip(self._pools, self._windows, strict=True))
+
+    def _tables(self, sequence: Sequence) -> list[tuple[TieredBlockPool, list[int], int]]:
+        """Return each group's pool, a sequence's block table there, and where its blocks begin."""
+        tables = zip(self._groups, sequence.block_tables, strict=False)
+        return [
+            (pool, table, 0 if window is None else sequence.num_gone)
+            for (pool, window), table in tables
+        ]
+
+    def _may_find(self, sequence: Sequence) -> bool:
+        return self.policy.prefix_caching or sequence.seq_id in self._chains
+
+    def _keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Return the keys of the full blocks of at least so many leading tokens."""
+        chain = self._chains.get(sequence.seq_id)
+        if chain is None:
+            salt = sequence.params.cache_salt
+            if not self.policy.prefix_caching:
+                salt = f"sequence {sequence.seq_id}"
+            elif salt is not None:
+                salt = f"request {salt}"
+            chain = self._chains[sequence.seq_id] = KeyChain(self._hasher, salt)
+        return chain.extend(sequence.tokens, num_tokens)
+
+    def _usable(self, pool: TieredBlockPool, window: int | None, keys: SequenceOf[bytes]) -> int:
+        if window is None:
+            return len(pool.match(keys, len(keys) * self.block_size + 1).blocks)
+        return usable_prefix(pool.findable(keys), window, self.block_size)
+
+    def _is_swap_cheaper(self, sequence: Sequence, full: int) -> bool:
+        rates = self.policy.swap_rates
+        if rates is None:
+            return True
+        store_bytes = load_bytes = 0
+        parts = zip(self._tables(sequence), self.policy.block_bytes, strict=False)
+        for (pool, table, gone), block_bytes in parts:
+            store_bytes += pool.num_lacking(table[gone:full]) * block_bytes
+            load_bytes += (full - gone) * block_bytes
+        recompute_s = full * self.block_size * self.policy.recompute_token_s
+        return swap_or_recompute(store_bytes, load_bytes, rates, recompute_s) == "swap"

@@ -1,0 +1,98 @@
+"""PoolView: what can be asked of a pool of two tiers; nothing here changes it."""
+
+from collections.abc import Iterable
+
+from engine.kv.pool_types import Room, Tier, TierUse
+from engine.kv.states import BlockStates
+
+
+class PoolView:
+    """Sizes, use and content of a pool.
+
+    Args:
+        states: What every block is.
+        block_size: Tokens in a block.
+    """
+
+    def __init__(self, states: BlockStates, block_size: int) -> None:
+        self._states = states
+        self.block_size = block_size
+        self.num_gpu_blocks = states.num_gpu
+        self.num_cpu_blocks = states.num_cpu
+        self.num_in_place = states.num_in_place
+        """Host blocks that compute can read and write where they are, the first ones."""
+        self.num_blocks = states.num_gpu + states.num_cpu
+
+    @property
+    def num_free(self) -> int:
+        """GPU blocks without an owner: what `allocate` can hand out."""
+        return self._states.num_available_gpu
+
+    @property
+    def num_used(self) -> int:
+        """GPU blocks with an owner."""
+        return self._states.num_owned_gpu
+
+    @property
+    def num_changes(self) -> int:
+        """Counts GPU blocks that became owned, free or findable."""
+        return self._states.num_gpu_changes
+
+    def num_allocatable(self, room: Room) -> int:
+        """Return how many blocks `allocate` can hand out now."""
+        gpu = self._states.num_available_gpu if room != "cpu" else 0
+        return gpu + (self._states.num_available_in_place if room != "gpu" else 0)
+
+    def use(self, tier: Tier) -> TierUse:
+        """Return how a tier is used."""
+        states = self._states
+        if tier == "gpu":
+            return TierUse(states.num_owned_gpu, len(states.gpu_idle), len(states.gpu_free), 0)
+        free = sum(len(blocks) for blocks in states.cpu_free)
+        cached = sum(len(blocks) for blocks in (*states.cpu_spare, *states.cpu_only))
+        owned = states.num_owned_cpu
+        return TierUse(owned, cached, free, self.num_cpu_blocks - owned - cached - free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def tier_of(self, block_id: int) -> Tier:
+        """Return where a block lies.
+
+        Raises:
+            EngineError: There is no such block.
+        """
+        self._states.check_id(block_id)
+        return "gpu" if self._states.is_gpu(block_id) else "cpu"
+
+    def ref_count(self, block_id: int) -> int:
+        """Return the number of owners of a block.
+
+        Raises:
+            EngineError: There is no such block.
+        """
+        self._states.check_id(block_id)
+        return self._states.owners[block_id]
+
+    def key_of(self, block_id: int) -> bytes | None:
+        """Return the key by which a block is found, if it is.
+
+        Raises:
+            EngineError: There is no such block.
+        """
+        self._states.check_id(block_id)
+        return self._states.keys[block_id]
+
+    def findable(self, keys: Iterable[bytes]) -> list[bool]:
+        """Return for each key whether a block of either tier has it."""
+        return [key in self._states.gpu_index or key in self._states.cpu_index for key in keys]
+
+    def is_pending(self, move_ids: Iterable[int]) -> bool:
+        """Return whether any of these moves is not complete."""
+        return any(self._states.ledger.is_in_flight(move_id) for move_id in move_ids)
+
+    @property
+    def num_moves(self) -> int:
+        """Moves that are not complete."""
+        return self._states.ledger.num_in_flight

@@ -1,0 +1,51 @@
+"""Use of the KV blocks of both tiers and what became of their content, as plain data."""
+
+from dataclasses import asdict
+from typing import Any
+
+from engine.kv.groups import BlockGroups
+from engine.kv.tiers import TieredBlockPool
+
+
+def kv_stats(groups: BlockGroups) -> dict[str, Any]:
+    """Return the figures of all groups of layers, counts in blocks unless the name says otherwise.
+
+    `gpu`, `cpu`, `evictions`, `stores_skipped` and `pool` are sums over the groups, and `groups`
+    has each one's; `prefix` counts tokens of the first group, of sequences that were not preempted.
+    """
+    parts = [_of_pool(pool) for pool in groups.pools]
+    sums = {name: _sum([part[name] for part in parts]) for name in parts[0]}
+    first, size = groups.pools[0].stats, groups.block_size
+    block_bytes = groups.content.policy.block_bytes
+    return {
+        "block_bytes": block_bytes[0],
+        **sums,
+        "prefix": {
+            "hits_gpu_tokens": first.hits_gpu * size,
+            "hits_cpu_tokens": (first.hits_loaded + first.hits_in_place) * size,
+            "missed_tokens": first.misses * size,
+        },
+        "stores_skipped": sums["pool"]["stores_skipped"],
+        "groups": [
+            part | {"block_bytes": count} for part, count in zip(parts, block_bytes, strict=False)
+        ],
+    }
+
+
+def _of_pool(pool: TieredBlockPool) -> dict[str, dict[str, int]]:
+    gpu, cpu, stats = asdict(pool.use("gpu")), asdict(pool.use("cpu")), pool.stats
+    del gpu["in_transit"]
+    return {
+        "gpu": {"blocks": pool.num_gpu_blocks, **gpu},
+        "cpu": {"blocks": pool.num_cpu_blocks, **cpu, "in_place": pool.num_in_place},
+        "evictions": {
+            "gpu_kept": stats.evicted_kept,
+            "gpu_lost": stats.evicted_lost,
+            "cpu": stats.evicted_cpu,
+        },
+        "pool": stats.as_dict(),
+    }
+
+
+def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(each[name] for each in counts) for name in counts[0]}

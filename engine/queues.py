@@ -1,0 +1,131 @@
+"""Sequences that wait and sequences that have blocks, and how much of each runs in a step."""
+
+from collections import deque
+
+from engine.admission import Admission
+from engine.kv.groups import BlockGroups
+from engine.outlook import Outlook, Stand
+from engine.request import Sequence, SequenceStatus
+from engine.scheduler_config import SchedulerConfig, SchedulerStats
+from engine.step_plan import ScheduledSequence
+
+
+class Queues:
+    """Decides what runs next, takes the blocks for it, and preempts where there are none.
+
+    Args:
+        config: Limits of a step.
+        groups: Where blocks come from.
+        stats: What is counted.
+    """
+
+    def __init__(self, config: SchedulerConfig, groups: BlockGroups, stats: SchedulerStats) -> None:
+        self.waiting: deque[Sequence] = deque()
+        """Next first."""
+        self.running: list[Sequence] = []
+        """Those that have blocks, oldest first, those included that are LOADING."""
+        self._config, self._groups, self._stats = config, groups, stats
+        self._admission = Admission(groups, config.max_model_len)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one sequence has all blocks that are in use."""
+        return len(self.running) == 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+
+    def note_loaded(self) -> None:
+        """Let sequences run whose content has come."""
+        for sequence in self.running:
+            is_loading = sequence.status is SequenceStatus.LOADING
+            if is_loading and not self._groups.content.is_pending(sequence):
+                sequence.status, sequence.pending = SequenceStatus.RUNNING, ()
+
+    def wants(self, outlook: Outlook) -> list[tuple[Stand, int]]:
+        """Return the running sequences that are to run, oldest first, and how many tokens each.
+
+        Decodes are counted first, as a prefill need not be the newest: the content of another
+        may have come sooner.
+        """
+        stands = outlook.stands(self.running)
+        left = self._config.max_num_batched_tokens
+        left -= sum(stand.is_decode for stand in stands)
+        wants = []
+        for stand in stands:
+            want = 1
+            if not stand.is_decode:
+                want = min(left, stand.known - stand.computed)
+                left -= want
+            if want > 0:
+                wants.append((stand, want))
+        return wants
+
+    def make_step(
+        self, outlook: Outlook, wants: list[tuple[Stand, int]]
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
+        """Take blocks for what is to run, let others begin; return decodes and prefills."""
+        decodes: list[ScheduledSequence] = []
+        prefills: list[ScheduledSequence] = []
+        for stand, want in wants:
+            if stand.sequence.status is not SequenceStatus.RUNNING:
+                continue  # it was preempted for an older one
+            granted = self._grow(stand, want)
+            if granted:
+                (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
+        left = self._config.max_num_batched_tokens - len(decodes)
+        left -= sum(item.num_tokens for item in prefills)
+        while left > 0 and (sequence := self._begin_next(outlook)) is not None:
+            if sequence.status is SequenceStatus.LOADING:
+                continue
+            stand = outlook.stand(sequence)
+            granted = self._grow(stand, min(left, stand.known - stand.computed))
+            if granted:
+                (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
+                left -= granted
+        self._groups.store_ahead()
+        return decodes, prefills
+
+    def _begin_next(self, outlook: Outlook) -> Sequence | None:
+        """Let the sequence at the front of the queue begin, if limits and blocks allow."""
+        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
+            return None
+        sequence = self.waiting[0]
+        if not self._admission.begin(sequence, self.running, outlook):
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        if sequence.num_preemptions and sequence.num_computed:
+            self._stats.num_swaps_in += 1
+        is_pending = self._groups.content.is_pending(sequence)
+        sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
+        return sequence
+
+    def _grow(self, stand: Stand, want: int) -> int:
+        """Give a running sequence blocks for up to `want` more tokens; return for how many."""
+        sequence = stand.sequence
+        while True:
+            granted = self._groups.extend(sequence, stand.computed, want, alone=self.is_alone)
+            if granted:
+                return granted
+            newest = self.running[-1]
+            if newest is sequence:
+                self._stats.num_stalls += 1
+                return 0
+            self._preempt(newest)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the newest running sequence's blocks and put it at the front of the queue."""
+        self.running.remove(sequence)
+        if self._groups.preempt(sequence) == "swap":
+            self._stats.num_swaps_out += 1
+        else:
+            self._stats.num_recomputes += 1
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+        self._stats.num_preemptions += 1
