@@ -54,6 +54,16 @@ class HostBlocks:
         return 0 if self.in_place is None else self.num_pinned
 
     @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes of the pinned part and of the pageable one."""
+        return self.pinned.numel(), self.pageable.numel()
+
+    @property
+    def touch_s(self) -> float:
+        """Seconds that mapping and touching took."""
+        return sum(buffer.touch_s for buffer in self._buffers)
+
+    @property
     def pin_s(self) -> float:
         """Seconds that registration took."""
         return sum(buffer.pin_s for buffer in self._buffers)

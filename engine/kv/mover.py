@@ -148,13 +148,17 @@ class BlockMover:
     def submit(self, batch: MoveBatch) -> None:
         """Enqueue a batch, and let the compute stream wait for the moves that it names.
 
+        A batch whose submission failed may be submitted again, with nothing submitted, enqueued or
+        polled in between: what is enqueued of it stays so.
+
         Stream: behind what is enqueued on the current stream; what follows there waits.
         """
+        moves = [move for move in batch.moves if move.move_id not in self._points]
         for kind, stream in self._streams.items():
-            if any(move.kind == kind for move in batch.moves):
+            if any(move.kind == kind for move in moves):
                 stream.after_compute()
-        for first in range(0, len(batch.moves), self._piece):
-            for group in _levels(batch.moves[first : first + self._piece]):
+        for first in range(0, len(moves), self._piece):
+            for group in _levels(moves[first : first + self._piece]):
                 self._enqueue(group)
         points = {id(point): point for point in self._points_of(batch.waits)}
         for point in points.values():
@@ -178,18 +182,49 @@ class BlockMover:
         for point in self._points_of(move_ids):
             point.wait()
 
+    def wait_next(self) -> None:
+        """Block until one more piece is done, of loads where any is under way; `poll` returns it.
+
+        Returns at once where nothing is under way.
+        """
+        for name in ("load", "staged", "store"):
+            queue = self._under_way.get(name)
+            if queue:
+                queue[0][0].wait()
+                return
+
+    def warm_up(self) -> None:
+        """Copy the first block there and back by kernel, so that it is compiled and loaded.
+
+        Before the first move: contents change.
+
+        Stream: what follows on the current stream waits for it.
+        """
+        for kind, slots in self._slots.items():
+            gpu, host = self._words
+            slots.launch(*((host, gpu) if kind == "store" else (gpu, host)), [0], [0])
+            stream = self._streams[kind]
+            stream.compute_after(stream.record())
+
     @property
     def num_under_way(self) -> int:
         """Moves that `poll` has not returned."""
         return len(self._points)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether some of them may be loads: copies to the GPU, or staged ones."""
+        return bool(self._under_way.get("load") or self._under_way.get("staged"))
+
     def close(self) -> None:
         """Wait for all moves and end the staging thread."""
-        self.wait(list(self._points))
-        if self._staging is not None:
-            self._staging.close()
-        self._points.clear()
-        self._under_way.clear()
+        try:
+            self.wait(list(self._points))
+        finally:
+            if self._staging is not None:
+                self._staging.close()
+            self._points.clear()
+            self._under_way.clear()
 
     def _points_of(self, move_ids: Iterable[int]) -> list[_Point]:
         return [self._points[move_id] for move_id in move_ids if move_id in self._points]

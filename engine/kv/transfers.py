@@ -1,0 +1,111 @@
+"""Transfers: the moves that a scheduler decides go to the movers, and what is done comes back."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from engine.errors import EngineError
+from engine.kv.moves import MoveBatch
+
+
+class MoveSource(Protocol):
+    """Decides moves, for each group of layers."""
+
+    def take_moves(self) -> tuple[MoveBatch, ...]:
+        """Return for each group what was decided since the last call."""
+
+    def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
+        """Note that moves are done."""
+
+
+class Mover(Protocol):
+    """Executes the moves of one group; see engine.kv.mover.BlockMover."""
+
+    def submit(self, batch: MoveBatch) -> None:
+        """Enqueue a batch."""
+
+    def poll(self) -> list[int]:
+        """Return moves that are done."""
+
+    def wait_next(self) -> None:
+        """Block until more are done."""
+
+    @property
+    def num_under_way(self) -> int:
+        """Moves that `poll` has not returned."""
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether some of them may be loads."""
+
+
+class Transfers:
+    """Joins the decisions about moves with their execution.
+
+    Args:
+        source: Decides.
+        movers: Of each group; None where the group has no host tier.
+    """
+
+    def __init__(self, source: MoveSource, movers: Sequence[Mover | None]) -> None:
+        self._source, self._movers = source, tuple(movers)
+        self._outbox: deque[tuple[int, MoveBatch]] = deque()
+
+    @property
+    def num_under_way(self) -> int:
+        """Moves that were submitted and are not known to be done."""
+        return sum(mover.num_under_way for mover in self._movers if mover is not None)
+
+    def submit(self) -> None:
+        """Enqueue all moves decided so far, and let what follows wait for those that it must.
+
+        Where it raises, the next call goes on where it stopped.
+
+        Raises:
+            EngineError: A group without a host tier was to move blocks.
+
+        Stream: behind what is enqueued on the current stream, which waits.
+        """
+        self._outbox.extend(enumerate(self._source.take_moves()))
+        while self._outbox:
+            group, batch = self._outbox[0]
+            mover = self._movers[group] if group < len(self._movers) else None
+            if mover is not None:
+                if batch:
+                    mover.submit(batch)
+            elif batch:
+                raise EngineError(
+                    f"moves: expected none of group {group}, which has no host tier, got "
+                    f"{len(batch.moves)}."
+                )
+            self._outbox.popleft()
+
+    def poll(self) -> None:
+        """Tell the source what is done; waits for nothing."""
+        if self._outbox:  # the last submission failed; before anything else is done about it
+            self.submit()
+        for group, mover in enumerate(self._movers):
+            if mover is not None and mover.num_under_way:
+                self._source.complete_moves(group, mover.poll())
+
+    def wait_next(self) -> None:
+        """Block until moves are done that were not, and tell the source.
+
+        Raises:
+            EngineError: None is under way.
+        """
+        if not self.num_under_way:
+            raise EngineError(
+                "moves: expected one under way that sequences wait for, got none. This is a fault "
+                "of the scheduler."
+            )
+        busy = [mover for mover in self._movers if mover is not None and mover.num_under_way]
+        for mover in [mover for mover in busy if mover.is_loading] or busy:
+            mover.wait_next()
+        self.poll()
+
+    def drain(self) -> None:
+        """Enqueue all moves, block until they are done, and tell the source."""
+        self.submit()
+        while self.num_under_way:
+            self.wait_next()

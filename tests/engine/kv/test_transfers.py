@@ -1,0 +1,107 @@
+"""Moves go to the movers of their groups, once each, and back to the scheduler when done."""
+
+import pytest
+import torch
+
+from engine.device.cpu import CPUDevice
+from engine.errors import EngineError
+from engine.kv.host_blocks import HostBlocks
+from engine.kv.mover import BlockMover
+from engine.kv.moves import Move, MoveBatch
+from engine.kv.transfers import Transfers
+
+NONE = MoveBatch((), frozenset())
+
+
+class Source:
+    def __init__(self, *batches):
+        self.batches, self.done = list(batches), []
+
+    def take_moves(self):
+        return self.batches.pop(0) if self.batches else (NONE, NONE)
+
+    def complete_moves(self, group, move_ids):
+        self.done += [(group, move_id) for move_id in move_ids]
+
+
+def moves(*given, waits=()):
+    return MoveBatch(tuple(Move(*each) for each in given), frozenset(waits))
+
+
+def mover_of(num_gpu=4, num_pinned=4, num_pageable=0):
+    device = CPUDevice()
+    host = HostBlocks(
+        device, num_pinned=num_pinned, num_pageable=num_pageable, block_bytes=64, can_uva=True
+    )
+    gpu = torch.arange(num_gpu, dtype=torch.uint8).repeat_interleave(64).view(num_gpu, 64)
+    return BlockMover(device, gpu, host, dma_run_bytes=1), gpu, host
+
+
+def test_moves_of_each_group_run_and_are_told_once():
+    (one, _, host), (two, other_gpu, other) = mover_of(), mover_of()
+    other.pinned.fill_(9)
+    source = Source((moves((0, "store", 1, 4)), moves((0, "load", 5, 3))), (NONE, NONE))
+    transfers = Transfers(source, [one, two])
+    transfers.submit()
+    assert transfers.num_under_way == 2
+    transfers.submit()
+    transfers.drain()
+    assert sorted(source.done) == [(0, 0), (1, 0)]
+    assert (int(host.pinned[0, 0]), int(other_gpu[3, 0])) == (1, 9)
+    assert transfers.num_under_way == 0
+
+
+def test_loads_are_waited_for_before_stores():
+    (one, *_), (two, *_) = mover_of(), mover_of(num_pinned=3, num_pageable=1)
+    source = Source((moves((0, "store", 1, 4)), moves((0, "load", 7, 3), (1, "store", 0, 4))))
+    transfers = Transfers(source, [one, two])
+    transfers.submit()
+    waited = []
+    for group, mover in enumerate((one, two)):
+        wait = mover.wait_next
+
+        def note(group=group, wait=wait):
+            waited.append(group)
+            wait()
+
+        mover.wait_next = note
+    transfers.wait_next()
+    assert waited == [1]
+    transfers.drain()
+    assert sorted(source.done) == [(0, 0), (1, 0), (1, 1)]
+    one.close()
+    two.close()
+
+
+def test_a_submission_that_failed_goes_on_where_it_stopped(monkeypatch):
+    mover, gpu, host = mover_of(num_gpu=2, num_pinned=2)
+    host.pinned[1].fill_(7)
+    # The content of block 0 goes to 2; 0 takes that of 3.
+    source = Source((moves((0, "store", 0, 2), (1, "load", 3, 0, (0,)), waits=[1]),))
+    transfers = Transfers(source, [mover])
+    enqueue, calls = mover._enqueue, []
+
+    def fail_at_the_second(group):
+        calls.append(group)
+        if len(calls) == 2:
+            raise RuntimeError("tests say so")
+        enqueue(group)
+
+    monkeypatch.setattr(mover, "_enqueue", fail_at_the_second)
+    with pytest.raises(RuntimeError, match="tests say so"):
+        transfers.submit()
+    transfers.poll()
+    assert [[move.move_id for move in group] for group in calls] == [[0], [1], [1]]
+    transfers.drain()
+    assert sorted(source.done) == [(0, 0), (0, 1)]
+    assert (int(gpu[0, 0]), int(host.pinned[0, 0])) == (7, 0)
+
+
+def test_moves_without_a_host_tier_and_waits_for_nothing_are_faults():
+    with pytest.raises(EngineError, match="none of group 0, which has no host tier, got 1"):
+        Transfers(Source((moves((0, "store", 1, 4)),)), []).submit()
+    transfers = Transfers(Source(), [])
+    transfers.submit()
+    transfers.drain()
+    with pytest.raises(EngineError, match="expected one under way"):
+        transfers.wait_next()
