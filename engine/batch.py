@@ -4,10 +4,32 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kv.pieces import PrefillPiece
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPrefill:
+    """The part of a sequence that has blocks in the host tier: they are copied to the GPU first."""
+
+    first: int
+    """Of the step's tokens, its first one."""
+    stop: int
+    """The one after its last."""
+    table: torch.Tensor
+    """int32 [1, M]; blocks of the host tier are named by their place in a staging buffer, counted
+    from the number of blocks on the GPU."""
+    starts: torch.Tensor
+    """int32 [2]: 0 and its number of tokens."""
+    seq_len: torch.Tensor
+    """int32 [1]."""
+    host_ids: torch.Tensor
+    """int64 [n]: its blocks of the host tier in order of position, numbered within the tier."""
+    pieces: tuple[PrefillPiece, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens of a step, packed: one per decode, then the prefills' parts.
+    """Tokens of a step, packed: one per decode, then the prefills' parts, staged ones last.
 
     T tokens, S sequences (rows of the block table: decodes, then prefills), M blocks a sequence.
     Padded decode rows have slot -1 and length 0.
@@ -32,11 +54,26 @@ class Batch:
     max_decode_len: int
     """Upper bound of the decodes' lengths; sizes the grid only."""
     prefill_starts: torch.Tensor | None
-    """int32 [prefills + 1]: first token of each prefill, counted from the first prefill's."""
+    """int32 [prefills + 1]: first token of each prefill, counted from the first prefill's; without
+    those that are staged, None where there are no others."""
     max_prefill_tokens: int
     """Most tokens of one prefill."""
     logits_rows: torch.Tensor | None
     """int64 [R]: tokens whose logits are wanted; None: all."""
+    staged: tuple[StagedPrefill, ...] = ()
+    """Prefills over blocks of both tiers."""
+    kv_in_place_bytes: int = 0
+    """Keys and values that decodes read in the host tier."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it has no prefill."""
+        return self.prefill_starts is None and not self.staged
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the block tables but for staged prefills, whose rows follow."""
+        return int(self.seq_lens.shape[0]) - len(self.staged)
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,8 @@ from engine.errors import EngineError
 from engine.request import Sequence
 
 ALIGN_BYTES = 64
+NO_HOST_TIER = 2**31 - 1
+"""No block has a number as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,29 @@ class Upload:
 class _Table:
     """The block tables of one group of layers: on the host as last written, and on the device."""
 
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+    def __init__(self, rows: int, width: int, device: torch.device, num_gpu: int) -> None:
         self.device = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self.host = np.zeros((rows, width), dtype=np.int32)
+        self.num_hosts = [0] * rows
+        """Of each row, how many entries lie in the host tier."""
+        self._num_gpu = num_gpu
         self._rows: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
 
     def write(self, row: int, sequence: Sequence, blocks: SequenceOf[int]) -> None:
         """Write a row; only what is new where it held the same sequence."""
-        seq_id, preemptions, written = self._rows[row]
-        if seq_id != sequence.seq_id or preemptions != sequence.num_preemptions:
-            written = 0
+        seq_id, version, written = self._rows[row]
+        if seq_id != sequence.seq_id or version != sequence.table_version:
+            written = self.num_hosts[row] = 0
         if written < len(blocks):
-            self.host[row, written : len(blocks)] = blocks[written:]
-        self._rows[row] = (sequence.seq_id, sequence.num_preemptions, len(blocks))
+            new = self.host[row, written : len(blocks)]
+            new[:] = blocks[written:]
+            self.num_hosts[row] += int(np.count_nonzero(new >= self._num_gpu))
+        self._rows[row] = (sequence.seq_id, sequence.table_version, len(blocks))
+
+    def write_once(self, row: int, blocks: np.ndarray) -> None:
+        """Write a row that is no sequence's table; whoever is next writes it whole."""
+        self.host[row, : blocks.shape[0]] = blocks
+        self._rows[row] = (-1, 0, 0)
 
 
 class StepInputs:
@@ -84,10 +96,20 @@ class StepInputs:
         rows: Most sequences of a step.
         width: Most blocks of a sequence.
         num_groups: Groups of layers, each with slots and block tables of its own: 1 or 2.
+        num_gpu: Blocks of the first group with smaller numbers lie on the GPU.
+        num_host: Most blocks of a sequence that lie in the host tier.
     """
 
     def __init__(
-        self, device: Device, tokens: int, rows: int, width: int, num_groups: int = 1
+        self,
+        device: Device,
+        tokens: int,
+        rows: int,
+        width: int,
+        num_groups: int = 1,
+        *,
+        num_gpu: int = NO_HOST_TIER,
+        num_host: int = 0,
     ) -> None:
         self.ids: Field
         """int64 [tokens]."""
@@ -101,11 +123,14 @@ class StepInputs:
         """int32 [rows]."""
         num_bytes = tokens * (2 + num_groups) * 8 + 12 * ALIGN_BYTES
         num_bytes += rows * (num_groups * width * 4 + 4 + 4 + 8 + 8 + 8)
+        if num_host:
+            num_bytes += rows * (num_host * 8 + 8 + 2 * ALIGN_BYTES)
         self._hosts = [device.upload_buffer((num_bytes,), torch.uint8) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._hosts]
         at = device.torch_device
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=at)
-        self._tables = [_Table(rows, width, at) for _ in range(num_groups)]
+        limits = (num_gpu, NO_HOST_TIER)
+        self._tables = [_Table(rows, width, at, limits[group]) for group in range(num_groups)]
         self._turn = self._at = 0
         self._used_rows = self._used_width = 0
         self._unknown: list[tuple[int, int]] = []
@@ -139,7 +164,7 @@ class StepInputs:
         kind = np.int64 if dtype is torch.int64 else np.int32
         return Field(self._arrays[self._turn][start:stop].view(kind), device)
 
-    def add(self, values: SequenceOf[int], dtype: torch.dtype) -> torch.Tensor:
+    def add(self, values: SequenceOf[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         """Append one more input, int64 or int32; return it on the device, valid after `send`."""
         field = self._take(len(values), dtype)
         field.host[:] = values
@@ -151,6 +176,24 @@ class StepInputs:
         self._used_width = max(self._used_width, len(sequence.block_table))
         for table, blocks in zip(self._tables, sequence.block_tables, strict=False):
             table.write(row, sequence, blocks)
+
+    def set_staged_table(self, row: int, sequence: Sequence, blocks: np.ndarray) -> None:
+        """Write a row for one step: other blocks of the first group than the sequence has.
+
+        Args:
+            row: The row.
+            sequence: Whose blocks the other group has.
+            blocks: int64, no more of them than the sequence has.
+        """
+        self._used_rows = max(self._used_rows, row + 1)
+        self._used_width = max(self._used_width, len(sequence.block_table))
+        self._tables[0].write_once(row, blocks)
+        for table, others in zip(self._tables[1:], sequence.block_tables[1:], strict=False):
+            table.write(row, sequence, others)
+
+    def num_hosts(self, row: int) -> int:
+        """Return how many blocks of a row's sequence lie in the host tier; of `set_table` only."""
+        return self._tables[0].num_hosts[row]
 
     def set_unknown(self, place: int, token_row: int) -> None:
         """Let the id at `place` be the token that the step before samples in `token_row`."""

@@ -1,0 +1,109 @@
+"""Prefills over blocks of both tiers: which they are, and what a batch says of them."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import StagedPrefill
+from engine.inputs import StepInputs
+from engine.kv.pieces import cut_pieces, host_places
+from engine.plan import MemoryPlan
+from engine.step_plan import ScheduledSequence
+
+
+@dataclass(frozen=True)
+class TieredInputs:
+    """What a step needs to know of blocks that lie in the host tier.
+
+    Blocks are those of the first group of layers; live blocks of the other all lie on the GPU.
+    """
+
+    num_gpu: int
+    """Blocks on the GPU; those of the host tier have the numbers from it on."""
+    block_size: int
+    block_bytes: int
+    stage_blocks: int
+    """Blocks that a staging buffer holds."""
+    width: int
+    """Most blocks of a sequence in the host tier."""
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> "TieredInputs | None":
+        """Return what a plan gives; None where sequences own no blocks in the host tier."""
+        host = plan.host_kv
+        if host is None or not host.in_place or not host.num_pinned[0]:
+            return None
+        longest = -(-plan.max_model_len // plan.block_size)
+        return cls(
+            num_gpu=plan.num_gpu_blocks,
+            block_size=plan.block_size,
+            block_bytes=plan.kv.block_bytes[0],
+            stage_blocks=host.stage_blocks,
+            width=min(longest, host.num_pinned[0]),
+        )
+
+    def split(
+        self, prefills: SequenceOf[ScheduledSequence]
+    ) -> tuple[list[ScheduledSequence], list[tuple[ScheduledSequence, np.ndarray]]]:
+        """Part prefills whose keys all lie on the GPU from others.
+
+        Returns:
+            Those, and the others with the places of their host blocks in the table.
+        """
+        plain, staged = [], []
+        for item in prefills:
+            table = item.sequence.block_table
+            places = host_places(table, item.stop, self.block_size, self.num_gpu)
+            if places.size:
+                staged.append((item, places))
+            else:
+                plain.append(item)
+        return plain, staged
+
+    def stage(
+        self,
+        inputs: StepInputs,
+        row: int,
+        first: int,
+        item: ScheduledSequence,
+        places: np.ndarray,
+    ) -> StagedPrefill:
+        """Write what one of the others needs beside its tokens, between `begin` and `send`.
+
+        Args:
+            inputs: Of the step.
+            row: Its row of the block tables.
+            first: Its first token among the step's.
+            item: What runs.
+            places: From `split`.
+        """
+        count = -(-item.stop // self.block_size)
+        table = np.asarray(item.sequence.block_table[:count], dtype=np.int64)
+        host_ids = table[places] - self.num_gpu
+        # A block has one slot whichever piece stages it.
+        table[places] = self.num_gpu + np.arange(places.size) % self.stage_blocks
+        inputs.set_staged_table(row, item.sequence, table)
+        return StagedPrefill(
+            first=first,
+            stop=first + item.num_tokens,
+            table=inputs.tables[row : row + 1],
+            starts=inputs.add([0, item.num_tokens], torch.int32),
+            seq_len=inputs.lens.device[row : row + 1],
+            host_ids=inputs.add(host_ids, torch.int64),
+            pieces=cut_pieces(places, item.stop, self.block_size, self.stage_blocks),
+        )
+
+    def read_bytes(self, inputs: StepInputs, decodes: SequenceOf[ScheduledSequence]) -> int:
+        """Return the bytes that decodes read in the host tier, their tables being written."""
+        size, tokens = self.block_size, 0
+        for row, item in enumerate(decodes):
+            count = inputs.num_hosts(row)
+            if not count:
+                continue
+            table, need = item.sequence.block_table, -(-item.stop // size)
+            unused = sum(block >= self.num_gpu for block in table[need:])
+            lack = need * size - item.stop if table[need - 1] >= self.num_gpu else 0
+            tokens += (count - unused) * size - lack
+        return tokens * (self.block_bytes // size)
