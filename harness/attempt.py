@@ -31,6 +31,7 @@ from harness.prompts import PromptRow, read_prompts
 from harness.scenarios.load import summarise_loads
 from harness.scenarios.predicted import differences
 from harness.schema import RunConfig
+from harness.system_config import SystemConfig
 from harness.telemetry.run import Telemetry
 from harness.telemetry.window import Span
 from harness.traffic.trace import TraceRow, read_trace
@@ -176,6 +177,7 @@ class Attempt:
             kind=kind,
             engine=replace(self._engine, measured_rates=self._measured_rates()),
             scenario=self._config.scenario,
+            system=self._config.system,
             prompts=self._prompts if kind == "measure" else {},
             trace=self._trace if kind == "measure" else [],
             reference=reference,
@@ -208,7 +210,8 @@ class Attempt:
         if read_reference(path) is not None:
             return path
         job = self._job("reference", "reference", path)
-        job = replace(job, engine=config, under_test=self._engine)
+        under_test = self._engine if self._config.system.kind == "native" else None
+        job = replace(job, engine=config, system=SystemConfig(), under_test=under_test)
         status, error, result = self._execute(job)
         if status in {"no_fit", "oom"} and error is not None and error["phase"] != PLAN_PHASE:
             self._unchecked = (

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.plan import MemoryPlan
 from harness.scenarios.drive import Engine
 from harness.scenarios.open_loop import Wait
 from harness.scenarios.predicted import predicted_times
+from harness.scenarios.serve import OpenDoor
 from harness.schema import ScenarioConfig
 
 Progress = Callable[[str, int, int], None]
@@ -59,6 +61,8 @@ class EngineDoor:
     """The clock of the engine's token times."""
     wait: Wait = asyncio.sleep
     """Lets seconds of that clock pass."""
+    open_async: OpenDoor = AsyncLLM
+    """Opens the asynchronous door of an engine that `load_code` gave."""
 
 
 def load_engine_code() -> EngineFactory:

@@ -46,6 +46,7 @@ OPTIONS: Final = {
 }
 GROUP_TITLES: Final = {
     "model": "what runs (none chosen: the demo model smollm2_135m)",
+    "system": "what answers the requests: this project's engine or a peer",
     "gpu": "on which card's memory; a budget that is enforced on the hardware that is here",
     "offload": "which weights live in host memory",
     "kv": "the KV cache",
@@ -55,7 +56,6 @@ GROUP_TITLES: Final = {
 }
 ROOT_KEYS: Final = {
     "mode=run": "plan: print what fits, predicted times and what to choose; nothing runs",
-    "system=native": "the engine of this project (others are not available yet)",
     "rerun=all": "run every point (failed and none are not available yet)",
     "fail_fast=false": "true: stop a sweep at the first point that is not ok",
     "timeout_s=null": "seconds that a point may take",

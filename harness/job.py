@@ -8,6 +8,7 @@ from typing import Final
 from engine.config import EngineConfig
 from harness.prompts import PromptRow
 from harness.schema import ScenarioConfig
+from harness.system_config import SystemConfig
 from harness.traffic.trace import TraceRow
 
 SAMPLES_NAME: Final = "samples.jsonl"
@@ -29,6 +30,8 @@ class WorkerJob:
     """measure | load | reference."""
     engine: EngineConfig
     scenario: ScenarioConfig
+    system: SystemConfig = field(default_factory=SystemConfig)
+    """What answers the requests."""
     prompts: dict[str, list[PromptRow]] = field(default_factory=dict)
     """Part of the scenario -> rows of its prompts_file."""
     trace: list[TraceRow] = field(default_factory=list)

@@ -18,7 +18,7 @@ __all__ = [
     "unknown_key",
 ]
 
-GROUPS: Final = ("model", "gpu", "offload", "kv", "scenario", "tracking", "experiment")
+GROUPS: Final = ("model", "system", "gpu", "offload", "kv", "scenario", "tracking", "experiment")
 """Groups of files in conf/; each but experiment fills the node of its name."""
 
 _NAMES: Final = {int: "an integer", float: "a number", bool: "true or false", str: "text"}

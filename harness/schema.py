@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from engine.spec import ModelSpec
 from harness.measure.statistics import LEAST_REPEATS
+from harness.system_config import SystemConfig
 from harness.traffic.scenario import ServeScenario
 
 __all__ = [
@@ -316,8 +317,6 @@ class RunConfig(Sealed):
 
     mode: str = "run"
     """run | plan (print what fits, what it costs and what to choose; nothing runs)."""
-    system: str = "native"
-    """native: the engine of this project (others are not available yet)."""
     rerun: str = "all"
     """all: every point runs (resuming, failed | none, is not available yet)."""
     fail_fast: bool = False
@@ -326,6 +325,8 @@ class RunConfig(Sealed):
     """Seconds that a point may take before it is stopped with status timeout; null: no limit."""
     model: ModelNode
     """What runs."""
+    system: SystemConfig = field(default_factory=SystemConfig)
+    """What answers the requests."""
     gpu: GPUConfig = field(default_factory=GPUConfig)
     """On which budget."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -344,8 +345,8 @@ class RunConfig(Sealed):
     def check(self) -> None:
         """Raise ConfigError for what is not available yet and for requests that cannot fit."""
         check_choice("mode", self.mode, ("run", "plan"))
-        available = {"system": "native", "rerun": "all"}
-        known = {"system": ("native",), "rerun": ("all", "failed", "none")}
+        available = {"rerun": "all"}
+        known = {"rerun": ("all", "failed", "none")}
         for name, only in available.items():
             value = getattr(self, name)
             check_choice(name, value, known[name])

@@ -58,12 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(argv: Sequence[str] | None, door: EngineDoor | None = None) -> int:
-    """Run the job that the arguments name; return 0 when its status is ok, else 1.
-
-    Args:
-        argv: the command line; None: this process's.
-        door: the engine to use in the place of the one that the job names.
-    """
+    """Run the job that the arguments name, with `door` if given; return 0 if it is ok, else 1."""
     parser = argparse.ArgumentParser(prog="python -m harness.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--job", required=True)

@@ -4,9 +4,9 @@ One run at a rate, or a search of the highest rate that keeps the objectives.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from engine.async_llm import AsyncLLM
 from harness.measure.latency import floor_note
@@ -20,7 +20,7 @@ from harness.measure.serving import (
 from harness.measure.statistics import drift
 from harness.prompts import synthetic_prompts
 from harness.scenarios.drive import Clock, Driver, Engine, OnProgress, StepTotals
-from harness.scenarios.open_loop import CUT_OFF, Limits, Wait, run_open_loop
+from harness.scenarios.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
 from harness.scenarios.outcome import Outcome, failure_reasons
 from harness.scenarios.peak import Peak, search_peak
 from harness.traffic.prompts import fill_tokens
@@ -30,6 +30,24 @@ from harness.traffic.trace import TraceRow
 
 LEAST_SENT_SHARE: Final = 0.95
 """Share of the planned rate below which the client did not keep its schedule."""
+
+
+class ServingDoor(Door, Protocol):
+    """An asynchronous door that can be shut."""
+
+    def release(self) -> Any:
+        """Take no more requests; the engine may be used by others again."""
+        ...
+
+
+class OpenDoor(Protocol):
+    """Opens the asynchronous door of an engine; `engine.async_llm.AsyncLLM` is one."""
+
+    def __call__(
+        self, llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
+    ) -> ServingDoor:
+        """Return the door; `on_step` gets the counts of each step and its seconds."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +104,7 @@ def measure_serve(
     clock: Clock,
     wait: Wait = asyncio.sleep,
     on_progress: OnProgress | None = None,
+    open_door: OpenDoor = AsyncLLM,
 ) -> tuple[Outcome, StepTotals]:
     """Run the scenario; return its figures and the sums over the steps.
 
@@ -95,11 +114,20 @@ def measure_serve(
         clock: seconds, the clock of the tokens' times.
         wait: lets time pass on that clock.
         on_progress: called with requests done, requests in all, output tokens.
+        open_door: opens the asynchronous door of the engine.
     """
     totals = StepTotals()
+    plan = llm.plan
+
+    def open_one(max_pending: int) -> ServingDoor:
+        return open_door(
+            llm,
+            max_pending=max_pending,
+            on_step=lambda step, duration_s: totals.add(step, duration_s, plan),
+        )
 
     def serve(schedule: Schedule) -> list[ServedRequest]:
-        return asyncio.run(_serve(llm, schedule, load.config, totals, clock, wait, on_progress))
+        return asyncio.run(_serve(open_one, schedule, load.config, clock, wait, on_progress))
 
     if load.config.search is None:
         schedule = load.schedule()
@@ -122,21 +150,15 @@ def measure_serve(
 
 
 async def _serve(
-    llm: Engine,
+    open_one: Callable[[int], ServingDoor],
     schedule: Schedule,
     config: ServeScenario,
-    totals: StepTotals,
     clock: Clock,
     wait: Wait,
     on_progress: OnProgress | None,
 ) -> list[ServedRequest]:
     is_trial = config.search is not None
-    plan = llm.plan
-    door = AsyncLLM(
-        llm,
-        max_pending=len(schedule.requests),
-        on_step=lambda step, duration_s: totals.add(step, duration_s, plan),
-    )
+    door = open_one(len(schedule.requests))
     limits = Limits(max_concurrency=config.max_concurrency, drain_s=config.drain_s)
     try:
         return await run_open_loop(

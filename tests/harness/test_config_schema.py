@@ -22,6 +22,7 @@ from harness.schema import (
     ThroughputScenario,
     TrackingConfig,
 )
+from harness.system_config import SystemConfig
 
 SPEC = ModelSpec(
     model_type="llama",
@@ -35,6 +36,9 @@ SPEC = ModelSpec(
     max_position_embeddings=128,
 )
 HUB = ModelSource(kind="hub", repo="a/b", revision="main")
+
+
+HTTP: dict[str, Any] = {"kind": "http", "base_url": "http://localhost:8000/v1"}
 
 
 def run_config(**changes: Any) -> RunConfig:
@@ -83,7 +87,16 @@ def latency(**changes: Any) -> ScenarioConfig:
         (PlannerConfig, {"auto_fields": "max_model_len"}, ["planner.auto_fields", "a list"]),
         (PlannerConfig, {"auto_fields": ["max_model_len"] * 2}, ["planner.auto_fields", "once"]),
         (run_config, {"mode": "x"}, ["mode", "run, plan", "'x'"]),
-        (run_config, {"system": "other"}, ["system", "native", "'other'"]),
+        (SystemConfig, {"kind": "other"}, ["system.kind", "native", "'other'"]),
+        (
+            SystemConfig,
+            {"kind": "vllm", "base_url": "x"},
+            ["system.base_url", "vllm", "system=http"],
+        ),
+        (SystemConfig, {"kind": "http"}, ["system.base_url", "http://", "None"]),
+        (SystemConfig, {**HTTP, "base_url": "localhost:1"}, ["system.base_url", "'localhost:1'"]),
+        (SystemConfig, {**HTTP, "prompts": "x"}, ["system.prompts", "text", "'x'"]),
+        (SystemConfig, {**HTTP, "request_timeout_s": 0}, ["system.request_timeout_s", "> 0"]),
         (run_config, {"rerun": "failed"}, ["rerun", "rerun=failed is not available"]),
         (run_config, {"timeout_s": 0}, ["timeout_s", "> 0"]),
         (run_config, {"scenario": latency(prompt_tokens=128)}, ["scenario.latency", "128", "192"]),

@@ -1,0 +1,1 @@
+"""What is measured beside this project's engine, behind the same door."""

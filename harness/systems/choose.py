@@ -1,0 +1,18 @@
+"""Which door a job goes through: the one place that knows every system.
+
+A system is a class with `from_config` and `plan_for` (harness.door.EngineFactory) whose instances
+are a harness.scenarios.drive.Engine. `harness.systems.base` has the parts that such an engine may
+lack: a plan, a load report, counts of a step.
+"""
+
+from harness.door import EngineDoor, engine_door
+from harness.job import WorkerJob
+
+
+def door_for(job: WorkerJob) -> EngineDoor:
+    """Return the door to what answers the requests of a job."""
+    match job.system.kind:
+        case "native":
+            return engine_door()
+        case other:
+            raise ValueError(f"system.kind: expected native, got {other!r}.")
