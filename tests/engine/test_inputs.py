@@ -121,7 +121,7 @@ def test_table_rows_follow_their_sequences():
     assert send(first, second) == [[1, 2], [3, 4]]
     assert send(second, first) == [[3, 4], [1, 2]]
     second.block_table = [9, 8, 7]
-    second.num_preemptions += 1
+    second.table_version += 1
     assert send(second) == [[9, 8, 7]]
 
 
