@@ -163,7 +163,7 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "kv/stored_gib": "bytes of blocks copied from the GPU to the host tier in that part",
         "kv/loaded_gib": "bytes of blocks copied from the host tier to the GPU",
         "kv/in_place_gib": "bytes of keys and values that decodes read in the host tier",
-        "kv/staged_prefill_gib": "bytes of host blocks that prefills copied to the GPU to read them",
+        "kv/staged_prefill_gib": "bytes of host blocks that prefills copied to the GPU to read",
         "kv/transfer_gb_s": (
             "bytes of keys and values over the link in that part, both directions, copied and read"
             " in place / its time, GB = 10^9 bytes"

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from reports import facts, theme
+from reports.kv_figure import kv_figure
 from reports.memory_figure import memory_figure
 from reports.record import RunRecord, summarise
 from reports.text import label_of, number
@@ -156,6 +157,7 @@ FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
         "latency": latency_figure,
         "throughput": throughput_figure,
         "load": load_figure,
+        "kv": kv_figure,
     }
 )
 """Name (also of the PNG file) -> figure of one run."""

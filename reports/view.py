@@ -6,6 +6,7 @@ from typing import Final
 from reports import facts
 from reports.definitions import CONVENTIONS, STATISTIC_DEFINITIONS, definition
 from reports.figures import LATENCY_PANELS, phase_names
+from reports.kv_figure import kv_section
 from reports.memory_view import memory_section
 from reports.page import Card, Page, Section, Table
 from reports.predicted import predicted_section
@@ -47,6 +48,7 @@ ALT: Final = (
     ("latency", "Cumulative distribution of each latency"),
     ("throughput", "Token rates of prefill, decode and output"),
     ("load", "Stacked bar of the load phases for each start"),
+    ("kv", "What each tier of the KV cache held over time, and what crossed the link"),
 )
 
 
@@ -57,6 +59,7 @@ def run_page(record: RunRecord) -> Page:
         _latency(record),
         _metrics(record, "throughput", "Throughput"),
         _serving(record),
+        kv_section(record),
         _load(record),
         predicted_section(record),
         _others(record),
@@ -265,7 +268,7 @@ def _phase_table(record: RunRecord) -> Table | None:
 
 def _others(record: RunRecord) -> Section | None:
     """Show every metric that no other section shows."""
-    shown = {"latency", "throughput", "serve", "load", "memory", "predicted"}
+    shown = {"latency", "throughput", "serve", "load", "memory", "predicted", "kv"}
     bases = {f"latency/{key}" for key, _ in LATENCY_PANELS}
     names = [
         name

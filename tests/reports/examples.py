@@ -124,6 +124,27 @@ def latency_metrics(rows):
     return metrics | {f"latency/itl_ms/{stat}": value for stat, value in summarise(gaps).items()}
 
 
+def kv_rows(cpu_blocks=800, seconds=40):
+    """A GPU tier that fills in 10 s, and a host tier that takes what it gives away."""
+    rows = []
+    for second in range(seconds):
+        owned = min(200, 20 * second)
+        away = min(cpu_blocks, 15 * max(0, second - 10))
+        loaded = gib(0.25) * max(0, second - 20)
+        rows.append([second, owned, 50, 0, away, away and 8, gib(0.002) * away, loaded, 0])
+    return {
+        "part": "throughput",
+        "columns": [
+            *("time_s", "gpu.owned", "gpu.cached", "cpu.owned", "cpu.cached", "cpu.in_transit"),
+            *("moved.stored_bytes", "moved.loaded_bytes", "in_place_bytes"),
+        ],
+        "rows": rows,
+        "gpu_blocks": 256,
+        "cpu_blocks": cpu_blocks,
+        "block_bytes": 2**21,
+    }
+
+
 def ok_record(**changes):
     latency = latency_rows()
     loads = load_rows()
@@ -165,8 +186,15 @@ def ok_record(**changes):
             "link/share": 0.985,
             "offload/bytes_per_step": gib(8.01),
             "energy/j_per_token": None,
+            "kv/cpu_hit_tokens": 81920,
+            "kv/loaded_gib": 10.0,
         },
-        "samples": {"latency": latency, "load": loads, "throughput": {"num_requests": 100}},
+        "samples": {
+            "latency": latency,
+            "load": loads,
+            "throughput": {"num_requests": 100},
+            "kv": kv_rows(),
+        },
     }
     return RunRecord(**(fields | changes))
 

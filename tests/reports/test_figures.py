@@ -13,7 +13,7 @@ from reports.load import Point
 from reports.sweep import sweep_rows
 from reports.theme import THEMES, plain
 from tests.reports.conftest import sweep_records
-from tests.reports.examples import gib, latency_rows, no_fit_record, ok_record
+from tests.reports.examples import gib, kv_rows, latency_rows, no_fit_record, ok_record
 
 
 @functools.cache
@@ -180,3 +180,27 @@ def test_frontier_holds_what_nothing_beats():
     points = [(1, 5.0, 10.0), (2, 4.0, 20.0), (3, 3.0, 15.0), (4, 5.0, 9.0)]
     assert [place for place, _, _ in frontier(points, 1)] == [2, 1]
     assert [place for place, _, _ in frontier(points, -1)] == [3, 2]
+
+
+def test_the_kv_figure_has_a_panel_for_each_tier_that_is_there():
+    with_host = pixels(drawn("kv"))
+    alone = ok_record(samples={"kv": kv_rows(cpu_blocks=0) | {"part": "serve"}})
+    still = kv_rows()
+    still["rows"] = [[*row[:6], 0, 0, 0] for row in still["rows"]]
+    png = FIGURES["kv"](ok_record(samples={"kv": still}), "light")
+    assert pixels(png).shape[0] < with_host.shape[0]  # nothing crossed the link
+    assert pixels(FIGURES["kv"](alone, "light")).shape[0] < with_host.shape[0]
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        *(None, [], {"columns": ["time_s"], "rows": []}),
+        kv_rows() | {"rows": kv_rows()["rows"][:1]},
+        kv_rows() | {"columns": None},
+        kv_rows() | {"block_bytes": 0},
+        kv_rows(cpu_blocks=0) | {"gpu_blocks": 0},
+    ],
+)
+def test_the_kv_figure_needs_rows_and_sizes(kv):
+    assert FIGURES["kv"](ok_record(samples={"kv": kv}), "light") is None

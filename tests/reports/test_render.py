@@ -80,7 +80,7 @@ def test_metrics_stand_beside_their_definition(ok_dir):
 def test_page_loads_nothing_from_outside(ok_dir):
     page = read_html(ok_dir)
     sources = [value for _, name, value in page.attributes if name in {"src", "srcset"}]
-    assert len(sources) == 8
+    assert len(sources) == 10
     for source in sources:
         head, data = source.split(",", 1)
         assert head == "data:image/png;base64"
@@ -102,6 +102,7 @@ def test_figures_lie_beside_the_markdown(ok_dir):
         "figures/memory.png",
         "figures/latency.png",
         "figures/throughput.png",
+        "figures/kv.png",
         "figures/load.png",
     ]
     for link in links:

@@ -22,6 +22,7 @@ def test_sections_come_in_reading_order():
         "Memory: budget 16.0 GiB on NVIDIA H200",
         "Latency",
         "Throughput",
+        "KV cache",
         "Load",
         "Link, offload and other metrics",
         "Configuration",
@@ -60,6 +61,18 @@ def test_serving_shows_its_accounts_and_the_rates_of_a_search():
     assert cards["Peak rate"][0].startswith("4")
     assert "TTFT from arrival, p50" in cards
     assert "serve/good_share" not in table_rows(record, "Link, offload")
+
+
+def test_the_kv_cache_shows_its_sizes_and_counts():
+    (section,) = [s for s in run_page(ok_record()).sections if s.title == "KV cache"]
+    assert section.text == (
+        "256 blocks (0.50 GiB) on the GPU, 800 blocks (1.56 GiB) in the host tier; counted during "
+        "throughput.",
+    )
+    assert {row[0] for row in section.tables[0].rows} == {"kv/cpu_hit_tokens", "kv/loaded_gib"}
+    bare = ok_record(samples={})
+    (section,) = [s for s in run_page(bare).sections if s.title == "KV cache"]
+    assert section.text == ()
 
 
 def test_an_empty_record_is_a_page():

@@ -1,0 +1,157 @@
+"""The KV cache of one run: a section with its counts, and a figure of each tier's use over time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from reports import facts, theme
+from reports.page import Section
+from reports.record import RunRecord
+from reports.tables import metric_table
+from reports.text import GIB, number
+from reports.theme import THEMES, Theme, ThemeName
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TIERS: Final = (("gpu", "GPU"), ("cpu", "host"))
+PARTS: Final = (("owned", "of sequences"), ("cached", "findable"), ("in_transit", "under way"))
+FLOWS: Final = (
+    ("moved.stored_bytes", "stored"),
+    ("moved.loaded_bytes", "loaded"),
+    ("in_place_bytes", "read in place"),
+)
+LEAST_ROWS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """Rows of the KV cache by column."""
+
+    part: str
+    columns: Mapping[str, Sequence[float]]
+    blocks: Mapping[str, float]
+    block_bytes: float
+
+    @property
+    def time_s(self) -> Sequence[float]:
+        """Seconds since the part began."""
+        return self.columns["time_s"]
+
+    def gib(self, column: str) -> list[float]:
+        """Return a column of blocks in GiB."""
+        zeros = [0.0] * len(self.time_s)
+        return [blocks * self.block_bytes / GIB for blocks in self.columns.get(column, zeros)]
+
+    def rates(self, column: str) -> list[float]:
+        """Return by how many GB a second a column of bytes rose between two rows."""
+        times, values = self.time_s, self.columns.get(column, [0.0] * len(self.time_s))
+        return [
+            (after - before) / 1e9 / (end_s - begin_s) if end_s > begin_s else 0.0
+            for (begin_s, end_s), (before, after) in zip(
+                pairwise(times), pairwise(values), strict=True
+            )
+        ]
+
+
+def _trace(record: RunRecord) -> _Trace | None:
+    found = record.samples.get("kv")
+    if not isinstance(found, Mapping):
+        return None
+    names, rows = found.get("columns"), found.get("rows")
+    if not isinstance(names, list) or not isinstance(rows, list) or len(rows) < LEAST_ROWS:
+        return None
+    places = dict(enumerate(map(str, names)))
+    columns = {name: [row[place] for row in rows] for place, name in places.items()}
+    sizes = facts.numbers(found)
+    if "time_s" not in columns or not sizes.get("block_bytes"):
+        return None
+    return _Trace(
+        part=str(found.get("part", "")),
+        columns=columns,
+        blocks={tier: sizes.get(f"{tier}_blocks", 0.0) for tier, _ in TIERS},
+        block_bytes=sizes["block_bytes"],
+    )
+
+
+def kv_section(record: RunRecord) -> Section | None:
+    """Return the section, None where nothing of KV was counted."""
+    table = metric_table(record, ["kv"])
+    if table is None:
+        return None
+    trace = _trace(record)
+    text: tuple[str, ...] = ()
+    if trace is not None:
+        sizes = ", ".join(
+            f"{blocks:,.0f} blocks ({number(blocks * trace.block_bytes / GIB)} GiB) {where}"
+            for where, blocks in (
+                ("on the GPU", trace.blocks["gpu"]),
+                ("in the host tier", trace.blocks["cpu"]),
+            )
+            if blocks
+        )
+        text = (f"{sizes}; counted during {trace.part}.",)
+    return Section(title="KV cache", text=text, figures=("kv",), tables=(table,))
+
+
+def kv_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+    """Draw what each tier held over the last timed part, and what crossed the link meanwhile."""
+    trace = _trace(record)
+    if trace is None:
+        return None
+    colours = THEMES[theme_name]
+    tiers = [(tier, label) for tier, label in TIERS if trace.blocks[tier]]
+    moves = any(any(trace.rates(column)) for column, _ in FLOWS)
+    count = len(tiers) + moves
+    if not tiers:
+        return None
+    note = facts.EMULATED if facts.is_emulated(record) else ""
+    title = f"KV cache by tier during {trace.part}"
+    figure = theme.new_figure(colours, 1.0 + 1.5 * count, title, note)
+    panels = list(figure.subplots(count, 1, sharex=True, squeeze=False).flat)
+    for axes, (tier, label) in zip(panels, tiers, strict=False):
+        _draw_tier(axes, colours, trace, tier, label)
+    if moves:
+        _draw_flows(panels[-1], colours, trace)
+    panels[-1].set_xlabel("seconds since the part began")
+    legends = [panels[0 if len(tiers) == 1 else 1], *panels[len(tiers) :]]
+    theme.draw_legend(figure, legends, colours, 6)
+    return theme.to_png(figure)
+
+
+def _draw_tier(axes: "Axes", colours: Theme, trace: _Trace, tier: str, label: str) -> None:
+    """Stack what the tier held, below a line at its size."""
+    theme.style_axes(axes, colours, grid="y")
+    names = PARTS if tier == "cpu" else PARTS[:2]
+    palette = (colours.accent, colours.second, colours.muted)
+    axes.stackplot(
+        trace.time_s,
+        [trace.gib(f"{tier}.{name}") for name, _ in names],
+        colors=palette[: len(names)],
+        labels=[words for _, words in names],
+        linewidth=0,
+        alpha=0.85,
+    )
+    size = trace.blocks[tier] * trace.block_bytes / GIB
+    axes.axhline(size, color=colours.ink, linewidth=1.2, linestyle="--")
+    axes.set_ylim(0, size * 1.1)
+    axes.set_xlim(trace.time_s[0], max(trace.time_s[-1], trace.time_s[0] + 1e-9))
+    axes.set_ylabel(f"{label}, GiB")
+
+
+def _draw_flows(axes: "Axes", colours: Theme, trace: _Trace) -> None:
+    theme.style_axes(axes, colours, grid="y")
+    palette = theme.SPARE_COLOURS[:3]
+    for (column, words), colour in zip(FLOWS, palette, strict=True):
+        rates = trace.rates(column)
+        axes.step(
+            trace.time_s,
+            [*rates[:1], *rates],
+            where="pre",
+            color=colour,
+            linewidth=1.6,
+            label=words,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("link, GB/s")
