@@ -5,6 +5,7 @@ No check reads a tensor's values, so none waits for the device.
 
 import torch
 
+from kernels.host_cache import HostCache
 from kernels.sizes import MAX_SMALL_TOKENS, decode_num_splits
 from kernels.workspace import DecodeWorkspace
 
@@ -142,6 +143,26 @@ def check_attention(
     check_tensor(f"{name}.seq_lens", seq_lens_S, (num_seqs,), torch.int32, device)
     if out is not None:
         check_tensor(f"{name}.out", out, q_shape, dtype, device)
+
+
+def check_host(what: str, host: HostCache, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Raise unless blocks beside a cache are like the cache's own.
+
+    Args:
+        what: the argument's name for the message, as "operator.argument".
+        host: the blocks beside it.
+        k_cache: [B, K, P, H].
+        v_cache: [B, K, P, H].
+
+    Raises:
+        KernelArgumentError: if sizes, dtype, device or the strides within a block differ.
+    """
+    shape = (host.k.shape[0], *k_cache.shape[1:])
+    for part, blocks, cache in (("k", host.k, k_cache), ("v", host.v, v_cache)):
+        check_tensor(f"{what}.{part}", blocks, shape, cache.dtype, cache.device)
+        if blocks.stride()[1:] != cache.stride()[1:]:
+            expected = f"the strides of the cache within a block, {cache.stride()[1:]}"
+            raise KernelArgumentError(f"{what}.{part}", expected, f"{blocks.stride()[1:]}")
 
 
 def check_window(name: str, window: int | None) -> None:

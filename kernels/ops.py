@@ -19,11 +19,13 @@ from kernels.checks import (
     check_dims,
     check_float,
     check_gate_up,
+    check_host,
     check_linear,
     check_rotary_write_kv,
     check_tensor,
     is_small_product,
 )
+from kernels.host_cache import HostCache
 from kernels.ops_attention import paged_decode_attention, paged_prefill_attention
 from kernels.ref import activation as ref_activation
 from kernels.ref import block_copy as ref_block_copy
@@ -37,6 +39,7 @@ __all__ = [
     "DECODE_SPLIT_TOKENS",
     "MAX_SMALL_TOKENS",
     "DecodeWorkspace",
+    "HostCache",
     "KernelArgumentError",
     "add_rms_norm",
     "copy_blocks",
@@ -159,6 +162,7 @@ def rotary_write_kv_(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     offset: float = 0.0,
+    host: HostCache | None = None,
 ) -> None:
     """Norm q and k where weights are given, rotate them, and put k and v into the cache.
 
@@ -182,10 +186,13 @@ def rotary_write_kv_(
         slots: [T] int64, block * P + offset, or -1 for a token that is not written. No slot twice,
             and none beyond the cache: neither is checked.
         offset: added to the weights of both norms, in float32.
+        host: blocks B and above, written where they are; None where all blocks are the cache's.
     """
     check_rotary_write_kv(
         q_TNH, k_TKH, v_TKH, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots
     )
+    if host is not None:
+        check_host("rotary_write_kv_.host", host, k_cache, v_cache)
     if q_TNH.is_cuda:
         from kernels.triton import rotary_write_kv
 
@@ -193,7 +200,7 @@ def rotary_write_kv_(
     else:
         run = ref_rotary_write_kv.rotary_write_kv_
     heads = (q_TNH, k_TKH, v_TKH)
-    run(*heads, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slots, offset)
+    run(*heads, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slots, offset, host)
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:

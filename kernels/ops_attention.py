@@ -9,10 +9,12 @@ import torch
 from kernels.checks import (
     KernelArgumentError,
     check_attention,
+    check_host,
     check_tensor,
     check_window,
     check_workspace,
 )
+from kernels.host_cache import HostCache
 from kernels.ref import attention as ref_attention
 from kernels.workspace import DecodeWorkspace
 
@@ -32,11 +34,13 @@ def paged_decode_attention(
     window: int | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
+    host: HostCache | None = None,
 ) -> torch.Tensor:
     """Attend from one query a sequence to the keys of that sequence in a paged cache.
 
-    A sequence's result depends on nothing else in the batch. With out and workspace given, a call
-    on a GPU allocates nothing.
+    A sequence's result depends on nothing else in the batch, and not on which of its blocks lie in
+    host. With out and workspace given, a call on a GPU allocates nothing. A block is read once for
+    all query heads of a KV head, up to 32 of them.
 
     Args:
         q_SNH: queries, N a multiple of K, H from 16 to 256; may be a strided view.
@@ -53,6 +57,7 @@ def paged_decode_attention(
         out: [S, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
         workspace: from decode_workspace, for at least S sequences of max_seq_len; allocated if
             None. Read by no other call until this one is done. The CPU needs none.
+        host: blocks B and above, read where they are; None where all blocks are the cache's.
 
     Returns:
         out, [S, N, H].
@@ -64,6 +69,8 @@ def paged_decode_attention(
         raise KernelArgumentError(
             f"{name}.seq_lens", f"{q_SNH.shape[0]} lengths", f"{seq_lens_S.shape[0]}"
         )
+    if host is not None:
+        check_host(f"{name}.host", host, k_cache, v_cache)
     if workspace is not None:
         check_workspace(name, q_SNH, workspace, max_seq_len)
     if q_SNH.is_cuda:
@@ -80,9 +87,18 @@ def paged_decode_attention(
             window=window,
             out=out,
             workspace=workspace,
+            host=host,
         )
     return ref_attention.paged_decode_attention(
-        q_SNH, k_cache, v_cache, block_tables_SM, seq_lens_S, scale, window=window, out=out
+        q_SNH,
+        k_cache,
+        v_cache,
+        block_tables_SM,
+        seq_lens_S,
+        scale,
+        window=window,
+        out=out,
+        host=host,
     )
 
 

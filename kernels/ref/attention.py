@@ -7,6 +7,8 @@ H head size, L tokens of one sequence.
 import torch
 from torch.nn import functional
 
+from kernels.host_cache import HostCache
+
 QUERY_CHUNK_TOKENS = 128
 """Queries that prefill attends at a time; bounds the mask and skips keys that none may see."""
 
@@ -21,6 +23,7 @@ def paged_decode_attention(
     *,
     window: int | None = None,
     out: torch.Tensor | None = None,
+    host: HostCache | None = None,
 ) -> torch.Tensor:
     """Twin of kernels.ops.paged_decode_attention."""
     out = torch.empty_like(q_SNH, memory_format=torch.contiguous_format) if out is None else out
@@ -30,8 +33,8 @@ def paged_decode_attention(
             out[index] = 0
             continue
         table, first = block_tables_SM[index], _first_key(seq_len - 1, window)
-        keys = _gather(k_cache, table, first, seq_len)
-        values = _gather(v_cache, table, first, seq_len)
+        keys = _gather(k_cache, table, first, seq_len, None if host is None else host.k)
+        values = _gather(v_cache, table, first, seq_len, None if host is None else host.v)
         # All query heads of one KV head attend as rows of one product: no key is repeated.
         query = q_SNH[index].float().reshape(1, num_kv_heads, -1, head_size)
         attended = functional.scaled_dot_product_attention(query, keys, values, scale=scale)
@@ -112,11 +115,28 @@ def _first_key(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position + 1 - window)
 
 
-def _gather(cache: torch.Tensor, table_M: torch.Tensor, first: int, seq_len: int) -> torch.Tensor:
+def _gather(
+    cache: torch.Tensor,
+    table_M: torch.Tensor,
+    first: int,
+    seq_len: int,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Read one sequence's keys or values from `first` on as float32 [1, K, L - first, H]."""
     num_kv_heads, tokens_per_block, head_size = cache.shape[1:]
     first_block, num_blocks = first // tokens_per_block, -(-seq_len // tokens_per_block)
-    blocks = cache.index_select(0, table_M[first_block:num_blocks])
+    blocks = _select(cache, beside, table_M[first_block:num_blocks])
     rows = blocks.transpose(0, 1).reshape(1, num_kv_heads, -1, head_size)
     skipped = first_block * tokens_per_block
     return rows[:, :, first - skipped : seq_len - skipped].float()
+
+
+def _select(cache: torch.Tensor, beside: torch.Tensor | None, ids_m: torch.Tensor) -> torch.Tensor:
+    """Return blocks [m, K, P, H], those with a number beyond the cache from the tier beside it."""
+    if beside is None:
+        return cache.index_select(0, ids_m)
+    is_beside = ids_m >= cache.shape[0]
+    blocks = cache.new_empty((ids_m.shape[0], *cache.shape[1:]))
+    blocks[~is_beside] = cache[ids_m[~is_beside].long()]
+    blocks[is_beside] = beside[ids_m[is_beside].long() - cache.shape[0]]
+    return blocks

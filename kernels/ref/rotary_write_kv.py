@@ -5,6 +5,7 @@ T tokens, N query heads, K KV heads, H head size, R rotated elements, P tokens p
 
 import torch
 
+from kernels.host_cache import HostCache
 from kernels.ref.norm import rms_norm
 
 
@@ -21,6 +22,7 @@ def rotary_write_kv_(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     offset: float = 0.0,
+    host: HostCache | None = None,
 ) -> None:
     """Twin of kernels.ops.rotary_write_kv_."""
     half = cos_sin.shape[1] // 2
@@ -33,6 +35,13 @@ def rotary_write_kv_(
         keys, v_TKH, slots = keys[written], v_TKH[written], slots[written]
     tokens_per_block = k_cache.shape[2]
     blocks, offsets = slots // tokens_per_block, slots % tokens_per_block
+    if host is not None:
+        is_host = blocks >= k_cache.shape[0]
+        at = blocks[is_host] - k_cache.shape[0], offsets[is_host]
+        host.k[at[0], :, at[1]] = keys[is_host]
+        host.v[at[0], :, at[1]] = v_TKH[is_host]
+        keys, v_TKH = keys[~is_host], v_TKH[~is_host]
+        blocks, offsets = blocks[~is_host], offsets[~is_host]
     k_cache[blocks, :, offsets] = keys
     v_cache[blocks, :, offsets] = v_TKH
 

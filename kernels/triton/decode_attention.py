@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.host_cache import HostCache
 from kernels.sizes import DECODE_SPLIT_TOKENS, decode_num_splits
 from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import decode_tile
 from kernels.workspace import DecodeWorkspace, decode_workspace
 
@@ -23,7 +25,12 @@ _MAX_DOT_ROWS = 32
 _MAX_PROGRAMS = 8192
 """A larger grid gets fewer programs a sequence, each of which then takes several splits in turn:
 programs that find nothing to do are not free where max_seq_len is far above the actual lengths."""
-_SPLITS_PER_STEP = 4
+_MIN_HOST_PROGRAMS = 64
+"""Programs of a sequence at least where blocks lie beside the cache: 32 fill a link, and they need
+not all be at work on it."""
+_SUM_ROWS = 64
+"""Rows of partial results that are loaded at a time, of several splits together."""
+_MAX_SUM_SPLITS = 16
 
 
 @triton.jit
@@ -34,17 +41,17 @@ def _sum_of_splits(
     begin_split,
     num_splits,
     mask,
-    ROWS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
     H_PADDED: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,
 ):
-    """Add the partial results [ROWS, H] of all splits, weighted by their softmax denominators.
+    """Add the partial results [SUM_ROWS, H] of all splits, weighted by their softmax denominators.
 
     Splits before begin_split have none.
     """
-    running_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
+    running_max = tl.full([SUM_ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([SUM_ROWS], dtype=tl.float32)
+    acc = tl.zeros([SUM_ROWS, H_PADDED], dtype=tl.float32)
     # Other programs wrote what is read here: past the first cache, which may hold older bytes.
     for first in range(begin_split, num_splits, SPLITS_PER_STEP):
         for index in tl.static_range(SPLITS_PER_STEP):
@@ -67,13 +74,16 @@ def _sum_of_splits(
 # Slices of the index tensors start at any multiple of 4 bytes and widths vary; one compiled variant
 # serves them all, so that none is compiled in the middle of a run.
 @triton.jit(
-    do_not_specialize=["stride_table", "stride_lse_seq", "stride_lse_head"],
+    do_not_specialize=["stride_table", "stride_lse_seq", "stride_lse_head", "num_blocks"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def _decode_kernel(
     q,
     k_cache,
     v_cache,
+    host_k,
+    host_v,
+    num_blocks,
     block_tables,
     seq_lens,
     partial,
@@ -89,6 +99,8 @@ def _decode_kernel(
     stride_v_block,
     stride_v_head,
     stride_v_token,
+    stride_host_k_block,
+    stride_host_v_block,
     stride_table,
     stride_partial_seq,
     stride_partial_head,
@@ -100,6 +112,7 @@ def _decode_kernel(
     G: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
     H: tl.constexpr,
     H_PADDED: tl.constexpr,
     P: tl.constexpr,
@@ -107,6 +120,7 @@ def _decode_kernel(
     KEYS: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,
     WINDOW: tl.constexpr,
+    TIERED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -120,7 +134,14 @@ def _decode_kernel(
     if WINDOW > 0:
         first_seen = tl.maximum(seq_len - WINDOW, 0)
     begin_split = first_seen // SPLIT
-    first_split = begin_split + tl.program_id(2)
+    place = tl.program_id(2)
+    if TIERED:
+        # Programs start in their order. Taking splits from both ends in turn starts those of the
+        # link early, whichever end they lie at, and others beside them.
+        taken = tl.minimum(num_splits - begin_split, tl.num_programs(2))
+        if place < taken:
+            place = tl.where(place % 2 == 0, place // 2, taken - 1 - place // 2)
+    first_split = begin_split + place
     if first_split >= tl.maximum(num_splits, 1):
         return
 
@@ -137,14 +158,17 @@ def _decode_kernel(
         return
     partial_rows = partial + seq * stride_partial_seq + heads[:, None] * stride_partial_head
     partial_rows = partial_rows + columns[None, :]
-    # Rows beyond the heads read another head's sums, and write nothing.
-    lse_rows = logsumexp + seq * stride_lse_seq
-    lse_rows = lse_rows + tl.where(is_row, heads, kv_head * G) * stride_lse_head
+    lse_rows = logsumexp + seq * stride_lse_seq + heads * stride_lse_head
     q_at = q + seq * stride_q_seq + heads[:, None] * stride_q_head + columns[None, :]
     query = tl.load(q_at, mask=is_element, other=0.0)
     table = block_tables + seq * stride_table
     k_start = k_cache + kv_head * stride_k_head
     v_start = v_cache + kv_head * stride_v_head
+    host_k_start = host_k
+    host_v_start = host_v
+    if TIERED:
+        host_k_start += kv_head * stride_k_head
+        host_v_start += kv_head * stride_v_head
 
     for split in range(first_split, num_splits, tl.num_programs(2)):
         start = split * SPLIT
@@ -163,8 +187,26 @@ def _decode_kernel(
                 is_key = is_key & (keys >= first_seen)
             block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
             offset = keys % P
-            k_rows = k_start + block * stride_k_block + offset * stride_k_token
-            v_rows = v_start + block * stride_v_block + offset * stride_v_token
+            k_blocks = block_starts(
+                k_start,
+                host_k_start,
+                block,
+                num_blocks,
+                stride_k_block,
+                stride_host_k_block,
+                TIERED=TIERED,
+            )
+            v_blocks = block_starts(
+                v_start,
+                host_v_start,
+                block,
+                num_blocks,
+                stride_v_block,
+                stride_host_v_block,
+                TIERED=TIERED,
+            )
+            k_rows = k_blocks + offset * stride_k_token
+            v_rows = v_blocks + offset * stride_v_token
             mask = is_key[:, None] & is_column[None, :]
             key = tl.load(k_rows[:, None] + columns[None, :], mask=mask, other=0.0)
             value = tl.load(v_rows[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -191,18 +233,27 @@ def _decode_kernel(
         counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         num_counting = tl.minimum(num_splits - begin_split, tl.num_programs(2))
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_counting - 1:
+            # Rows that only fill up the product's tile are left out here.
+            sum_rows = (tl.program_id(1) % ROW_TILES) * ROWS + tl.arange(0, SUM_ROWS)
+            sum_heads = kv_head * G + sum_rows
+            is_summed = (sum_rows < G)[:, None] & is_column[None, :]
+            part_at = partial + seq * stride_partial_seq + sum_heads[:, None] * stride_partial_head
+            # Rows beyond the heads read another head's sums, and write nothing.
+            safe_heads = tl.where(sum_rows < G, sum_heads, kv_head * G)
             attended = _sum_of_splits(
-                partial_rows,
-                lse_rows,
+                part_at + columns[None, :],
+                logsumexp + seq * stride_lse_seq + safe_heads * stride_lse_head,
                 stride_partial_split,
                 begin_split,
                 num_splits,
-                is_element,
-                ROWS=ROWS,
+                is_summed,
+                SUM_ROWS=SUM_ROWS,
                 H_PADDED=H_PADDED,
                 SPLITS_PER_STEP=SPLITS_PER_STEP,
             )
-            tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)
+            sum_at = out + seq * stride_out_seq + sum_heads[:, None] * stride_out_head
+            summed = attended.to(out.dtype.element_ty)
+            tl.store(sum_at + columns[None, :], summed, mask=is_summed)
             tl.store(counter, 0)
 
 
@@ -218,6 +269,7 @@ def paged_decode_attention(
     window: int | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
+    host: HostCache | None = None,
 ) -> torch.Tensor:
     """Launch kernels.ops.paged_decode_attention."""
     num_seqs, num_heads, head_size = q_SNH.shape
@@ -232,21 +284,25 @@ def paged_decode_attention(
     group = num_heads // num_kv_heads
     rows = max(_MIN_DOT_ROWS, min(_MAX_DOT_ROWS, triton.next_power_of_2(group)))
     row_tiles = triton.cdiv(group, rows)
+    sum_rows = min(rows, triton.next_power_of_2(group))
     head_programs = num_kv_heads * row_tiles
     num_splits = decode_num_splits(max_seq_len)
     if window is not None:
         # A window may start and end within a split.
         num_splits = min(num_splits, decode_num_splits(window) + 1)
-    split_programs = min(
-        max(1, num_splits),
-        triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs),
-    )
+    split_programs = triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs)
+    if host is not None:
+        split_programs = max(split_programs, triton.cdiv(_MIN_HOST_PROGRAMS, head_programs))
+    split_programs = min(max(1, num_splits), split_programs)
     padded = max(16, triton.next_power_of_2(head_size))
     tile = decode_tile(head_size, k_cache.dtype)
     _decode_kernel[(num_seqs, head_programs, split_programs)](
         q_SNH,
         k_cache,
         v_cache,
+        None if host is None else host.k,
+        None if host is None else host.v,
+        k_cache.shape[0],
         block_tables_SM,
         seq_lens_S,
         partial,
@@ -262,6 +318,8 @@ def paged_decode_attention(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        None if host is None else host.k.stride(0),
+        None if host is None else host.v.stride(0),
         block_tables_SM.stride(0),
         partial.stride(0),
         partial.stride(1),
@@ -273,13 +331,15 @@ def paged_decode_attention(
         G=group,
         ROWS=rows,
         ROW_TILES=row_tiles,
+        SUM_ROWS=sum_rows,
         H=head_size,
         H_PADDED=padded,
         P=tokens_per_block,
         SPLIT=DECODE_SPLIT_TOKENS,
         KEYS=tile.keys,
-        SPLITS_PER_STEP=_SPLITS_PER_STEP,
+        SPLITS_PER_STEP=max(4, min(_MAX_SUM_SPLITS, _SUM_ROWS // sum_rows)),
         WINDOW=window or 0,
+        TIERED=host is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(q_SNH.device),

@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.host_cache import HostCache
 from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.tiers import block_starts
 
 _ELEMENTS_PER_PROGRAM = 2048
 
@@ -83,7 +85,7 @@ def _rotate(
         tl.store(to + rest[None, :], others.to(target.dtype.element_ty), mask=rest_mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["positions", "slots"])
 def _rotary_write_kv_kernel(
     q,
     k,
@@ -94,6 +96,9 @@ def _rotary_write_kv_kernel(
     positions,
     k_cache,
     v_cache,
+    host_k,
+    host_v,
+    num_blocks,
     slots,
     num_q_heads,
     num_k_heads,
@@ -110,6 +115,8 @@ def _rotary_write_kv_kernel(
     stride_vc_block,
     stride_vc_head,
     stride_vc_token,
+    stride_host_k_block,
+    stride_host_v_block,
     eps,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -121,6 +128,7 @@ def _rotary_write_kv_kernel(
     P: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
+    TIERED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -161,9 +169,18 @@ def _rotary_write_kv_kernel(
             HEADS=Q_HEADS,
         )
     elif program < q_programs + k_programs:
+        target = block_starts(
+            k_cache,
+            host_k,
+            block,
+            num_blocks,
+            stride_kc_block,
+            stride_host_k_block,
+            TIERED=TIERED,
+        )
         _rotate(
             k + token * stride_k_token,
-            k_cache + block * stride_kc_block + offset * stride_kc_token,
+            target + offset * stride_kc_token,
             stride_k_head,
             stride_kc_head,
             (program - q_programs) * K_HEADS,
@@ -185,7 +202,16 @@ def _rotary_write_kv_kernel(
         elements = tl.arange(0, H_PADDED)
         mask = (heads < num_k_heads)[:, None] & (elements < H)[None, :]
         source = v + token * stride_v_token + heads[:, None] * stride_v_head + elements[None, :]
-        target = v_cache + block * stride_vc_block + offset * stride_vc_token
+        target = block_starts(
+            v_cache,
+            host_v,
+            block,
+            num_blocks,
+            stride_vc_block,
+            stride_host_v_block,
+            TIERED=TIERED,
+        )
+        target += offset * stride_vc_token
         to = target + heads.to(tl.int64)[:, None] * stride_vc_head + elements[None, :]
         tl.store(to, tl.load(source, mask=mask), mask=mask)
 
@@ -203,6 +229,7 @@ def rotary_write_kv_(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     offset: float = 0.0,
+    host: HostCache | None = None,
 ) -> None:
     """Launch kernels.ops.rotary_write_kv_."""
     num_tokens, num_q_heads, head_size = q_TNH.shape
@@ -232,6 +259,9 @@ def rotary_write_kv_(
         positions,
         k_cache,
         v_cache,
+        None if host is None else host.k,
+        None if host is None else host.v,
+        k_cache.shape[0],
         slots,
         num_q_heads,
         num_k_heads,
@@ -248,6 +278,8 @@ def rotary_write_kv_(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        None if host is None else host.k.stride(0),
+        None if host is None else host.v.stride(0),
         eps,
         NORM=norm,
         OFFSET=offset,
@@ -259,6 +291,7 @@ def rotary_write_kv_(
         P=k_cache.shape[2],
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
+        TIERED=host is not None,
         num_warps=max(1, min(8, elements // 512)),
         **launch_options(q_TNH.device),
     )

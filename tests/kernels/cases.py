@@ -1,8 +1,11 @@
 """Inputs of the operators, filled with poison wherever an operator has no business reading."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from kernels import ops
 
 
 def randn(
@@ -41,7 +44,8 @@ class PagedCache:
     """One layer's cache inside a cache of three layers, and the same keys and values densely.
 
     Every element that belongs to no sequence is NaN, and so is every other layer; table entries
-    beyond a sequence's blocks name a block that does not exist.
+    beyond a sequence's blocks name a block that does not exist. storage is the whole cache, [B, L, 2,
+    K, P, H]; the layer is the one in the middle.
     """
 
     k_cache: torch.Tensor
@@ -50,6 +54,7 @@ class PagedCache:
     seq_lens: torch.Tensor
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    storage: torch.Tensor
 
 
 def paged_cache(
@@ -85,7 +90,20 @@ def paged_cache(
         k_cache[at, :, slots % block_size] = keys[-1]
         v_cache[at, :, slots % block_size] = values[-1]
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    return PagedCache(k_cache, v_cache, tables, lens, keys, values)
+    return PagedCache(k_cache, v_cache, tables, lens, keys, values, cache)
+
+
+def in_tiers(
+    cache: PagedCache, num_gpu: int, beside: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, ops.HostCache]:
+    """Return k_cache and v_cache of the first num_gpu blocks alone, and the others beside them.
+
+    Tables stay as they are: blocks lie in random order, so both tiers hold some of any sequence.
+    """
+    layer = cache.storage.shape[1] // 2
+    kept, other = cache.storage[:num_gpu].clone(), beside(cache.storage[num_gpu:])
+    host = ops.HostCache(other[:, layer, 0], other[:, layer, 1])
+    return kept[:, layer, 0], kept[:, layer, 1], host
 
 
 def dense_attention(

@@ -84,3 +84,12 @@ def host_view():
 
     yield view
     torch.cuda.current_stream().synchronize()
+
+
+@pytest.fixture
+def beside(device: torch.device, request: pytest.FixtureRequest):
+    """Return a function that copies a tensor to where host blocks lie, as operators see them."""
+    if device.type == "cuda":
+        view = request.getfixturevalue("host_view")
+        return lambda tensor: view(tensor.cpu())
+    return lambda tensor: tensor.clone()
