@@ -1,0 +1,376 @@
+"""Does what EngineCore does, on a device made of lists: moves run late, and all reads are checked.
+
+Steps run when they are launched. A move runs when a step must wait for it, when another names it,
+or when it is told to. What attention would read is compared with what the tokens say.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.kv.choice import SwapRates
+from engine.kv.groups import GONE, BlockGroups
+from engine.kv.policy import KVPolicy
+from engine.kv.tiers import TieredBlockPool
+from engine.kv.window import num_expired, num_held
+from engine.request import Request, SampledToken, Sequence, SequenceStatus
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler, SchedulerConfig
+
+EOS = 1
+STEMS = 3
+
+
+@dataclass(kw_only=True)
+class Tiers:
+    """Sizes of everything; pools are as small as they may be but for the blocks given here."""
+
+    block_size: int = 4
+    max_len: int = 32
+    seqs: int = 4
+    tokens: int = 16
+    window: int | None = None
+    is_alone: bool = False
+    """Whether layers with a window are the only ones."""
+    extra: int = 4
+    """Blocks of the first group beyond one longest sequence, on both tiers; those on the GPU."""
+    window_extra: int = 2
+    num_in_place: int = 0
+    """Host blocks that compute reaches; so many fewer are needed on the GPU."""
+    num_other: int = 0
+    """Host blocks that it does not."""
+    window_host: int = 0
+    prefix_caching: bool = True
+    swap_rates: SwapRates | None = None
+    recompute_token_s: float = 0.0
+
+    def make(self) -> Scheduler:
+        """Return a scheduler of these sizes."""
+        windows = (self.window,) if self.window is None or self.is_alone else (None, self.window)
+        least = [num_held(self.max_len, w, self.tokens, self.block_size) for w in windows]
+        on_gpu = max(1, least[0] + self.extra - self.num_in_place)
+        in_place = max(self.num_in_place, least[0] - on_gpu)
+        pools = [
+            TieredBlockPool(
+                on_gpu, in_place + self.num_other, self.block_size, num_in_place=in_place
+            )
+        ]
+        if len(windows) > 1:
+            some = least[1] + self.window_extra
+            pools.append(TieredBlockPool(some, self.window_host, self.block_size, num_in_place=0))
+        config = SchedulerConfig(
+            max_num_seqs=self.seqs,
+            max_num_batched_tokens=self.tokens,
+            max_model_len=self.max_len,
+            block_size=self.block_size,
+            window=self.window,
+        )
+        policy = KVPolicy(
+            prefix_caching=self.prefix_caching,
+            swap_rates=self.swap_rates,
+            recompute_token_s=self.recompute_token_s,
+        )
+        window_pool = pools[1] if len(pools) > 1 else None
+        return Scheduler(
+            config, BlockGroups(pools[0], window_pool, self.window, self.tokens, policy)
+        )
+
+
+@dataclass
+class Launched:
+    """A step that ran."""
+
+    plan: Any
+    sampled: list[int]
+
+
+class World:
+    """A scheduler, a device, and the checks between."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers, self.size = tiers, tiers.block_size
+        self.scheduler = tiers.make()
+        self.groups = self.scheduler._groups
+        self.pools, self.windows = self.groups.pools, self.groups.windows
+        self.memory = [[[None] * self.size for _ in range(p.num_blocks)] for p in self.pools]
+        self.queued: list[dict[int, Any]] = [{} for _ in self.pools]
+        self.executed: list[set[int]] = [set() for _ in self.pools]
+        self.sequences: list[Sequence] = []
+        self.specs: dict[int, dict[str, Any]] = {}
+        self.prefixes: dict[int, list[int]] = {}
+        self.tables: dict[tuple[int, int, int], list[int]] = {}
+        self.in_flight: Launched | None = None
+        self.seen = Counter()
+        self.is_checked = True
+
+    # Requests
+
+    def add(self, **spec: Any) -> None:
+        """Queue a request: stem, length, max_tokens, n, eos_after, salt, penalty."""
+        number = len(self.specs) and max(spec["number"] for spec in self.specs.values()) + 1
+        spec["number"] = number
+        params = SamplingParams(
+            n=spec["n"],
+            max_tokens=spec["max_tokens"],
+            repetition_penalty=spec.get("penalty", 1.0),
+            cache_salt=spec.get("salt"),
+        )
+        # The token of a stem at a place; the last ones may be a request's own.
+        own = spec.get("own", 0)
+        length = min(spec["length"], self.tiers.max_len - 1)
+        prompt = [10 + 1000 * spec["stem"] + i for i in range(length)]
+        prompt[len(prompt) - own :] = [50_000 + 100 * number + i for i in range(own)][:length]
+        prompt = prompt[:length]
+        request = Request(request_id=str(number), prompt_token_ids=prompt, params=params)
+        for index in range(spec["n"]):
+            sequence = Sequence(seq_id=len(self.sequences), request=request, index=index)
+            self.sequences.append(sequence)
+            self.specs[sequence.seq_id] = spec
+            self.scheduler.add(sequence)
+
+    def token(self, sequence: Sequence, position: int) -> int:
+        """What is sampled at a position."""
+        number = position - sequence.num_prompt_tokens
+        after = self.specs[sequence.seq_id].get("eos_after")
+        return EOS if after is not None and number + 1 >= after else 2 + number
+
+    def expected(self, sequence: Sequence, position: int) -> int:
+        """The token at a position."""
+        if position < sequence.num_prompt_tokens:
+            return sequence.prompt_token_ids[position]
+        return self.token(sequence, position)
+
+    def value(self, sequence: Sequence, position: int) -> int:
+        """What the cache must hold at a position: a digest of all tokens up to it."""
+        known = self.prefixes.setdefault(sequence.seq_id, [])
+        while len(known) <= position:
+            before = known[-1] if known else hash(self.specs[sequence.seq_id].get("salt"))
+            known.append(hash((before, self.expected(sequence, len(known)))))
+        return known[position]
+
+    # Moves
+
+    def submit(self) -> None:
+        """Take the moves, and run those that the next step waits for."""
+        for group, batch in enumerate(self.scheduler.take_moves()):
+            for move in batch.moves:
+                assert all(before < move.move_id for before in move.after)
+                assert (move.src < self.pools[group].num_gpu_blocks) is (move.kind == "store")
+                assert (move.dst < self.pools[group].num_gpu_blocks) is (move.kind == "load")
+                self.queued[group][move.move_id] = move
+                self.seen[move.kind] += 1
+            self.execute_all(group, batch.waits)
+
+    def execute_all(self, group: int, move_ids: Iterable[int]) -> None:
+        """Run moves."""
+        for move_id in sorted(move_ids):
+            self.execute(group, move_id)
+
+    def execute(self, group: int, move_id: int) -> None:
+        """Run a move, after those that it names."""
+        move = self.queued[group].pop(move_id, None)
+        if move is not None:
+            for before in move.after:
+                self.execute(group, before)
+            memory = self.memory[group]
+            memory[move.dst] = list(memory[move.src])
+            self.executed[group].add(move_id)
+
+    def moves(self) -> list[tuple[int, int]]:
+        """Return group and id of all that are taken and not complete."""
+        return [
+            (group, move_id)
+            for group in range(len(self.pools))
+            for move_id in sorted([*self.queued[group], *self.executed[group]])
+        ]
+
+    def complete(self, moves: list[tuple[int, int]]) -> None:
+        """Run moves and say that they are done."""
+        for group, move_id in moves:
+            self.execute(group, move_id)
+            self.executed[group].discard(move_id)
+            self.scheduler.complete_moves(group, [move_id])
+
+    # Steps
+
+    def step(self, happenings: frozenset[str] = frozenset(), *, ahead: bool = True) -> bool:
+        """Do what EngineCore.step does; return whether anything ran or ended."""
+        scheduler = self.scheduler
+        if self.in_flight is not None and self.in_flight.plan.is_dead:
+            self.seen["dead"] += 1
+            self.collect()
+        if self.in_flight is None:
+            plan = scheduler.plan_step()
+            self.submit()
+            if plan is None:
+                assert scheduler.is_blocked is scheduler.has_unfinished
+                if scheduler.has_unfinished:
+                    self.seen["blocked"] += 1
+                    assert self.moves(), "nothing to wait for"
+                return False
+            assert not scheduler.is_blocked
+            self.in_flight = self.launch(plan, None)
+        behind = None
+        plan = scheduler.plan_ahead() if ahead else None
+        if ahead:
+            self.submit()
+        if plan is not None:
+            self.seen["ahead"] += 1
+            if "launch fails" in happenings:
+                scheduler.discard(plan)
+            else:
+                behind = self.launch(plan, self.in_flight)
+        if "collect fails" in happenings:
+            for each in reversed(scheduler.planned):
+                scheduler.discard(each)
+            self.in_flight = None
+            return True
+        self.collect()
+        self.in_flight = behind
+        return True
+
+    def collect(self) -> None:
+        """Commit the step in flight."""
+        flight, self.in_flight = self.in_flight, None
+        sampled = {
+            item.sequence.seq_id: SampledToken(token, -1.0)
+            for item, token in zip(flight.plan.sampling, flight.sampled, strict=True)
+        }
+        self.scheduler.commit(flight.plan, sampled, {EOS})
+
+    def launch(self, plan: Any, before: Launched | None) -> Launched:
+        """Write what the step computes, and check all that it reads."""
+        self.check_plan(plan, before)
+        for group, window in enumerate(self.windows):
+            for item in plan.scheduled:
+                for position in range(item.start, item.stop):
+                    block, offset = self.place(group, item.sequence, position)
+                    self.memory[group][block][offset] = self.value(item.sequence, position)
+            for item in plan.scheduled if self.is_checked else ():
+                first = 0 if window is None else max(0, item.start - window + 1)
+                for position in range(first, item.stop):
+                    block, offset = self.place(group, item.sequence, position)
+                    held = self.memory[group][block][offset]
+                    assert held == self.value(item.sequence, position), (
+                        f"group {group}: position {position} of sequence {item.sequence.seq_id}"
+                    )
+        return Launched(plan, [self.token(i.sequence, i.stop) for i in plan.sampling])
+
+    def place(self, group: int, sequence: Sequence, position: int) -> tuple[int, int]:
+        """Return block and offset of a position."""
+        block = sequence.block_tables[group][position // self.size]
+        assert block != GONE
+        return block, position % self.size
+
+    # Checks
+
+    def check_plan(self, plan: Any, before: Launched | None) -> None:
+        items, tiers = plan.scheduled, self.tiers
+        assert 1 <= plan.num_tokens == sum(i.num_tokens for i in items) <= tiers.tokens
+        assert len({i.sequence.seq_id for i in items}) == len(items) <= tiers.seqs
+        assert all(i.sequence.status is SequenceStatus.RUNNING for i in items)
+        assert all(i.num_tokens == 1 and i.samples for i in plan.decodes)
+        earlier = {} if before is None else {i.sequence.seq_id: i for i in before.plan.scheduled}
+        for item in items:
+            s, part = item.sequence, earlier.get(item.sequence.seq_id)
+            assert item.start == (s.num_computed if part is None else part.stop)
+            known = s.num_tokens + (part is not None and part.samples)
+            assert item.samples is (item.stop == known)
+            assert item.stop <= min(known, s.max_length(tiers.max_len) - 1)
+            assert (item.token_row is not None) is (part is not None and part.samples)
+            if item.token_row is not None:
+                assert s.params.repetition_penalty == 1
+                assert before.plan.sampling[item.token_row].sequence is s
+            elif self.is_checked:
+                assert item.token_ids == [self.expected(s, p) for p in range(item.start, item.stop)]
+
+    def check(self) -> None:
+        """Owners are the tables; blocks are shared by content alone; tables keep their entries."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert len(running) <= self.tiers.seqs
+        order = [s.seq_id for s in running + waiting]
+        assert order == sorted(order), "served in order of arrival"
+        for s in waiting:
+            assert s.status is SequenceStatus.WAITING
+            assert (s.block_tables, s.num_gone, s.num_computed) == (([], []), 0, 0)
+        for group, pool in enumerate(self.pools):
+            self.check_group(group, pool, running)
+        kv = self.scheduler.kv_stats()
+        for part in (kv, *kv["groups"]):
+            gpu, cpu = part["gpu"], part["cpu"]
+            assert gpu["owned"] + gpu["cached"] + gpu["free"] == gpu["blocks"]
+            assert (
+                sum(cpu[name] for name in ("owned", "cached", "free", "in_transit"))
+                == cpu["blocks"]
+            )
+        assert kv["preemptions"] == kv["swaps_out"] + kv["recomputes"]
+        assert kv["preemptions"] == sum(s.num_preemptions for s in self.sequences)
+        assert kv["swaps_in"] <= kv["preemptions"]
+
+    def check_group(self, group: int, pool: TieredBlockPool, running: tuple[Sequence, ...]) -> None:
+        window, most = self.windows[group], pool.num_gpu_blocks
+        if group == 0:
+            most += pool.num_in_place
+        owners: Counter[int] = Counter()
+        contents: dict[int, set[tuple[int, int]]] = {}
+        for s in running:
+            table = s.block_tables[group]
+            live = [block for block in table if block != GONE]
+            assert len(set(live)) == len(live)
+            assert all(block < most for block in live)
+            owners.update(live)
+            for place, block in enumerate(table):
+                last = (place + 1) * self.size - 1
+                contents.setdefault(block, set()).add((place, self.value(s, last)))
+            start = s.num_computed - s.num_computed % self.size
+            gone = min(len(table), num_expired(start, window, self.size))
+            assert table == [GONE] * gone + live
+            assert window is None or s.num_gone == gone
+            key = s.seq_id, s.table_version, group
+            before = self.tables.get(key, [])
+            now = table[: len(before)]
+            assert all(new in {GONE, old} for old, new in zip(before, now, strict=True))
+            self.tables[key] = list(table)
+        assert [pool.ref_count(b) for b in range(pool.num_blocks)] == [
+            owners[b] for b in range(pool.num_blocks)
+        ]
+        assert all(len(contents[block]) == 1 for block in owners), "shared by content alone"
+        assert self.tiers.prefix_caching or set(owners.values()) <= {1}
+        self.seen["host blocks of sequences"] += any(b >= pool.num_gpu_blocks for b in owners)
+        self.seen["shared"] += any(count > 1 for count in owners.values())
+
+    def finish(self, most_steps: int = 3000) -> None:
+        """Step until all ended, moves done only when nothing runs; then every count is back."""
+        for _ in range(most_steps):
+            if not self.scheduler.has_unfinished:
+                break
+            if not self.step():
+                self.complete(self.moves())
+        assert not self.scheduler.has_unfinished, "no progress"
+        if self.in_flight is not None:
+            self.collect()
+        self.end()
+
+    def end(self) -> None:
+        """All ended: nothing is owned, nothing moves, and what was sampled is right."""
+        self.submit()
+        self.complete(self.moves())
+        for pool in self.pools:
+            assert pool.num_moves == 0
+            gpu, cpu = pool.use("gpu"), pool.use("cpu")
+            assert gpu.owned == cpu.owned == cpu.in_transit == 0
+            if not self.tiers.prefix_caching:
+                assert gpu.cached == cpu.cached == 0, "forgotten"
+            pool.reset()
+            assert pool.use("gpu").free == pool.num_gpu_blocks
+            assert pool.use("cpu").free == pool.num_cpu_blocks
+        assert self.scheduler.stats.num_finished == len(self.sequences)
+        assert not self.groups.content._chains
+        for s in self.sequences:
+            wanted = [self.token(s, s.num_prompt_tokens + i) for i in range(s.num_output_tokens)]
+            assert s.output_token_ids == wanted
+            if s.finish_reason != "abort":
+                full = s.max_length(self.tiers.max_len) - s.num_prompt_tokens
+                after = self.specs[s.seq_id].get("eos_after")
+                assert len(wanted) == min(full, after or full)
