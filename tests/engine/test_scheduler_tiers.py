@@ -180,17 +180,6 @@ def spoiled(monkeypatch, fault):
         monkeypatch.setattr(World, "execute_all", lambda *_: None)
     if fault == "a prefix is read before it has come":
         monkeypatch.setattr(BlockContent, "is_pending", lambda *_: False)
-    if fault == "a block is named before it is full":
-        name = BlockContent.name
-
-        def early(self, sequence):
-            computed = sequence.num_computed
-            most = len(sequence.block_table) * self.block_size
-            sequence.num_computed = min(computed + self.block_size, sequence.num_tokens, most)
-            name(self, sequence)
-            sequence.num_computed = computed
-
-        monkeypatch.setattr(BlockContent, "name", early)
     if fault == "a salt is ignored":
         monkeypatch.setattr(hashing.BlockHasher, "root", lambda *_: b"")
     if fault == "blocks behind a window are given back too early":
@@ -202,7 +191,6 @@ def spoiled(monkeypatch, fault):
     [
         "a step does not wait for moves",
         "a prefix is read before it has come",
-        "a block is named before it is full",
         "a salt is ignored",
         "blocks behind a window are given back too early",
     ],
