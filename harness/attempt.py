@@ -138,7 +138,11 @@ class Attempt:
             self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
         self._model_path = _resolve_model(self._config, self._around.say)
         load_format = self._config.model.load_format
-        self.findings.effective["model"] = identify(self._model_path, load_format)
+        self.findings.effective["model"] = (
+            {"source": "fake", "path": None}
+            if self._config.model.fake is not None
+            else identify(self._model_path, load_format)
+        )
         self._engine = engine_config(self._config, self._model_path)
 
     def run(self) -> None:
@@ -151,13 +155,24 @@ class Attempt:
             self._deadline_s = time.monotonic() + self._config.timeout_s
         scenario = self._config.scenario
         self._note_neighbours()
-        reference = self._reference() if scenario.correctness.enabled else None
+        reference = self._reference() if self._is_comparable() else None
         if scenario.is_timed or reference is not None:
             self._take(self._job("measure", "measure", reference))
         if scenario.load is not None:
             self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
         if self._unchecked is not None:
             self.findings.reasons.append(self._unchecked)
+
+    def _is_comparable(self) -> bool:
+        """Return whether tokens are compared; a peer's dummy weights are not ours."""
+        if not self._config.scenario.correctness.enabled:
+            return False
+        if self._config.system.kind == "native" or self._config.model.load_format != "dummy":
+            return True
+        why = "correctness: dummy weights of two systems differ, so no tokens were compared."
+        self.findings.effective["correctness"] = {"checked": False, "why": why}
+        self.findings.notes.append(why)
+        return False
 
     def _note_neighbours(self) -> None:
         """Note who else computes on the GPU now: their work is in our times."""
@@ -178,6 +193,7 @@ class Attempt:
             engine=replace(self._engine, measured_rates=self._measured_rates()),
             scenario=self._config.scenario,
             system=self._config.system,
+            fake=self._config.model.fake,
             prompts=self._prompts if kind == "measure" else {},
             trace=self._trace if kind == "measure" else [],
             reference=reference,
@@ -205,7 +221,8 @@ class Attempt:
         """
         config = reference_config(self._config, self._model_path)
         check = self._config.scenario.correctness
-        key = reference_key(config, check, self._around.environment)
+        engine = "native" if self._config.model.fake is None else "fake"
+        key = reference_key(config, check, self._around.environment, engine)
         path = self._around.home / "references" / f"{key}.json"
         if read_reference(path) is not None:
             return path

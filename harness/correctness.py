@@ -87,7 +87,10 @@ def compare_tokens(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int
 
 
 def reference_key(
-    config: EngineConfig, check: CorrectnessConfig, environment: Mapping[str, Any]
+    config: EngineConfig,
+    check: CorrectnessConfig,
+    environment: Mapping[str, Any],
+    engine: str = "native",
 ) -> str:
     """Return the name of the reference: a hash of everything that may change its tokens.
 
@@ -95,6 +98,7 @@ def reference_key(
         config: of the reference engine.
         check: the prompts' number and lengths.
         environment: of this machine; the device and the versions are taken from it.
+        engine: native, or fake for scripted tokens.
     """
     asked = config.to_dict()
     for name in _RATES_ONLY:
@@ -104,6 +108,7 @@ def reference_key(
     asked.pop("offload")
     gpu = environment.get("gpu") or {}
     parts = {
+        "engine": engine,
         "config": asked,
         "check": asdict(check),
         "weights": _checkpoint_identity(config.model.path),

@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
-from engine.plan import MemoryPlan
 from harness.scenarios.drive import Engine
 from harness.scenarios.open_loop import Wait
 from harness.scenarios.predicted import predicted_times
-from harness.scenarios.serve import OpenDoor
+from harness.scenarios.serve import OpenDoor, RunAsync
 from harness.schema import ScenarioConfig
 
 Progress = Callable[[str, int, int], None]
@@ -29,7 +28,7 @@ class EngineFactory(Protocol):
         """Construct an engine; `reference` asks for every layer on demand, eager."""
         ...
 
-    def plan_for(self, config: EngineConfig) -> MemoryPlan:
+    def plan_for(self, config: EngineConfig) -> Any:
         """Plan an engine without allocating anything.
 
         Raises:
@@ -61,8 +60,12 @@ class EngineDoor:
     """The clock of the engine's token times."""
     wait: Wait = asyncio.sleep
     """Lets seconds of that clock pass."""
+    is_exact: bool = True
+    """Its greedy tokens must be the reference's; a peer's are compared and counted."""
     open_async: OpenDoor = AsyncLLM
     """Opens the asynchronous door of an engine that `load_code` gave."""
+    run_async: RunAsync = asyncio.run
+    """Runs a coroutine on an event loop in which `wait` lets time pass."""
 
 
 def load_engine_code() -> EngineFactory:

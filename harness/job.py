@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from engine.config import EngineConfig
+from harness.fake_config import FakeScript
 from harness.prompts import PromptRow
 from harness.schema import ScenarioConfig
 from harness.system_config import SystemConfig
@@ -32,6 +33,8 @@ class WorkerJob:
     scenario: ScenarioConfig
     system: SystemConfig = field(default_factory=SystemConfig)
     """What answers the requests."""
+    fake: FakeScript | None = None
+    """What an engine that computes nothing pretends; None: a real one."""
     prompts: dict[str, list[PromptRow]] = field(default_factory=dict)
     """Part of the scenario -> rows of its prompts_file."""
     trace: list[TraceRow] = field(default_factory=list)

@@ -4,9 +4,9 @@ One run at a rate, or a search of the highest rate that keeps the objectives.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from engine.async_llm import AsyncLLM
 from harness.measure.latency import floor_note
@@ -28,6 +28,7 @@ from harness.traffic.scenario import ServeScenario
 from harness.traffic.schedule import Schedule, plan_requests
 from harness.traffic.trace import TraceRow
 
+T = TypeVar("T")
 LEAST_SENT_SHARE: Final = 0.95
 """Share of the planned rate below which the client did not keep its schedule."""
 
@@ -47,6 +48,14 @@ class OpenDoor(Protocol):
         self, llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
     ) -> ServingDoor:
         """Return the door; `on_step` gets the counts of each step and its seconds."""
+        ...
+
+
+class RunAsync(Protocol):
+    """Runs a coroutine; asyncio.run is one."""
+
+    def __call__(self, main: Coroutine[Any, Any, T], /) -> T:
+        """Return what the coroutine returns."""
         ...
 
 
@@ -105,6 +114,7 @@ def measure_serve(
     wait: Wait = asyncio.sleep,
     on_progress: OnProgress | None = None,
     open_door: OpenDoor = AsyncLLM,
+    run_async: RunAsync = asyncio.run,
 ) -> tuple[Outcome, StepTotals]:
     """Run the scenario; return its figures and the sums over the steps.
 
@@ -115,6 +125,7 @@ def measure_serve(
         wait: lets time pass on that clock.
         on_progress: called with requests done, requests in all, output tokens.
         open_door: opens the asynchronous door of the engine.
+        run_async: runs a coroutine on an event loop in which `wait` lets time pass.
     """
     totals = StepTotals()
     plan = llm.plan
@@ -127,7 +138,7 @@ def measure_serve(
         )
 
     def serve(schedule: Schedule) -> list[ServedRequest]:
-        return asyncio.run(_serve(open_one, schedule, load.config, clock, wait, on_progress))
+        return run_async(_serve(open_one, schedule, load.config, clock, wait, on_progress))
 
     if load.config.search is None:
         schedule = load.schedule()

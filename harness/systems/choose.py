@@ -7,12 +7,18 @@ lack: a plan, a load report, counts of a step.
 
 from harness.door import EngineDoor, engine_door
 from harness.job import WorkerJob
+from harness.systems.accelerate_engine import accelerate_door
+from harness.systems.fake.door import fake_door
 
 
 def door_for(job: WorkerJob) -> EngineDoor:
     """Return the door to what answers the requests of a job."""
+    if job.fake is not None:
+        return fake_door(job.fake)
     match job.system.kind:
         case "native":
             return engine_door()
+        case "accelerate":
+            return accelerate_door()
         case other:
-            raise ValueError(f"system.kind: expected native, got {other!r}.")
+            raise ValueError(f"system.kind: expected native or accelerate, got {other!r}.")

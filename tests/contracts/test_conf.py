@@ -76,7 +76,7 @@ def point(composer: Composer, *overrides: str) -> Point:
 
 
 def test_groups_hold_what_is_promised() -> None:
-    assert set(names("model")) == {"local", *PARAMETERS}
+    assert set(names("model")) == {"local", "fake", *PARAMETERS}
     assert set(names("gpu")) == {"auto", "cpu", *MEMORY_MIB}
     for group, options in OPTIONS.items():
         assert set(names(group)) == options

@@ -1,0 +1,322 @@
+"""The engine of model=fake: scripted tokens at scripted times, with scripted failures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, Final
+
+from engine.config import EngineConfig
+from engine.errors import RequestError
+from engine.request import FinishReason, TokenEvent
+from engine.sampling_params import SamplingParams
+from harness.correctness import STREAM
+from harness.door import Progress
+from harness.fake_config import FakeScript
+from harness.systems.fake.clock import FakeClock
+from harness.systems.fake.failures import strike
+from harness.systems.fake.memory import GIB, FakePlan, plan_fake
+
+WARNING: Final = (
+    "model=fake: times, memory and tokens are scripted; nothing was computed, and no figure says "
+    "anything of a machine."
+)
+WARM_UP: Final = "warm-up"
+"""Part of the ids of requests that are not timed."""
+_PAGE_BYTES: Final = 4096
+_NUM_SPECIAL: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeStep:
+    """What a step did."""
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    h2d_bytes: int
+    in_place_bytes: int
+
+
+@dataclass(kw_only=True)
+class FakeSequence:
+    """One request and how far it is."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    is_broken: bool = False
+    """It ends with an error after its first token."""
+    num_out: int = 0
+
+    @property
+    def is_check(self) -> bool:
+        """Whether it belongs to the comparison of tokens."""
+        return self.request_id.startswith(STREAM)
+
+
+class FakeTokenizer:
+    """One token a byte."""
+
+    all_special_ids = tuple(range(_NUM_SPECIAL))
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        free = self._vocab_size - _NUM_SPECIAL
+        return [_NUM_SPECIAL + byte % free for byte in text.encode()]
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """A step under way."""
+
+    sequences: list[FakeSequence]
+    is_prefill: bool
+
+
+@dataclass(kw_only=True)
+class _Counts:
+    steps: int = 0
+    prefills: int = 0
+    decodes: int = 0
+    timed_steps: int = 0
+    """Steps without a sequence of the comparison of tokens."""
+    timed_requests: int = 0
+    waiting: list[FakeSequence] = field(default_factory=list)
+    running: list[FakeSequence] = field(default_factory=list)
+
+
+class FakeLLM:
+    """Stands in for engine.LLM.
+
+    Args:
+        script: what it pretends.
+        config: what was asked of the engine.
+        clock: its steps take time of it.
+        progress: called while it loads.
+        reference: it is the yardstick of tokens.
+
+    Raises:
+        CapacityError: the scripted bytes do not fit, or the script says so.
+        Exception: whatever the script says of building.
+    """
+
+    def __init__(
+        self,
+        script: FakeScript,
+        config: EngineConfig,
+        clock: FakeClock,
+        *,
+        progress: Progress,
+        reference: bool,
+    ) -> None:
+        if config.model.spec is None:
+            raise RequestError("model.spec: expected sizes for model=fake, got null.")
+        self.spec = config.model.spec
+        self.plan = plan_of(script, config, reference=reference)
+        self.max_model_len = config.engine.max_model_len or self.spec.max_position_embeddings
+        self.tokenizer = FakeTokenizer(self.spec.vocab_size)
+        self.last_step: FakeStep | None = None
+        self._script, self._clock, self._is_reference = script, clock, reference
+        self._max_num_seqs = config.engine.max_num_seqs
+        self._counts = _Counts()
+        self._work: _Work | None = None
+        total = self.plan.resident_bytes + self.plan.offloaded_bytes
+        self._touched = bytearray(round(script.host_touched_gib * GIB))
+        self._touched[::_PAGE_BYTES] = b"\1" * len(self._touched[::_PAGE_BYTES])
+        progress("read", 0, total)
+        clock.wait_until(clock() + script.load_s)
+        progress("read", total, total)
+        if script.fail_at == ("reference" if reference else "build") and script.fail != "none":
+            strike(script.fail, self.plan.to_dict())
+        self.load_report = SimpleNamespace(
+            phases={"read": script.load_s},
+            total_s=script.load_s,
+            busy={"read": script.load_s},
+            moved={"read": total},
+        )
+
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request.
+
+        Raises:
+            RequestError: it is too long, or the script refuses it.
+        """
+        name = request_id or f"request-{self._counts.timed_requests}"
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"prompt: expected fewer than {self.max_model_len} tokens, got {len(prompt)}. "
+                "Shorten it, or raise engine.max_model_len."
+            )
+        sequence = FakeSequence(
+            request_id=name, prompt=list(prompt), max_tokens=min(params.max_tokens or room, room)
+        )
+        if not sequence.is_check and WARM_UP not in name:
+            self._counts.timed_requests += 1
+            if _is_due(self._counts.timed_requests, self._script.refuse_every):
+                raise RequestError(
+                    f"request: scripted to be refused (model.fake.refuse_every="
+                    f"{self._script.refuse_every})."
+                )
+            sequence.is_broken = _is_due(self._counts.timed_requests, self._script.break_every)
+        self._counts.waiting.append(sequence)
+        return name
+
+    def has_unfinished(self) -> bool:
+        """Return whether a step has work."""
+        return bool(self._counts.waiting or self._counts.running)
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step: its time passes, then its tokens are there."""
+        self._clock.wait_until(self._clock() + self.begin_step())
+        return self.end_step()
+
+    def begin_step(self) -> float:
+        """Choose what the next step does; return the seconds that it takes.
+
+        Raises:
+            Exception: whatever the script says of steps.
+        """
+        counts, script = self._counts, self._script
+        room = self._max_num_seqs - len(counts.running)
+        is_prefill = bool(counts.waiting) and room > 0
+        if is_prefill:
+            sequences, counts.waiting = counts.waiting[:room], counts.waiting[room:]
+            counts.running += sequences
+        else:
+            sequences = list(counts.running)
+        if not any(sequence.is_check for sequence in sequences) and not self._is_reference:
+            counts.timed_steps += 1
+            is_now = counts.timed_steps > script.fail_after_steps
+            if script.fail != "none" and script.fail_at == "step" and is_now:
+                strike(script.fail, self.plan.to_dict())
+        self._work = _Work(sequences=sequences, is_prefill=is_prefill)
+        time_ms = self.plan.offloaded_bytes / GIB * script.ms_per_offloaded_gib
+        if is_prefill:
+            time_ms += script.prefill_ms[counts.prefills % len(script.prefill_ms)]
+            time_ms += script.prefill_ms_per_token * sum(len(s.prompt) for s in sequences)
+            counts.prefills += 1
+        else:
+            time_ms += script.decode_ms[counts.decodes % len(script.decode_ms)]
+            counts.decodes += 1
+        counts.steps += 1
+        return time_ms / 1e3
+
+    def end_step(self) -> list[TokenEvent]:
+        """Return the tokens of the step that was begun; it is over now."""
+        work, self._work = self._work, None
+        if work is None:
+            raise RuntimeError("end_step: expected a step under way, found none.")
+        copied, read = self.plan.moved_per_step()
+        num_prompt = sum(len(sequence.prompt) for sequence in work.sequences)
+        alive = [sequence for sequence in work.sequences if sequence in self._counts.running]
+        self.last_step = FakeStep(
+            num_prefill_tokens=num_prompt if work.is_prefill else 0,
+            num_decode_tokens=0 if work.is_prefill else len(work.sequences),
+            h2d_bytes=copied,
+            in_place_bytes=read,
+        )
+        now_s = self._clock()
+        return [self._next_token(sequence, now_s) for sequence in alive]
+
+    def _next_token(self, sequence: FakeSequence, now_s: float) -> TokenEvent:
+        token = _token(sequence, self.spec.vocab_size)
+        if not self._is_reference and sequence.num_out == self._script.wrong_token_at:
+            token = _NUM_SPECIAL + (token + 1 - _NUM_SPECIAL) % (
+                self.spec.vocab_size - _NUM_SPECIAL
+            )
+        sequence.num_out += 1
+        reason = self._end_of(sequence)
+        if reason is not None:
+            self._counts.running.remove(sequence)
+        return TokenEvent(
+            request_id=sequence.request_id,
+            index=0,
+            token_id=token,
+            position=len(sequence.prompt) + sequence.num_out - 1,
+            finish_reason=reason,
+            logprob=0.0,
+            time_s=now_s,
+        )
+
+    def _end_of(self, sequence: FakeSequence) -> FinishReason | None:
+        """Return why a sequence ends with its newest token; None if it goes on."""
+        if sequence.is_broken:
+            return "error"
+        if sequence.num_out == sequence.max_tokens:
+            return "length"
+        is_stopped = sequence.num_out == self._script.stop_after and not sequence.is_check
+        return "stop" if is_stopped else None
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; unknown ones are ignored."""
+        counts = self._counts
+        for queue in (counts.waiting, counts.running):
+            for sequence in [s for s in queue if s.request_id == request_id]:
+                queue.remove(sequence)
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the engine started."""
+        counts = self._counts
+        return {
+            "steps": counts.steps,
+            "prefill_steps": counts.prefills,
+            "decode_steps": counts.decodes,
+            "requests": counts.timed_requests,
+        }
+
+    def memory(self) -> dict[str, Any]:
+        """Return scripted bytes in use."""
+        peak_gib = self._script.gpu_peak_gib
+        return {
+            "gpu_peak_bytes": (
+                self.plan.gpu_total_bytes if peak_gib is None else round(peak_gib * GIB)
+            ),
+            "gpu_budget_bytes": self.plan.budget_bytes,
+            "host_pinned_bytes": self.plan.offloaded_bytes,
+        }
+
+    def effective(self) -> dict[str, Any]:
+        """Return what is really used: nothing."""
+        return {"device": "fake", "emulated": True, "warnings": [WARNING], "fallbacks": []}
+
+    def close(self) -> None:
+        """Drop all requests and the memory that was touched."""
+        self._counts.waiting, self._counts.running = [], []
+        self._touched = bytearray()
+
+
+def plan_of(script: FakeScript, config: EngineConfig, *, reference: bool) -> FakePlan:
+    """Return the plan; that of the reference holds all weights in host memory.
+
+    Raises:
+        CapacityError: it does not fit, or the script says so.
+        Exception: whatever else the script says of planning.
+    """
+    if script.fail != "none" and script.fail_at == "plan" and not reference:
+        strike(script.fail, None)
+    if not reference:
+        return plan_fake(script, config)
+    size = round(script.weights_gib * GIB)
+    return FakePlan(
+        budget_bytes=size + round(script.kv_gib * GIB),
+        resident_bytes=0,
+        offloaded_bytes=size,
+        kv_bytes=round(script.kv_gib * GIB),
+        is_read_in_place=False,
+    )
+
+
+def _token(sequence: FakeSequence, vocab_size: int) -> int:
+    """Return the next token: it depends on the prompt and on the position alone."""
+    found = sum(chain(sequence.prompt[:8], (31 * len(sequence.prompt), 7 * sequence.num_out)))
+    return _NUM_SPECIAL + found % (vocab_size - _NUM_SPECIAL)
+
+
+def _is_due(number: int, every: int | None) -> bool:
+    return every is not None and number % every == 0
