@@ -59,8 +59,8 @@ def describe_type(hint: Any) -> str:
     if dataclasses.is_dataclass(inner):
         words = "a mapping with the keys " + ", ".join(f.name for f in dataclasses.fields(inner))
     elif typing.get_origin(inner) is list:
-        is_text = typing.get_args(inner) == (str,)
-        words = "a list of texts, such as [a, b]" if is_text else "a list of numbers, such as [1, 2]"
+        of_text = typing.get_args(inner) == (str,)
+        words = f"a list of {'texts, such as [a, b]' if of_text else 'numbers, such as [1, 2]'}"
     else:
         words = _NAMES.get(inner, "a mapping")
     return words if inner is hint else f"{words} or null"
