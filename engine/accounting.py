@@ -14,7 +14,14 @@ from engine.plan import (
     align,
     lay_out,
 )
-from engine.sizes import activation_bytes, graph_bytes, graph_sizes, logits_bytes, runtime_bytes
+from engine.sizes import (
+    activation_bytes,
+    graph_bytes,
+    graph_sizes,
+    logits_bytes,
+    prefill_sizes,
+    runtime_bytes,
+)
 from engine.spec import DTYPE_BYTES, ModelSpec
 
 GIB = 2**30
@@ -95,7 +102,10 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         use_graphs = False
         notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
     notes += _window_notes(asked)
-    graph_pool, graph_nodes = graph_bytes(spec, sizes if use_graphs else (), size)
+    prefills: tuple[tuple[int, int], ...] = ()
+    if sizes:
+        prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
+    graph_pool, graph_nodes = graph_bytes(spec, sizes if use_graphs else (), prefills, size)
     workspace, runtime = runtime_bytes(facts.kind)
     items = {
         "weights": layout.resident_bytes,
@@ -150,6 +160,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         graph_sizes=sizes,
+        prefill_sizes=prefills,
         use_graphs=use_graphs,
         pin=pinned,
         gpu_budget_bytes=budget,

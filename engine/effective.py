@@ -27,6 +27,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "pinned": pinned > 0,
         "attention": "triton paged" if is_cuda else "torch paged",
         "graphs": engine.runner.captured_sizes,
+        "prefill_graphs": [list(shape) for shape in engine.runner.captured_prefills],
         "load_format": engine.config.model.load_format,
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_gpu_blocks,

@@ -123,6 +123,8 @@ class MemoryPlan:
     max_num_batched_tokens: int
     graph_sizes: tuple[int, ...]
     """Decode batch sizes captured as CUDA graphs; both graph and eager steps pad to them."""
+    prefill_sizes: tuple[tuple[int, int], ...] = ()
+    """Decode rows and tokens of prompts that steps with prompts are padded to, where they fit."""
     use_graphs: bool
     """Decode runs in CUDA graphs."""
     pin: bool
@@ -184,6 +186,15 @@ class MemoryPlan:
             for tensor in slab.tensors:
                 totals[self.placements[tensor.name].value] += tensor.numel * size
         return totals
+
+    @property
+    def captured_prefills(self) -> tuple[tuple[int, int], ...]:
+        """Those of `prefill_sizes` that run as graphs.
+
+        None where layers are offloaded: the link takes longer than the launches that it would save.
+        Their memory is counted all the same, so that what is moved changes no other figure.
+        """
+        return self.prefill_sizes if self.use_graphs and not self.offloaded_layers else ()
 
     @property
     def offloaded_layers(self) -> tuple[LayerPlan, ...]:
@@ -274,6 +285,7 @@ class MemoryPlan:
             "lookahead": self.lookahead,
             "stage_tokens": self.stage_tokens,
             "graph_sizes": list(self.graph_sizes),
+            "prefill_sizes": [list(size) for size in self.prefill_sizes],
             "bytes_per_step": self.bytes_per_step(),
             "moved_per_step": dict(
                 zip(("copied_bytes", "in_place_bytes"), self.moved_per_step(), strict=True)

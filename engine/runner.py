@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.inputs import Field, StepInputs
 from engine.models.decoder import Decoder
 from engine.plan import MemoryPlan
-from engine.sizes import pad_batch
+from engine.sizes import PREFILL_SEQUENCES, pad_batch
 from engine.step_plan import ScheduledSequence, StepPlan
 from kernels.sizes import MAX_SMALL_TOKENS
 
@@ -28,10 +28,12 @@ class ModelRunner:
         self._plan, self._decoder, self._device = plan, decoder, device
         rows = pad_batch(plan.max_num_seqs)
         tokens = max(plan.max_num_batched_tokens, rows)
+        rows += PREFILL_SEQUENCES
         width = -(-plan.max_model_len // plan.block_size)
         self._inputs = StepInputs(device, tokens, rows, width, len(plan.kv.windows))
-        self._graphs: dict[int, tuple[Graph, int, int]] = {}
-        self._newest_size: int | None = None
+        self._graphs: dict[tuple[int, int], tuple[Graph, int, int]] = {}
+        self._shape: tuple[int, int] | None = None
+        """Decode rows and tokens of prompts of the newest inputs; None: of no such size."""
         self.graph_steps = 0
         self._replayed_copies = 0
         self._replayed_reads = 0
@@ -48,37 +50,83 @@ class ModelRunner:
         Returns:
             The inputs on the device.
         """
-        self._newest_size = None
-        decodes, prefills = plan.decodes, plan.prefills
-        size = len(decodes)
-        if not prefills and self._plan.graph_sizes:
+        self._shape = None
+        if plan.prefills:
+            return self._prepare_prefills(plan, tokens)
+        size = len(plan.decodes)
+        if self._plan.graph_sizes:
             size = pad_batch(size)
-        inputs = self._inputs
-        num_tokens = size + sum(item.num_tokens for item in prefills)
-        inputs.begin(num_tokens, size + len(prefills))
-        self._fill_decodes(decodes, size)
-        longest = max((item.stop for item in decodes), default=0)
-        if not prefills:
-            inputs.send(tokens)
-            self._newest_size = size
-            return self._decode_batch(size, longest)
-        starts = inputs.add(self._fill_prefills(prefills, size), torch.int32)
-        wanted = inputs.add(_wanted_tokens(plan), torch.int64)
+        self._inputs.begin(size, size)
+        self._fill_decodes(plan.decodes, size)
+        self._inputs.send(tokens)
+        self._shape = size, 0
+        return self._decode_batch(size, max(item.stop for item in plan.decodes))
+
+    def _prepare_prefills(self, plan: StepPlan, tokens: torch.Tensor | None) -> Batch:
+        """Prompts beside decodes; padded where a graph holds so many."""
+        inputs, prefills = self._inputs, plan.prefills
+        rows, num_tokens = len(plan.decodes), sum(item.num_tokens for item in prefills)
+        num_prefills, most_tokens = len(prefills), max(item.num_tokens for item in prefills)
+        num_wanted = len(plan.sampling)
+        self._shape = self._prefill_shape(rows, num_tokens, num_prefills)
+        if self._shape is not None:
+            rows, num_tokens = self._shape
+            num_prefills, most_tokens = PREFILL_SEQUENCES, num_tokens
+            num_wanted = self._num_wanted(rows)
+        inputs.begin(rows + num_tokens, rows + num_prefills)
+        self._fill_decodes(plan.decodes, rows)
+        starts = self._fill_prefills(prefills, rows)
+        self._fill_padding(rows + starts[-1], rows + num_tokens)
+        inputs.lens.host[rows + len(prefills) :] = 0
+        starts += starts[-1:] * (num_prefills - len(prefills))
+        wanted = _wanted_tokens(plan, rows)
+        wanted += [0] * (num_wanted - len(wanted))
+        longest = max((item.stop for item in plan.decodes), default=0)
+        batch = self._prefill_batch(rows, starts, wanted, most_tokens, longest)
         inputs.send(tokens)
-        window_slots, window_tables = self._window_part(size + len(prefills))
+        return batch
+
+    def _prefill_shape(
+        self, num_decodes: int, num_tokens: int, num_prefills: int
+    ) -> tuple[int, int] | None:
+        """Return what a step is padded to, the same in every placement; None: nothing."""
+        if num_prefills > PREFILL_SEQUENCES:
+            return None
+        holding = (
+            size
+            for size in self._plan.prefill_sizes
+            if size[0] >= num_decodes and size[1] >= num_tokens
+        )
+        return min(holding, default=None)
+
+    def _num_wanted(self, decodes: int) -> int:
+        """Rows of logits of a captured step with prompts."""
+        return min(decodes + PREFILL_SEQUENCES, pad_batch(self._plan.max_num_seqs))
+
+    def _prefill_batch(
+        self,
+        decodes: int,
+        starts: SequenceOf[int],
+        wanted: SequenceOf[int],
+        most_tokens: int,
+        longest: int,
+    ) -> Batch:
+        """The batch of what is in the input buffers, prompts among it; `send` follows."""
+        inputs, rows = self._inputs, decodes + len(starts) - 1
+        window_slots, window_tables = self._window_part(rows)
         return Batch(
             input_ids=inputs.ids.device,
             positions=inputs.positions.device,
             slots=inputs.slots.device,
-            block_tables=inputs.tables[: size + len(prefills)],
+            block_tables=inputs.tables[:rows],
             window_slots=window_slots,
             window_tables=window_tables,
             seq_lens=inputs.lens.device,
-            num_decodes=size,
+            num_decodes=decodes,
             max_decode_len=longest,
-            prefill_starts=starts,
-            max_prefill_tokens=max(item.num_tokens for item in prefills),
-            logits_rows=wanted,
+            prefill_starts=inputs.add(starts, torch.int32),
+            max_prefill_tokens=most_tokens,
+            logits_rows=inputs.add(wanted, torch.int64),
         )
 
     def _window_part(self, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -119,6 +167,8 @@ class ModelRunner:
             positions.append(position)
             inputs.set_table(row, sequence)
         count = len(decodes)
+        self._fill_padding(count, size)
+        inputs.lens.host[count:size] = 0
         inputs.positions.host[:count] = positions
         for field, group in self._slot_fields():
             field.host[:count] = [
@@ -127,7 +177,6 @@ class ModelRunner:
                 for item in decodes
             ]
         inputs.lens.host[:count] = inputs.positions.host[:count] + 1
-        self._fill_padding(count, size)
 
     def _slot_fields(self) -> list[tuple[Field, int]]:
         """Where the slots of each group of layers are written."""
@@ -137,12 +186,12 @@ class ModelRunner:
         return fields
 
     def _fill_padding(self, start: int, stop: int) -> None:
+        """Write tokens that go nowhere."""
         inputs = self._inputs
         inputs.ids.host[start:stop] = 0
         inputs.positions.host[start:stop] = 0
         for field, _ in self._slot_fields():
             field.host[start:stop] = -1
-        inputs.lens.host[start:stop] = 0
 
     def _fill_prefills(self, prefills: SequenceOf[ScheduledSequence], at: int) -> list[int]:
         """Write the prefills' tokens behind `at` decodes; return where each starts and the end."""
@@ -165,16 +214,17 @@ class ModelRunner:
         return starts
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Run a batch; return float32 logits [R, V], one row per wanted token, then padding.
+        """Run the newest batch; return float32 logits [R, V], a row per wanted token, then padding.
 
         Stream: enqueued on the current stream. The tensor may be overwritten by the next step.
         """
-        captured = self._graphs.get(batch.num_tokens) if batch.prefill_starts is None else None
+        captured = None if self._shape is None else self._graphs.get(self._shape)
         if captured is None:
             return self._decoder.forward(batch)
         self._replay(batch.num_tokens, captured)
         self.graph_steps += 1
-        return self._decoder.logits[: batch.num_tokens]
+        rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
+        return self._decoder.logits[:rows]
 
     def _replay(self, size: int, captured: tuple[Graph, int, int]) -> None:
         graph, copied, read = captured
@@ -200,15 +250,17 @@ class ModelRunner:
 
         Stream: Enqueued on the current stream; nothing is waited for.
         """
-        captured = self._graphs.get(size)
+        captured = self._graphs.get((size, 0))
         if captured is None:
             raise EngineError(
                 f"replay: expected a captured size, one of {self.captured_sizes}, got {size}."
             )
-        if self._newest_size != size:
+        if self._shape != (size, 0):
+            decodes, prefill = self._shape or (0, 1)
+            newest = "one with a prefill, or none" if prefill else decodes
             raise EngineError(
-                f"replay: expected the newest step to be a decode of {size} rows, got "
-                f"{self._newest_size or 'one with a prefill, or none'}. Step until it is."
+                f"replay: expected the newest step to be a decode of {size} rows, got {newest}. "
+                "Step until it is."
             )
         self._replay(size, captured)
 
@@ -217,25 +269,44 @@ class ModelRunner:
         return self._device.mark()
 
     def capture(self) -> None:
-        """Capture decode at every planned size, the largest first."""
+        """Capture every planned step, the largest first."""
+        stage = self._plan.stage_tokens
         for size in sorted(self._plan.graph_sizes, reverse=True):
-            stage = self._plan.stage_tokens
-            if stage is not None and size >= stage:
-                continue
-            self._inputs.begin(size, size)
-            self._fill_padding(0, size)
-            self._inputs.send(None)
-            run = partial(self._decoder.forward, self._decode_batch(size, self._plan.max_model_len))
-            run()
-            self._device.synchronize()
-            store = self._decoder.weights
-            copied, read = store.copied_bytes, store.in_place_bytes
-            graph = self._device.new_graph(run)
-            counts = store.copied_bytes - copied, store.in_place_bytes - read
-            self._graphs[size] = (graph, *counts)
-            # Capturing counted the bytes, but moved none.
-            self._replayed_copies -= counts[0]
-            self._replayed_reads -= counts[1]
+            if stage is None or size < stage:
+                self._capture((size, 0), self._padding_decode(size))
+        for decodes, tokens in sorted(self._plan.captured_prefills, reverse=True):
+            self._capture((decodes, tokens), self._padding_prefill(decodes, tokens))
+
+    def _capture(self, shape: tuple[int, int], batch: Batch) -> None:
+        run, store = partial(self._decoder.forward, batch), self._decoder.weights
+        run()
+        self._device.synchronize()
+        copied, read = store.copied_bytes, store.in_place_bytes
+        graph = self._device.new_graph(run)
+        counts = store.copied_bytes - copied, store.in_place_bytes - read
+        self._graphs[shape] = (graph, *counts)
+        # Capturing counted the bytes, but moved none.
+        self._replayed_copies -= counts[0]
+        self._replayed_reads -= counts[1]
+
+    def _padding_decode(self, size: int) -> Batch:
+        """A captured decode in which no row is a sequence."""
+        self._inputs.begin(size, size)
+        self._fill_padding(0, size)
+        self._inputs.lens.host[:] = 0
+        self._inputs.send(None)
+        return self._decode_batch(size, self._plan.max_model_len)
+
+    def _padding_prefill(self, decodes: int, tokens: int) -> Batch:
+        """A captured step with prompts in which no token is one of a sequence."""
+        inputs = self._inputs
+        inputs.begin(decodes + tokens, decodes + PREFILL_SEQUENCES)
+        self._fill_padding(0, decodes + tokens)
+        inputs.lens.host[:] = 0
+        starts, wanted = [0] * (PREFILL_SEQUENCES + 1), [0] * self._num_wanted(decodes)
+        batch = self._prefill_batch(decodes, starts, wanted, tokens, self._plan.max_model_len)
+        inputs.send(None)
+        return batch
 
     def warm_up(self, num_tokens: int) -> None:
         """Run prefills of padding and a decode, so that kernels are compiled and loaded.
@@ -251,6 +322,7 @@ class ModelRunner:
         inputs = self._inputs
         inputs.begin(1, 1)
         self._fill_padding(0, 1)
+        inputs.lens.host[:] = 0
         inputs.set_unknown(0, 0)
         inputs.send(torch.zeros(1, dtype=torch.int64, device=self._device.torch_device))
         self._decoder.forward(self._decode_batch(1, plan.max_model_len))
@@ -265,31 +337,21 @@ class ModelRunner:
         inputs.begin(count, rows)
         self._fill_padding(0, count)
         inputs.lens.host[:] = longest
-        starts = inputs.add(range(0, count + 1, longest), torch.int32)
-        wanted = inputs.add(range(longest - 1, count, longest), torch.int64)
+        starts, wanted = range(0, count + 1, longest), range(longest - 1, count, longest)
+        batch = self._prefill_batch(0, starts, wanted, longest, 0)
         inputs.send(None)
-        window_slots, window_tables = self._window_part(rows)
-        batch = Batch(
-            input_ids=inputs.ids.device,
-            positions=inputs.positions.device,
-            slots=inputs.slots.device,
-            block_tables=inputs.tables[:rows],
-            window_slots=window_slots,
-            window_tables=window_tables,
-            seq_lens=inputs.lens.device,
-            num_decodes=0,
-            max_decode_len=0,
-            prefill_starts=starts,
-            max_prefill_tokens=longest,
-            logits_rows=wanted,
-        )
         self._decoder.forward(batch)
         self._device.synchronize()
 
     @property
     def captured_sizes(self) -> list[int]:
         """Decode batch sizes that run as graphs."""
-        return sorted(self._graphs)
+        return sorted(decodes for decodes, tokens in self._graphs if not tokens)
+
+    @property
+    def captured_prefills(self) -> list[tuple[int, int]]:
+        """Decode rows and tokens of prompts of steps with prompts that run as graphs."""
+        return sorted(shape for shape in self._graphs if shape[1])
 
     @property
     def copied_bytes(self) -> int:
@@ -306,9 +368,14 @@ class ModelRunner:
         self._graphs.clear()
 
 
-def _wanted_tokens(plan: StepPlan) -> list[int]:
-    """Return the tokens whose logits are wanted, in the order of plan.sampling."""
-    wanted, at = list(range(len(plan.decodes))), len(plan.decodes)
+def _wanted_tokens(plan: StepPlan, decodes: int) -> list[int]:
+    """Return the tokens whose logits are wanted, in the order of plan.sampling.
+
+    Args:
+        plan: What runs.
+        decodes: Decode rows, padding included; prompts follow them.
+    """
+    wanted, at = list(range(len(plan.decodes))), decodes
     for item in plan.prefills:
         at += item.num_tokens
         if item.samples:

@@ -8,6 +8,10 @@ from engine.spec import ModelSpec
 from kernels.sizes import decode_workspace_bytes
 
 MIB = 2**20
+PREFILL_SEQUENCES = 4
+"""Prompts whose parts a captured step holds at most."""
+PREFILL_TOKENS = (16, 64, 256)
+"""Tokens of prompts that captured steps are padded to."""
 
 
 def pad_batch(size: int) -> int:
@@ -22,6 +26,21 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({pad_batch(size) for size in range(1, max_num_seqs + 1)}))
 
 
+def prefill_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Return the steps with prompts that are captured: decode rows, and tokens of prompts.
+
+    Few decode rows are not worth graphs of their own: padding costs them little.
+    """
+    most = pad_batch(max_num_seqs)
+    rows = sorted({0, min(8, most), min(64, most), most})
+    return tuple(
+        (decodes, tokens)
+        for decodes in rows
+        for tokens in PREFILL_TOKENS
+        if decodes + tokens <= max_num_batched_tokens
+    )
+
+
 def activation_bytes(
     spec: ModelSpec, settings: EngineSettings, dtype_bytes: int, max_model_len: int
 ) -> int:
@@ -33,7 +52,8 @@ def activation_bytes(
     step = tokens * _widest(spec) * dtype_bytes
     workspace = decode_workspace_bytes(rows, spec.num_attention_heads, spec.head_dim, max_model_len)
     groups = 2 if spec.layer_types else 1
-    inputs = groups * rows * math.ceil(max_model_len / 8) * 4 + tokens * 32
+    table_rows = rows + PREFILL_SEQUENCES
+    inputs = groups * table_rows * math.ceil(max_model_len / 8) * 4 + tokens * 32
     tables = 1 if spec.rope_local_base_freq is None else 2
     rotary = tables * max_model_len * spec.head_dim * 4
     return int(1.1 * step) + workspace + inputs + rotary + min(32 * MIB, step)
@@ -52,15 +72,30 @@ def logits_bytes(spec: ModelSpec, settings: EngineSettings, dtype_bytes: int) ->
     return logits * (dtype_bytes + 4) + sampling
 
 
-def graph_bytes(spec: ModelSpec, sizes: tuple[int, ...], dtype_bytes: int) -> tuple[int, int]:
+def graph_bytes(
+    spec: ModelSpec,
+    sizes: tuple[int, ...],
+    prefills: tuple[tuple[int, int], ...],
+    dtype_bytes: int,
+) -> tuple[int, int]:
     """Bytes of captured graphs: their pool of activations, and their nodes outside the allocator.
 
     The nodes are counted as 64 KiB a layer and graph (measured: 18 MiB for 11 graphs of 32 layers).
+
+    Args:
+        spec: Sizes of the model.
+        sizes: Decode batches that are captured.
+        prefills: Steps with prompts that are captured, as `prefill_sizes` has them.
+        dtype_bytes: Of an element.
     """
     if not sizes:
         return 0, 0
-    pool = sizes[-1] * (_widest(spec) + spec.vocab_size) * dtype_bytes
-    return 2 * pool, len(sizes) * spec.num_hidden_layers * MIB // 16
+    decode = 2 * sizes[-1] * (_widest(spec) + spec.vocab_size)
+    most = max((rows + tokens for rows, tokens in prefills), default=0)
+    with_prompts = int(1.1 * most * _widest(spec)) + 2 * sizes[-1] * spec.vocab_size
+    count = len(sizes) + len(prefills)
+    pool = max(decode, with_prompts if prefills else 0) * dtype_bytes
+    return pool, count * spec.num_hidden_layers * MIB // 16
 
 
 def runtime_bytes(kind: str) -> tuple[int, int]:

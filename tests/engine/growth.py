@@ -75,15 +75,15 @@ def grow(llm: LLM, prompts: list[list[int]]) -> Growth:
     return growth
 
 
-class _Some(dict[int, Any]):
+class _Some(dict[tuple[int, int], Any]):
     """Graphs of which only a share is found."""
 
-    def __init__(self, graphs: dict[int, Any], share: float, seed: int) -> None:
+    def __init__(self, graphs: dict[tuple[int, int], Any], share: float, seed: int) -> None:
         super().__init__(graphs)
         self._share, self._chance = share, random.Random(seed)
 
-    def get(self, size: int, default: Any = None) -> Any:  # type: ignore[override]
-        return super().get(size, default) if self._chance.random() < self._share else default
+    def get(self, shape: tuple[int, int], default: Any = None) -> Any:  # type: ignore[override]
+        return super().get(shape, default) if self._chance.random() < self._share else default
 
 
 @contextmanager

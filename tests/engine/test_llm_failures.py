@@ -132,7 +132,7 @@ def test_a_graph_finds_its_layers_after_a_failure(
     with pytest.raises(RuntimeError, match="tests say so"):
         engine.step()
     assert store._feed._held != [0, 1]
-    runner._graphs[1] = (Replay(), 0, 0)
+    runner._graphs[1, 0] = (Replay(), 0, 0)
     engine.step()  # the tokens of the step in flight
     engine.step()
     assert held == [([0, 1], [None, None])] * 2

@@ -229,7 +229,7 @@ def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
         llm.replay_only(2)
     for prompt in PROMPTS[1:3]:
         llm.add_request(prompt, greedy_params(4))
-    runner._graphs[2] = (Graph(), 100, 20)
+    runner._graphs[2, 0] = (Graph(), 100, 20)
     llm.step()
     assert llm.last_step.used_graph is False
     before = llm.stats()
