@@ -70,6 +70,7 @@ def register() -> None:
         "tightfit_runs", lambda: str(tightfit_home() / "runs"), replace=True
     )
     OmegaConf.register_new_resolver("tightfit_stamp", _stamp, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("tightfit_sum", lambda *parts: sum(parts), replace=True)
     setup_globals()
 
 

@@ -85,6 +85,11 @@ class ServeScenario(Sealed):
                 f"{NODE}.prefixes: expected none beside a trace or a prompts_file, got "
                 f"num={self.prefixes.num}. Remove it."
             )
+        if self.prompt is None and self.turns.first_tokens is not None:
+            raise ConfigError(
+                f"{NODE}.turns.first_tokens: expected null beside a prompts_file, got "
+                f"{self.turns.first_tokens}. Its rows have their own lengths; remove it."
+            )
         if self.trace is None and self.num_requests is None:
             raise ConfigError(f"{NODE}.num_requests: expected a number without a trace, got null.")
         if self.trace is not None and self.turns.num > 1:
@@ -151,4 +156,7 @@ class ServeScenario(Sealed):
         """Return the most tokens that prompt and output of a request can have; None: unknown."""
         if self.prompt is None or self.output is None:
             return None
-        return self.prefixes.tokens + self.turns.num * (self.prompt.most + self.output.most)
+        prompts = self.turns.num * self.prompt.most
+        if self.turns.first_tokens is not None:
+            prompts += self.turns.first_tokens - self.prompt.most
+        return self.prefixes.tokens + prompts + self.turns.num * self.output.most

@@ -127,6 +127,8 @@ def _draw_conversations(config: ServeScenario, num: int) -> list[list[PlannedReq
         for number in range(num_turns):
             at = index * num_turns + number
             tokens = own[at]
+            if not number and config.turns.first_tokens is not None:
+                tokens = config.turns.first_tokens
             whole = None if tokens is None else before + tokens
             turns.append(
                 PlannedRequest(

@@ -156,6 +156,8 @@ class Turns(Sealed):
     """Requests of each conversation."""
     think_s: float = 0.0
     """Seconds from the last token of an answer to the arrival of the next turn."""
+    first_tokens: int | None = None
+    """Own tokens of the first prompt of a conversation; null: drawn as those of the others."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
@@ -166,6 +168,13 @@ class Turns(Sealed):
                 f"{NODE}.turns.think_s: expected 0 with one turn, got {self.think_s}. Raise "
                 "turns.num or remove it."
             )
+        if self.first_tokens is not None:
+            check_number(f"{NODE}.turns.first_tokens", self.first_tokens, low=1, integer=True)
+            if self.num == 1:
+                raise ConfigError(
+                    f"{NODE}.turns.first_tokens: expected null with one turn, got "
+                    f"{self.first_tokens}. Set prompt.tokens, raise turns.num, or remove it."
+                )
 
 
 @dataclass(kw_only=True)

@@ -124,6 +124,14 @@ def test_what_arrives_while_the_rate_rises_is_marked():
     assert schedule.planned_per_s == pytest.approx(2.0)
 
 
+def test_the_first_prompt_of_a_conversation_may_have_a_length_of_its_own():
+    config = serve(num_requests=6, turns=Turns(num=3, first_tokens=50))
+    first, second, third, *_ = filled(config).requests
+    assert [r.num_prompt_tokens for r in (first, second, third)] == [50, 62, 74]
+    assert [len(r.prompt_token_ids) for r in (first, second, third)] == [50, 8, 8]
+    assert config.longest_tokens() == 50 + 2 * 8 + 3 * 4
+
+
 def trace_config(**changes):
     source = {"path": "a.jsonl"} | changes
     return serve(

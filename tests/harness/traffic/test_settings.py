@@ -35,6 +35,8 @@ SEARCH = PeakSearch(low_per_s=1, high_per_s=4)
         (lambda: Lengths(distribution="normal", tokens=8, std=2), "high: expected a value"),
         (lambda: Prefixes(num=2), "both above 0 or both 0"),
         (lambda: Turns(think_s=1), "turns.think_s: expected 0 with one turn"),
+        (lambda: Turns(first_tokens=5), "turns.first_tokens: expected null with one turn"),
+        (lambda: Turns(num=2, first_tokens=0), "turns.first_tokens"),
         (TraceSource, "trace.path: expected a file"),
         (lambda: TraceSource(path="a.txt"), "trace.format: expected azure or mooncake"),
         (lambda: TraceSource(path="a.csv", time_scale=0), "time_scale: expected a number > 0"),
@@ -48,6 +50,10 @@ SEARCH = PeakSearch(low_per_s=1, high_per_s=4)
         (lambda: serve(prompt=None), "prompt: expected a value for synthetic prompts"),
         (lambda: serve(prompts_file="a"), "prompt: expected null for a prompts_file"),
         (lambda: serve(prompt=None, prompts_file=" "), "expected a JSONL file or null"),
+        (
+            lambda: serve(prompt=None, prompts_file="a", turns=Turns(num=2, first_tokens=9)),
+            "turns.first_tokens: expected null beside a prompts_file",
+        ),
         (
             lambda: serve(prompt=None, prompts_file="a", prefixes=Prefixes(num=1, tokens=1)),
             "prefixes: expected none beside",
