@@ -1,0 +1,1 @@
+"""Tests of model=fake, and with it of the harness."""
