@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import ops
-from kernels.ref import activation, attention, block_copy, linear, norm, rotary_write_kv
+from kernels.ref import activation, attention, block_copy, linear, norm, prefill, rotary_write_kv
 
 _HIDDEN = 4096
 _FEED_FORWARD = 14336
@@ -180,11 +180,54 @@ def _prefill(device: torch.device, num_seqs: int, num_queries: int, seq_len: int
             max_query_len=num_queries,
             out=out,
         ),
-        lambda: attention.paged_prefill_attention(
+        lambda: prefill.paged_prefill_attention(
             q, k_cache, v_cache, tables, starts, lens, scale, out=out
         ),
         2 * num_seqs * seq_len * _KV_HEADS * _HEAD_SIZE * _ELEMENT_BYTES + 2 * q.nbytes,
         num_flops=4 * num_seqs * pairs_per_seq * _HEADS * _HEAD_SIZE,
+    )
+
+
+def _prefill_part(device: torch.device) -> Case:
+    num_queries, seq_len, part_keys = 2048, 8192, 2048
+    k_cache, v_cache = _cache(seq_len, device)
+    num_blocks = k_cache.shape[0]
+    # The first half of the keys is staged, the other in the cache; both are read where they are.
+    stage = ops.HostCache(k_cache, v_cache)
+    tables = torch.randperm(num_blocks, device=device).to(torch.int32)[None]
+    tables[:, : num_blocks // 2] += num_blocks
+    lens = torch.tensor([seq_len], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, num_queries], dtype=torch.int32, device=device)
+    q = _randn((num_queries, _HEADS, _HEAD_SIZE), device)
+    out = torch.empty_like(q)
+    state = ops.prefill_state(num_queries, _HEADS, _HEAD_SIZE, device)
+    arguments = (q, k_cache, v_cache, tables, starts, lens, _HEAD_SIZE**-0.5)
+
+    def run(attend: Callable[..., None], **options: int) -> None:
+        for begin in range(0, seq_len, part_keys):
+            end = begin + part_keys
+            attend(
+                *arguments,
+                stage=stage,
+                begin_key=begin,
+                end_key=end,
+                state=state,
+                is_last=end == seq_len,
+                out=out,
+                **options,
+            )
+
+    pairs = num_queries * (2 * seq_len - num_queries + 1) // 2
+    state_bytes = state.row_max.nbytes + state.row_sum.nbytes + state.acc.nbytes
+    return Case(
+        "paged_prefill_part",
+        f"{num_queries} queries of {seq_len} tokens in {seq_len // part_keys} parts",
+        lambda: run(ops.paged_prefill_part, max_query_len=num_queries),
+        lambda: run(prefill.paged_prefill_part),
+        2 * seq_len * _KV_HEADS * _HEAD_SIZE * _ELEMENT_BYTES
+        + (seq_len // part_keys + 1) * q.nbytes
+        + 2 * (seq_len // part_keys - 1) * state_bytes,
+        num_flops=4 * pairs * _HEADS * _HEAD_SIZE,
     )
 
 
@@ -301,6 +344,7 @@ BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
         lambda device: _prefill(device, 4, 2048, 2048),
         lambda device: _prefill(device, 1, 512, 4096),
     ),
+    "paged_prefill_part": (_prefill_part,),
     "copy_blocks": (_copy_blocks,),
     "embedding": (_embedding,),
     "linear": (

@@ -6,8 +6,8 @@ No check reads a tensor's values, so none waits for the device.
 import torch
 
 from kernels.host_cache import HostCache
-from kernels.sizes import MAX_SMALL_TOKENS, decode_num_splits
-from kernels.workspace import DecodeWorkspace
+from kernels.sizes import MAX_SMALL_TOKENS, PREFILL_PART_KEYS, decode_num_splits
+from kernels.workspace import DecodeWorkspace, PrefillState
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that every operator accepts."""
@@ -203,6 +203,46 @@ def check_workspace(
     if partial.device != q_SNH.device:
         expected = f"tensors on {q_SNH.device}"
         raise KernelArgumentError(f"{name}.workspace", expected, f"{partial.device}")
+
+
+def check_part(
+    name: str,
+    q_TNH: torch.Tensor,
+    state: PrefillState,
+    begin_key: int,
+    end_key: int,
+    *,
+    is_last: bool,
+) -> None:
+    """Raise unless a part of a prefill's keys is made of whole tiles and the state has room.
+
+    Args:
+        name: the operator's name.
+        q_TNH: the call's queries.
+        state: what is kept between parts.
+        begin_key: the part's first key.
+        end_key: the key after its last one.
+        is_last: whether the part ends where the keys do.
+
+    Raises:
+        KernelArgumentError: naming what does not fit.
+    """
+    if begin_key < 0 or begin_key % PREFILL_PART_KEYS:
+        expected = f"a multiple of {PREFILL_PART_KEYS}"
+        raise KernelArgumentError(f"{name}.begin_key", expected, f"{begin_key}")
+    if end_key <= begin_key:
+        raise KernelArgumentError(f"{name}.end_key", f"more than {begin_key}", f"{end_key}")
+    if end_key % PREFILL_PART_KEYS and not is_last:
+        expected = f"a multiple of {PREFILL_PART_KEYS} in all parts but the last"
+        raise KernelArgumentError(f"{name}.end_key", expected, f"{end_key}")
+    num_tokens, num_heads, head_size = q_TNH.shape
+    have = state.acc.shape
+    if have[0] < num_tokens or have[1:] != (num_heads, head_size):
+        expected = f"room for {num_tokens} queries x {num_heads} heads x {head_size}"
+        raise KernelArgumentError(f"{name}.state", expected, f"{tuple(have)}")
+    if state.acc.device != q_TNH.device:
+        expected = f"tensors on {q_TNH.device}"
+        raise KernelArgumentError(f"{name}.state", expected, f"{state.acc.device}")
 
 
 def check_gate_up(name: str, gate_up_T2F: torch.Tensor) -> None:

@@ -26,21 +26,33 @@ from kernels.checks import (
     is_small_product,
 )
 from kernels.host_cache import HostCache
-from kernels.ops_attention import paged_decode_attention, paged_prefill_attention
+from kernels.ops_attention import (
+    paged_decode_attention,
+    paged_prefill_attention,
+    paged_prefill_part,
+)
 from kernels.ref import activation as ref_activation
 from kernels.ref import block_copy as ref_block_copy
 from kernels.ref import linear as ref_linear
 from kernels.ref import norm as ref_norm
 from kernels.ref import rotary_write_kv as ref_rotary_write_kv
-from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS, decode_workspace_bytes
-from kernels.workspace import DecodeWorkspace, decode_workspace
+from kernels.sizes import (
+    DECODE_SPLIT_TOKENS,
+    MAX_SMALL_TOKENS,
+    PREFILL_PART_KEYS,
+    decode_workspace_bytes,
+    prefill_state_bytes,
+)
+from kernels.workspace import DecodeWorkspace, PrefillState, decode_workspace, prefill_state
 
 __all__ = [
     "DECODE_SPLIT_TOKENS",
     "MAX_SMALL_TOKENS",
+    "PREFILL_PART_KEYS",
     "DecodeWorkspace",
     "HostCache",
     "KernelArgumentError",
+    "PrefillState",
     "add_rms_norm",
     "copy_blocks",
     "decode_workspace",
@@ -52,6 +64,9 @@ __all__ = [
     "linear_silu_mul",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "paged_prefill_part",
+    "prefill_state",
+    "prefill_state_bytes",
     "rms_norm",
     "rms_norm_add_",
     "rotary_write_kv_",
@@ -356,24 +371,24 @@ def _gated_rows(
 def copy_blocks(
     dst_BW: torch.Tensor, src_BW: torch.Tensor, dst_ids: torch.Tensor, src_ids: torch.Tensor
 ) -> None:
-    """Copy block src_ids[i] of src to block dst_ids[i] of dst, for every i.
+    """Copy row src_ids[i] of src to row dst_ids[i] of dst, for every i.
 
-    Few programs run, enough for a host link and not for the card's own memory.
+    A row is a block, or the part of a block that belongs to one layer: rows may lie apart. Few
+    programs run, enough for a host link and not for the card's own memory.
 
     Args:
-        dst_BW: int32, contiguous; on a GPU also a CUDA tensor over pinned host memory.
-        src_BW: int32, contiguous, W as dst has; on a GPU also over pinned host memory. The number
-            of blocks may differ from dst's. Blocks that are read must not be written.
+        dst_BW: int32, strides W or more and 1; on a GPU also over pinned host memory.
+        src_BW: int32, as dst. The number of rows may differ. Rows read must not be written.
         dst_ids: [n] int64, none twice; not checked.
         src_ids: [n] int64; not checked.
     """
     check_dims("copy_blocks.dst", dst_BW, "BW")
     words, device = dst_BW.shape[1], dst_BW.device
-    for name, blocks in (("dst", dst_BW), ("src", src_BW)):
-        check_tensor(f"copy_blocks.{name}", blocks, (None, words), torch.int32, device)
-        if not blocks.is_contiguous():
-            expected = "a contiguous tensor"
-            raise KernelArgumentError(f"copy_blocks.{name}", expected, f"strides {blocks.stride()}")
+    for name, rows in (("dst", dst_BW), ("src", src_BW)):
+        check_tensor(f"copy_blocks.{name}", rows, (None, words), torch.int32, device)
+        if rows.stride(0) < words and rows.shape[0] > 1:
+            expected = f"rows at least {words} words apart"
+            raise KernelArgumentError(f"copy_blocks.{name}", expected, f"strides {rows.stride()}")
     check_tensor("copy_blocks.dst_ids", dst_ids, (None,), torch.int64, device)
     check_tensor("copy_blocks.src_ids", src_ids, dst_ids.shape, torch.int64, device)
     if dst_BW.is_cuda:

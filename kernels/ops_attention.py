@@ -10,13 +10,15 @@ from kernels.checks import (
     KernelArgumentError,
     check_attention,
     check_host,
+    check_part,
     check_tensor,
     check_window,
     check_workspace,
 )
 from kernels.host_cache import HostCache
 from kernels.ref import attention as ref_attention
-from kernels.workspace import DecodeWorkspace
+from kernels.ref import prefill as ref_prefill
+from kernels.workspace import DecodeWorkspace, PrefillState
 
 # Triton is imported by the first call on a GPU: machines without one need not have it.
 # ruff: noqa: PLC0415
@@ -160,7 +162,7 @@ def paged_prefill_attention(
             window=window,
             out=out,
         )
-    return ref_attention.paged_prefill_attention(
+    return ref_prefill.paged_prefill_attention(
         q_TNH,
         k_cache,
         v_cache,
@@ -168,6 +170,95 @@ def paged_prefill_attention(
         query_starts_S1,
         seq_lens_S,
         scale,
+        window=window,
+        out=out,
+    )
+
+
+def paged_prefill_part(
+    q_TNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables_SM: torch.Tensor,
+    query_starts_S1: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    scale: float,
+    *,
+    stage: HostCache,
+    begin_key: int,
+    end_key: int,
+    state: PrefillState,
+    is_last: bool,
+    max_query_len: int,
+    window: int | None = None,
+    out: torch.Tensor,
+) -> None:
+    """Attend as paged_prefill_attention does, to a part of the keys at a time.
+
+    The parts of a call follow each other: the first begins at key 0, each other where the one
+    before ended, and the last ends at or after the longest sequence's end. Together they give the
+    bits of one call of paged_prefill_attention with all blocks in one cache. Table entries of
+    blocks without a key of the part are not read. Nothing is allocated.
+
+    Args:
+        q_TNH: queries of one or more sequences, N a multiple of K, H from 16 to 256; may be a
+            strided view.
+        k_cache: [B, K, P, H], dtype of q, stride 1 in the last dimension, other strides free.
+        v_cache: [B, K, P, H], as k_cache.
+        block_tables_SM: int32; row s names the blocks of sequence s in order.
+        query_starts_S1: [S + 1] int32, as paged_prefill_attention's.
+        seq_lens_S: int32, keys of each sequence, those of all parts; as paged_prefill_attention's.
+        scale: multiplies the scores.
+        stage: blocks B and above: a buffer in the card's memory that host blocks were copied into.
+        begin_key: the part's first key in every sequence, a multiple of PREFILL_PART_KEYS; 0 begins
+            anew.
+        end_key: the key after the part's last one, a multiple of PREFILL_PART_KEYS unless is_last.
+        state: from prefill_state, for at least T queries; carried from part to part, and free after
+            the last one. Read by no other call in between.
+        is_last: whether out is written; the others write the state.
+        max_query_len: no sequence has more queries; sizes the grid, not checked.
+        window: a query sees the last `window` keys up to its own; None: all keys.
+        out: [T, N, H], dtype of q, stride 1 in the last dimension. Rows that belong to no sequence
+            stay as they are.
+    """
+    name = "paged_prefill_part"
+    check_attention(name, q_TNH, k_cache, v_cache, block_tables_SM, seq_lens_S, out)
+    check_window(name, window)
+    check_host(f"{name}.stage", stage, k_cache, v_cache)
+    check_part(name, q_TNH, state, begin_key, end_key, is_last=is_last)
+    starts_shape = (seq_lens_S.shape[0] + 1,)
+    check_tensor(f"{name}.query_starts", query_starts_S1, starts_shape, torch.int32, q_TNH.device)
+    tables = (block_tables_SM, query_starts_S1, seq_lens_S)
+    if q_TNH.is_cuda:
+        from kernels.triton import prefill_attention
+
+        prefill_attention.paged_prefill_part(
+            q_TNH,
+            k_cache,
+            v_cache,
+            *tables,
+            scale,
+            stage=stage,
+            begin_key=begin_key,
+            end_key=end_key,
+            state=state,
+            is_last=is_last,
+            max_query_len=max_query_len,
+            window=window,
+            out=out,
+        )
+        return
+    ref_prefill.paged_prefill_part(
+        q_TNH,
+        k_cache,
+        v_cache,
+        *tables,
+        scale,
+        stage=stage,
+        begin_key=begin_key,
+        end_key=end_key,
+        state=state,
+        is_last=is_last,
         window=window,
         out=out,
     )

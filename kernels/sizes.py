@@ -6,6 +6,9 @@ DECODE_SPLIT_TOKENS = 256
 Fixed, so that a sequence's result depends on neither the batch nor the grid.
 """
 
+PREFILL_PART_KEYS = 128
+"""Parts of a prefill's keys begin at multiples of it; every kernel's tile of keys divides it."""
+
 MAX_SMALL_TOKENS = 64
 """Most tokens of a product that is bound by reading its weight, and has a kernel of its own."""
 
@@ -48,3 +51,14 @@ def decode_workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_seq
     partials = num_seqs * num_heads * max(1, decode_num_splits(max_seq_len))
     counters = decode_num_counters(num_seqs, num_heads)
     return partials * (head_dim + 1) * _FLOAT32_BYTES + counters * _INT32_BYTES
+
+
+def prefill_state_bytes(num_tokens: int, num_heads: int, head_dim: int) -> int:
+    """Return the bytes that kernels.ops.prefill_state allocates for the same arguments.
+
+    Args:
+        num_tokens: queries of a call at most.
+        num_heads: query heads.
+        head_dim: elements of a head.
+    """
+    return num_tokens * num_heads * (head_dim + 2) * _FLOAT32_BYTES

@@ -1,4 +1,4 @@
-"""The scratch tensors of a decode step, allocated once and reused in every step."""
+"""Scratch tensors of the operators, allocated once and reused in every step."""
 
 from dataclasses import dataclass
 
@@ -51,4 +51,43 @@ def decode_workspace(
         counters=torch.zeros(
             decode_num_counters(num_seqs, num_heads), dtype=torch.int32, device=device
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillState:
+    """What is known of a prefill's queries between two parts of their keys.
+
+    One state may serve calls of the same stream with fewer queries, one prefill after the other.
+
+    Attributes:
+        row_max: float32 [T, N], the largest score so far; of what base is the operator's affair.
+        row_sum: float32 [T, N], the softmax denominator so far, relative to row_max.
+        acc: float32 [T, N, H], the weighted sum of values so far, relative to row_max.
+    """
+
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    acc: torch.Tensor
+
+
+def prefill_state(
+    num_tokens: int, num_heads: int, head_dim: int, device: torch.device | str
+) -> PrefillState:
+    """Allocate the state of paged_prefill_part.
+
+    Args:
+        num_tokens: queries of a call at most.
+        num_heads: query heads.
+        head_dim: elements of a head.
+        device: where attention runs.
+
+    Returns:
+        Tensors of prefill_state_bytes(...) bytes in sum, not initialised: the first part does.
+    """
+    shape = (num_tokens, num_heads, head_dim)
+    return PrefillState(
+        row_max=torch.empty(shape[:2], dtype=torch.float32, device=device),
+        row_sum=torch.empty(shape[:2], dtype=torch.float32, device=device),
+        acc=torch.empty(shape, dtype=torch.float32, device=device),
     )

@@ -11,14 +11,24 @@ which compute needs."""
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _copy_blocks_kernel(dst, src, dst_ids, src_ids, num_blocks, W, TILE: tl.constexpr):
+def _copy_blocks_kernel(
+    dst,
+    src,
+    dst_ids,
+    src_ids,
+    num_blocks,
+    W,
+    stride_dst,
+    stride_src,
+    TILE: tl.constexpr,
+):
     tiles = tl.cdiv(W, TILE)
     for unit in range(tl.program_id(0), num_blocks * tiles, tl.num_programs(0)):
         place = unit // tiles
         words = (unit % tiles) * TILE + tl.arange(0, TILE)
         mask = words < W
-        source = src + tl.load(src_ids + place).to(tl.int64) * W
-        target = dst + tl.load(dst_ids + place).to(tl.int64) * W
+        source = src + tl.load(src_ids + place).to(tl.int64) * stride_src
+        target = dst + tl.load(dst_ids + place).to(tl.int64) * stride_dst
         tl.store(target + words, tl.load(source + words, mask=mask), mask=mask)
 
 
@@ -32,5 +42,14 @@ def copy_blocks(
     tile = min(_TILE, triton.next_power_of_2(words))
     programs = min(_MAX_PROGRAMS, num_blocks * triton.cdiv(words, tile))
     _copy_blocks_kernel[(programs,)](
-        dst_BW, src_BW, dst_ids, src_ids, num_blocks, words, TILE=tile, num_warps=8
+        dst_BW,
+        src_BW,
+        dst_ids,
+        src_ids,
+        num_blocks,
+        words,
+        dst_BW.stride(0),
+        src_BW.stride(0),
+        TILE=tile,
+        num_warps=8,
     )

@@ -3,97 +3,47 @@
 Shape letters: T tokens, S sequences, M blocks per sequence, N query heads, K KV heads, G query
 heads of one KV head, H head size, P tokens per block. A program's query rows are pairs of token
 and head, the G heads of one token side by side, so that a short chunk still fills a tile.
+
+A part of the keys is attended to by the same tiles in the same order: between parts the running
+maximum, sum and product of a row lie in memory, as they are in registers within one.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.host_cache import HostCache
+from kernels.triton.prefill_tiles import attend_tiles
 from kernels.triton.tiles import prefill_tile
+from kernels.workspace import PrefillState
 
 _LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _attend(
-    acc,
-    row_max,
-    row_sum,
-    query,
-    row_limits,
-    first_seen,
-    table,
-    k_start,
-    v_start,
-    stride_k_block,
-    stride_k_token,
-    stride_v_block,
-    stride_v_token,
-    begin,
-    end,
-    scale_log2,
-    H: tl.constexpr,
-    H_PADDED: tl.constexpr,
-    P: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
-    columns = tl.arange(0, H_PADDED)
-    is_column = columns < H
-    for first_key in range(begin, end, KEYS):
-        keys = first_key + tl.arange(0, KEYS)
-        if IS_MASKED:
-            is_key = keys < end
-            if WINDOW > 0:
-                is_key = is_key & (keys >= first_seen)
-            block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
-            mask = is_key[:, None] & is_column[None, :]
-        else:
-            block = tl.load(table + keys // P).to(tl.int64)
-            mask = is_column[None, :]
-        offset = keys % P
-        k_rows = k_start + block * stride_k_block + offset * stride_k_token
-        v_rows = v_start + block * stride_v_block + offset * stride_v_token
-        if IS_MASKED or H != H_PADDED:
-            key = tl.load(k_rows[:, None] + columns[None, :], mask=mask, other=0.0)
-            value = tl.load(v_rows[:, None] + columns[None, :], mask=mask, other=0.0)
-        else:
-            key = tl.load(k_rows[:, None] + columns[None, :])
-            value = tl.load(v_rows[:, None] + columns[None, :])
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
-        if IS_MASKED:
-            is_seen = keys[None, :] < row_limits[:, None]
-            if WINDOW > 0:
-                is_seen = is_seen & (keys[None, :] >= row_limits[:, None] - WINDOW)
-            scores = tl.where(is_seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        base = new_max
-        if IS_MASKED and WINDOW > 0:
-            # A row may see no key so far: nothing is subtracted, and all its weights are 0.
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        shrink = tl.exp2(row_max - base)
-        weights = tl.exp2(scores - base[:, None])
-        row_sum = row_sum * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
-        row_max = new_max
-    return acc, row_max, row_sum
 
 
 # Slices of the index tensors start at any multiple of 4 bytes and widths vary; one compiled variant
 # serves them all, so that none is compiled in the middle of a run.
 @triton.jit(
-    do_not_specialize=["stride_table"],
+    do_not_specialize=["stride_table", "num_blocks", "begin_key", "end_key", "is_last"],
     do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"],
 )
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
+    stage_k,
+    stage_v,
+    num_blocks,
     block_tables,
     query_starts,
     seq_lens,
+    state_max,
+    state_sum,
+    state_acc,
+    begin_key,
+    end_key,
+    is_last,
     out,
     scale_log2,
     stride_q_token,
@@ -104,6 +54,8 @@ def _prefill_kernel(
     stride_v_block,
     stride_v_head,
     stride_v_token,
+    stride_stage_k_block,
+    stride_stage_v_block,
     stride_table,
     stride_out_token,
     stride_out_head,
@@ -114,6 +66,7 @@ def _prefill_kernel(
     P: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_PART: tl.constexpr,
 ):
     seq = tl.program_id(2).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -156,11 +109,38 @@ def _prefill_kernel(
     table = block_tables + seq * stride_table
     k_start = k_cache + kv_head * stride_k_head
     v_start = v_cache + kv_head * stride_v_head
+    stage_k_start = stage_k
+    stage_v_start = stage_v
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
+    state_rows = token_rows
+    if IS_PART:
+        stage_k_start += kv_head * stride_k_head
+        stage_v_start += kv_head * stride_v_head
+        # Rows of padding go on from where the last query is, for whom they stand.
+        own_tokens = (query_start + tl.minimum(tokens, num_queries - 1)).to(tl.int64)
+        state_rows = own_tokens * (tl.num_programs(1) * G) + heads
+        goes_on = begin_key > 0
+        row_max = tl.load(state_max + state_rows, mask=goes_on & (heads >= 0), other=float("-inf"))
+        row_sum = tl.load(state_sum + state_rows, mask=goes_on & (heads >= 0), other=0.0)
+        state_at = state_acc + state_rows[:, None] * H + columns[None, :]
+        is_read = goes_on & (heads >= 0)[:, None] & (columns < H)[None, :]
+        acc = tl.load(state_at, mask=is_read, other=0.0)
+    # What each of the three loops takes; a part's bounds are those of tiles, or beyond all keys.
+    window_begin = begin
+    whole_begin = window_end
+    whole_end = shared_end
+    rest_begin = shared_end
+    if IS_PART:
+        window_begin = tl.maximum(begin, begin_key)
+        window_end = tl.minimum(window_end, end_key)
+        whole_begin = tl.maximum(whole_begin, begin_key)
+        whole_end = tl.minimum(whole_end, end_key)
+        rest_begin = tl.maximum(rest_begin, begin_key)
+        end = tl.minimum(end, end_key)
     if WINDOW > 0:
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend_tiles(
             acc,
             row_max,
             row_sum,
@@ -170,11 +150,16 @@ def _prefill_kernel(
             table,
             k_start,
             v_start,
+            stage_k_start,
+            stage_v_start,
+            num_blocks,
             stride_k_block,
             stride_k_token,
             stride_v_block,
             stride_v_token,
-            begin,
+            stride_stage_k_block,
+            stride_stage_v_block,
+            window_begin,
             window_end,
             scale_log2,
             H=H,
@@ -182,9 +167,10 @@ def _prefill_kernel(
             P=P,
             KEYS=KEYS,
             WINDOW=WINDOW,
+            IS_PART=IS_PART,
             IS_MASKED=True,
         )
-    acc, row_max, row_sum = _attend(
+    acc, row_max, row_sum = attend_tiles(
         acc,
         row_max,
         row_sum,
@@ -194,21 +180,27 @@ def _prefill_kernel(
         table,
         k_start,
         v_start,
+        stage_k_start,
+        stage_v_start,
+        num_blocks,
         stride_k_block,
         stride_k_token,
         stride_v_block,
         stride_v_token,
-        window_end,
-        shared_end,
+        stride_stage_k_block,
+        stride_stage_v_block,
+        whole_begin,
+        whole_end,
         scale_log2,
         H=H,
         H_PADDED=H_PADDED,
         P=P,
         KEYS=KEYS,
         WINDOW=WINDOW,
+        IS_PART=IS_PART,
         IS_MASKED=False,
     )
-    acc, row_max, row_sum = _attend(
+    acc, row_max, row_sum = attend_tiles(
         acc,
         row_max,
         row_sum,
@@ -218,11 +210,16 @@ def _prefill_kernel(
         table,
         k_start,
         v_start,
+        stage_k_start,
+        stage_v_start,
+        num_blocks,
         stride_k_block,
         stride_k_token,
         stride_v_block,
         stride_v_token,
-        shared_end,
+        stride_stage_k_block,
+        stride_stage_v_block,
+        rest_begin,
         end,
         scale_log2,
         H=H,
@@ -230,12 +227,31 @@ def _prefill_kernel(
         P=P,
         KEYS=KEYS,
         WINDOW=WINDOW,
+        IS_PART=IS_PART,
         IS_MASKED=True,
     )
+    if IS_PART:  # noqa: SIM102  one is known when this is compiled, the other when it runs
+        if is_last == 0:
+            own_state = state_acc + state_rows[:, None] * H + columns[None, :]
+            tl.store(own_state, acc, mask=is_element)
+            tl.store(state_max + state_rows, row_max, mask=tokens < num_queries)
+            tl.store(state_sum + state_rows, row_sum, mask=tokens < num_queries)
+            return
     attended = acc / row_sum[:, None]
     out_rows = out + token_rows * stride_out_token + heads * stride_out_head
     out_at = out_rows[:, None] + columns[None, :]
     tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Which keys a call attends to, where the others' share is kept, and what lies beside."""
+
+    stage: HostCache
+    state: PrefillState
+    begin_key: int
+    end_key: int
+    is_last: bool
 
 
 def paged_prefill_attention(
@@ -252,12 +268,53 @@ def paged_prefill_attention(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch kernels.ops.paged_prefill_attention."""
-    num_tokens, num_heads, head_size = q_TNH.shape
     if out is None:
         out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    tables = (block_tables_SM, query_starts_S1, seq_lens_S)
+    _launch(q_TNH, k_cache, v_cache, tables, scale, max_query_len, window, out, None)
+    return out
+
+
+def paged_prefill_part(
+    q_TNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables_SM: torch.Tensor,
+    query_starts_S1: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    scale: float,
+    *,
+    stage: HostCache,
+    begin_key: int,
+    end_key: int,
+    state: PrefillState,
+    is_last: bool,
+    max_query_len: int,
+    window: int | None = None,
+    out: torch.Tensor,
+) -> None:
+    """Launch kernels.ops.paged_prefill_part."""
+    tables = (block_tables_SM, query_starts_S1, seq_lens_S)
+    part = _Part(stage, state, begin_key, end_key, is_last)
+    _launch(q_TNH, k_cache, v_cache, tables, scale, max_query_len, window, out, part)
+
+
+def _launch(
+    q_TNH: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    max_query_len: int,
+    window: int | None,
+    out: torch.Tensor,
+    part: _Part | None,
+) -> None:
+    num_tokens, num_heads, head_size = q_TNH.shape
+    block_tables_SM, query_starts_S1, seq_lens_S = tables
     num_seqs = seq_lens_S.shape[0]
     if num_tokens == 0 or num_seqs == 0 or max_query_len == 0:
-        return out
+        return
     num_kv_heads, tokens_per_block = k_cache.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
     tile = prefill_tile(head_size, k_cache.dtype)
@@ -266,9 +323,18 @@ def paged_prefill_attention(
         q_TNH,
         k_cache,
         v_cache,
+        None if part is None else part.stage.k,
+        None if part is None else part.stage.v,
+        k_cache.shape[0],
         block_tables_SM,
         query_starts_S1,
         seq_lens_S,
+        None if part is None else part.state.row_max,
+        None if part is None else part.state.row_sum,
+        None if part is None else part.state.acc,
+        0 if part is None else part.begin_key,
+        0 if part is None else part.end_key,
+        0 if part is None else int(part.is_last),
         out,
         scale * _LOG2_E,
         q_TNH.stride(0),
@@ -279,6 +345,8 @@ def paged_prefill_attention(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        None if part is None else part.stage.k.stride(0),
+        None if part is None else part.stage.v.stride(0),
         block_tables_SM.stride(0),
         out.stride(0),
         out.stride(1),
@@ -289,7 +357,7 @@ def paged_prefill_attention(
         P=tokens_per_block,
         KEYS=tile.keys,
         WINDOW=window or 0,
+        IS_PART=part is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return out

@@ -44,8 +44,8 @@ class PagedCache:
     """One layer's cache inside a cache of three layers, and the same keys and values densely.
 
     Every element that belongs to no sequence is NaN, and so is every other layer; table entries
-    beyond a sequence's blocks name a block that does not exist. storage is the whole cache, [B, L, 2,
-    K, P, H]; the layer is the one in the middle.
+    beyond a sequence's blocks name a block that does not exist. storage is the whole cache,
+    [B, L, 2, K, P, H]; the layer is the one in the middle.
     """
 
     k_cache: torch.Tensor

@@ -5,6 +5,7 @@ import torch
 
 from kernels import ops
 from kernels.ref import attention as ref
+from kernels.ref import prefill as ref_prefill
 from tests.kernels.cases import dense_attention, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
 
@@ -62,7 +63,7 @@ def decode_kernel(*arguments, window, max_seq_len=4 * SPLIT):
     )
 
 
-PREFILLS = {"kernel": prefill_kernel, "twin": ref.paged_prefill_attention}
+PREFILLS = {"kernel": prefill_kernel, "twin": ref_prefill.paged_prefill_attention}
 DECODES = {"kernel": decode_kernel, "twin": ref.paged_decode_attention}
 
 
@@ -161,7 +162,9 @@ def test_door_passes_the_window_on():
     out = ops.paged_decode_attention(*common, lens, scale, max_seq_len=20, window=7)
     assert torch.equal(out, ref.paged_decode_attention(*common, lens, scale, window=7))
     out = ops.paged_prefill_attention(*common, starts, lens, scale, max_query_len=1, window=7)
-    assert torch.equal(out, ref.paged_prefill_attention(*common, starts, lens, scale, window=7))
+    assert torch.equal(
+        out, ref_prefill.paged_prefill_attention(*common, starts, lens, scale, window=7)
+    )
 
 
 def test_door_refuses_a_window_of_nothing():
@@ -190,7 +193,7 @@ def test_kernels_at_the_sizes_of_real_models(case, dtype, rng):
     _, arguments = draw(case, dtype, rng)
     longest = max(queries for queries, _ in case[5])
     out = ops.paged_prefill_attention(*arguments, max_query_len=longest, window=case[4])
-    assert_close(out, ref.paged_prefill_attention(*arguments, window=case[4]), ATTENTION)
+    assert_close(out, ref_prefill.paged_prefill_attention(*arguments, window=case[4]), ATTENTION)
     _, arguments = draw(case, dtype, rng, num_queries=1)
     q, k_cache, v_cache, tables, _, lens, scale = arguments
     common = (q, k_cache, v_cache, tables, lens, scale)

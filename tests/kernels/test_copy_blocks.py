@@ -33,6 +33,27 @@ def test_kernel_matches_twin(shape, rng):
     assert dst.tolist() == expected
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_layer_of_blocks_is_gathered_and_scattered(shape, rng):
+    from kernels.triton import block_copy
+
+    num_src, num_dst, words, count = shape
+    blocks = numbered(num_src, 3 * words, rng.device).view(num_src, 3, words)
+    stage = numbered(num_dst, words, rng.device, start=-(2**20))
+    src_ids = torch.randperm(num_src, device=rng.device, generator=rng)[:count]
+    dst_ids = torch.randperm(num_dst, device=rng.device, generator=rng)[:count]
+    for copy in (block_copy.copy_blocks, ref.copy_blocks):
+        out = stage.clone()
+        copy(out, blocks[:, 1], dst_ids[: len(src_ids)], src_ids)
+        expected = stage.clone()
+        expected[dst_ids[: len(src_ids)]] = blocks[src_ids, 1]
+        assert torch.equal(out, expected)
+        back = blocks.clone()
+        copy(back[:, 2], out, src_ids, dst_ids[: len(src_ids)])
+        assert torch.equal(back[:, :2], blocks[:, :2])
+        assert torch.equal(back[src_ids, 2], out[dst_ids[: len(src_ids)]])
+
+
 def test_nothing_to_copy(rng):
     from kernels.triton import block_copy
 
@@ -58,6 +79,17 @@ def test_blocks_cross_the_link_both_ways(words, rng, host_view):
     assert torch.equal(device.cpu(), expected_device)
 
 
+@pytest.mark.gpu
+def test_one_layer_of_host_blocks_reaches_a_stage(rng, host_view):
+    words = 2 * 8 * 16 * 128 // 2
+    host = host_view(numbered(7 * 4, words, "cpu").view(7, 4, words))
+    stage = numbered(9, words, rng.device, start=-(2**24))
+    expected, src_ids, dst_ids = stage.cpu(), torch.tensor([6, 0, 3]), torch.tensor([8, 2, 1])
+    ref.copy_blocks(expected, host[:, 2].cpu(), dst_ids, src_ids)
+    ops.copy_blocks(stage, host[:, 2], dst_ids.cuda(), src_ids.cuda())
+    assert torch.equal(stage.cpu(), expected)
+
+
 def test_door_runs_the_twin_on_the_cpu():
     dst, src = numbered(3, 8, "cpu"), numbered(5, 8, "cpu", start=100)
     ops.copy_blocks(dst, src, torch.tensor([2]), torch.tensor([4]))
@@ -71,7 +103,11 @@ def test_door_runs_the_twin_on_the_cpu():
         ({"dst_BW": torch.zeros(24, dtype=torch.int32)}, r"dst: expected shape \[B, W\]"),
         ({"dst_BW": torch.zeros(3, 9, dtype=torch.int32)}, r"src: expected shape \(any, 9\)"),
         ({"src_BW": torch.zeros(3, 8)}, r"src: expected torch\.int32"),
-        ({"src_BW": torch.zeros(3, 16, dtype=torch.int32)[:, :8]}, r"src: expected a contiguous"),
+        ({"src_BW": torch.zeros(8, 3, dtype=torch.int32).mT}, r"src: expected stride 1 in the"),
+        (
+            {"dst_BW": torch.zeros(1, 8, dtype=torch.int32).expand(3, 8)},
+            r"dst: expected rows at least 8 words apart, got strides \(0, 1\)",
+        ),
         ({"dst_ids": torch.zeros(2, dtype=torch.int32)}, r"dst_ids: expected torch\.int64"),
         ({"src_ids": torch.zeros(3, dtype=torch.int64)}, r"src_ids: expected shape \(2\), got"),
     ],

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from kernels import ops, ops_attention
-from kernels.ref import activation, attention, block_copy, linear, norm, rotary_write_kv
+from kernels.ref import activation, attention, block_copy, linear, norm, prefill, rotary_write_kv
 
-TWINS = (activation, attention, block_copy, linear, norm, rotary_write_kv)
-WORKSPACE_FUNCTIONS = {"decode_workspace", "decode_workspace_bytes"}
+TWINS = (activation, attention, block_copy, linear, norm, prefill, rotary_write_kv)
+WORKSPACE_FUNCTIONS = {
+    "decode_workspace",
+    "decode_workspace_bytes",
+    "prefill_state",
+    "prefill_state_bytes",
+}
 OPERATORS = sorted(
     name
     for name in ops.__all__

@@ -8,6 +8,7 @@ import torch
 from kernels import ops
 from kernels.ref import activation, norm, rotary_write_kv
 from kernels.ref import attention as ref
+from kernels.ref import prefill as ref_prefill
 from tests.kernels.cases import fused_heads, paged_cache, randn
 from tests.kernels.tolerances import ATTENTION, ROUNDED_ONCE, ROUNDED_TWICE, assert_close
 
@@ -134,7 +135,7 @@ def test_prefill_of_2048_tokens(dtype, rng):
     sequences = [(2048, 2048), (777, 777), (1, 1), (0, 0)]
     arguments = prefill_arguments((32, 8, 128), sequences, 16, dtype, rng)
     out = ops.paged_prefill_attention(*arguments, max_query_len=2048)
-    assert_close(out, ref.paged_prefill_attention(*arguments), ATTENTION)
+    assert_close(out, ref_prefill.paged_prefill_attention(*arguments), ATTENTION)
 
 
 @MAIN_DTYPES
@@ -143,7 +144,7 @@ def test_prefill_of_chunks_beside_decodes(heads, dtype, rng):
     sequences = [(300, 900), (1, 500), (64, 64), (1, 1), (129, 131)]
     arguments = prefill_arguments(heads, sequences, 16, dtype, rng)
     out = ops.paged_prefill_attention(*arguments, max_query_len=300)
-    assert_close(out, ref.paged_prefill_attention(*arguments), ATTENTION)
+    assert_close(out, ref_prefill.paged_prefill_attention(*arguments), ATTENTION)
 
 
 @MAIN_DTYPES
@@ -224,7 +225,7 @@ def test_cache_beyond_32_bit_offsets(rng):
     out = ops.paged_prefill_attention(
         q, k_cache, v_cache, tables, starts, lens, 0.1, max_query_len=40
     )
-    expected = ref.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lens, 0.1)
+    expected = ref_prefill.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lens, 0.1)
     assert_close(out, expected, ATTENTION)
     last = ops.paged_decode_attention(q[39:], k_cache, v_cache, tables, lens, 0.1, max_seq_len=64)
     assert_close(last, expected[39:], ATTENTION)

@@ -3,6 +3,7 @@ import torch
 
 from kernels import ops
 from kernels.ref import attention as ref
+from kernels.ref import prefill as ref_prefill
 from tests.kernels.cases import dense_attention, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
 
@@ -54,13 +55,13 @@ def kernel(*arguments, out=None):
     )
 
 
-IMPLEMENTATIONS = {"kernel": kernel, "twin": ref.paged_prefill_attention}
+IMPLEMENTATIONS = {"kernel": kernel, "twin": ref_prefill.paged_prefill_attention}
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES, ids=str)
 def test_kernel_matches_twin(case, dtype, rng):
     _, arguments, starts = draw(case, dtype, rng)
-    out, expected = kernel(*arguments), ref.paged_prefill_attention(*arguments)
+    out, expected = kernel(*arguments), ref_prefill.paged_prefill_attention(*arguments)
     assert_close(out[: starts[-1]], expected[: starts[-1]], ATTENTION)
 
 
@@ -68,7 +69,7 @@ def test_kernel_matches_twin(case, dtype, rng):
 def test_twin_matches_the_definition(case, rng):
     cache, arguments, starts = draw(case, torch.float32, rng)
     q, scale = arguments[0], arguments[-1]
-    out = ref.paged_prefill_attention(*arguments)
+    out = ref_prefill.paged_prefill_attention(*arguments)
     for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
         rows = slice(starts[index], starts[index + 1])
         expected = dense_attention(q[rows], keys, values, scale)
@@ -149,7 +150,7 @@ def test_door_runs_the_twin_on_the_cpu():
     rng = torch.Generator().manual_seed(0)
     _, arguments, _ = draw((4, 2, 16, 8, [(20, 20), (3, 7)]), torch.float32, rng)
     out = ops.paged_prefill_attention(*arguments, max_query_len=20)
-    assert torch.equal(out, ref.paged_prefill_attention(*arguments))
+    assert torch.equal(out, ref_prefill.paged_prefill_attention(*arguments))
 
 
 @pytest.mark.parametrize(
