@@ -8,6 +8,7 @@ from engine.placement import assign
 from engine.planner import resolve_dtype, resolve_max_model_len
 from harness.errors import ConfigError
 from harness.schema import RunConfig
+from harness.systems.mapping import check_system
 
 __all__ = ["check_settings", "engine_config", "reference_config"]
 
@@ -65,6 +66,7 @@ def check_settings(config: RunConfig) -> None:
         path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(f"scenario.{name}: expected a file, found none at {path.absolute()}.")
+    check_system(config)
     spec = config.model.spec
     if spec is None:
         return

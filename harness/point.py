@@ -255,7 +255,10 @@ class _Point:
             return False
         if findings.status == "ok" and findings.reasons:
             return False
+        checked = findings.effective.get("correctness") or {}
         if findings.status != "ok" or not self._config.scenario.correctness.enabled:
+            return None
+        if checked.get("checked") is False:
             return None
         return True
 

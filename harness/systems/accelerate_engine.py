@@ -1,0 +1,276 @@
+"""transformers with accelerate's offload, behind the harness's door."""
+
+import time
+from collections import deque
+from importlib.metadata import version
+from itertools import count
+from math import nan
+from typing import Any
+
+from engine.accounting import resolve_dtype, resolve_max_model_len
+from engine.config import EngineConfig
+from engine.errors import EngineError, RequestError
+from engine.request import Request, TokenEvent, check_request
+from engine.sampling_params import SamplingParams
+from engine.spec import ModelSpec
+from harness.door import EngineDoor, Progress, probe_engine_link
+from harness.systems.accelerate_model import PlacedModel, load_model
+from harness.systems.accelerate_plan import Sizes, host_layers, largest_batch
+from harness.systems.base import PeerLoad, PeerPlan, StepCounts, no_prediction
+from harness.systems.hf_sizes import model_spec
+from harness.systems.static_batch import Row, StaticBatch
+from harness.systems.tokenizer import load_tokenizer
+from harness.systems.torch_device import PeerDevice, open_peer_device
+
+
+class AccelerateEngine:
+    """Runs waiting requests in static batches, as many at once as fit the budget.
+
+    Args:
+        config: what is asked.
+        spec: sizes of the model.
+        device: where it runs.
+        sizes: bytes that decide what fits.
+        placed: the model.
+        load: where the time of the load went.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        device: PeerDevice,
+        sizes: Sizes,
+        placed: PlacedModel,
+        load: PeerLoad,
+    ) -> None:
+        self.spec, self.load_report = spec, load
+        self.max_model_len = sizes.max_model_len
+        self.last_step: StepCounts | None = None
+        self._config, self._device, self._sizes = config, device, sizes
+        self._placed: PlacedModel | None = placed
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.plan = PeerPlan(
+            max_model_len=sizes.max_model_len,
+            copied_bytes=placed.host_bytes if device.kind == "cuda" else 0,
+            facts={
+                "system": "accelerate",
+                "dtype": sizes.dtype,
+                "gpu_budget_bytes": device.budget_bytes,
+                "weights": {"gpu_bytes": placed.device_bytes, "host_bytes": placed.host_bytes},
+                "host_modules": list(placed.host_modules),
+            },
+        )
+        self._waiting: deque[Row] = deque()
+        self._batch: StaticBatch | None = None
+        self._names, self._num_steps, self._largest = count(), 0, 0
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, *, progress: Progress, reference: bool
+    ) -> "AccelerateEngine":
+        """Load the model.
+
+        Raises:
+            CapacityError: What is asked does not fit the GPU budget.
+            EngineError: `reference`, or weights that are not where they were asked.
+        """
+        if reference:
+            raise EngineError("accelerate: expected no reference of it; the reference is native.")
+        progress("load", 0, 0)
+        load = PeerLoad()
+        with load.phase("device", time.perf_counter):
+            device = open_peer_device(config)
+        spec = model_spec(config.model)
+        sizes = _sizes(config, spec, device)
+        num_host = host_layers(sizes, config)
+        device.enforce()
+        dtype = sizes.dtype
+        placed = load_model(
+            config, spec, dtype, device, num_host, load=load, clock=time.perf_counter
+        )
+        return cls(config, spec, device, sizes, placed, load)
+
+    @classmethod
+    def plan_for(cls, config: EngineConfig) -> dict[str, Any]:
+        """Return where the layers would go; nothing is loaded.
+
+        Raises:
+            CapacityError: What is asked does not fit the GPU budget.
+        """
+        spec = model_spec(config.model)
+        sizes = _sizes(config, spec, open_peer_device(config))
+        return {"host_layers": host_layers(sizes, config), "dtype": sizes.dtype}
+
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request.
+
+        Raises:
+            RequestError: It is too long, or asks for more than greedy tokens of a set number.
+        """
+        if not params.is_greedy or not params.ignore_eos or params.n != 1 or params.stop_strings:
+            raise RequestError(
+                "params: expected temperature=0, ignore_eos=true, n=1 and no stop strings with "
+                f"system=accelerate, got {params}."
+            )
+        name = request_id or f"accelerate-{next(self._names)}"
+        request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
+        check_request(request, self.max_model_len, self.spec.vocab_size)
+        self._waiting.append(Row(request=request))
+        return name
+
+    def step(self) -> list[TokenEvent]:
+        """Return one token of each request of the batch in work."""
+        if self._batch is None or self._batch.is_done:
+            self._batch = self._next_batch()
+        batch = self._batch
+        if batch is None:
+            return []
+        is_prefill = not any(row.output for row in batch.rows)
+        open_rows = batch.num_open
+        rows = batch.step()
+        now_s = time.perf_counter()
+        prompt = sum(len(row.request.prompt_token_ids) for row in batch.rows)
+        self._num_steps += 1
+        self.last_step = StepCounts(
+            num_prefill_tokens=prompt if is_prefill else 0,
+            num_decode_tokens=0 if is_prefill else open_rows,
+            h2d_bytes=self.plan.copied_bytes,
+        )
+        if batch.is_done:
+            self._batch = None
+        return [_event(row, now_s) for row in rows]
+
+    def _next_batch(self) -> StaticBatch | None:
+        while self._waiting and self._waiting[0].is_dropped:
+            self._waiting.popleft()
+        if not self._waiting or self._placed is None:
+            return None
+        lengths = {
+            row.request.request_id: min(
+                len(row.request.prompt_token_ids) + row.limit, self.max_model_len
+            )
+            for row in self._waiting
+            if not row.is_dropped
+        }
+        num = max(1, largest_batch(self._sizes, len(self._placed.host_modules), lengths))
+        rows = [self._waiting.popleft() for _ in range(min(num, len(self._waiting)))]
+        rows = [row for row in rows if not row.is_dropped]
+        self._largest = max(self._largest, len(rows))
+        return StaticBatch(self._placed.model, rows, self._device.torch_name)
+
+    def has_unfinished(self) -> bool:
+        """Return whether a step has work."""
+        is_running = self._batch is not None and not self._batch.is_done
+        return is_running or any(not row.is_dropped for row in self._waiting)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; its row is computed until its batch ends, and its tokens ignored."""
+        running = self._batch.rows if self._batch is not None else []
+        for row in (*self._waiting, *running):
+            if row.request.request_id == request_id:
+                row.is_dropped = True
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the load."""
+        return {"steps": self._num_steps, "largest_batch": self._largest}
+
+    def memory(self) -> dict[str, Any]:
+        """Return bytes in use; on a CPU nothing stands apart, so the peak is not known."""
+        host = self._placed.host_bytes if self._placed is not None else 0
+        return {
+            "gpu_peak_bytes": self._device.peak_bytes(),
+            "gpu_budget_bytes": self._device.budget_bytes,
+            "host_pinned_bytes": 0,
+            "host_pageable_bytes": host,
+        }
+
+    def effective(self) -> dict[str, Any]:
+        """Return what is really used."""
+        placed = self._placed
+        if placed is None:
+            raise EngineError("accelerate: the engine was closed.")
+        return {
+            "system": "accelerate",
+            "system_version": _versions(),
+            "device": self._device.name,
+            "device_kind": self._device.kind,
+            "emulated": self._device.kind == "cpu",
+            "dtype": self._sizes.dtype,
+            "backend": "accelerate",
+            "placement_bytes": {"resident": placed.device_bytes, "copied": placed.host_bytes},
+            "host_pageable_bytes": placed.host_bytes,
+            "offloaded_layers": [int(name.rsplit(".", 1)[-1]) for name in placed.host_modules],
+            "attention": placed.attention,
+            "batching": "static, padded on the left, ended rows computed until the last one ends",
+            "max_model_len": self.max_model_len,
+            "load_format": self._config.model.load_format,
+            "fallbacks": [],
+            "warnings": [],
+        }
+
+    def close(self) -> None:
+        """Free the model."""
+        self._placed = self._batch = None
+        self._waiting.clear()
+
+
+def accelerate_door() -> EngineDoor:
+    """Return the door to transformers and accelerate."""
+    return EngineDoor(
+        load_code=_load_code,
+        probe=probe_engine_link,
+        predict=no_prediction,
+        is_exact=False,
+    )
+
+
+def _load_code() -> type[AccelerateEngine]:
+    """Import what the engine needs.
+
+    Raises:
+        EngineError: accelerate is not installed.
+    """
+    import torch  # noqa: F401, PLC0415  takes seconds, and is measured
+    import transformers  # noqa: F401
+
+    try:
+        import accelerate  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise EngineError(
+            "system=accelerate: expected the package accelerate, found none. Run: pip install "
+            "'tightfit[accelerate]'."
+        ) from error
+    return AccelerateEngine
+
+
+def _sizes(config: EngineConfig, spec: ModelSpec, device: PeerDevice) -> Sizes:
+    longest = resolve_max_model_len(config, spec)
+    return Sizes(
+        spec=spec,
+        dtype=resolve_dtype(config, spec, device.kind),
+        max_model_len=longest,
+        max_num_seqs=config.engine.max_num_seqs,
+        kv_tokens=config.planner.kv_tokens or longest,
+        room_bytes=device.tensor_bytes,
+    )
+
+
+def _event(row: Row, now_s: float) -> TokenEvent:
+    request, num = row.request, len(row.output)
+    return TokenEvent(
+        request_id=request.request_id,
+        index=0,
+        token_id=row.output[-1],
+        position=len(request.prompt_token_ids) + num - 1,
+        finish_reason=row.finish_reason,
+        logprob=nan,
+        time_s=now_s,
+    )
+
+
+def _versions() -> str:
+    names = ("transformers", "accelerate", "torch")
+    return ", ".join(f"{name} {version(name)}" for name in names)
