@@ -9,8 +9,8 @@ from typing import Any, Final
 from engine.config import EngineConfig
 from harness.door import EngineDoor
 from harness.measure.nvml import Gpu
+from harness.measure.pcie import Calibration
 from harness.scenarios.transfers import PROBED_AFTER
-from harness.telemetry.link import Calibration
 
 CALIBRATION_S: Final = 1.0
 """Seconds of copies for a calibration: ten rows of telemetry."""

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.measure.nvml import Gpu
-from harness.telemetry.link import Calibration, payload_gb_s
+from harness.measure.pcie import Calibration
+from harness.telemetry.link import payload_gb_s
 from harness.telemetry.process import Sampler
 from harness.telemetry.summary import cost_warning, facts, peak_metrics, window_metrics
 from harness.telemetry.verdict import LEAST_ROWS, notes, reasons

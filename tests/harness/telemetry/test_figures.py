@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.telemetry.link import Calibration, mean_rate, payload_gb_s
+from harness.measure.pcie import Calibration, mean_rate
+from harness.telemetry.link import payload_gb_s, readings
 from harness.telemetry.summary import (
     cost_warning,
     cpu_share,
@@ -99,8 +100,8 @@ def test_copies_of_known_size_bring_the_counter_to_payload():
 
 def test_readings_across_an_edge_do_not_count():
     rows = table(pcie_rx_gb_s=lambda k: 100.0 * k, took_s=0.1)
-    assert mean_rate(rows, 100.15, 100.75) == pytest.approx(400)  # 2 .. 6
-    assert mean_rate(rows, 100.15, 100.65) is None  # four are too few
+    assert mean_rate(readings(rows), 100.15, 100.75) == pytest.approx(400)  # 2 .. 6
+    assert mean_rate(readings(rows), 100.15, 100.65) is None  # four are too few
 
 
 def test_the_cost_of_the_sampler():
