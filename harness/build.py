@@ -42,16 +42,30 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
 def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
     """Return the configuration whose tokens are the yardstick; the same for every placement.
 
+    It has no host tier of KV blocks; where there is one, only room for the prompts that are
+    compared, so that it fits where the engine under test does.
+
     Args:
         config: What is asked of the engine under test.
         model_path: As in engine_config.
     """
+    longest = config.engine.max_model_len
+    if config.kv.num_cpu_blocks or config.kv.cpu_gib:
+        longest = config.scenario.correctness.prompt_tokens
+        longest += config.scenario.correctness.output_tokens
     return replace(
         engine_config(config, model_path),
         offload=OffloadConfig(),
         planner=PlannerConfig(),
-        kv=replace(config.kv, swap_space=0.0),
-        engine=replace(config.engine, enforce_eager=True),
+        kv=replace(
+            config.kv,
+            enable_prefix_caching=False,
+            num_cpu_blocks=None,
+            cpu_gib=None,
+            swap_space=0.0,
+            pin_limit_gib=None,
+        ),
+        engine=replace(config.engine, enforce_eager=True, max_model_len=longest),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineSettings, OffloadConfig, UVAOffloadConfig
+from engine.config import EngineSettings, KVConfig, OffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError
 from engine.spec import ModelSpec
 from harness.build import check_settings, engine_config, reference_config
@@ -176,3 +176,12 @@ def test_engine_and_reference_configurations(tmp_path: Path) -> None:
     assert reference.engine.enforce_eager
     other = reference_config(replace(config, offload=OffloadConfig()), tmp_path)
     assert reference == other
+
+
+def test_the_reference_has_no_host_tier_and_room_for_its_prompts_alone(tmp_path: Path) -> None:
+    kv = KVConfig(cpu_gib=1.0, pin_limit_gib=0.5, enable_prefix_caching=True, block_size=32)
+    config = run_config(kv=kv, engine=EngineSettings(max_model_len=100))
+    reference = reference_config(config, tmp_path)
+    assert reference.kv == KVConfig(block_size=32)
+    assert reference.engine.max_model_len == 16 + 16
+    assert reference_config(replace(config, kv=KVConfig()), tmp_path).engine.max_model_len == 100
