@@ -37,7 +37,7 @@ class FakeStep:
     in_place_bytes: int
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class FakeSequence:
     """One request and how far it is."""
 
@@ -214,7 +214,8 @@ class FakeLLM:
             raise RuntimeError("end_step: expected a step under way, found none.")
         copied, read = self.plan.moved_per_step()
         num_prompt = sum(len(sequence.prompt) for sequence in work.sequences)
-        alive = [sequence for sequence in work.sequences if sequence in self._counts.running]
+        running = set(self._counts.running)  # without those that were aborted meanwhile
+        alive = [sequence for sequence in work.sequences if sequence in running]
         self.last_step = FakeStep(
             num_prefill_tokens=num_prompt if work.is_prefill else 0,
             num_decode_tokens=0 if work.is_prefill else len(work.sequences),
