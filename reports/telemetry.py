@@ -14,6 +14,7 @@ from typing import Any, Final
 
 __all__ = [
     "COLUMNS",
+    "COSTLY_COLUMNS",
     "PARQUET_NAME",
     "SLOW_COLUMNS",
     "SPOOL_NAME",
@@ -52,6 +53,7 @@ COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
         time="seconds since 1970 at the same moment",
         took_s="how long reading the row took",
         slow_clock_s="CLOCK_MONOTONIC when the columns marked (s) were read last",
+        costly_clock_s="CLOCK_MONOTONIC when the columns marked (c) were read last",
         sampler_cpu_s="counter: CPU time of the sampler, from its first row on",
     )
     | _columns(
@@ -114,11 +116,13 @@ COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
 SLOW_COLUMNS: Final = frozenset(
     name
     for name in COLUMNS
-    if name.startswith(("host_", "pcie_"))
-    or name in {"gpu_energy_j", "gpu_temperature_c", "gpu_num_processes", "gpu_num_own_processes"}
+    if name.startswith("host_")
+    or name in {"gpu_temperature_c", "gpu_num_processes", "gpu_num_own_processes"}
+    or name in {"pcie_gen", "pcie_width"}
     or name in {"num_processes", "rss_peak_bytes", "anon_bytes", "shmem_bytes", "locked_bytes"}
     or name in {"swapped_bytes", "cpu_s", "minor_faults", "major_faults", "read_bytes"}
 )
+COSTLY_COLUMNS: Final = frozenset({"gpu_energy_j", "pcie_rx_gb_s", "pcie_tx_gb_s"})
 """Read once a second; rows in between repeat the last value."""
 
 

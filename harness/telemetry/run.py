@@ -45,7 +45,8 @@ class Telemetry:
         """Return a line that says what of the GPU will not be sampled, None where all is."""
         if self._gpu is None:
             return None
-        found = self._gpu.sample() | self._gpu.sample_slow(set())
+        gpu = self._gpu
+        found = gpu.sample() | gpu.sample_costly() | gpu.sample_slow(set())
         absent = [name for name, value in found.items() if value is None]
         if not absent:
             return None

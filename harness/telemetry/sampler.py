@@ -22,6 +22,8 @@ from reports.telemetry import SPOOL_NAME
 INTERVAL_S: Final = 0.1
 SLOW_S: Final = 1.0
 """Between two readings of what changes slowly; rows in between repeat the last one."""
+COSTLY_S: Final = 5.0
+"""Likewise, of what the driver takes milliseconds for."""
 _STOPPED: Final = 0
 Row = dict[str, Any]
 
@@ -35,6 +37,10 @@ class Card(Protocol):
 
     def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
         """Return what changes slowly."""
+        ...
+
+    def sample_costly(self) -> dict[str, float | None]:
+        """Return what takes long to read."""
         ...
 
 
@@ -53,7 +59,8 @@ class Rows:
         self._tree: ProcessTree | None = None
         self._job: str | None = None
         self._slow: Row = {}
-        self._slow_due_s = 0.0
+        self._costly: Row = {}
+        self._slow_due_s = self._costly_due_s = 0.0
         self._cpu_begin_s = time.process_time()
 
     def watch(self, pid: int, job: str | None) -> None:
@@ -62,7 +69,7 @@ class Rows:
             self._tree.close()
         self._tree = None if pid == _STOPPED else ProcessTree(pid)
         self._job = job
-        self._slow_due_s = 0.0
+        self._slow_due_s = self._costly_due_s = 0.0
 
     def read(self) -> Row:
         """Return the row of this moment; what is not to be had is left out."""
@@ -76,7 +83,10 @@ class Rows:
         if begin_s >= self._slow_due_s:
             self._slow_due_s = begin_s + SLOW_S
             self._slow = {"slow_clock_s": row["clock_s"], **self._read_slow()}
-        row |= self._slow
+        if self._gpu is not None and begin_s >= self._costly_due_s:
+            self._costly_due_s = begin_s + COSTLY_S
+            self._costly = {"costly_clock_s": row["clock_s"], **self._gpu.sample_costly()}
+        row |= self._slow | self._costly
         if self._tree is not None:
             row |= self._tree.read()
             row |= self._state.read()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from reports.telemetry import SLOW_COLUMNS, Table
+from reports.telemetry import COSTLY_COLUMNS, SLOW_COLUMNS, Table
 
 BUSY_PCT: Final = 50.0
 """From this utilisation on a GPU is busy: its clock and link are not those of a rest."""
@@ -83,7 +83,8 @@ class Window:
 
     def _ends(self, column: str) -> tuple[float, float] | None:
         """Return growth and seconds between the first and the last reading within the span."""
-        clock = self._table["slow_clock_s" if column in SLOW_COLUMNS else "clock_s"]
+        name = "slow_clock_s" if column in SLOW_COLUMNS else "clock_s"
+        clock = self._table["costly_clock_s" if column in COSTLY_COLUMNS else name]
         cells = self._table[column]
         read = [
             (clock[place], cells[place])

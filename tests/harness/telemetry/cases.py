@@ -22,6 +22,7 @@ def table(count=40, **columns):
     steady = {
         "clock_s": lambda k: 100 + k / 10,
         "slow_clock_s": lambda k: 100 + k // 10,
+        "costly_clock_s": lambda k: 100 + k // 50 * 5,
         "took_s": 0.05,
         "job": "measure",
     }

@@ -12,6 +12,7 @@ import pytest
 from harness.telemetry.spool import LineTail, one_a_second, schema, write_parquet
 from reports.telemetry import (
     COLUMNS,
+    COSTLY_COLUMNS,
     PARQUET_NAME,
     SLOW_COLUMNS,
     SPOOL_NAME,
@@ -100,8 +101,10 @@ def test_the_columns_are_documented_in_their_order():
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*) \|$", section, flags=re.MULTILINE)
     wanted = [(name, column.kind, column.meaning) for name, column in COLUMNS.items()]
     slow = {name for name, _, meaning in rows if meaning.endswith(" (s)")}
-    assert [(n, kind, meaning.removesuffix(" (s)")) for n, kind, meaning in rows] == wanted
+    costly = {name for name, _, meaning in rows if meaning.endswith(" (c)")}
+    assert [(n, kind, re.sub(r" \([sc]\)$", "", text)) for n, kind, text in rows] == wanted
     assert slow == SLOW_COLUMNS
+    assert costly == COSTLY_COLUMNS
 
 
 def test_counters_are_named_as_such():
