@@ -67,7 +67,8 @@ class Admission:
         return is_long and self._num_asked < PATIENCE
 
     def _more_tokens(self, sequence: Sequence) -> int:
-        if not sequence.num_preemptions:
+        times = sequence.num_preemptions - sequence.num_turns
+        if not times:
             return 0
         share = max(self._groups.block_size, sequence.num_tokens // FIRST_SHARE)
-        return share << min(sequence.num_preemptions - 1, MOST_DOUBLINGS)
+        return share << min(times - 1, MOST_DOUBLINGS)

@@ -6,6 +6,7 @@ from engine.admission import Admission
 from engine.kv.groups import BlockGroups
 from engine.outlook import Outlook, Stand
 from engine.request import Sequence, SequenceStatus
+from engine.rounds import Rounds
 from engine.scheduler_config import SchedulerConfig, SchedulerStats
 from engine.step_plan import ScheduledSequence
 
@@ -26,6 +27,7 @@ class Queues:
         """Those that have blocks, oldest first, those included that are LOADING."""
         self._config, self._groups, self._stats = config, groups, stats
         self._admission = Admission(groups, config.max_model_len)
+        self._rounds = Rounds(groups, config.max_num_seqs)
 
     @property
     def is_alone(self) -> bool:
@@ -45,6 +47,19 @@ class Queues:
             is_loading = sequence.status is SequenceStatus.LOADING
             if is_loading and not self._groups.content.is_pending(sequence):
                 sequence.status, sequence.pending = SequenceStatus.RUNNING, ()
+
+    def is_round_due(self, step: int) -> bool:
+        """Return whether sequences are to change places before a step."""
+        return self._rounds.is_due(step, self.waiting, self.running)
+
+    def change_places(self, step: int) -> None:
+        """Let running sequences give way to waiting ones, if it is time."""
+        if self.is_round_due(step):
+            for sequence in self._rounds.leavers(step, self.waiting, self.running):
+                self._leave(sequence)
+                sequence.num_turns += 1
+                self._stats.num_turns += 1
+                self.waiting.append(sequence)
 
     def wants(self, outlook: Outlook) -> list[tuple[Stand, int]]:
         """Return the running sequences that are to run, oldest first, and how many tokens each.
@@ -120,6 +135,11 @@ class Queues:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the newest running sequence's blocks and put it at the front of the queue."""
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks."""
         self.running.remove(sequence)
         if self._groups.preempt(sequence) == "swap":
             self._stats.num_swaps_out += 1
@@ -127,5 +147,4 @@ class Queues:
             self._stats.num_recomputes += 1
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(sequence)
         self._stats.num_preemptions += 1

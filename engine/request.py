@@ -78,6 +78,8 @@ class Sequence:
     """The stop token or stop string that ended it; None for the model's own end of sequence."""
     num_preemptions: int = 0
     """How often its blocks were taken away."""
+    num_turns: int = 0
+    """How often of those it gave way to one that had waited."""
     cumulative_logprob: float = 0.0
     """Sum of the log-probabilities of its output tokens."""
     logprobs: list[dict[int, float]] | None = None

@@ -154,6 +154,7 @@ class Scheduler:
             )
         if not self.has_unfinished:
             return None
+        self._queues.change_places(self.stats.num_steps)
         outlook = Outlook(None, self.config.max_model_len)
         plan = self._plan(outlook, self._queues.wants(outlook))
         self._is_blocked = plan is None
@@ -173,8 +174,8 @@ class Scheduler:
 
         Returns:
             The plan; None where that of now must be committed first: nothing would run, a running
-            sequence would find no free block, or one has a repetition_penalty, for which the host
-            must know its tokens.
+            sequence would find no free block, places are to be changed, or a sequence has a
+            repetition_penalty, for which the host must know its tokens.
 
         Raises:
             EngineError: Not exactly one plan is in force.
@@ -183,6 +184,8 @@ class Scheduler:
             raise EngineError(
                 f"scheduler: expected one step in force to plan behind, got {len(self._plans)}."
             )
+        if self._queues.is_round_due(self.stats.num_steps + 1):
+            return None
         outlook = Outlook(self._plans[0], self.config.max_model_len)
         wants, lacking = self._queues.wants(outlook), 0
         for stand, want in wants:

@@ -61,8 +61,10 @@ class SchedulerStats:
     """Tokens that ran once more because of a preemption."""
     num_preemptions: int = 0
     """Sequences whose blocks were taken away."""
+    num_turns: int = 0
+    """Of those, sequences that gave way to one that had waited."""
     num_swaps_out: int = 0
-    """Of those, sequences whose content was to be kept in the host tier."""
+    """Of the preempted ones, those whose content was to be kept in the host tier."""
     num_swaps_in: int = 0
     """Preempted sequences that went on behind content that was found."""
     num_recomputes: int = 0

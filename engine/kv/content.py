@@ -129,14 +129,29 @@ class BlockContent:
                 pool.register(table[place], keys[place])
         sequence.num_named = full
 
+    def would_swap(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's content would go to the host tier if it were preempted."""
+        full, rates = sequence.num_computed // self.block_size, self.policy.swap_rates
+        if not full or not self.has_host:
+            return False
+        if rates is None:
+            return True
+        store_bytes = load_bytes = 0
+        parts = zip(self._tables(sequence), self.policy.block_bytes, strict=False)
+        for (pool, table, gone), block_bytes in parts:
+            store_bytes += pool.num_lacking(table[gone:full]) * block_bytes
+            load_bytes += (full - gone) * block_bytes
+        recompute_s = full * self.block_size * self.policy.recompute_token_s
+        return swap_or_recompute(store_bytes, load_bytes, rates, recompute_s) == "swap"
+
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
         """Take a sequence's blocks away and return how it goes on; its tables stay as they are.
 
         Swapped content is stored as far as there is room; what is lost is computed again.
         """
         full = sequence.num_computed // self.block_size
-        parts = list(self._tables(sequence))
-        if not full or not self.has_host or not self._is_swap_cheaper(sequence, full):
+        parts = self._tables(sequence)
+        if not self.would_swap(sequence):
             retain: Retain = "drop" if self.policy.prefix_caching else "forget"
             for pool, table, gone in parts:
                 pool.free(table[gone:], retain)
@@ -184,15 +199,3 @@ class BlockContent:
         if window is None:
             return len(pool.match(keys, len(keys) * self.block_size + 1).blocks)
         return usable_prefix(pool.findable(keys), window, self.block_size)
-
-    def _is_swap_cheaper(self, sequence: Sequence, full: int) -> bool:
-        rates = self.policy.swap_rates
-        if rates is None:
-            return True
-        store_bytes = load_bytes = 0
-        parts = zip(self._tables(sequence), self.policy.block_bytes, strict=False)
-        for (pool, table, gone), block_bytes in parts:
-            store_bytes += pool.num_lacking(table[gone:full]) * block_bytes
-            load_bytes += (full - gone) * block_bytes
-        recompute_s = full * self.block_size * self.policy.recompute_token_s
-        return swap_or_recompute(store_bytes, load_bytes, rates, recompute_s) == "swap"

@@ -111,6 +111,20 @@ class BlockGroups:
         shared = self.content.num_shared(found)
         return all(n >= w - s for n, w, s in zip(left, wanted, shared, strict=True))
 
+    def num_spare(self, sequences: Iterable[Sequence], more_tokens: int) -> list[int]:
+        """Return the blocks of each group that are free on the GPU and not needed soon.
+
+        Args:
+            sequences: Those that have blocks.
+            more_tokens: So many tokens will each of them compute beyond its known ones.
+        """
+        left = [pool.num_free for pool in self.pools]
+        for sequence in sequences:
+            known = sequence.num_tokens
+            lacking = self._reserve(sequence, known, known + more_tokens, more_tokens)
+            left = [n - lack for n, lack in zip(left, lacking, strict=True)]
+        return left
+
     def _reserve(self, sequence: Sequence, known: int, most: int, more_tokens: int) -> list[int]:
         """Blocks that a sequence lacks for its known tokens, and some if it can grow."""
         size = self.block_size
