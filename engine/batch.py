@@ -62,8 +62,6 @@ class Batch:
     """int64 [R]: tokens whose logits are wanted; None: all."""
     staged: tuple[StagedPrefill, ...] = ()
     """Prefills over blocks of both tiers."""
-    kv_in_place_bytes: int = 0
-    """Keys and values that decodes read in the host tier."""
 
     @property
     def is_decode(self) -> bool:

@@ -1,9 +1,10 @@
 """Build an engine from its configuration: read sizes, plan, place weights, capture."""
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from engine.device.base import Device
 from engine.device.select import open_device
 from engine.errors import CheckpointError, PinningError
 from engine.kv.cache import KVCache
+from engine.kv.host_tier import HostTier
 from engine.models.decoder import Decoder, LayerAttention
 from engine.models.rotary import rotary_tables
+from engine.models.stages import PrefillStages
 from engine.offload_config import OffloadWarning
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
@@ -46,12 +49,19 @@ class Engine:
     plan: MemoryPlan
     device: Device
     store: WeightStore
+    tier: HostTier
+    """Of KV blocks; without any where there is none."""
     cache: KVCache
     runner: ModelRunner
     core: EngineCore
     tokenizer: Any | None
     load_report: LoadReport
     reference: bool
+
+    def host_bytes(self) -> tuple[int, int]:
+        """Return pinned and pageable host bytes of weights and KV blocks."""
+        weights, blocks = self.store.host_bytes(), self.tier.num_bytes()
+        return weights[0] + blocks[0], weights[1] + blocks[1]
 
 
 def read_spec(model: ModelConfig) -> ModelSpec:
@@ -135,42 +145,72 @@ def build_engine(
         folder = None if config.model.path is None else Path(config.model.path)
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder)
     device.enforce_budget(plan.allocator_bytes)
-    try:
-        plan, store = _place(config, spec, device, plan, clock, reference=reference)
+    with contextlib.ExitStack() as undo:
+        undo.callback(device.close)
+        plan, store, tier = _place(config, spec, device, plan, clock, reference=reference)
+        undo.callback(tier.close)
         plan = replace(plan, notes=(*plan.notes, note)) if note else plan
         for note in plan.notes:
             warnings.warn(note, OffloadWarning, stacklevel=3)
         _load(config, spec, stored, device, store, clock, progress)
         with clock.phase("allocate"):
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
-            cache = KVCache(plan, spec, device)
+            cache = KVCache(plan, spec, device, tier.blocks)
+            tier.connect(cache)
             runner = _runner(spec, plan, device, store, cache)
-        _warm_up(runner, plan, clock)
-    except BaseException:
-        device.close()
-        raise
-    core = EngineCore(
-        plan,
-        runner,
-        Sampler(
-            spec.vocab_size,
-            device.torch_device,
-            max_rows=plan.max_num_seqs,
-            host_tensor=device.upload_buffer,
-        ),
-        seed=config.engine.seed,
-        eos_token_ids=eos_ids,
-    )
+        _warm_up(runner, tier, plan, clock)
+        core = EngineCore(
+            plan,
+            runner,
+            Sampler(
+                spec.vocab_size,
+                device.torch_device,
+                max_rows=plan.max_num_seqs,
+                host_tensor=device.upload_buffer,
+            ),
+            seed=config.engine.seed,
+            eos_token_ids=eos_ids,
+            movers=tier.movers,
+            identity=_identity(config, spec, plan),
+        )
+        undo.pop_all()
     return Engine(
-        config, spec, plan, device, store, cache, runner, core, tokenizer, clock.report(), reference
+        config,
+        spec,
+        plan,
+        device,
+        store,
+        tier,
+        cache,
+        runner,
+        core,
+        tokenizer,
+        clock.report(),
+        reference,
     )
 
 
-def _warm_up(runner: ModelRunner, plan: MemoryPlan, clock: PhaseClock) -> None:
+def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[str, ...]:
+    """Return what keys and values depend on beside tokens: weights, dtype, windows."""
+    model = config.model
+    if model.load_format == "dummy":
+        weights = f"dummy, seed {config.engine.seed}"
+    else:
+        weights = str(Path(model.path or "").resolve())
+    return (
+        weights,
+        json.dumps(asdict(spec), sort_keys=True, default=str),
+        plan.dtype,
+        f"window {plan.window}",
+    )
+
+
+def _warm_up(runner: ModelRunner, tier: HostTier, plan: MemoryPlan, clock: PhaseClock) -> None:
     """Run a first step and capture graphs, compiling kernels on the way."""
     emulated = plan.facts.emulated
     with count_compile_time(enabled=not emulated) as compiled:
         with clock.phase("warm_up"):
+            tier.warm_up()
             # A CPU has no kernels to compile; a GPU's largest step also sizes its allocator.
             runner.warm_up(16 if emulated else plan.max_num_batched_tokens)
             clock.part("compile", compiled.take_s())
@@ -188,29 +228,36 @@ def _place(
     clock: PhaseClock,
     *,
     reference: bool,
-) -> tuple[MemoryPlan, WeightStore]:
-    """Allocate the weights' places; where pinning fails, plan again without it."""
+) -> tuple[MemoryPlan, WeightStore, HostTier]:
+    """Allocate the weights' places and host blocks; where pinning fails, plan again without it."""
     try:
-        return plan, _allocate(plan, device, clock)
+        return plan, *_allocate(plan, device, clock)
     except PinningError as error:
         reason = str(error)
     # Not above: there the error holds the memory that could not be pinned, as large as the weights.
     with clock.phase("plan"):
         facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
         plan = plan_memory(config, spec, facts, reference=reference)
-    return plan, _allocate(plan, device, clock)
+    return plan, *_allocate(plan, device, clock)
 
 
-def _allocate(plan: MemoryPlan, device: Device, clock: PhaseClock) -> WeightStore:
-    """Allocate the weights' places on both sides; the host's is touched, and pinned as planned."""
+def _allocate(plan: MemoryPlan, device: Device, clock: PhaseClock) -> tuple[WeightStore, HostTier]:
+    """Allocate the weights' places on both sides, and host blocks; pinned as planned."""
     with clock.phase("allocate"):
         store = WeightStore(plan, device)
-        touch_s, pin_s = store.host_seconds()
-        clock.part("touch", touch_s)
-        clock.part("pin", pin_s)
-    clock.add_bytes("touch", sum(store.host_bytes()))
-    clock.add_bytes("pin", store.host_bytes()[0])
-    return store
+        _note_host(clock, store.host_seconds(), store.host_bytes())
+        tier = HostTier(plan, device)
+        _note_host(clock, tier.seconds(), tier.num_bytes())
+    return store, tier
+
+
+def _note_host(clock: PhaseClock, seconds: tuple[float, float], sizes: tuple[int, int]) -> None:
+    """Count host memory: seconds of touching and of pinning, bytes pinned and pageable."""
+    for name, each, num_bytes in zip(
+        ("touch", "pin"), seconds, (sum(sizes), sizes[0]), strict=True
+    ):
+        clock.part(name, each)
+        clock.add_bytes(name, num_bytes)
 
 
 def _find_weights(model: ModelConfig, spec: ModelSpec) -> tuple[dict[str, StoredTensor], str]:
@@ -277,4 +324,7 @@ def _runner(
     logits = torch.zeros(
         (pad_batch(plan.max_num_seqs), spec.vocab_size), device=device.torch_device
     )
-    return ModelRunner(plan, Decoder(spec, store, cache, attention, workspace, logits), device)
+    is_tiered = cache.host_layer(plan.kv.layers[0][0]) is not None
+    stages = PrefillStages(plan, spec, device, cache) if is_tiered else None
+    decoder = Decoder(spec, store, cache, attention, workspace, logits, stages)
+    return ModelRunner(plan, decoder, device)

@@ -1,13 +1,15 @@
 """EngineCore: one step after another, from scheduler to runner to sampler and back."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 from engine.device.base import Mark
 from engine.kv.groups import BlockGroups
+from engine.kv.policy import KVPolicy
 from engine.kv.tiers import TieredBlockPool
+from engine.kv.transfers import Mover, Transfers
 from engine.plan import MemoryPlan
 from engine.request import SampledToken, TokenEvent
 from engine.runner import ModelRunner
@@ -30,6 +32,8 @@ class StepStats:
     """Weight bytes copied to the GPU."""
     in_place_bytes: int
     """Weight bytes read in place from host memory."""
+    kv_in_place_bytes: int
+    """Keys and values that decodes read in place from host memory."""
     used_graph: bool
     duration_s: float
     """To its tokens on the host, from its own plan or from the end of the step before, whichever
@@ -55,6 +59,7 @@ class _Flight:
     launched_s: float
     h2d_bytes: int
     in_place_bytes: int
+    kv_in_place_bytes: int
     used_graph: bool
     is_overlapped: bool
 
@@ -68,12 +73,19 @@ class EngineCore:
     calls. The tokens that the step behind needs are read on the device. Within a call two steps
     are in flight, and a request that is added between calls waits for one: the step in flight.
 
+    Moves of blocks between the tiers, which a plan decides, are enqueued behind the step before it
+    and before its own work. A call begins by telling the scheduler which moves are done. Where all
+    sequences wait for loads, a call waits for one piece of them, and returns no tokens if nothing
+    can run then either.
+
     Args:
         plan: The memory plan in force.
         runner: Runs batches.
         sampler: Chooses tokens.
         seed: Keys the draws of requests without a seed.
         eos_token_ids: The model's end-of-sequence tokens.
+        movers: Move blocks of each group of layers; none where there is no host tier.
+        identity: What the values in a KV block depend on beside tokens.
     """
 
     def __init__(
@@ -84,13 +96,13 @@ class EngineCore:
         *,
         seed: int,
         eos_token_ids: frozenset[int],
+        movers: Sequence[Mover] = (),
+        identity: tuple[str, ...] = (),
     ) -> None:
-        self.pool = TieredBlockPool(plan.num_gpu_blocks, 0, plan.block_size)
-        self.window_pool = (
-            TieredBlockPool(plan.num_window_blocks, 0, plan.block_size)
-            if plan.num_window_blocks
-            else None
-        )
+        self.pools = _pools(plan)
+        """Blocks of each group of layers."""
+        self.pool = self.pools[0]
+        self.window_pool = self.pools[1] if len(self.pools) > 1 else None
         """Blocks of layers with a window, where others have none."""
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -100,8 +112,15 @@ class EngineCore:
                 block_size=plan.block_size,
                 window=plan.window,
             ),
-            BlockGroups(self.pool, self.window_pool, plan.window, plan.max_num_batched_tokens),
+            BlockGroups(
+                self.pool,
+                self.window_pool,
+                plan.window,
+                plan.max_num_batched_tokens,
+                _policy(plan, identity),
+            ),
         )
+        self.transfers = Transfers(self.scheduler, movers)
         self.runner = runner
         self.eos_token_ids = eos_token_ids
         self.last_step: StepStats | None = None
@@ -124,6 +143,7 @@ class EngineCore:
         launch of the step behind fails, the step in flight stays so and the next call returns its
         tokens; where a step fails later, it and the step behind it are forgotten and planned anew.
         """
+        self.transfers.poll()
         num_flying = int(self._flight is not None)
         if len(self.scheduler.planned) > num_flying:
             self._discard(num_flying)  # an interrupt came between a launch and its result
@@ -131,6 +151,9 @@ class EngineCore:
             # All its sequences ended while it was in flight; nobody waits for it.
             self._collect(self._flight, None)
         if self._flight is None:
+            self._flight = self._launch(self.scheduler.plan_step)
+        if self._flight is None and self.scheduler.has_unfinished:
+            self.transfers.wait_next()
             self._flight = self._launch(self.scheduler.plan_step)
         if self._flight is None:
             return []
@@ -142,10 +165,16 @@ class EngineCore:
     def _launch(self, make_plan: Callable[[], StepPlan | None]) -> _Flight | None:
         """Plan a step and enqueue all of it; None if nothing is to be planned."""
         runner, begin_s = self.runner, perf_counter()
-        before = runner.copied_bytes, runner.in_place_bytes, runner.graph_steps
+        before = (
+            runner.copied_bytes,
+            runner.in_place_bytes,
+            runner.graph_steps,
+            runner.kv_in_place_bytes,
+        )
         num_planned = len(self.scheduler.planned)
         try:
             plan = make_plan()
+            self.transfers.submit()
             if plan is None:
                 return None
             logits = runner.execute(runner.prepare(plan, self._sampler.tokens))
@@ -161,6 +190,7 @@ class EngineCore:
                 launched_s=perf_counter(),
                 h2d_bytes=runner.copied_bytes - before[0],
                 in_place_bytes=runner.in_place_bytes - before[1],
+                kv_in_place_bytes=runner.kv_in_place_bytes - before[3],
                 used_graph=runner.graph_steps > before[2],
                 is_overlapped=num_planned > 0,
             )
@@ -203,6 +233,7 @@ class EngineCore:
             num_decodes=len(flight.plan.decodes),
             h2d_bytes=flight.h2d_bytes,
             in_place_bytes=flight.in_place_bytes,
+            kv_in_place_bytes=flight.kv_in_place_bytes,
             used_graph=flight.used_graph,
             duration_s=end_s - max(flight.begin_s, self._end_s),
             is_overlapped=flight.is_overlapped,
@@ -230,3 +261,26 @@ class EngineCore:
         # The next step fills an input buffer again; what is enqueued must have read it.
         with contextlib.suppress(Exception):
             self.runner.mark().wait()
+
+
+def _pools(plan: MemoryPlan) -> tuple[TieredBlockPool, ...]:
+    """Return a pool for each group of layers; sequences own host blocks of the first one only."""
+    pools, host = [], plan.host_kv
+    for group, num_gpu in enumerate(plan.kv_pools):
+        num_cpu = in_place = 0
+        if host is not None:
+            num_cpu = host.num_pinned[group] + host.num_pageable[group]
+            in_place = host.num_pinned[group] if host.in_place and group == 0 else 0
+        pools.append(TieredBlockPool(num_gpu, num_cpu, plan.block_size, num_in_place=in_place))
+    return tuple(pools)
+
+
+def _policy(plan: MemoryPlan, identity: tuple[str, ...]) -> KVPolicy:
+    host = plan.host_kv
+    return KVPolicy(
+        identity=identity,
+        prefix_caching=plan.prefix_caching,
+        block_bytes=plan.kv.block_bytes,
+        swap_rates=None if host is None else host.swap_rates,
+        recompute_token_s=0.0 if host is None else host.recompute_token_s,
+    )

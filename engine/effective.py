@@ -8,7 +8,7 @@ from engine.build import Engine
 def describe(engine: Engine) -> dict[str, Any]:
     """Return plain data: device, dtype, placements, attention, graphs, fallbacks, notes."""
     plan, device = engine.plan, engine.device
-    pinned, pageable = engine.store.host_bytes()
+    pinned, pageable = engine.host_bytes()
     is_cuda = device.kind == "cuda"
     return {
         "device": device.name,
@@ -33,10 +33,27 @@ def describe(engine: Engine) -> dict[str, Any]:
         "num_gpu_blocks": plan.num_gpu_blocks,
         "num_window_blocks": plan.num_window_blocks,
         "window": plan.window,
+        "kv": _kv(engine),
         "block_size": plan.block_size,
         "fallbacks": [note for note in plan.notes if note.startswith("fallback")],
         "warnings": [
             *engine.config.offload.ignored(),
             *(note for note in plan.notes if not note.startswith("fallback")),
         ],
+    }
+
+
+def _kv(engine: Engine) -> dict[str, Any]:
+    """Where KV blocks are, in blocks of all groups of layers."""
+    plan, host = engine.plan, engine.plan.host_kv
+    pinned = sum(blocks.num_pinned for blocks in engine.tier.blocks)
+    pageable = sum(blocks.num_pageable for blocks in engine.tier.blocks)
+    return {
+        "tiers": ["gpu"] if host is None else ["gpu", "cpu"],
+        "num_gpu_blocks": sum(plan.kv_pools),
+        "num_pinned_blocks": pinned,
+        "num_pageable_blocks": pageable,
+        "in_place": engine.runner.is_tiered,
+        "stage_blocks": 0 if host is None or not engine.runner.is_tiered else host.stage_blocks,
+        "prefix_caching": plan.prefix_caching,
     }

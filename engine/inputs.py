@@ -124,7 +124,7 @@ class StepInputs:
         num_bytes = tokens * (2 + num_groups) * 8 + 12 * ALIGN_BYTES
         num_bytes += rows * (num_groups * width * 4 + 4 + 4 + 8 + 8 + 8)
         if num_host:
-            num_bytes += rows * (num_host * 8 + 8 + 2 * ALIGN_BYTES)
+            num_bytes += rows * (num_host * 8 + 8 + 4 + 2 * ALIGN_BYTES) + 2 * ALIGN_BYTES
         self._hosts = [device.upload_buffer((num_bytes,), torch.uint8) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._hosts]
         at = device.torch_device
@@ -177,19 +177,16 @@ class StepInputs:
         for table, blocks in zip(self._tables, sequence.block_tables, strict=False):
             table.write(row, sequence, blocks)
 
-    def set_staged_table(self, row: int, sequence: Sequence, blocks: np.ndarray) -> None:
-        """Write a row for one step: other blocks of the first group than the sequence has.
+    def set_staged_table(self, row: int, blocks: np.ndarray) -> None:
+        """Write a row of the first group for one step only; `set_table` writes it anew.
 
         Args:
             row: The row.
-            sequence: Whose blocks the other group has.
-            blocks: int64, no more of them than the sequence has.
+            blocks: int64.
         """
         self._used_rows = max(self._used_rows, row + 1)
-        self._used_width = max(self._used_width, len(sequence.block_table))
+        self._used_width = max(self._used_width, blocks.shape[0])
         self._tables[0].write_once(row, blocks)
-        for table, others in zip(self._tables[1:], sequence.block_tables[1:], strict=False):
-            table.write(row, sequence, others)
 
     def num_hosts(self, row: int) -> int:
         """Return how many blocks of a row's sequence lie in the host tier; of `set_table` only."""

@@ -13,6 +13,7 @@ from engine.device.select import open_device
 from engine.effective import describe
 from engine.errors import EngineError
 from engine.keywords import config_from_keywords
+from engine.kv.pool_types import Tier
 from engine.plan import MemoryPlan
 from engine.planner import plan_candidates, plan_memory
 from engine.referee import NUM_CANDIDATES, judge
@@ -227,12 +228,49 @@ class LLM:
             "num_window_blocks": (
                 0 if core.window_pool is None else core.window_pool.num_gpu_blocks
             ),
+            "kv": self._kv_stats(),
         }
+
+    def _kv_stats(self) -> dict[str, Any]:
+        """Return use of both tiers and what was found, moved and read in place."""
+        engine, host = self._live, self._live.plan.host_kv
+        found = engine.core.scheduler.kv_stats()
+        parts = (0, 0) if host is None else (sum(host.num_pinned), sum(host.num_pageable))
+        found["cpu"] |= dict(zip(("pinned", "pageable"), parts, strict=True))
+        return {
+            **found,
+            "moved": asdict(engine.tier.moved()),
+            "in_place_bytes": engine.runner.kv_in_place_bytes,
+            "staged_prefill_bytes": engine.runner.staged_prefill_bytes,
+        }
+
+    def reset_cache(self, tier: Tier | None = None) -> None:
+        """Forget the content of KV blocks, so that no prompt finds any; sequences go on.
+
+        Args:
+            tier: gpu or cpu; None: both.
+
+        Raises:
+            EngineError: There is no such tier.
+        """
+        if tier not in {None, "gpu", "cpu"}:
+            raise EngineError(f"reset_cache: expected tier gpu, cpu or None, got {tier!r}.")
+        self._live.core.scheduler.reset_cache(tier)
+
+    def evict_gpu_cache(self) -> None:
+        """Take content that no sequence uses off the GPU, to the host tier where that has room.
+
+        For measurement, between calls of `step`: what is found afterwards is found in the host
+        tier. Blocks until it is stored.
+        """
+        core = self._live.core
+        core.scheduler.evict_gpu_cache()
+        core.transfers.drain()
 
     def memory(self) -> dict[str, int]:
         """Return bytes on both sides, from the engine's own ledger and the device."""
         engine = self._live
-        pinned, pageable = engine.store.host_bytes()
+        pinned, pageable = engine.host_bytes()
         return {
             "gpu_peak_bytes": engine.device.peak_bytes(),
             "gpu_budget_bytes": engine.plan.gpu_budget_bytes,
@@ -248,7 +286,9 @@ class LLM:
             return
         engine.device.synchronize()
         engine.runner.close()
+        engine.tier.stop()
         engine.cache.close()
+        engine.tier.close()
         engine.store.close()
         device = engine.device
         del engine, self._sessions

@@ -1,6 +1,7 @@
 """ModelRunner: a StepPlan becomes a Batch of device tensors, and the Batch becomes logits."""
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,11 +10,13 @@ import torch
 from engine.batch import Batch
 from engine.device.base import Device, Graph, Mark
 from engine.errors import EngineError
-from engine.inputs import Field, StepInputs
+from engine.inputs import NO_HOST_TIER, Field, StepInputs
+from engine.kv.pieces import PIECE_KEYS
 from engine.models.decoder import Decoder
 from engine.plan import MemoryPlan
 from engine.sizes import PREFILL_SEQUENCES, pad_batch
 from engine.step_plan import ScheduledSequence, StepPlan
+from engine.tiered_inputs import StagedItem, TieredInputs
 from kernels.sizes import MAX_SMALL_TOKENS
 
 
@@ -30,7 +33,18 @@ class ModelRunner:
         tokens = max(plan.max_num_batched_tokens, rows)
         rows += PREFILL_SEQUENCES
         width = -(-plan.max_model_len // plan.block_size)
-        self._inputs = StepInputs(device, tokens, rows, width, len(plan.kv.windows))
+        self._tiered = TieredInputs.of(plan)
+        self._inputs = StepInputs(
+            device,
+            tokens,
+            rows,
+            width,
+            len(plan.kv.windows),
+            num_gpu=NO_HOST_TIER if self._tiered is None else self._tiered.num_gpu,
+            num_host=0 if self._tiered is None else self._tiered.width,
+        )
+        self.kv_in_place_bytes = 0
+        """Keys and values that decodes read in the host tier so far."""
         self._graphs: dict[tuple[int, int], tuple[Graph, int, int]] = {}
         self._shape: tuple[int, int] | None = None
         """Decode rows and tokens of prompts of the newest inputs; None: of no such size."""
@@ -52,6 +66,10 @@ class ModelRunner:
         """
         self._shape = None
         if plan.prefills:
+            if self._tiered is not None:
+                plain, staged = self._tiered.split(plan.prefills)
+                if staged:
+                    return self._prepare_staged(self._tiered, plan, plain, staged, tokens)
             return self._prepare_prefills(plan, tokens)
         size = len(plan.decodes)
         if self._plan.graph_sizes:
@@ -83,6 +101,38 @@ class ModelRunner:
         wanted += [0] * (num_wanted - len(wanted))
         longest = max((item.stop for item in plan.decodes), default=0)
         batch = self._prefill_batch(rows, starts, wanted, most_tokens, longest)
+        inputs.send(tokens)
+        return batch
+
+    def _prepare_staged(
+        self,
+        tiered: TieredInputs,
+        plan: StepPlan,
+        plain: SequenceOf[ScheduledSequence],
+        staged: SequenceOf[StagedItem],
+        tokens: torch.Tensor | None,
+    ) -> Batch:
+        """Prompts beside decodes, some of them over blocks of both tiers; not padded."""
+        inputs, rows = self._inputs, len(plan.decodes)
+        order = [*plain, *(item for item, _ in staged)]
+        inputs.begin(rows + sum(item.num_tokens for item in order), rows + len(order))
+        self._fill_decodes(plan.decodes, rows)
+        starts = self._fill_prefills(order, rows)
+        last = {id(item): rows + end - 1 for item, end in zip(order, starts[1:], strict=True)}
+        wanted = [*range(rows), *(last[id(item)] for item in plan.prefills if item.samples)]
+        longest = max((item.stop for item in plan.decodes), default=0)
+        most_tokens = max((item.num_tokens for item in plain), default=0)
+        batch = self._prefill_batch(rows, starts, wanted, most_tokens, longest)
+        num_plain = len(plain)
+        parts = enumerate(zip(staged, starts[num_plain:], strict=False), start=rows + num_plain)
+        batch = replace(
+            batch,
+            prefill_starts=inputs.add(starts[: num_plain + 1], torch.int32) if plain else None,
+            staged=tuple(
+                tiered.stage(inputs, row, rows + start, item, places)
+                for row, ((item, places), start) in parts
+            ),
+        )
         inputs.send(tokens)
         return batch
 
@@ -177,6 +227,8 @@ class ModelRunner:
                 for item in decodes
             ]
         inputs.lens.host[:count] = inputs.positions.host[:count] + 1
+        if self._tiered is not None:
+            self.kv_in_place_bytes += self._tiered.read_bytes(inputs, decodes)
 
     def _slot_fields(self) -> list[tuple[Field, int]]:
         """Where the slots of each group of layers are written."""
@@ -327,6 +379,8 @@ class ModelRunner:
         inputs.send(torch.zeros(1, dtype=torch.int64, device=self._device.torch_device))
         self._decoder.forward(self._decode_batch(1, plan.max_model_len))
         self._device.synchronize()
+        if self._tiered is not None:
+            self._warm_up_staged(self._tiered)
 
     def _warm_up_prefill(self, num_tokens: int) -> None:
         plan = self._plan
@@ -342,6 +396,33 @@ class ModelRunner:
         inputs.send(None)
         self._decoder.forward(batch)
         self._device.synchronize()
+
+    def _warm_up_staged(self, tiered: TieredInputs) -> None:
+        """Run a prefill of padding whose keys lie in the host tier, in as many pieces as differ."""
+        longest = min(3 * PIECE_KEYS, self._plan.max_model_len)
+        inputs, count = self._inputs, min(2, longest)
+        inputs.begin(count, 1)
+        self._fill_padding(0, count)
+        inputs.lens.host[:] = longest
+        batch = self._prefill_batch(0, [0, count], [count - 1], 0, 0)
+        staged = tiered.padding(inputs, count, longest)
+        inputs.send(None)
+        self._decoder.forward(replace(batch, prefill_starts=None, staged=(staged,)))
+        inputs.tables.zero_()  # padding of later steps names blocks that are there
+        self._device.synchronize()
+        if self._decoder.stages is not None:
+            self._decoder.stages.staged_bytes = 0
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether sequences may own blocks of the host tier, which compute reads in place."""
+        return self._tiered is not None
+
+    @property
+    def staged_prefill_bytes(self) -> int:
+        """Keys and values copied from the host tier for prefills so far."""
+        stages = self._decoder.stages
+        return 0 if stages is None else stages.staged_bytes
 
     @property
     def captured_sizes(self) -> list[int]:

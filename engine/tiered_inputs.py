@@ -8,9 +8,12 @@ import torch
 
 from engine.batch import StagedPrefill
 from engine.inputs import StepInputs
-from engine.kv.pieces import cut_pieces, host_places
+from engine.kv.pieces import PIECE_KEYS, PrefillPiece, cut_pieces, host_places
 from engine.plan import MemoryPlan
 from engine.step_plan import ScheduledSequence
+
+StagedItem = tuple[ScheduledSequence, np.ndarray]
+"""A prefill, and the places of its host blocks in its block table."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class TieredInputs:
 
     def split(
         self, prefills: SequenceOf[ScheduledSequence]
-    ) -> tuple[list[ScheduledSequence], list[tuple[ScheduledSequence, np.ndarray]]]:
+    ) -> tuple[list[ScheduledSequence], list[StagedItem]]:
         """Part prefills whose keys all lie on the GPU from others.
 
         Returns:
@@ -82,17 +85,46 @@ class TieredInputs:
         count = -(-item.stop // self.block_size)
         table = np.asarray(item.sequence.block_table[:count], dtype=np.int64)
         host_ids = table[places] - self.num_gpu
-        # A block has one slot whichever piece stages it.
-        table[places] = self.num_gpu + np.arange(places.size) % self.stage_blocks
-        inputs.set_staged_table(row, item.sequence, table)
+        table[places] = self._slots(places.size)
+        inputs.set_staged_table(row, table)
+        pieces = cut_pieces(places, item.stop, self.block_size, self.stage_blocks)
+        return self._part(inputs, row, first, item.num_tokens, host_ids, pieces)
+
+    def padding(self, inputs: StepInputs, num_tokens: int, num_keys: int) -> StagedPrefill:
+        """Return the same for tokens of padding in row 0, with a piece for each PIECE_KEYS keys."""
+        each = min(PIECE_KEYS // self.block_size, self.stage_blocks, self.width)
+        table = np.zeros(-(-num_keys // self.block_size), dtype=np.int64)
+        pieces = []
+        for begin in range(0, num_keys, PIECE_KEYS):
+            part = table[begin // self.block_size :][:each]
+            part[:] = self._slots(len(part))
+            end = min(num_keys, begin + PIECE_KEYS)
+            pieces.append(PrefillPiece(begin, end, 0, len(part)))
+        inputs.set_staged_table(0, table)
+        host_ids = np.arange(each)
+        return self._part(inputs, 0, 0, num_tokens, host_ids, tuple(pieces))
+
+    def _slots(self, count: int) -> np.ndarray:
+        """Return the numbers of blocks in staging buffers, the same whichever piece stages one."""
+        return self.num_gpu + np.arange(count) % self.stage_blocks
+
+    def _part(
+        self,
+        inputs: StepInputs,
+        row: int,
+        first: int,
+        num_tokens: int,
+        host_ids: np.ndarray,
+        pieces: tuple[PrefillPiece, ...],
+    ) -> StagedPrefill:
         return StagedPrefill(
             first=first,
-            stop=first + item.num_tokens,
+            stop=first + num_tokens,
             table=inputs.tables[row : row + 1],
-            starts=inputs.add([0, item.num_tokens], torch.int32),
+            starts=inputs.add([0, num_tokens], torch.int32),
             seq_len=inputs.lens.device[row : row + 1],
             host_ids=inputs.add(host_ids, torch.int64),
-            pieces=cut_pieces(places, item.stop, self.block_size, self.stage_blocks),
+            pieces=pieces,
         )
 
     def read_bytes(self, inputs: StepInputs, decodes: SequenceOf[ScheduledSequence]) -> int:

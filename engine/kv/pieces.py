@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.errors import EngineError
+from kernels.sizes import PREFILL_PART_KEYS
 
-PIECE_KEYS = 128
-"""Pieces begin at multiples of it: every attention kernel's tile of keys divides it."""
+PIECE_KEYS = PREFILL_PART_KEYS
+"""Pieces begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def cut_pieces(
     begin = 0
     while begin < num_tokens:
         first = int(np.searchsorted(places, begin // block_size))
-        end = 0
+        end = at = 0
         for most in (stage_blocks,) if pieces else (0, stage_blocks):
             at = int(np.searchsorted(hosts, first + most, side="right")) - 1
             end = int(stops[at]) if at >= 0 else 0

@@ -11,6 +11,7 @@ import torch
 
 from engine.batch import Batch
 from engine.kv.cache import KVCache
+from engine.models.stages import PrefillStages
 from engine.spec import ModelSpec
 from engine.weights.store import WeightStore
 from kernels import ops
@@ -43,6 +44,8 @@ class Decoder:
     workspace: DecodeWorkspace
     logits: torch.Tensor
     """float32 [most rows of a step, V], written by every step."""
+    stages: PrefillStages | None = None
+    """For prefills over blocks of both tiers; None where sequences own no host blocks."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return float32 logits [R, V] of the wanted rows, a view of `logits`.
@@ -173,6 +176,7 @@ def _attention(
         v_cache,
         slots,
         spec.architecture.norm_offset,
+        model.cache.host_layer(index),
     )
     out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     _attend(model, batch, index, q_TNH, k_cache, v_cache, tables, out)
@@ -213,19 +217,54 @@ def _attend(
             window=window,
             out=out[:edge],
             workspace=model.workspace,
+            host=model.cache.host_layer(index),
         )
+    rows = slice(edge, batch.num_rows)
     if batch.prefill_starts is not None:
         ops.paged_prefill_attention(
             q_TNH[edge:],
             k_cache,
             v_cache,
-            tables[edge:],
+            tables[rows],
             batch.prefill_starts,
-            batch.seq_lens[edge:],
+            batch.seq_lens[rows],
             scale,
             max_query_len=batch.max_prefill_tokens,
             window=window,
             out=out[edge:],
+        )
+    if batch.staged:
+        _attend_staged(model, batch, index, q_TNH, tables, out)
+
+
+def _attend_staged(
+    model: Decoder,
+    batch: Batch,
+    index: int,
+    q_TNH: torch.Tensor,
+    tables: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Prefills over blocks of both tiers; layers of the second group have theirs on the GPU."""
+    window, scale = model.attention[index].window, model.spec.attention_scale
+    for row, staged in enumerate(batch.staged, start=batch.num_rows):
+        if not model.attention[index].is_second_group:
+            assert model.stages is not None
+            model.stages.attend(index, q_TNH, staged, scale, window, out)
+            continue
+        first, stop = staged.first, staged.stop
+        k_cache, v_cache = model.cache.layer(index)
+        ops.paged_prefill_attention(
+            q_TNH[first:stop],
+            k_cache,
+            v_cache,
+            tables[row : row + 1],
+            staged.starts,
+            staged.seq_len,
+            scale,
+            max_query_len=stop - first,
+            window=window,
+            out=out[first:stop],
         )
 
 
