@@ -9,7 +9,6 @@ heads of one KV head, H head size, n queries taken together.
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from kernels.host_cache import HostCache
 from kernels.ref.gather import first_key, gather
@@ -98,15 +97,16 @@ def _attend(
         begin = max(part.begin, first_key(position, window))
         end = min(part.end, seq_len)
         table = tables[0][index]
+        k_beside, v_beside = (None, None) if stage is None else (stage.k, stage.v)
         keys = _Keys(
             begin,
             end,
-            _tiles(k_cache, table, begin, end, None if stage is None else stage.k),
-            _tiles(v_cache, table, begin, end, None if stage is None else stage.v),
+            _rows(k_cache, table, begin, end, k_beside),
+            _rows(v_cache, table, begin, end, v_beside),
         )
         for chunk in range(first, stop, QUERY_CHUNK_TOKENS):
             rows = slice(chunk, min(chunk + QUERY_CHUNK_TOKENS, stop))
-            running = _Running.load(state, rows, num_kv_heads, is_first=part.begin == 0)
+            running = _Running.load(state, rows, num_kv_heads) if part.begin else _Running()
             running.attend(q_TNH[rows], keys, position + chunk - first, scale, window)
             if part.is_last:
                 out[rows] = running.result()
@@ -114,9 +114,9 @@ def _attend(
                 running.store(state, rows)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Keys:
-    """Keys begin to end - 1 and their values, [K, n, H] float32 in whole tiles, filled up by 0."""
+    """Keys begin to end - 1 and their values, [K, n, H] float32."""
 
     begin: int
     end: int
@@ -124,67 +124,78 @@ class _Keys:
     values: torch.Tensor
 
 
-@dataclass
 class _Running:
-    """Softmax of n queries over the keys so far: [K, G, n], acc [K, G, n, H]."""
+    """Softmax of n queries over the keys so far: sums [K, G, n], acc [K, G, n, H]."""
 
-    row_max: torch.Tensor
-    row_sum: torch.Tensor
-    acc: torch.Tensor
+    def __init__(self) -> None:
+        self.sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """The largest score, the denominator and the weighted values; None before any key."""
 
     @classmethod
-    def load(
-        cls, state: PrefillState, rows: slice, num_kv_heads: int, *, is_first: bool
-    ) -> "_Running":
-        """Take rows of a state, or begin anew."""
-        row_max = _by_kv_head(state.row_max[rows].unsqueeze(2), num_kv_heads)[..., 0]
-        row_sum = _by_kv_head(state.row_sum[rows].unsqueeze(2), num_kv_heads)[..., 0]
-        acc = _by_kv_head(state.acc[rows], num_kv_heads)
-        if is_first:
-            lowest = torch.full_like(row_max, -torch.inf)
-            return cls(lowest, torch.zeros_like(row_sum), torch.zeros_like(acc))
-        return cls(row_max, row_sum, acc)
+    def load(cls, state: PrefillState, rows: slice, num_kv_heads: int) -> "_Running":
+        """Go on from rows of a state."""
+        running = cls()
+        running.sums = (
+            _by_kv_head(state.row_max[rows].unsqueeze(2), num_kv_heads)[..., 0],
+            _by_kv_head(state.row_sum[rows].unsqueeze(2), num_kv_heads)[..., 0],
+            _by_kv_head(state.acc[rows], num_kv_heads),
+        )
+        return running
 
     def store(self, state: PrefillState, rows: slice) -> None:
-        """Put the rows back."""
-        state.row_max[rows] = _by_token(self.row_max.unsqueeze(3))[..., 0]
-        state.row_sum[rows] = _by_token(self.row_sum.unsqueeze(3))[..., 0]
-        state.acc[rows] = _by_token(self.acc)
+        """Put the rows into a state."""
+        if self.sums is None:
+            state.row_max[rows], state.row_sum[rows], state.acc[rows] = -torch.inf, 0, 0
+            return
+        row_max, row_sum, acc = self.sums
+        state.row_max[rows] = _by_token(row_max.unsqueeze(3))[..., 0]
+        state.row_sum[rows] = _by_token(row_sum.unsqueeze(3))[..., 0]
+        state.acc[rows] = _by_token(acc)
 
     def result(self) -> torch.Tensor:
         """Return what was attended to, [n, N, H]."""
-        return _by_token(self.acc / self.row_sum.unsqueeze(3))
+        assert self.sums is not None
+        _, row_sum, acc = self.sums
+        return _by_token(acc / row_sum.unsqueeze(3))
 
     def attend(
         self, q_nNH: torch.Tensor, keys: _Keys, position: int, scale: float, window: int | None
     ) -> None:
-        """Go over the tiles that a query may see, the first one being at `position`."""
-        num_kv_heads, tiles_begin = keys.keys.shape[0], keys.begin // _TILE * _TILE
+        """Go over the tiles that a query may see, the first query being at `position`."""
+        num_kv_heads = keys.keys.shape[0]
         query = _by_kv_head(q_nNH.float(), num_kv_heads)
         groups, num_queries, head_size = query.shape[1:]
         query = query.reshape(num_kv_heads, groups * num_queries, head_size)
-        limits = torch.arange(position, position + num_queries, device=q_nNH.device) + 1
-        first = max(tiles_begin, first_key(position, window) // _TILE * _TILE)
-        for tile in range(first, min(keys.end, position + num_queries), _TILE):
-            at = slice(tile - tiles_begin, tile - tiles_begin + _TILE)
-            numbers = torch.arange(tile, tile + _TILE, device=q_nNH.device)
-            visible = numbers < limits[:, None]
-            if window is not None:
-                visible &= numbers >= limits[:, None] - window
+        limits = torch.arange(position + 1, position + num_queries + 1, device=q_nNH.device)
+        first = max(keys.begin, first_key(position, window)) // _TILE * _TILE
+        end = min(keys.end, position + num_queries)
+        for tile in range(first, end, _TILE):
+            begin, stop = max(tile, keys.begin), min(tile + _TILE, end)
+            at = slice(begin - keys.begin, stop - keys.begin)
             scores = (query @ keys.keys[:, at].transpose(1, 2)) * scale
-            scores = scores.view(num_kv_heads, groups, num_queries, _TILE)
-            self._take(scores.masked_fill(~visible, -torch.inf), keys.values[:, at])
+            scores = scores.view(num_kv_heads, groups, num_queries, stop - begin)
+            if stop > position + 1 or window is not None:
+                numbers = torch.arange(begin, stop, device=q_nNH.device)
+                hidden = numbers >= limits[:, None]
+                if window is not None:
+                    hidden |= numbers < limits[:, None] - window
+                scores = scores.masked_fill(hidden, -torch.inf)
+            self._take(scores, keys.values[:, at], is_window=window is not None)
 
-    def _take(self, scores: torch.Tensor, values: torch.Tensor) -> None:
-        new_max = torch.maximum(self.row_max, scores.amax(3))
-        # A row that saw no key so far: nothing is subtracted, and all its weights are 0.
-        base = new_max.masked_fill(new_max == -torch.inf, 0.0)
-        shrink = torch.exp(self.row_max - base)
+    def _take(self, scores: torch.Tensor, values: torch.Tensor, *, is_window: bool) -> None:
+        new_max = scores.amax(3)
+        if self.sums is not None:
+            new_max = torch.maximum(self.sums[0], new_max)
+        # A row that saw no key of a window so far: nothing is subtracted, all its weights are 0.
+        base = new_max.masked_fill(new_max == -torch.inf, 0.0) if is_window else new_max
         weights = torch.exp(scores - base.unsqueeze(3))
-        self.row_sum = self.row_sum * shrink + weights.sum(3)
-        product = weights.flatten(1, 2) @ values
-        self.acc = self.acc * shrink.unsqueeze(3) + product.view(self.acc.shape)
-        self.row_max = new_max
+        row_sum, acc = weights.sum(3), (weights.flatten(1, 2) @ values)
+        acc = acc.view(*row_sum.shape, -1)
+        if self.sums is not None:
+            shrink = torch.exp(self.sums[0] - base)
+            row_sum = self.sums[1] * shrink + row_sum
+            acc = self.sums[2] * shrink.unsqueeze(3) + acc
+        self.sums = new_max, row_sum, acc
 
 
 def _by_kv_head(x_nNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -199,15 +210,14 @@ def _by_token(x_KGnH: torch.Tensor) -> torch.Tensor:
     return x_KGnH.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _tiles(
+def _rows(
     cache: torch.Tensor,
     table_M: torch.Tensor,
     begin: int,
     end: int,
     beside: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Read keys or values begin to end - 1 into whole tiles, [K, n, H] float32."""
+    """Read keys or values begin to end - 1, [K, n, H] float32."""
     if end <= begin:
         return torch.zeros((cache.shape[1], 0, cache.shape[3]), device=cache.device)
-    rows = gather(cache, table_M, begin, end, beside)[0]
-    return functional.pad(rows, (0, 0, begin % _TILE, -end % _TILE))
+    return gather(cache, table_M, begin, end, beside)[0]
