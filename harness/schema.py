@@ -17,10 +17,10 @@ from engine.config import (
 )
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
-from harness.measure.statistics import LEAST_REPEATS
 from harness.model_config import ModelNode, ModelSource
 from harness.system_config import SystemConfig
 from harness.traffic.scenario import ServeScenario
+from harness.traffic.settings import check_repeats
 
 __all__ = [
     "CorrectnessConfig",
@@ -79,9 +79,14 @@ class RequestSet(Sealed):
     """Seed of the synthetic prompts."""
     prompts_file: str | None = None
     """JSON lines, each with `prompt` (text) or `prompt_token_ids` (list); null: synthetic."""
+    repeats: int = 1
+    """Measurements, each with prompts of its own; above 1: means with 95 % intervals."""
+    stop_share: float | None = None
+    """End when the interval of output tokens/s (latency: of the mean time of a request) is at most
+    this share of the mean to either side."""
 
     def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds."""
+        """Raise ConfigError when a field is out of bounds or has no effect."""
         least = {
             "num_requests": 1,
             "warmup_requests": 0,
@@ -90,6 +95,7 @@ class RequestSet(Sealed):
             "seed": 0,
         }
         _check_counts(f"scenario.{self.part}", self, least)
+        check_repeats(f"scenario.{self.part}", self.repeats, self.stop_share)
         if self.prompts_file is not None and not self.prompts_file.strip():
             raise ConfigError(
                 f"scenario.{self.part}.prompts_file: expected a JSONL file or null, got ''."
@@ -105,24 +111,6 @@ class ThroughputScenario(RequestSet):
     """Requests that are timed."""
     output_tokens: int = 128
     """Tokens generated for each request; the end token does not stop it."""
-    repeats: int = 1
-    """Measurements, each with prompts of its own; above 1: means with 95 % intervals."""
-    stop_share: float | None = None
-    """End when the interval of output tokens/s is at most this share of the mean to either side."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds or has no effect."""
-        super().check()
-        _check_counts("scenario.throughput", self, {"repeats": 1})
-        if self.stop_share is None:
-            return
-        name = "scenario.throughput.stop_share"
-        check_number(name, self.stop_share, low=0, high=1, low_open=True)
-        if self.repeats <= LEAST_REPEATS:
-            raise ConfigError(
-                f"{name}: expected null with repeats={self.repeats}: a series does not end before "
-                f"{LEAST_REPEATS}. Raise scenario.throughput.repeats or remove it."
-            )
 
 
 @dataclass(kw_only=True)

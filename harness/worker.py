@@ -44,7 +44,7 @@ from harness.scenarios.serve import Load, measure_serve, warm_up
 from harness.scenarios.throughput import measure_throughput
 from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
 from harness.scenarios.workload import engine_prompts, part_prompts
-from harness.schema import RequestSet, ThroughputScenario
+from harness.schema import RequestSet
 from harness.state import StateWriter
 from harness.systems.agreement import agree
 from harness.systems.choose import door_for
@@ -274,10 +274,7 @@ class Work:
         self._result["notes"] += found.notes
 
     def _run_part(self, llm: Engine, part: str, config: RequestSet) -> StepTotals:
-        repeats, stop_share = 1, None
-        if isinstance(config, ThroughputScenario):
-            repeats, stop_share = config.repeats, config.stop_share
-        prompts = part_prompts(llm, part, config, repeats, self._job.prompts.get(part))
+        prompts = part_prompts(llm, part, config, self._job.prompts.get(part))
         if config.warmup_requests:
             self._state.enter(f"{part} warm-up")
             warm = engine_prompts(
@@ -303,7 +300,9 @@ class Work:
                     on_progress=self._state.running,
                 )
 
-            return measure_repeats(once, repeats=repeats, stop_share=stop_share)
+            return measure_repeats(
+                once, part=part, repeats=config.repeats, stop_share=config.stop_share
+            )
 
         return self._measured(part, llm, all_of_it)
 
@@ -317,19 +316,24 @@ class Work:
         )
         self._state.enter("serve warm-up")
         self._result["reasons"] += warm_up(llm, load, clock=self._door.clock)
-        return self._measured(
-            "serve",
-            llm,
-            lambda watched: measure_serve(
-                watched,
-                load,
-                clock=self._door.clock,
-                wait=self._door.wait,
-                on_progress=self._state.running,
-                open_door=self._door.open_async,
-                run_async=self._door.run_async,
-            ),
-        )
+
+        def all_of_it(watched: Engine) -> tuple[Outcome, StepTotals]:
+            return measure_repeats(
+                lambda number: measure_serve(
+                    watched,
+                    load.of_repeat(number),
+                    clock=self._door.clock,
+                    wait=self._door.wait,
+                    on_progress=self._state.running,
+                    open_door=self._door.open_async,
+                    run_async=self._door.run_async,
+                ),
+                part="serve",
+                repeats=config.repeats,
+                stop_share=config.stop_share,
+            )
+
+        return self._measured("serve", llm, all_of_it)
 
     def _measured(
         self, part: str, llm: Engine, measure: Callable[[Engine], tuple[Outcome, StepTotals]]
@@ -356,6 +360,8 @@ class Work:
     def _note_outcome(self, part: str, outcome: Outcome) -> None:
         self._result["metrics"] |= outcome.metrics
         self._result["samples"][part] = outcome.samples
+        if outcome.repeats:
+            self._result["samples"].setdefault("repeats", {})[part] = outcome.repeats
         self._result["reasons"] += outcome.reasons
         self._result["notes"] += outcome.notes
 

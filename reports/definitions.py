@@ -238,6 +238,7 @@ STATISTIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "min": "smallest sample",
         "max": "largest sample",
         "std": "sample standard deviation (ddof=1); needs 2 samples",
+        "repeat_std": "sample standard deviation of the repeats' means (ddof=1); needs 2 repeats",
         "ci95_low": "lower end of the mean's 95 % interval over repeats (Student's t, n - 1)",
         "ci95_high": "upper end of it; needs 2 repeats",
     }

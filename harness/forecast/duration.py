@@ -23,12 +23,12 @@ def run_s(shape: Shape, rates: Rates, scenario: ScenarioConfig) -> float:
         starts += scenario.load.cold_starts + scenario.load.warm_starts
     seconds = starts * load_s(shape, rates)
     if scenario.latency is not None:
-        seconds += _latency_s(shape, rates, scenario.latency)
+        seconds += scenario.latency.repeats * _latency_s(shape, rates, scenario.latency)
     if (many := scenario.throughput) is not None:
         each = queue_s(shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens)
         seconds += many.repeats * each
     if scenario.serve is not None:
-        seconds += _serve_s(shape, rates, scenario.serve)
+        seconds += scenario.serve.repeats * _serve_s(shape, rates, scenario.serve)
     return seconds
 
 

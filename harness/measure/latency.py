@@ -74,19 +74,33 @@ def latency_metrics(
 ) -> dict[str, float | None]:
     """Return `AREA/QUANTITY/STATISTIC` over the requests that completed.
 
-    ITL pools the gaps of all requests. A statistic below its sample floor is None.
+    A statistic below its sample floor is None.
+    """
+    return pool_metrics(latency_pools(requests, area))
+
+
+def latency_pools(
+    requests: Sequence[RequestTimes], area: str = "latency"
+) -> dict[str, list[float]]:
+    """Return the samples of `AREA/QUANTITY` over the requests that completed.
+
+    ITL pools the gaps of all requests.
     """
     done = [request for request in requests if request.is_complete]
-    pools: Mapping[str, list[float]] = {
-        "ttft_ms": [value for r in done if (value := r.ttft_ms) is not None],
-        "tpot_ms": [value for r in done if (value := r.tpot_ms) is not None],
-        "itl_ms": [gap for r in done for gap in r.itl_ms],
-        "e2e_ms": [value for r in done if (value := r.e2e_ms) is not None],
-    }
     return {
-        f"{area}/{quantity}/{statistic}": value
-        for quantity in QUANTITIES
-        for statistic, value in summarise(pools[quantity]).items()
+        f"{area}/ttft_ms": [value for r in done if (value := r.ttft_ms) is not None],
+        f"{area}/tpot_ms": [value for r in done if (value := r.tpot_ms) is not None],
+        f"{area}/itl_ms": [gap for r in done for gap in r.itl_ms],
+        f"{area}/e2e_ms": [value for r in done if (value := r.e2e_ms) is not None],
+    }
+
+
+def pool_metrics(pools: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """Return `AREA/QUANTITY/STATISTIC` of samples by `AREA/QUANTITY`."""
+    return {
+        f"{base}/{statistic}": value
+        for base, values in pools.items()
+        for statistic, value in summarise(values).items()
     }
 
 

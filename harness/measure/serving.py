@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.measure.latency import RequestTimes, latency_metrics
-from reports.record import summarise
+from harness.measure.latency import RequestTimes, latency_pools, pool_metrics
 
 
 @dataclass(kw_only=True)
@@ -140,7 +139,6 @@ def serving_metrics(
     num_output = sum(len(request.token_ids) for request in done)
     num_prompt = sum(request.num_prompt_tokens for request in done)
     good = sum(request.meets(bounds) for request in counted)
-    lags = [lag for request in counted if (lag := request.lag_ms) is not None]
     has_bounds = bool(bounds and counted)
     return {
         "serve/sent_requests_s": _sent_rate(counted),
@@ -152,9 +150,15 @@ def serving_metrics(
         "serve/window_output_tok_s": _window_rate(served, window),
         "serve/good_requests_s": _rate(good, wall_s) if has_bounds else None,
         "serve/good_share": good / len(counted) if has_bounds else None,
-        **{f"serve/schedule_lag_ms/{name}": value for name, value in summarise(lags).items()},
-        **latency_metrics(counted, area="serve"),
+        **pool_metrics(serving_pools(served)),
     }
+
+
+def serving_pools(served: Sequence[ServedRequest]) -> dict[str, list[float]]:
+    """Return the samples of the quantities of the counted requests, by `serve/QUANTITY`."""
+    counted = [request for request in served if not request.is_ramp_up]
+    lags = [lag for request in counted if (lag := request.lag_ms) is not None]
+    return {"serve/schedule_lag_ms": lags, **latency_pools(counted, area="serve")}
 
 
 def _wall_s(done: Sequence[RequestTimes], window: Window | None) -> float | None:

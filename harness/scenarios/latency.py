@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harness.measure.latency import RequestTimes, floor_note, latency_metrics
+from harness.measure.latency import RequestTimes, floor_note, latency_pools, pool_metrics
 from harness.measure.statistics import drift
 from harness.scenarios.drive import Clock, Engine, OnProgress, StepTotals, run_in_turn
 from harness.scenarios.outcome import Outcome, failure_reasons
@@ -22,8 +22,10 @@ def measure_latency(
     )
     num_complete = sum(request.is_complete for request in requests)
     note = floor_note(num_complete)
+    pools = latency_pools(requests)
     outcome = Outcome(
-        metrics=latency_metrics(requests),
+        metrics=pool_metrics(pools),
+        pools=pools,
         samples=[request.to_row() for request in requests],
         num_complete=num_complete,
         reasons=[*failure_reasons("latency", requests), *drift_reasons(requests)],

@@ -13,6 +13,10 @@ class Outcome:
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     samples: Any = None
+    pools: dict[str, list[float]] = field(default_factory=dict)
+    """`area/quantity` -> the samples that its statistics in `metrics` are of."""
+    repeats: list[dict[str, float | None]] = field(default_factory=list)
+    """Metrics of each repeat, where there were several."""
     num_complete: int = 0
     """Requests that ended by themselves; without any, nothing was measured."""
     reasons: list[str] = field(default_factory=list)

@@ -5,7 +5,7 @@ One run at a rate, or a search of the highest rate that keeps the objectives.
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
 
 from engine.async_llm import AsyncLLM
@@ -16,6 +16,7 @@ from harness.measure.serving import (
     arrival_window,
     count_requests,
     serving_metrics,
+    serving_pools,
 )
 from harness.measure.statistics import drift
 from harness.prompts import synthetic_prompts
@@ -71,6 +72,19 @@ class Load:
     vocab_size: int
     avoid: Collection[int] = ()
     """Ids that synthetic prompts do not hold."""
+
+    def of_repeat(self, number: int) -> "Load":
+        """Return what one repeat sends: draws, and rows of the file, of its own.
+
+        Args:
+            number: of the repeat, from 0.
+        """
+        count = self.config.num_requests or 0
+        return replace(
+            self,
+            config=self.config.for_repeat(number),
+            rows=self.rows[number * count : (number + 1) * count],
+        )
 
     def schedule(self, rate_per_s: float | None = None, trial: int = 0) -> Schedule:
         """Return what to send, with token ids; each trial has prompts of its own."""
@@ -228,6 +242,7 @@ def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequ
     note = floor_note(sum(request.is_complete for request in counted), "serve")
     outcome = Outcome(
         metrics=metrics,
+        pools=serving_pools(served),
         samples=_samples(accounts, served),
         num_complete=accounts.completed,
         reasons=[

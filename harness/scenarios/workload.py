@@ -11,7 +11,6 @@ def part_prompts(
     llm: Engine,
     part: str,
     config: RequestSet,
-    repeats: int,
     rows: Sequence[PromptRow] | None,
 ) -> list[list[list[int]]]:
     """Return the prompts of each repeat; no two repeats share one.
@@ -19,11 +18,10 @@ def part_prompts(
     Args:
         llm: the engine that they are for.
         part: of the scenario; another part has other prompts.
-        config: how many, and how long.
-        repeats: how many times.
+        config: how many, how long, and how often.
         rows: of the file of prompts, enough for all repeats; None: they are synthetic.
     """
-    num = config.num_requests
+    num, repeats = config.num_requests, config.repeats
     if rows is not None:
         encoded = encode_rows(rows, llm.tokenizer)
     else:

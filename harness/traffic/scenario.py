@@ -17,6 +17,7 @@ from harness.traffic.settings import (
     TraceSource,
     Turns,
     check_positive,
+    check_repeats,
     check_used,
 )
 
@@ -56,6 +57,11 @@ class ServeScenario(Sealed):
     """Least seconds from the first counted arrival to the last; shorter is not valid."""
     search: PeakSearch | None = None
     """Search the highest rate that keeps the SLO; null: one run at arrivals.rate_per_s."""
+    repeats: int = 1
+    """Measurements, each with draws of its own; above 1: means with 95 % intervals."""
+    stop_share: float | None = None
+    """End when the interval of the mean time of a request is at most this share of it to either
+    side."""
 
     def check(self) -> None:
         """Raise ConfigError when settings are out of bounds or contradict each other."""
@@ -66,6 +72,12 @@ class ServeScenario(Sealed):
                 check_number(f"{NODE}.{name}", value, low=low, integer=True)
         check_number(f"{NODE}.drain_s", self.drain_s, low=0)
         check_positive(f"{NODE}.min_duration_s", self.min_duration_s)
+        check_repeats(NODE, self.repeats, self.stop_share)
+        if self.search is not None and self.repeats > 1:
+            raise ConfigError(
+                f"{NODE}.repeats: expected 1 with a search, got {self.repeats}. Remove it, or set "
+                f"{NODE}.search=null."
+            )
         self._check_source()
         self._check_arrivals()
         self._check_seeds()
@@ -151,6 +163,19 @@ class ServeScenario(Sealed):
         seconds = self.search.duration_s + (self.arrivals.ramp_up_s or 0.0)
         needed = self.turns.num * (math.ceil(rate_per_s * seconds) + 1)
         return replace(self, num_requests=max(self.num_requests, needed))
+
+    def for_repeat(self, number: int) -> "ServeScenario":
+        """Return the scenario with draws of its own.
+
+        Args:
+            number: of the repeat, from 0, which keeps the seeds that were set.
+        """
+        seeds = Seeds(
+            prompts=self.seeds.prompts + number,
+            order=None if self.seeds.order is None else self.seeds.order + number,
+            arrivals=self.seeds.arrivals + number,
+        )
+        return replace(self, seeds=seeds)
 
     def longest_tokens(self) -> int | None:
         """Return the most tokens that prompt and output of a request can have; None: unknown."""

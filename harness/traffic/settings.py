@@ -8,6 +8,7 @@ from typing import Final
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
+from harness.measure.statistics import LEAST_REPEATS
 
 NODE: Final = "scenario.serve"
 PROCESSES: Final = ("poisson", "gamma", "constant", "at_once", "trace")
@@ -19,6 +20,24 @@ def check_positive(name: str, value: float | None) -> None:
     """Raise ConfigError unless `value` is None or a number above 0."""
     if value is not None:
         check_number(name, value, low=0, low_open=True)
+
+
+def check_repeats(node: str, repeats: int, stop_share: float | None) -> None:
+    """Check how often a part is measured.
+
+    Raises:
+        ConfigError: A value is out of bounds, or would have no effect.
+    """
+    check_number(f"{node}.repeats", repeats, low=1, integer=True)
+    if stop_share is None:
+        return
+    name = f"{node}.stop_share"
+    check_number(name, stop_share, low=0, high=1, low_open=True)
+    if repeats <= LEAST_REPEATS:
+        raise ConfigError(
+            f"{name}: expected null with repeats={repeats}: a series does not end before "
+            f"{LEAST_REPEATS}. Raise {node}.repeats or remove it."
+        )
 
 
 def check_used(node: str, values: dict[str, object], needed: set[str], why: str) -> None:

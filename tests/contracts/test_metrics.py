@@ -11,7 +11,7 @@ from harness.job import WorkerJob
 from harness.measure.latency import QUANTITIES
 from harness.scenarios.load import summarise_loads
 from harness.scenarios.predicted import differences, predicted_times
-from harness.schema import ThroughputScenario
+from harness.schema import LatencyScenario, ThroughputScenario
 from harness.telemetry.summary import peak_metrics, window_metrics
 from harness.telemetry.window import Span, Window
 from harness.traffic.settings import Arrivals, Objectives, PeakSearch
@@ -46,7 +46,9 @@ def engine_names(call: str) -> set[str]:
 def job(kind: str) -> WorkerJob:
     model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
     several = ThroughputScenario(num_requests=4, prompt_tokens=8, output_tokens=5, repeats=2)
-    parts = load_only() if kind == "load" else scenario(serve=SEARCH, throughput=several)
+    twice = LatencyScenario(num_requests=3, prompt_tokens=8, output_tokens=5, repeats=2)
+    timed = scenario(serve=SEARCH, throughput=several, latency=twice)
+    parts = load_only() if kind == "load" else timed
     return WorkerJob(name=kind, kind=kind, engine=EngineConfig(model=model), scenario=parts)
 
 
@@ -99,7 +101,7 @@ def test_nothing_is_defined_that_is_not_produced(produced: set[str]) -> None:
     assert {key_of(metric) for metric in produced} == set(METRIC_DEFINITIONS)
     single = {metric.split("/")[2] for metric in produced if metric.startswith("latency/")}
     repeated = {m.split("/")[2] for m in produced if re.match("throughput/\\w+/", m)}
-    assert single == set(summarise([1.0]))
+    assert single == {*summarise([1.0]), "repeat_std", "ci95_low", "ci95_high"}
     assert repeated == {"std", "ci95_low", "ci95_high"}
     assert single | repeated == set(STATISTIC_DEFINITIONS)
     assert {f"latency/{name}" for name in QUANTITIES} <= set(METRIC_DEFINITIONS)

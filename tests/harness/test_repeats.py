@@ -31,7 +31,9 @@ def repeated(rates, *, repeats=None, stop_share=None, **changes):
         calls.append(number)
         return outcome(rates[number], **changes), StepTotals(num_steps=5, decode_s=0.5)
 
-    found, totals = measure_repeats(measure, repeats=repeats or len(rates), stop_share=stop_share)
+    found, totals = measure_repeats(
+        measure, part="throughput", repeats=repeats or len(rates), stop_share=stop_share
+    )
     assert calls == list(range(len(calls)))
     assert totals.num_steps == 5 * len(calls)
     assert totals.decode_s == pytest.approx(0.5 * len(calls))
@@ -63,7 +65,7 @@ def test_several_are_a_mean_with_an_interval():
     assert found.samples["num_requests"] == 6
     assert found.samples["wall_s"] == 6.0
     assert [row["repeat"] for row in found.samples["requests"]] == [0, 0, 1, 1, 2, 2]
-    assert [row["throughput/output_tok_s"] for row in found.samples["repeats"]] == [2, 4, 6]
+    assert [row["throughput/output_tok_s"] for row in found.repeats] == [2, 4, 6]
     assert found.notes == ["throughput: means over 3 repeats."]
 
 
@@ -109,7 +111,7 @@ def test_the_worker_repeats_with_fresh_prompts_and_ends_when_settled(tmp_path):
     assert result["status"] == "ok"
     assert result["metrics"]["throughput/output_tok_s"] == pytest.approx(20)
     assert result["metrics"]["throughput/output_tok_s/std"] == pytest.approx(0, abs=1e-9)
-    assert len(result["samples"]["throughput"]["repeats"]) == 3
+    assert len(result["samples"]["repeats"]["throughput"]) == 3
     timed = [tuple(prompt) for name, prompt in factory.built[0].prompts if "warm-up" not in name]
     assert len(timed) == len(set(timed)) == 12
 

@@ -126,7 +126,7 @@ def test_repeats_have_mean_deviation_and_interval(tmp_path):
 
 def test_a_settled_series_ends_early(tmp_path):
     result = run(tmp_path, job(throughput(4, repeats=10, stop_share=0.01), FakeScript()))
-    assert len(result["samples"]["throughput"]["repeats"]) == 3
+    assert len(result["samples"]["repeats"]["throughput"]) == 3
     assert "means over 3 repeats of 10, settled early" in " ".join(result["notes"])
 
 
