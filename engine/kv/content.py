@@ -129,6 +129,21 @@ class BlockContent:
                 pool.register(table[place], keys[place])
         sequence.num_named = full
 
+    def expire(
+        self, sequence: Sequence, pool: TieredBlockPool, table: SequenceOf[int], end: int
+    ) -> None:
+        """Give back a table's blocks from the first that is not gone to `end`.
+
+        Others may begin behind a part of the prompt; behind a part of the output that is unlikely,
+        so that its blocks are not stored when they are taken.
+        """
+        if not self.policy.prefix_caching:
+            pool.free(table[sequence.num_gone : end], "forget")
+            return
+        edge = max(sequence.num_gone, min(end, sequence.num_prompt_tokens // self.block_size))
+        pool.free(table[sequence.num_gone : edge], "demote")
+        pool.free(table[edge:end], "drop")
+
     def would_swap(self, sequence: Sequence) -> bool:
         """Return whether a sequence's content would go to the host tier if it were preempted."""
         full, rates = sequence.num_computed // self.block_size, self.policy.swap_rates

@@ -217,7 +217,7 @@ class BlockGroups:
         start = sequence.num_computed - sequence.num_computed % size
         end = min(len(table), num_expired(start, window, size))
         if end > sequence.num_gone:
-            self.pools[-1].free(table[sequence.num_gone : end], self.content.retain)
+            self.content.expire(sequence, self.pools[-1], table, end)
             table[sequence.num_gone : end] = [GONE] * (end - sequence.num_gone)
             sequence.num_gone = end
             self.num_given_back += 1

@@ -35,6 +35,8 @@ class Tiers:
     """Whether layers with a window are the only ones."""
     extra: int = 4
     """Blocks of the first group beyond one longest sequence, on both tiers; those on the GPU."""
+    num_gpu: int | None = None
+    """Blocks of the first group on the GPU, instead."""
     window_extra: int = 2
     num_in_place: int = 0
     """Host blocks that compute reaches; so many fewer are needed on the GPU."""
@@ -45,12 +47,12 @@ class Tiers:
     swap_rates: SwapRates | None = None
     recompute_token_s: float = 0.0
 
-    def make(self) -> Scheduler:
-        """Return a scheduler of these sizes."""
+    def make(self, *, exact: bool = False) -> Scheduler:
+        """Return a scheduler of these sizes; unless exact with room for one sequence at least."""
         windows = (self.window,) if self.window is None or self.is_alone else (None, self.window)
         least = [num_held(self.max_len, w, self.tokens, self.block_size) for w in windows]
-        on_gpu = max(1, least[0] + self.extra - self.num_in_place)
-        in_place = max(self.num_in_place, least[0] - on_gpu)
+        on_gpu = self.num_gpu or max(1, least[0] + self.extra - self.num_in_place)
+        in_place = self.num_in_place if exact else max(self.num_in_place, least[0] - on_gpu)
         pools = [
             TieredBlockPool(
                 on_gpu, in_place + self.num_other, self.block_size, num_in_place=in_place
@@ -96,6 +98,7 @@ class World:
         self.memory = [[[None] * self.size for _ in range(p.num_blocks)] for p in self.pools]
         self.queued: list[dict[int, Any]] = [{} for _ in self.pools]
         self.executed: list[set[int]] = [set() for _ in self.pools]
+        self.num_requests = 0
         self.sequences: list[Sequence] = []
         self.specs: dict[int, dict[str, Any]] = {}
         self.prefixes: dict[int, list[int]] = {}
@@ -106,10 +109,14 @@ class World:
 
     # Requests
 
-    def add(self, **spec: Any) -> None:
-        """Queue a request: stem, length, max_tokens, n, eos_after, salt, penalty."""
-        number = len(self.specs) and max(spec["number"] for spec in self.specs.values()) + 1
-        spec["number"] = number
+    def add(self, **spec: Any) -> Sequence:
+        """Queue a request: stem, length, max_tokens, n, eos_after, own, salt, penalty.
+
+        Prompts of one stem begin alike; their last `own` tokens are their own.
+        """
+        number = self.num_requests
+        self.num_requests += 1
+        spec = {"stem": number, "n": 1} | spec
         params = SamplingParams(
             n=spec["n"],
             max_tokens=spec["max_tokens"],
@@ -128,6 +135,7 @@ class World:
             self.sequences.append(sequence)
             self.specs[sequence.seq_id] = spec
             self.scheduler.add(sequence)
+        return self.sequences[-1]
 
     def token(self, sequence: Sequence, position: int) -> int:
         """What is sampled at a position."""
