@@ -51,8 +51,46 @@ def measure_copy_rate(device: torch.device) -> float:
     """
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    milliseconds = _median_ms(lambda: target.copy_(source), _KERNEL_REPEATS)
+    milliseconds = median_ms(lambda: target.copy_(source), _KERNEL_REPEATS)
     return 2 * _COPY_BYTES / milliseconds / 1e6
+
+
+def captured(run: Callable[[], object]) -> Callable[[], None]:
+    """Capture a call in a CUDA graph after warming it up, and return the graph's replay.
+
+    Args:
+        run: what enqueues work on the current stream.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARMUPS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    """Return the median milliseconds of a call, from one pair of events a call.
+
+    Args:
+        run: what enqueues work on the current stream.
+        repeats: calls that are timed, after one that is not.
+    """
+    run()
+    pairs = []
+    for _ in range(repeats):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        pairs.append((start, end))
+    pairs[-1][1].synchronize()
+    return float(statistics.median(start.elapsed_time(end) for start, end in pairs))
 
 
 def time_case(case: bench_cases.Case, copy_gb_per_s: float) -> Timing:
@@ -65,9 +103,9 @@ def time_case(case: bench_cases.Case, copy_gb_per_s: float) -> Timing:
     Returns:
         Medians and the rates that follow from them.
     """
-    replay = _captured(case.run_op)
-    kernel_ms = _median_ms(replay, _KERNEL_REPEATS)
-    twin_ms = _median_ms(case.run_twin, _TWIN_REPEATS)
+    replay = captured(case.run_op)
+    kernel_ms = median_ms(replay, _KERNEL_REPEATS)
+    twin_ms = median_ms(case.run_twin, _TWIN_REPEATS)
     gb_per_s = case.num_bytes / kernel_ms / 1e6
     return Timing(
         name=f"{case.op} {case.shape}",
@@ -118,35 +156,6 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.write(render(timing) + "\n")
             sys.stdout.flush()
     return 0
-
-
-def _captured(run: Callable[[], object]) -> Callable[[], None]:
-    """Capture a call in a CUDA graph after warming it up, and return the graph's replay."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARMUPS):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def _median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Return the median milliseconds of a call, from one pair of events a call."""
-    run()
-    pairs = []
-    for _ in range(repeats):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        pairs.append((start, end))
-    pairs[-1][1].synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in pairs))
 
 
 if __name__ == "__main__":

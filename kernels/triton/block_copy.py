@@ -5,12 +5,16 @@ import triton
 import triton.language as tl
 
 _TILE = 4096
-_MAX_PROGRAMS = 32
+MAX_PROGRAMS = 32
 """Enough to fill a PCIe 5 link in either direction, and few beside the card's multiprocessors,
 which compute needs."""
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+# Lists of numbers start at any multiple of 8 bytes; one compiled variant serves them all, so that
+# none is compiled in the middle of a run.
+@triton.jit(
+    do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["dst_ids", "src_ids"]
+)
 def _copy_blocks_kernel(
     dst,
     src,
@@ -33,14 +37,19 @@ def _copy_blocks_kernel(
 
 
 def copy_blocks(
-    dst_BW: torch.Tensor, src_BW: torch.Tensor, dst_ids: torch.Tensor, src_ids: torch.Tensor
+    dst_BW: torch.Tensor,
+    src_BW: torch.Tensor,
+    dst_ids: torch.Tensor,
+    src_ids: torch.Tensor,
+    *,
+    max_programs: int = MAX_PROGRAMS,
 ) -> None:
-    """Launch kernels.ops.copy_blocks."""
+    """Launch kernels.ops.copy_blocks, with another bound of programs where one is measured."""
     num_blocks, words = dst_ids.shape[0], dst_BW.shape[1]
     if num_blocks == 0 or words == 0:
         return
     tile = min(_TILE, triton.next_power_of_2(words))
-    programs = min(_MAX_PROGRAMS, num_blocks * triton.cdiv(words, tile))
+    programs = min(max_programs, num_blocks * triton.cdiv(words, tile))
     _copy_blocks_kernel[(programs,)](
         dst_BW,
         src_BW,

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 
 from kernels.host_cache import HostCache
-from kernels.sizes import DECODE_SPLIT_TOKENS, decode_num_splits
 from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiers import block_starts
-from kernels.triton.tiles import decode_tile
+from kernels.triton.tiles import DecodeTile, decode_tile
 from kernels.workspace import DecodeWorkspace, decode_workspace
 
 _LOG2_E = 1.4426950408889634
@@ -28,9 +27,6 @@ programs that find nothing to do are not free where max_seq_len is far above the
 _MIN_HOST_PROGRAMS = 64
 """Programs of a sequence at least where blocks lie beside the cache: 32 fill a link, and they need
 not all be at work on it."""
-_SUM_ROWS = 64
-"""Rows of partial results that are loaded at a time, of several splits together."""
-_MAX_SUM_SPLITS = 16
 
 
 @triton.jit
@@ -270,8 +266,9 @@ def paged_decode_attention(
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     host: HostCache | None = None,
+    tile: DecodeTile | None = None,
 ) -> torch.Tensor:
-    """Launch kernels.ops.paged_decode_attention."""
+    """Launch kernels.ops.paged_decode_attention, with another tile where one is measured."""
     num_seqs, num_heads, head_size = q_SNH.shape
     if out is None:
         out = torch.empty(q_SNH.shape, dtype=q_SNH.dtype, device=q_SNH.device)
@@ -286,22 +283,23 @@ def paged_decode_attention(
     row_tiles = triton.cdiv(group, rows)
     sum_rows = min(rows, triton.next_power_of_2(group))
     head_programs = num_kv_heads * row_tiles
-    num_splits = decode_num_splits(max_seq_len)
+    tile = tile or decode_tile(head_size, k_cache.dtype)
+    num_splits = triton.cdiv(max_seq_len, tile.split)
     if window is not None:
         # A window may start and end within a split.
-        num_splits = min(num_splits, decode_num_splits(window) + 1)
+        num_splits = min(num_splits, triton.cdiv(window, tile.split) + 1)
     split_programs = triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs)
     if host is not None:
         split_programs = max(split_programs, triton.cdiv(_MIN_HOST_PROGRAMS, head_programs))
     split_programs = min(max(1, num_splits), split_programs)
     padded = max(16, triton.next_power_of_2(head_size))
-    tile = decode_tile(head_size, k_cache.dtype)
+    beside = host or HostCache(k_cache, v_cache)
     _decode_kernel[(num_seqs, head_programs, split_programs)](
         q_SNH,
         k_cache,
         v_cache,
-        None if host is None else host.k,
-        None if host is None else host.v,
+        beside.k,
+        beside.v,
         k_cache.shape[0],
         block_tables_SM,
         seq_lens_S,
@@ -318,8 +316,8 @@ def paged_decode_attention(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
-        None if host is None else host.k.stride(0),
-        None if host is None else host.v.stride(0),
+        beside.k.stride(0),
+        beside.v.stride(0),
         block_tables_SM.stride(0),
         partial.stride(0),
         partial.stride(1),
@@ -335,9 +333,9 @@ def paged_decode_attention(
         H=head_size,
         H_PADDED=padded,
         P=tokens_per_block,
-        SPLIT=DECODE_SPLIT_TOKENS,
+        SPLIT=tile.split,
         KEYS=tile.keys,
-        SPLITS_PER_STEP=max(4, min(_MAX_SUM_SPLITS, _SUM_ROWS // sum_rows)),
+        SPLITS_PER_STEP=tile.sum_splits(sum_rows),
         WINDOW=window or 0,
         TIERED=host is not None,
         num_warps=tile.num_warps,

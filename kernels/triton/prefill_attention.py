@@ -319,22 +319,24 @@ def _launch(
     group = num_heads // num_kv_heads
     tile = prefill_tile(head_size, k_cache.dtype)
     grid = (triton.cdiv(max_query_len * group, tile.rows), num_kv_heads, num_seqs)
+    # Without a part these are not read.
+    beside = part or _Part(HostCache(k_cache, v_cache), PrefillState(out, out, out), 0, 0, True)
     _prefill_kernel[grid](
         q_TNH,
         k_cache,
         v_cache,
-        None if part is None else part.stage.k,
-        None if part is None else part.stage.v,
+        beside.stage.k,
+        beside.stage.v,
         k_cache.shape[0],
         block_tables_SM,
         query_starts_S1,
         seq_lens_S,
-        None if part is None else part.state.row_max,
-        None if part is None else part.state.row_sum,
-        None if part is None else part.state.acc,
-        0 if part is None else part.begin_key,
-        0 if part is None else part.end_key,
-        0 if part is None else int(part.is_last),
+        beside.state.row_max,
+        beside.state.row_sum,
+        beside.state.acc,
+        beside.begin_key,
+        beside.end_key,
+        int(beside.is_last),
         out,
         scale * _LOG2_E,
         q_TNH.stride(0),
@@ -345,8 +347,8 @@ def _launch(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
-        None if part is None else part.stage.k.stride(0),
-        None if part is None else part.stage.v.stride(0),
+        beside.stage.k.stride(0),
+        beside.stage.v.stride(0),
         block_tables_SM.stride(0),
         out.stride(0),
         out.stride(1),

@@ -249,6 +249,7 @@ def rotary_write_kv_(
         q_heads, k_heads = min(q_heads, most_heads), min(k_heads, most_heads)
     programs = triton.cdiv(num_q_heads, q_heads) + 2 * triton.cdiv(num_k_heads, k_heads)
     elements = max(q_heads, k_heads) * triton.next_power_of_2(head_size)
+    beside = host or HostCache(k_cache, v_cache)
     _rotary_write_kv_kernel[(num_tokens, programs)](
         q_TNH,
         k_TKH,
@@ -259,8 +260,8 @@ def rotary_write_kv_(
         positions,
         k_cache,
         v_cache,
-        None if host is None else host.k,
-        None if host is None else host.v,
+        beside.k,
+        beside.v,
         k_cache.shape[0],
         slots,
         num_q_heads,
@@ -278,8 +279,8 @@ def rotary_write_kv_(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
-        None if host is None else host.k.stride(0),
-        None if host is None else host.v.stride(0),
+        beside.k.stride(0),
+        beside.v.stride(0),
         eps,
         NORM=norm,
         OFFSET=offset,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.sizes import DECODE_SPLIT_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -18,16 +20,44 @@ class Tile:
         keys: keys of one iteration.
         num_warps: warps of a program.
         num_stages: iterations whose loads are in flight.
-        rows: query rows of a program; decode derives its own from the heads.
+        rows: query rows of a program.
     """
 
     keys: int
     num_warps: int
     num_stages: int
-    rows: int = 0
+    rows: int
 
 
-def decode_tile(head_size: int, dtype: torch.dtype) -> Tile:
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """Shape of decode attention.
+
+    Attributes:
+        keys: keys of one iteration.
+        num_warps: warps of a program.
+        num_stages: iterations whose loads are in flight.
+        split: keys of one partial result; other than DECODE_SPLIT_TOKENS in measurements only, as
+            results depend on it.
+        sum_rows: rows of partial results that are loaded at a time, those of several splits.
+    """
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    split: int = DECODE_SPLIT_TOKENS
+    sum_rows: int = 64
+
+    def sum_splits(self, rows: int) -> int:
+        """Return how many splits are added at a time.
+
+        Args:
+            rows: rows of a split's partial result.
+        """
+        return max(4, min(16, self.sum_rows // rows))
+
+
+def decode_tile(head_size: int, dtype: torch.dtype) -> DecodeTile:
     """Return the tile of decode attention.
 
     Args:
@@ -35,8 +65,8 @@ def decode_tile(head_size: int, dtype: torch.dtype) -> Tile:
         dtype: element type of the cache.
     """
     if dtype == torch.float32:
-        return Tile(keys=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
-    return Tile(keys=64 if head_size <= 128 else 32, num_warps=4, num_stages=3)
+        return DecodeTile(keys=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
+    return DecodeTile(keys=64 if head_size <= 128 else 32, num_warps=4, num_stages=3)
 
 
 def prefill_tile(head_size: int, dtype: torch.dtype) -> Tile:
