@@ -182,6 +182,49 @@ def play_all(count):
     return reached
 
 
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_storm_of_requests_leaves_nothing_behind(window):
+    """Two thousand requests with few prefixes, some aborted, on tiers that hold few of them."""
+    rng = random.Random(5)
+    world = World(
+        Tiers(
+            block_size=16,
+            max_len=512,
+            seqs=48,
+            tokens=512,
+            window=window,
+            num_gpu=110,
+            window_extra=60,
+            num_in_place=64,
+            num_other=150,
+            window_host=100,
+        )
+    )
+    world.stride = 16
+    for _ in range(2000):
+        world.add(
+            stem=rng.randrange(20),
+            length=rng.randrange(4, 200),
+            own=rng.choice((0, 16, 150)),
+            max_tokens=rng.choice((1, 4, 20, 90)),
+        )
+    steps = 0
+    while world.scheduler.has_unfinished:
+        ran = world.step()
+        moves = world.moves()
+        if moves and (not ran or rng.random() < 0.5):
+            world.complete(moves[: rng.randrange(1, 200)])
+        if rng.random() < 0.1:
+            world.scheduler.abort(str(rng.randrange(world.num_requests)))
+        steps += 1
+        assert steps < 20_000, "no progress"
+    world.check()
+    kv = world.scheduler.kv_stats()
+    assert kv["swaps_out"] > 20
+    assert kv["prefix"]["hits_cpu_tokens"] > 1000
+    world.finish()
+
+
 def spoiled(monkeypatch, fault):
     """Let one rule be broken."""
     if fault == "a step does not wait for moves":
