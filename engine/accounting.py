@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
-from engine.kv_sizes import kv_sizes
+from engine.host_kv import HostKVPlan
+from engine.host_kv_sizes import HostTierSizes, host_tier_sizes
+from engine.kv_sizes import KVSizes, kv_sizes
 from engine.placement import Assignment, Placement, fall_back
 from engine.plan import (
     LOAD_STAGING_BYTES,
@@ -118,26 +120,25 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         "graphs": graph_nodes,
         "runtime": runtime,
     }
-    window = resolve_window(config, spec, asked.max_model_len)
-    kv = kv_sizes(
-        spec,
-        dtype,
-        window=window,
-        block_size=config.kv.block_size,
-        max_model_len=asked.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        step_tokens=settings.max_num_batched_tokens,
-    )
-    pools = kv.fit(max(0, budget - sum(items.values())))
+    kv = asked_kv_sizes(asked)
+    tier = asked_tier(asked, kv, layout.offloaded_bytes)
+    if tier.num_blocks:
+        items["kv_moves"] = tier.ids_bytes
+    room = budget - sum(items.values())
+    pools, in_place = tier.share_out(kv, room)
+    if in_place:
+        items["kv_stages"] = tier.stage_bytes
     items["kv_cache"] = kv.num_bytes(pools)
     pinned = facts.can_pin
     host = {
         "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
+        **_host_kv_items(tier, kv),
         "load_staging": LOAD_STAGING_BYTES,
         "process": PROCESS_BYTES,
     }
     if facts.emulated:
         host["emulated_gpu"] = sum(items.values())
+    notes += _tier_notes(asked, tier)
     reserve = int(settings.host_reserve_gib * GIB)
     return MemoryPlan(
         dtype=dtype,
@@ -156,7 +157,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         num_window_blocks=sum(pools[1:]),
         kv=kv,
         max_model_len=asked.max_model_len,
-        window=window,
+        window=resolve_window(config, spec, asked.max_model_len),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         graph_sizes=sizes,
@@ -168,8 +169,110 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         host_limit_bytes=max(0, facts.host_available_bytes - reserve),
         host_items=host,
         notes=tuple(notes),
+        swap_space_bytes=int(config.kv.swap_space * GIB),
+        swap_weights_bytes=_swap_weights_bytes(asked, layout.offloaded_bytes),
+        host_kv=_host_kv(tier, len(pools), in_place=in_place),
+        prefix_caching=config.kv.enable_prefix_caching,
+        longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
         facts=facts,
     )
+
+
+def asked_kv_sizes(asked: Asked) -> KVSizes:
+    """Return what sequences and blocks take."""
+    settings = asked.config.engine
+    return kv_sizes(
+        asked.spec,
+        asked.dtype,
+        window=resolve_window(asked.config, asked.spec, asked.max_model_len),
+        block_size=asked.config.kv.block_size,
+        max_model_len=asked.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        step_tokens=settings.max_num_batched_tokens,
+    )
+
+
+def asked_tier(asked: Asked, kv: KVSizes, offloaded_bytes: int) -> HostTierSizes:
+    """Return the host tier that is asked for, beside so many bytes of weights in host memory."""
+    return host_tier_sizes(
+        asked.config.kv,
+        kv,
+        moved_bytes=_swap_weights_bytes(asked, offloaded_bytes),
+        can_pin=asked.facts.can_pin,
+        can_uva=asked.facts.can_uva,
+        num_heads=asked.spec.num_attention_heads,
+        head_dim=asked.spec.head_dim,
+    )
+
+
+def step_blocks(kv: KVSizes) -> int:
+    """Return the blocks of the first group that the tokens of one step take, of one sequence."""
+    return kv.blocks(min(kv.max_model_len, kv.step_tokens))[0]
+
+
+def takes_swap_space(asked: Asked) -> bool:
+    """Whether weights that do not fit go to kv.swap_space: where nothing else places them."""
+    is_placed = asked.config.offload.backend != "none" or asked.config.planner.choose
+    return asked.config.kv.swap_space > 0 and not is_placed and not asked.reference
+
+
+def _swap_weights_bytes(asked: Asked, offloaded_bytes: int) -> int:
+    return offloaded_bytes if takes_swap_space(asked) else 0
+
+
+def _host_kv(tier: HostTierSizes, num_groups: int, *, in_place: bool) -> HostKVPlan | None:
+    if not tier.num_blocks:
+        return None
+    return HostKVPlan(
+        num_pinned=(tier.num_pinned,) * num_groups,
+        num_pageable=(tier.num_pageable,) * num_groups,
+        in_place=in_place,
+        stage_blocks=tier.stage_blocks,
+    )
+
+
+def _host_kv_items(tier: HostTierSizes, kv: KVSizes) -> dict[str, int]:
+    """Host memory of the tier, by part."""
+    if not tier.num_blocks:
+        return {}
+    block_bytes = sum(kv.block_bytes)
+    return {
+        "pinned_kv": tier.num_pinned * block_bytes,
+        "pageable_kv": tier.num_pageable * block_bytes,
+        "kv_staging": tier.staging_bytes + tier.ids_bytes,
+    }
+
+
+def _tier_notes(asked: Asked, tier: HostTierSizes) -> list[str]:
+    """Say where host blocks are not what one would expect of them."""
+    if not tier.num_blocks:
+        return []
+    facts, notes = asked.facts, []
+    if not facts.can_pin:
+        notes.append(
+            f"fallback: KV blocks in host memory are pageable ({facts.reason}): they are reached "
+            "by staged copies, and no sequence exceeds the GPU's room."
+        )
+    elif not facts.can_uva:
+        notes.append(
+            f"fallback: KV blocks in host memory are not read in place ({facts.reason}): no "
+            "sequence exceeds the GPU's room."
+        )
+    if facts.can_pin and tier.num_pageable:
+        notes.append(
+            f"kv.pin_limit_gib={asked.config.kv.pin_limit_gib:g}: {tier.num_pinned} KV blocks in "
+            f"host memory are pinned; {tier.num_pageable} are pageable, and reached by staged "
+            "copies only."
+        )
+    return notes
+
+
+def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> int:
+    """The longest sequence over both tiers, no longer than the model's positions."""
+    on_gpu = kv.longest(room, 0, limit)
+    if on_gpu == limit or not tier.reach:
+        return on_gpu
+    return max(on_gpu, kv.longest(room - tier.stage_bytes, tier.reach, limit))
 
 
 def _window_notes(asked: Asked) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from engine.accounting import GIB, Asked, fits
+from engine.accounting import GIB, Asked, build_plan, fits, served
 from engine.choose import Chooser, largest
 from engine.offload_config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.placement import Assignment, assign_prefetch, assign_uva
@@ -36,14 +36,17 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     if more is not None and more > wanted:
         wanted, who = more, f"planner.kv_tokens={more}"
     need = plan.kv.room(_first_blocks(plan, wanted))
+    reach = plan.reach[0] - plan.num_gpu_blocks
+    elsewhere = f", {gib(reach * plan.block_bytes)} GiB of it in host memory" if reach else ""
     parts = ", ".join(f"{k} {gib(v)}" for k, v in items.items() if v and k != "kv_cache")
     text = (
-        f"available KV cache memory: {gib(left)} GiB; {who} needs {gib(need)} GiB. GPU budget "
+        f"available KV cache memory: {gib(left)} GiB; {who} needs {gib(need)} GiB{elsewhere}. "
+        f"GPU budget "
         f"{gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB); the largest is "
         f"{max(items, key=items.__getitem__)}."
     )
     found = advice(asked)
-    length = plan.kv.longest(left)
+    length = plan.longest_tokens
     shorter = replace(asked, max_model_len=length)
     if asked.config.planner.choose:
         text += _host_lack(asked, plan)
@@ -52,9 +55,33 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
         found.append(f"engine.max_model_len={length}")
     elif not found:
         found += _shorter_with_auto(asked, f"{_auto_words(asked)} ")
+    if not asked.config.planner.choose:
+        found += _more_host_kv(asked, plan)
     if not found:
         return f"{text} {_last_resort(asked, plan, fixed + need)}"
     return text + " Fits with: " + "; or ".join(found) + "."
+
+
+def _more_host_kv(asked: Asked, plan: MemoryPlan) -> list[str]:
+    """The smallest host tier with which a sequence that the GPU has no room for fits."""
+    kv, need = asked.config.kv, plan.kv.blocks(plan.max_model_len)[0]
+    name = next(iter(kv.sizes), "cpu_gib")
+    if name == "swap_space" or asked.reference:
+        return []
+    placed = Assignment(plan.placements, plan.lookahead)
+
+    def sized(num_blocks: int) -> tuple[Asked, str]:
+        """The same question with so many host blocks, in the setting's own unit."""
+        if name == "num_cpu_blocks":
+            wider, words = replace(kv, num_cpu_blocks=num_blocks), f"kv.{name}={num_blocks}"
+        else:
+            size = math.ceil(num_blocks * sum(plan.kv.block_bytes) / GIB * 1000) / 1000
+            wider, words = replace(kv, cpu_gib=size), f"kv.{name}={size:g}"
+        return replace(asked, config=replace(asked.config, kv=wider)), words
+
+    gpu_blocks = build_plan(sized(need)[0], served(asked, placed)).num_gpu_blocks
+    enough, words = sized(max(1, need - gpu_blocks))
+    return [words] if gpu_blocks and fits(enough, placed) else []
 
 
 def _auto_words(asked: Asked) -> str:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.kv_config import KVConfig, KVTransferConfig
 from engine.offload_config import (
     OffloadConfig,
     OffloadWarning,
@@ -57,56 +58,6 @@ class GPUConfig(Sealed):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"gpu.{name}", value, low=0, low_open=True)
-
-
-@dataclass(kw_only=True)
-class KVConfig(Sealed):
-    """The paged KV cache."""
-
-    block_size: int = 16
-    """Tokens in a block: 8, 16, 32, 64 or 128."""
-    enable_prefix_caching: bool = False
-    """Share blocks of equal prefixes. Not available yet: true is refused."""
-    num_cpu_blocks: int | None = None
-    """Blocks of the host tier. Not available yet: a value is refused."""
-    cpu_gib: float | None = None
-    """Size of the host tier, GiB. Not available yet: a value is refused."""
-    swap_space: float = 0.0
-    """Host room, GiB: for weights that do not fit where no OffloadConfig was given."""
-    disable_sliding_window: bool = False
-    """Attend to the whole context where the checkpoint has a sliding window."""
-    pin_limit_gib: float | None = None
-    """Cap of pinned memory for KV blocks. Not available yet: a value is refused."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds or not available yet."""
-        if type(self.block_size) is not int or self.block_size not in {8, 16, 32, 64, 128}:
-            raise ConfigError(
-                f"kv.block_size: expected 8, 16, 32, 64 or 128 tokens, got {self.block_size!r}."
-            )
-        check_number("kv.swap_space", self.swap_space, low=0, hint="It is a size in GiB.")
-        for name in ("enable_prefix_caching", "disable_sliding_window"):
-            check_flag(f"kv.{name}", getattr(self, name))
-        if self.enable_prefix_caching:
-            raise ConfigError(
-                "kv.enable_prefix_caching: expected false (prefix caching is not available yet), "
-                "got true. Set it to false."
-            )
-        for name in ("num_cpu_blocks", "cpu_gib", "pin_limit_gib"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"kv.{name}: expected null (KV blocks in host memory are not available yet), "
-                    f"got {getattr(self, name)!r}. Remove it."
-                )
-
-
-@dataclass(kw_only=True)
-class KVTransferConfig(Sealed):
-    """The published way to ask for a host tier of KV blocks; not available yet."""
-
-    kv_connector: str | None = None
-    kv_role: str | None = None
-    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -70,7 +70,12 @@ class Shape:
     block_size: int
     kv: KVSizes
     kv_pools: tuple[int, ...]
-    """Blocks of each group of layers."""
+    """Blocks of each group of layers on the GPU."""
+    in_place_blocks: int = 0
+    """Of the first group, in host memory, where one sequence reads and writes them."""
+    in_place_layers: tuple[bool, ...] = ()
+    """Which layers are of the first group."""
+    pinned_kv_bytes: int = 0
 
     @property
     def total_offloaded_bytes(self) -> int:
@@ -87,6 +92,10 @@ class Shape:
     def kv_tokens(self) -> int:
         """Tokens of KV that the GPU holds, in layers of the first group."""
         return self.kv_pools[0] * self.block_size
+
+    def beyond_gpu(self, tokens: float) -> float:
+        """Of so many tokens of one layer of the first group, those that lie in host memory."""
+        return min(self.in_place_blocks * self.block_size, max(0.0, tokens - self.kv_tokens))
 
 
 def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
@@ -120,7 +129,15 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         block_size=plan.block_size,
         kv=plan.kv,
         kv_pools=plan.kv_pools,
+        in_place_blocks=plan.host_kv.num_in_place if plan.host_kv else 0,
+        in_place_layers=_in_first_group(plan),
+        pinned_kv_bytes=plan.host_items.get("pinned_kv", 0),
     )
+
+
+def _in_first_group(plan: MemoryPlan) -> tuple[bool, ...]:
+    first = set(plan.kv.layers[0])
+    return tuple(layer.index in first for layer in plan.layers)
 
 
 def _kv_limits(plan: MemoryPlan, spec: ModelSpec) -> tuple[int, ...]:
@@ -201,30 +218,46 @@ def step_s(
     """
     tokens = decodes + prefill
     flops = 2.0 * tokens * shape.layer_params
+    matrix_rate = _matrix_rate(shape, rates)
     seen = before + prefill / (2 * max(1, rows or 1))
-    kv_token_s = decodes * shape.kv_layer_bytes / (KV_SHARE * rates.hbm_gb_s * 1e9)
-    read_rate = WEIGHT_SHARE * rates.hbm_gb_s * 1e9
+    hbm_rate = rates.hbm_gb_s * 1e9
     in_place = _reads_in_place(shape, tokens)
     tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
     place_rate = rates.in_place_gb_s * 1e9
     graphed = shape.uses_graphs and not prefill
-    compute = []
-    for resident, offloaded, limit in zip(
-        shape.resident_bytes, shape.offloaded_bytes, shape.kv_limits, strict=True
+    is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
+    compute, kv_link_s = [], 0.0
+    for layer, (resident, offloaded, limit) in enumerate(
+        zip(shape.resident_bytes, shape.offloaded_bytes, shape.kv_limits, strict=True)
     ):
-        attention = 4.0 * shape.q_size * prefill * min(seen, limit)
-        flops_s = (flops + attention) / _matrix_rate(shape, rates)
-        kv_s = kv_token_s * min(context, limit)
+        attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
+        kv_tokens = decodes * min(context, limit)
+        far = staged = 0.0
+        if is_long and shape.in_place_layers[layer]:
+            far = shape.beyond_gpu(kv_tokens) if decodes else 0.0
+            staged = shape.beyond_gpu(min(before + prefill, limit)) if prefill else 0.0
+        kv_s = (kv_tokens - far) * shape.kv_layer_bytes / (KV_SHARE * hbm_rate)
+        far_s, staged_s = (count * shape.kv_layer_bytes / place_rate for count in (far, staged))
         from_gpu = resident if in_place else resident + offloaded
-        read = from_gpu / read_rate + (offloaded * tiles / place_rate if in_place else 0.0)
-        seconds = max(read, flops_s) + kv_s + rates.layer_overhead_s
+        read = from_gpu / (WEIGHT_SHARE * hbm_rate)
+        read += offloaded * tiles / place_rate if in_place else 0.0
+        seconds = max(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
+        seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
+        kv_link_s += far_s + staged_s
         compute.append(seconds if graphed else max(seconds, rates.eager_layer_overhead_s))
     after = _outside_s(shape, rates, tokens, decodes + (rows or min(1, prefill)))
-    return _run(shape, rates, compute, after, in_place=in_place) + rates.step_overhead_s
+    seconds = _run(shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s)
+    return seconds + rates.step_overhead_s
 
 
 def _run(
-    shape: Shape, rates: Rates, compute: list[float], after_s: float, *, in_place: bool
+    shape: Shape,
+    rates: Rates,
+    compute: list[float],
+    after_s: float,
+    *,
+    in_place: bool,
+    kv_link_s: float,
 ) -> float:
     """Layers and copies together."""
     if in_place or shape.placement is Placement.RESIDENT:
@@ -234,10 +267,13 @@ def _run(
     copies = [size / link + overhead if size else 0.0 for size in sizes]
     if shape.placement is Placement.ON_DEMAND:
         return sum(compute) + sum(copies) + after_s
-    wrap = shape.placement is Placement.PREFETCH
-    seconds = ring_s(compute, copies, shape.num_slots, wrap=wrap, after_s=after_s)
-    streamed = sum(copies) if len([size for size in sizes if size]) > shape.num_slots else 0.0
-    shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)  # the link carries both
+    wrap, slots = shape.placement is Placement.PREFETCH, shape.num_slots
+    seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s)
+    moved = [seconds for seconds in copies if seconds]
+    # A layer that has a slot to itself stays there.
+    streamed = sum(s for k, s in enumerate(moved) if k % slots + slots < len(moved))
+    # The link carries all of it, one after the other.
+    shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9) + kv_link_s
     return max(seconds, streamed + shared) if shared else seconds
 
 
@@ -308,6 +344,7 @@ def load_s(shape: Shape, rates: Rates) -> float:
     layers = sum(shape.resident_bytes) + shape.total_offloaded_bytes
     total = layers + shape.head_bytes + shape.head_in_place_bytes
     pinned = shape.total_offloaded_bytes + shape.head_in_place_bytes if shape.is_pinned else 0
+    pinned += shape.pinned_kv_bytes
     return START_S + total / (rates.file_read_gb_s * 1e9) + pinned / (rates.pin_gb_s * 1e9)
 
 

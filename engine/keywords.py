@@ -10,6 +10,7 @@ from engine.config import (
     EngineSettings,
     GPUConfig,
     KVConfig,
+    KVTransferConfig,
     ModelConfig,
     OffloadConfig,
     PlannerConfig,
@@ -38,6 +39,7 @@ _KV = (
     "pin_limit_gib",
     "swap_space",
 )
+_KV_SIZES = ("num_cpu_blocks", "cpu_gib", "swap_space")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
 _PREFETCH = (
     "offload_group_size",
@@ -80,7 +82,7 @@ def config_from_keywords(model: str, keywords: dict[str, Any]) -> EngineConfig:
             device=keywords.get("device", "auto"), memory_gib=keywords.get("gpu_memory_gib")
         ),
         offload=_offload(keywords),
-        kv=KVConfig(**_pick(keywords, _KV)),
+        kv=_kv(keywords),
         engine=EngineSettings(**_pick(keywords, _ENGINE)),
         planner=PlannerConfig(**_pick(keywords, _PLANNER)),
     )
@@ -96,12 +98,35 @@ def _refuse(keywords: dict[str, Any]) -> None:
         raise ConfigError(
             f"tensor_parallel_size: expected 1 (several GPUs are not available yet), got {size!r}."
         )
+
+
+def _kv(keywords: dict[str, Any]) -> KVConfig:
+    fields_given = _pick(keywords, _KV)
     transfer = keywords.get("kv_transfer_config")
-    if transfer is not None:
+    if transfer is None:
+        return KVConfig(**fields_given)
+    if isinstance(transfer, dict):
+        _check_fields("kv_transfer_config", transfer, KVTransferConfig)
+        transfer = KVTransferConfig(**transfer)
+    if not isinstance(transfer, KVTransferConfig):
         raise ConfigError(
-            "kv_transfer_config: expected None (KV blocks in host memory are not available yet), "
-            f"got {transfer!r}. Remove it."
+            f"kv_transfer_config: expected a KVTransferConfig or a dict of its fields, got "
+            f"{transfer!r}."
         )
+    sizes = [name for name in _KV_SIZES if fields_given.get(name) is not None]
+    sizes = [name for name in sizes if fields_given[name] != 0]
+    if sizes:
+        raise ConfigError(
+            f"kv_transfer_config: expected no other size of the host tier beside it, got "
+            f"{', '.join(f'{name}={fields_given[name]!r}' for name in sizes)}. Remove one of them."
+        )
+    if not fields_given.setdefault("enable_prefix_caching", True):
+        raise ConfigError(
+            "enable_prefix_caching: expected true with kv_transfer_config, whose connector finds "
+            "prefixes in host memory, got False. Remove it, or ask for a host tier with cpu_gib."
+        )
+    block_size = KVConfig(**_pick(fields_given, ("block_size",))).block_size
+    return KVConfig(**(fields_given | transfer.to_kv(block_size)))
 
 
 def _offload(keywords: dict[str, Any]) -> OffloadConfig:

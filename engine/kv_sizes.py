@@ -10,21 +10,19 @@ from typing import Any
 from engine.spec import ModelSpec
 
 
-def blocks_held(num_tokens: int, window: int | None, step_tokens: int, block_size: int) -> int:
-    """Return the blocks of one group of layers that a sequence holds in a step at most.
-
-    The same as engine.kv.window.num_held, which lies where plans cannot import it from.
+def num_held(max_tokens: int, window: int | None, step_tokens: int, block_size: int) -> int:
+    """Return the most blocks that a sequence holds while a step runs, expired ones given back.
 
     Args:
-        num_tokens: The sequence's length.
-        window: Most tokens that the group attends to; None: all.
-        step_tokens: Its tokens in a step at most.
-        block_size: Tokens in a block.
+        max_tokens: The sequence's greatest length.
+        window: Tokens that a token sees, itself included, at least 1; None: all.
+        step_tokens: Most tokens of the sequence in one step.
+        block_size: Tokens in a block, at least 1.
     """
-    whole = -(-num_tokens // block_size)
+    whole = -(-max_tokens // block_size)
     if window is None:
         return whole
-    # The first token of the step sees window - 1 before it; they start anywhere in a block.
+    # The first token of the step sees window - 1 earlier ones; the span may begin at any offset.
     return min(whole, -(-(window + step_tokens - 2) // block_size) + 1)
 
 
@@ -46,16 +44,16 @@ class KVSizes:
     def blocks(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that one sequence of so many tokens takes at once."""
         step = min(self.step_tokens, num_tokens)
-        return tuple(blocks_held(num_tokens, w, step, self.block_size) for w in self.windows)
+        return tuple(num_held(num_tokens, w, step, self.block_size) for w in self.windows)
 
     @property
     def useful(self) -> tuple[int, ...]:
         """The most blocks of each group that max_num_seqs sequences take, two steps in force."""
-        whole = blocks_held(self.max_model_len, None, 1, self.block_size)
+        whole = num_held(self.max_model_len, None, 1, self.block_size)
         steps = -(-2 * self.step_tokens // self.block_size)
         found = []
         for window in self.windows:
-            each = blocks_held(self.max_model_len, window, 1, self.block_size)
+            each = num_held(self.max_model_len, window, 1, self.block_size)
             more = 0 if window is None else steps
             found.append(min(self.max_num_seqs * each + more, self.max_num_seqs * whole))
         return tuple(found)
@@ -68,15 +66,19 @@ class KVSizes:
         """Return the bytes that one sequence of so many tokens takes at once."""
         return self.num_bytes(self.blocks(num_tokens))
 
-    def fit(self, room: int) -> tuple[int, ...]:
+    def fit(self, room: int, in_place: int = 0) -> tuple[int, ...]:
         """Return the blocks of each group that bytes are shared out to.
 
         First one sequence of max_model_len gets its blocks; then both groups get equally many
         more, so that short sequences lack neither, until the windows have all that is of use.
+
+        Args:
+            room: Bytes.
+            in_place: Of that sequence's blocks in the first group, how many can lie elsewhere.
         """
         if len(self.windows) == 1:
             return (min(room // self.block_bytes[0], self.useful[0]),)
-        need, useful, (size, window_size) = self._least, self.useful, self.block_bytes
+        need, useful, (size, window_size) = self._least(in_place), self.useful, self.block_bytes
         rest = room - self.num_bytes(need)
         if rest < 0:
             count = min(need[1], room // (size + window_size))
@@ -86,31 +88,44 @@ class KVSizes:
             return min(need[0] + more, useful[0]), need[1] + more
         return min((room - useful[1] * window_size) // size, useful[0]), useful[1]
 
-    def room(self, num_blocks: int) -> int:
+    def room(self, num_blocks: int, in_place: int = 0) -> int:
         """Return the least bytes with which `fit` gives the first group so many blocks."""
         if len(self.windows) == 1:
             return num_blocks * self.block_bytes[0]
-        need, (size, window_size) = self._least, self.block_bytes
+        need, (size, window_size) = self._least(in_place), self.block_bytes
         more = max(0, num_blocks - need[0])
         windows = min(need[1] + more, self.useful[1])
         return (need[0] + more) * size + windows * window_size
 
-    @property
-    def _least(self) -> tuple[int, ...]:
+    def _least(self, in_place: int) -> tuple[int, ...]:
+        """Blocks of one sequence of max_model_len that must lie on the GPU."""
         need = self.blocks(self.max_model_len)
-        return need[0], min(need[1], self.useful[1])
+        return max(1, need[0] - in_place), min(need[1], self.useful[1])
 
-    def longest(self, room: int) -> int:
-        """Return the longest sequence that so many bytes hold, in whole blocks."""
+    def longest(self, room: int, in_place: int = 0, limit: int | None = None) -> int:
+        """Return the longest sequence that so many bytes hold, in whole blocks.
+
+        Args:
+            room: Bytes on the GPU.
+            in_place: Blocks of the first group that can lie elsewhere, beside at least one here.
+            limit: No longer than this; None: than max_model_len where there is a window.
+        """
         size = self.block_size
         if len(self.windows) == 1 and self.windows[0] is None:
-            return max(0, room) // self.block_bytes[0] * size
-        low, high = 0, -(-self.max_model_len // size) + 1
+            count = max(0, room) // self.block_bytes[0]
+            found = (count + in_place) * size if count else 0
+            return found if limit is None else min(found, limit)
+
+        def is_held(num_blocks: int) -> bool:
+            first, *others = self.blocks(num_blocks * size)
+            return self.num_bytes((max(1, first - in_place), *others)) <= room
+
+        most = self.max_model_len if limit is None else limit
+        low, high = 0, -(-most // size) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            is_held = self.sequence_bytes(middle * size) <= room
-            low, high = (middle, high) if is_held else (low, middle)
-        return low * size
+            low, high = (middle, high) if is_held(middle) else (low, middle)
+        return low * size if limit is None else min(low * size, limit)
 
     def sequences(self, pools: tuple[int, ...], num_tokens: int) -> float:
         """Return how many sequences of so many tokens the blocks hold."""

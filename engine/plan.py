@@ -1,5 +1,6 @@
 """MemoryPlan: every byte on both sides before anything is allocated. Pure arithmetic, no torch."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -135,10 +136,15 @@ class MemoryPlan:
     host_items: dict[str, int]
     notes: tuple[str, ...] = ()
     swap_space_bytes: int = 0
+    """Asked for; first for weights where no offload is set, the rest for KV blocks."""
+    swap_weights_bytes: int = 0
+    """Of it, what weights take."""
     host_kv: HostKVPlan | None = None
     """None: all KV blocks lie on the GPU."""
     prefix_caching: bool = False
     """Full blocks stay findable by their content."""
+    longest_tokens: int = 0
+    """The longest sequence that both tiers could hold, whatever max_model_len is."""
     predicted: dict[str, Any] | None = field(default=None, repr=False)
     """Times that engine.cost.predict gives for this plan."""
     choice: dict[str, Any] | None = field(default=None, repr=False)
@@ -159,14 +165,21 @@ class MemoryPlan:
     @property
     def memlock_lack(self) -> str:
         """What to say where more would be pinned than the memlock limit allows, else empty."""
-        wanted, limit = self.host_items.get("pinned_weights", 0), self.facts.pin_limit_bytes
+        names = ("pinned_weights", "pinned_kv", "kv_staging")
+        parts = {name: self.host_items.get(name, 0) for name in names}
+        wanted, limit = sum(parts.values()) if self.pin else 0, self.facts.pin_limit_bytes
         if limit is None or wanted <= limit:
             return ""
+        shown = ", ".join(f"{name} {value / 2**30:.3f}" for name, value in parts.items() if value)
+        less = "offload less"
+        if parts["pinned_kv"]:
+            left = max(0, limit - wanted + parts["pinned_kv"]) / 2**30
+            less = f"set kv.pin_limit_gib={math.floor(left * 1000) / 1000:g}, {less}"
         return (
-            f"host memory: {wanted / 2**30:.3f} GiB of weights would be pinned, but the memlock "
+            f"host memory: {wanted / 2**30:.3f} GiB would be pinned ({shown}), but the memlock "
             f"limit leaves {limit / 2**30:.3f} GiB. Raise it (ulimit -l unlimited, or --ulimit "
-            "memlock=-1 for a container), offload less, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 to "
-            "run from pageable memory."
+            f"memlock=-1 for a container), {less}, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 to run "
+            "from pageable memory."
         )
 
     @property
@@ -244,15 +257,30 @@ class MemoryPlan:
         return (self.num_gpu_blocks, self.num_window_blocks)[: len(self.kv.windows)]
 
     @property
+    def reach(self) -> tuple[int, ...]:
+        """Blocks of each group that one sequence can use, in both tiers."""
+        first, *others = self.kv_pools
+        return (first + (self.host_kv.num_in_place if self.host_kv else 0), *others)
+
+    @property
     def holds_one(self) -> bool:
-        """Whether one sequence of max_model_len has room on the GPU."""
+        """Whether one sequence of max_model_len has room, over both tiers."""
         need = self.kv.blocks(self.max_model_len)
-        return all(n >= least for n, least in zip(self.kv_pools, need, strict=True))
+        has_room = all(n >= least for n, least in zip(self.reach, need, strict=True))
+        return has_room and min(self.kv_pools) > 0
 
     @property
     def max_concurrency(self) -> float:
-        """Sequences of max_model_len that the KV cache holds at once."""
-        return self.kv.sequences(self.kv_pools, self.max_model_len)
+        """Sequences of max_model_len that run at once; one that exceeds the GPU runs alone."""
+        on_gpu = self.kv.sequences(self.kv_pools, self.max_model_len)
+        return 1.0 if on_gpu < 1 and self.holds_one else on_gpu
+
+    @property
+    def max_kept(self) -> float:
+        """Sequences of max_model_len whose KV both tiers keep, running or waiting."""
+        host = self.host_kv.num_blocks if self.host_kv else (0,) * len(self.kv_pools)
+        both = tuple(map(sum, zip(self.kv_pools, host, strict=True)))
+        return self.kv.sequences(both, self.max_model_len)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""
@@ -277,7 +305,11 @@ class MemoryPlan:
                 "max_model_len": self.max_model_len,
                 "window": self.window,
                 "max_concurrency": self.max_concurrency,
+                "max_kept": self.max_kept,
+                "longest_tokens": self.longest_tokens,
+                "prefix_caching": self.prefix_caching,
                 "groups": self.kv.to_dict(self.kv_pools),
+                "host": self.host_kv.to_dict(self.kv) if self.host_kv else None,
             },
             "placements": self.placed_bytes(),
             "num_slots": self.num_slots,
@@ -293,10 +325,10 @@ class MemoryPlan:
             "offloaded_layers": [layer.index for layer in self.offloaded_layers],
             "swap_space": {
                 "asked_bytes": self.swap_space_bytes,
-                "weights_bytes": sum(x.offloaded.num_bytes for x in self.layers)
-                if self.swap_space_bytes
+                "weights_bytes": self.swap_weights_bytes,
+                "kv_bytes": self.kv.num_bytes(self.host_kv.num_blocks)
+                if self.host_kv and self.swap_space_bytes
                 else 0,
-                "kv_bytes": 0,
             },
             "predicted": self.predicted,
             "choice": self.choice,

@@ -3,6 +3,7 @@
 Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -14,12 +15,15 @@ from engine.accounting import (
     resolve_dtype,
     resolve_max_model_len,
     served,
+    step_blocks,
+    takes_swap_space,
 )
 from engine.advice import refusal
 from engine.auto_fields import choose_fields
 from engine.choose import Chooser, record_of
 from engine.config import EngineConfig
 from engine.cost import decode_step_s, predict, shape_of
+from engine.cost_kv import predict_host_kv, with_rates
 from engine.errors import CapacityError, ConfigError
 from engine.placement import (
     Assignment,
@@ -106,7 +110,11 @@ def _ask(
 
 
 def _finished(plan: MemoryPlan, asked: Asked, rates: Rates, notes: list[str]) -> MemoryPlan:
-    predicted = predict(plan, asked.spec, rates)
+    if plan.host_kv is not None:
+        plan = replace(plan, host_kv=with_rates(plan, asked.spec, rates))
+    predicted = predict(plan, asked.spec, rates) | {
+        "host_kv": predict_host_kv(plan, asked.spec, rates)
+    }
     return replace(plan, notes=(*plan.notes, *notes), predicted=predicted)
 
 
@@ -119,16 +127,11 @@ def _plan(asked: Asked, rates: Rates) -> MemoryPlan:
     if config.planner.choose:
         plan = _plan_chosen(asked, rates)
         backend = "auto"
-    elif backend == "none" and config.kv.swap_space > 0:
-        return _plan_with_swap_space(asked, assignment.notes)
+    elif takes_swap_space(asked):
+        return _plan_with_swap_space(asked, assignment.notes, rates)
     else:
         plan = _fit(asked, served(asked, assignment))
-    notes = []
-    if config.kv.swap_space > 0:
-        notes.append(
-            f"kv.swap_space={config.kv.swap_space:g} GiB is not used: offload={backend} places the "
-            "weights, and KV blocks in host memory are not available yet."
-        )
+    notes: list[str] = []
     needless = _not_needed(asked, plan, rates) if backend in {"uva", "prefetch"} else []
     notes += needless or waste_notes(plan, asked, rates)
     return replace(plan, notes=(*plan.notes, *notes))
@@ -175,37 +178,50 @@ def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
     return replace(plan, choice=record)
 
 
-def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
-    """Offload as few layers, spread evenly, as make it fit; at most swap_space of weights."""
-    layers = asked.spec.num_hidden_layers
-    room = int(asked.config.kv.swap_space * GIB)
-    count = _spread_that_fits(asked)
-    if count is None or _spread_bytes(asked, count) > room:
+def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> MemoryPlan:
+    """Offload as few layers, spread evenly, as make it fit; the rest of swap_space is KV blocks."""
+    layers, size = asked.spec.num_hidden_layers, asked.config.kv.swap_space
+    count = _spread_that_fits(asked, int(size * GIB))
+    if count is None:
         plan = build_plan(asked, assign_resident(asked.spec))
-        text = f"{refusal(plan, asked)} kv.swap_space={asked.config.kv.swap_space:g} GiB"
-        if count is None:
+        text = f"{refusal(plan, asked)} kv.swap_space={size:g} GiB"
+        enough = _spread_that_fits(asked, None)
+        if enough is None:
             text += " does not help: it does not fit with every layer in host memory either."
         else:
             text += (
-                f" is not enough: {count} of {layers} layers, "
-                f"{_spread_bytes(asked, count) / GIB:.3f} GiB, would have to move."
+                f" is not enough: {enough} of {layers} layers, "
+                f"{_spread_bytes(asked, enough) / GIB:.3f} GiB, would have to move."
             )
         raise CapacityError(text, plan.to_dict())
     plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
     _check_host(plan, asked)
+    weights, tier = plan.swap_weights_bytes, plan.host_kv
+    blocks = tier.num_blocks if tier is not None else (0,) * len(plan.kv_pools)
     note = (
-        f"swap_space={asked.config.kv.swap_space:g} GiB: {count} of {layers} layers "
-        f"({_spread_bytes(asked, count) / GIB:.2f} GiB) live in host memory; the rest is unused "
-        "(KV blocks in host memory are not available yet)."
+        f"swap_space={size:g} GiB: {count} of {layers} layers ({weights / GIB:.2f} GiB) live in "
+        f"host memory; the rest holds {blocks[0]} KV blocks ({plan.kv.num_bytes(blocks) / GIB:.2f} "
+        "GiB)."
     )
-    return replace(plan, notes=(*plan.notes, *notes, note), swap_space_bytes=room)
+    waste = waste_notes(plan, asked, rates)
+    return replace(plan, notes=(*plan.notes, *notes, note, *waste))
 
 
-def _spread_that_fits(asked: Asked) -> int | None:
-    """The fewest layers, spread evenly over the host, with which the GPU's part fits."""
+def _spread_that_fits(asked: Asked, room: int | None) -> int | None:
+    """The fewest layers, spread evenly over the host, with which the GPU's part fits.
+
+    The GPU must hold the KV of one step at least, and both tiers together one sequence of
+    max_model_len.
+
+    Args:
+        asked: What is asked.
+        room: Of weights in host memory, bytes; None: any.
+    """
     for count in range(asked.spec.num_hidden_layers + 1):
+        if room is not None and _spread_bytes(asked, count) > room:
+            return None
         plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
-        if plan.holds_one:
+        if plan.holds_one and plan.num_gpu_blocks >= step_blocks(plan.kv):
             return count
     return None
 
@@ -228,11 +244,29 @@ def _check_host(plan: MemoryPlan, asked: Asked) -> None:
     if plan.host_total_bytes <= plan.host_limit_bytes:
         return
     parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in plan.host_items.items() if v)
-    what = "lower the GPU budget (gpu.memory_gib)" if plan.facts.emulated else "offload less"
+    ways = _smaller_tier(plan, asked)
+    if plan.facts.emulated:
+        ways.append("lower the GPU budget (gpu.memory_gib)")
+    elif plan.offloaded_layers:
+        ways.append("offload less")
     raise CapacityError(
         f"host memory: {plan.host_total_bytes / GIB:.2f} GiB are needed ({parts}), but "
         f"{plan.host_limit_bytes / GIB:.2f} GiB are available after a reserve of "
-        f"{asked.config.engine.host_reserve_gib:g} GiB. Free memory, {what}, or lower "
-        "engine.host_reserve_gib.",
+        f"{asked.config.engine.host_reserve_gib:g} GiB. {', '.join(['Free memory', *ways])}, or "
+        "lower engine.host_reserve_gib.",
         plan.to_dict(),
     )
+
+
+def _smaller_tier(plan: MemoryPlan, asked: Asked) -> list[str]:
+    """The largest host tier that there is room for, by the setting that sizes it."""
+    tier, kv = plan.host_kv, plan.kv
+    if tier is None:
+        return []
+    left = plan.host_limit_bytes - plan.host_total_bytes + kv.num_bytes(tier.num_blocks)
+    [name] = asked.config.kv.sizes
+    if name == "num_cpu_blocks":
+        return [f"set kv.num_cpu_blocks={max(0, left // sum(kv.block_bytes))} or less"]
+    if name == "swap_space":
+        left += plan.swap_weights_bytes
+    return [f"set kv.{name}={max(0, math.floor(left / GIB * 100) / 100):g} or less"]

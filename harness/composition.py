@@ -27,6 +27,7 @@ from harness.complaints import explain
 from harness.errors import ConfigError
 from harness.folders import CONF
 from harness.keys import check_known_keys
+from harness.launchers import BASIC, check_launcher
 from harness.models.home import tightfit_home
 from harness.overrides import check_overrides, is_group, is_hydra, normalise
 from harness.schema import RunConfig
@@ -63,6 +64,11 @@ def _stamp() -> str:
     return f"{now:%Y%m%d-%H%M%S-%f}-{secrets.token_hex(3)}"
 
 
+def _default_size(size: float, num_blocks: int | None, swap_space: float) -> float | None:
+    """Return the size of a host tier of KV blocks, or null where another setting gives one."""
+    return None if num_blocks is not None or swap_space else size
+
+
 def register() -> None:
     """Make the schema and the resolvers of conf/config.yaml known to Hydra; may be repeated."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="tightfit")
@@ -70,6 +76,7 @@ def register() -> None:
         "tightfit_runs", lambda: str(tightfit_home() / "runs"), replace=True
     )
     OmegaConf.register_new_resolver("tightfit_stamp", _stamp, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("tightfit_default_size", _default_size, replace=True)
     OmegaConf.register_new_resolver("tightfit_sum", lambda *parts: sum(parts), replace=True)
     setup_globals()
 
@@ -233,6 +240,7 @@ class Composer:
         master = self._load(overrides, mode)
         _check_hydra(master)
         if not multirun and not several and master.hydra.mode != RunMode.MULTIRUN:
+            _check_single(master)
             return [(overrides, master)], False
         if not multirun and master.hydra.mode != RunMode.MULTIRUN:
             raise ConfigError(
@@ -267,10 +275,20 @@ class Composer:
 
 
 def _check_hydra(master: DictConfig) -> None:
-    for name in ("launcher", "sweeper"):
-        choice = master.hydra.runtime.choices.get(f"hydra/{name}")
-        if choice != "basic":
-            raise ConfigError(
-                f"hydra/{name}: expected basic (points run one after another, each in a process of "
-                f"its own), got {choice!r}. Remove it."
-            )
+    choices = master.hydra.runtime.choices
+    check_launcher(choices.get("hydra/launcher"))
+    sweeper = choices.get("hydra/sweeper")
+    if sweeper != "basic":
+        raise ConfigError(
+            f"hydra/sweeper: expected basic (every combination of the values given), got "
+            f"{sweeper!r}. Remove it; python -m harness.search looks for the best values."
+        )
+
+
+def _check_single(master: DictConfig) -> None:
+    """Refuse a launcher for a single point, which would not use it."""
+    launcher = master.hydra.runtime.choices.get("hydra/launcher")
+    if launcher != BASIC:
+        raise ConfigError(
+            f"hydra/launcher: {launcher} has an effect only on a sweep. Add -m, or remove it."
+        )

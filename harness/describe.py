@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from harness.schema import RunConfig, SweepContext
 
-_NOT_IDENTITY: Final = ("mode", "rerun", "fail_fast", "timeout_s", "tracking")
+NOT_IDENTITY: Final = ("mode", "rerun", "fail_fast", "monotone_stop", "timeout_s", "tracking")
 """Settings that change no result."""
 _NAME_CHARS: Final = 200
 _IF_SET: Final = ("prompts_file", "prompt", "output", "trace", "search")
@@ -20,7 +20,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Args:
         config: the configuration as plain data.
     """
-    kept = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
+    kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -46,10 +46,9 @@ def flat_params(config: RunConfig) -> dict[str, Any]:
         "gpu.memory_gib": gpu.memory_gib,
         "offload": config.offload_name,
         "scenario": config.scenario.name,
-        "kv.block_size": config.kv.block_size,
-        "kv.swap_space": config.kv.swap_space,
     }
     asked = config.to_dict()
+    params |= _leaves("kv", asked["kv"])
     params |= _leaves("offload", asked["offload"])
     params |= _leaves("engine", asked["engine"])
     for part in ("load", "throughput", "latency", "serve"):

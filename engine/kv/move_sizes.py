@@ -17,19 +17,28 @@ STAGING_BYTES = 16 * 2**20
 _ID_BYTES = 8
 
 
-def piece_moves(block_bytes: int) -> int:
-    """Return how many moves a piece holds at most."""
-    return min(PIECE_MOVES, max(1, PIECE_BYTES // block_bytes))
+def piece_moves(block_bytes: int, num_blocks: int = PIECE_MOVES) -> int:
+    """Return how many moves a piece holds at most.
+
+    Args:
+        block_bytes: Of a block over all layers.
+        num_blocks: Of the smaller tier; a piece needs no more moves.
+    """
+    return max(1, min(PIECE_MOVES, PIECE_BYTES // block_bytes, num_blocks))
 
 
-def ids_bytes(block_bytes: int) -> int:
+def ids_bytes(block_bytes: int, num_blocks: int = PIECE_MOVES) -> int:
     """Return what block numbers take on the GPU, and in pinned memory once more, bytes.
 
     Two lists for each slot and direction; nothing where every block is large enough for DMA.
+
+    Args:
+        block_bytes: Of a block over all layers.
+        num_blocks: Of the smaller tier.
     """
     if block_bytes >= DMA_RUN_BYTES:
         return 0
-    return 2 * ID_SLOTS * 2 * piece_moves(block_bytes) * _ID_BYTES
+    return 2 * ID_SLOTS * 2 * piece_moves(block_bytes, num_blocks) * _ID_BYTES
 
 
 def staging_blocks(block_bytes: int) -> int:

@@ -127,7 +127,7 @@ class BlockMover:
         self._device, self._gpu, self._host = device, gpu, host
         self._num_gpu, self._block_bytes = gpu.shape
         self._dma_run_bytes = dma_run_bytes
-        self._piece = piece_moves(self._block_bytes)
+        self._piece = piece_moves(self._block_bytes, min(self._num_gpu, host.num_blocks))
         self._streams: dict[MoveKind, CopyStream] = {
             "store": device.copy_stream(),
             "load": device.copy_stream(),

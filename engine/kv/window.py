@@ -6,6 +6,9 @@ Pure arithmetic over positions; `window` is in tokens, None where attention sees
 from collections.abc import Sequence
 
 from engine.errors import EngineError
+from engine.kv_sizes import num_held
+
+__all__ = ["num_expired", "num_held", "usable_prefix"]
 
 
 def num_expired(num_computed: int, window: int | None, block_size: int) -> int:
@@ -20,24 +23,6 @@ def num_expired(num_computed: int, window: int | None, block_size: int) -> int:
     if window is None:
         return 0
     return max(0, num_computed - window + 1) // block_size
-
-
-def num_held(max_tokens: int, window: int | None, step_tokens: int, block_size: int) -> int:
-    """Return the most blocks that a sequence holds while a step runs, expired ones given back.
-
-    Args:
-        max_tokens: The sequence's greatest length.
-        window: Tokens that a token sees, itself included.
-        step_tokens: Most tokens of the sequence in one step.
-        block_size: Tokens in a block.
-    """
-    _check(window, block_size)
-    whole = -(-max_tokens // block_size)
-    if window is None:
-        return whole
-    # The first token of the step sees window - 1 earlier ones; the span may begin at any offset.
-    span = window - 1 + step_tokens
-    return min(whole, -(-(span - 1) // block_size) + 1)
 
 
 def usable_prefix(cached: Sequence[bool], window: int | None, block_size: int) -> int:

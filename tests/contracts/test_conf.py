@@ -44,7 +44,7 @@ MEMORY_MIB = {
 """As nvidia-smi shows it."""
 OPTIONS = {
     "offload": {"none", "uva", "prefetch", "auto"},
-    "kv": {"gpu"},
+    "kv": {"gpu", "cpu"},
     "scenario": {
         *("quick", "load", "throughput", "latency", "all"),
         *("serve", "serve_peak", "serve_trace"),

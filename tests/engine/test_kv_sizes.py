@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CapacityError
-from engine.kv.window import num_held
-from engine.kv_sizes import KVSizes, blocks_held
+from engine.kv_sizes import KVSizes
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
 from tests.engine.specs import CPU, GIB, H200, check_plan, configuration, small_spec
@@ -35,19 +34,6 @@ def sizes(draw: st.DrawFn) -> KVSizes:
         max_num_seqs=draw(st.integers(1, 6)),
         step_tokens=draw(st.integers(6, 64)),
     )
-
-
-@given(
-    length=st.integers(1, 500),
-    window=st.none() | st.integers(1, 300),
-    step=st.integers(1, 300),
-    block_size=st.integers(1, 20),
-)
-def test_planned_blocks_are_those_that_the_scheduler_takes(
-    length: int, window: int | None, step: int, block_size: int
-) -> None:
-    arguments = (length, window, step, block_size)
-    assert blocks_held(*arguments) == num_held(*arguments)
 
 
 @settings(max_examples=300, deadline=None)

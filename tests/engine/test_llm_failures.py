@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, KVTransferConfig, OffloadConfig, SamplingParams
-from engine.config import KVConfig, UVAOffloadConfig
+from engine import LLM, OffloadConfig, SamplingParams
+from engine.config import UVAOffloadConfig
 from engine.errors import CapacityError, ConfigError, EngineError
 from tests.engine.conftest import TinyModels
 from tests.tiny import (
@@ -178,13 +178,9 @@ def test_bad_weights_are_reported_and_not_sampled(tiny: TinyModels) -> None:
         ({"max_model_length": 10}, ["max_model_length", "Did you mean max_model_len?"]),
         ({"cpu_ofload_gb": 1}, ["Did you mean cpu_offload_gb?"]),
         ({"zzz": 1}, ["zzz", "Known:", "swap_space"]),
-        ({"enable_prefix_caching": True}, ["enable_prefix_caching", "not available yet"]),
         ({"tensor_parallel_size": 2}, ["tensor_parallel_size", "got 2"]),
-        ({"num_cpu_blocks": 5}, ["num_cpu_blocks", "not available yet"]),
-        (
-            {"kv_transfer_config": KVTransferConfig(kv_connector="OffloadingConnector")},
-            ["kv_transfer_config", "OffloadingConnector", "not available yet"],
-        ),
+        ({"num_cpu_blocks": 5, "cpu_gib": 1}, ["kv.num_cpu_blocks=5", "kv.cpu_gib=1"]),
+        ({"pin_limit_gib": 5}, ["kv.pin_limit_gib", "host tier"]),
         ({"kv_transfer_config": {"kv_connector": "X"}}, ["kv_transfer_config", "'X'"]),
         ({"kv_transfer_config": "X"}, ["kv_transfer_config", "'X'"]),
         ({"block_size": 15}, ["kv.block_size", "15"]),
@@ -203,12 +199,6 @@ def test_keywords_that_are_refused(tiny: TinyModels, keywords: Any, parts: list[
     with pytest.raises(ConfigError) as error:
         LLM(str(tiny.folder("llama")), **keywords)
     assert all(part in str(error.value) for part in parts)
-
-
-def test_settings_of_later_issues_are_refused_by_name() -> None:
-    for name, value in (("num_cpu_blocks", 4), ("cpu_gib", 1.0), ("pin_limit_gib", 10)):
-        with pytest.raises(ConfigError, match=rf"kv\.{name}.*not available yet"):
-            KVConfig(**{name: value})
 
 
 def test_offload_config_may_be_given_whole(tiny: TinyModels) -> None:

@@ -83,6 +83,9 @@ def follow(config: EngineConfig, advice: str) -> EngineConfig:
         config = replace(config, offload=OffloadConfig(), planner=planner)
         if len(fields) == 1:
             return config
+    for name, kind in (("cpu_gib", float), ("num_cpu_blocks", int)):
+        if f"kv.{name}" in fields:
+            return replace(config, kv=replace(config.kv, **{name: kind(fields[f"kv.{name}"])}))
     if "engine.max_model_len" in fields:
         length = int(fields["engine.max_model_len"])
         return replace(config, engine=replace(config.engine, max_model_len=length))
@@ -103,7 +106,9 @@ def follow(config: EngineConfig, advice: str) -> EngineConfig:
     kind=st.sampled_from(["cpu", "cuda"]),
     gaps=st.sampled_from([{}, NO_UVA, NO_PIN]),
     host_share=st.sampled_from([0.3, 1.0, 5.0]),
-    swap_space=st.sampled_from([0.0, 0.0, 0.5]),
+    sizes=st.sampled_from(
+        [{}, {}, {"swap_space": 0.5}, {"cpu_gib": 0.1}, {"num_cpu_blocks": 3}, {"cpu_gib": 2}]
+    ),
     block_size=st.sampled_from([8, 16, 128]),
 )
 def test_advice_fits_when_it_is_followed(
@@ -112,7 +117,7 @@ def test_advice_fits_when_it_is_followed(
     kind: str,
     gaps: dict[str, Any],
     host_share: float,
-    swap_space: float,
+    sizes: dict[str, float],
     block_size: int,
 ) -> None:
     weights = spec.weight_bytes() / GIB
@@ -126,7 +131,7 @@ def test_advice_fits_when_it_is_followed(
         memory_gib=weights * share + 1.2,
         max_num_seqs=8,
         max_num_batched_tokens=256,
-        kv={"swap_space": swap_space, "block_size": block_size},
+        kv={**sizes, "block_size": block_size},
     )
     try:
         plan = plan_memory(config, spec, facts)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.config import OffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.plan import DeviceFacts, align
 from engine.planner import plan_memory, resolve_dtype
@@ -95,7 +96,9 @@ def test_swap_space_moves_as_few_layers_as_fit() -> None:
     data = plan.to_dict()["swap_space"]
     assert data["asked_bytes"] == 10 * GIB
     assert 0 < data["weights_bytes"] <= 10 * GIB
-    assert data["kv_bytes"] == 0
+    assert data["weights_bytes"] == plan.host_items["pinned_weights"]
+    assert 0 <= 10 * GIB - data["weights_bytes"] - data["kv_bytes"] < plan.block_bytes
+    assert data["kv_bytes"] == plan.host_items["pinned_kv"]
     assert any(f"{count} of 32 layers" in note for note in plan.notes)
     check_plan(plan, OLMO_7B)
     layer = plan.slot_bytes
@@ -122,10 +125,13 @@ def test_swap_space_of_a_model_that_fits_moves_nothing() -> None:
     assert plan.num_slots == 0
 
 
-def test_swap_space_beside_an_offload_backend_is_said_to_be_unused() -> None:
-    plan = plan_olmo(offload=uva(8), kv={"swap_space": 4})
-    assert any("swap_space=4 GiB is not used" in note for note in plan.notes)
-    assert plan.to_dict()["swap_space"]["asked_bytes"] == 0
+@pytest.mark.parametrize("offload", [uva(8), prefetch(8, 5, 2)], ids=["uva", "prefetch"])
+def test_swap_space_beside_an_offload_backend_is_all_for_kv_blocks(offload: OffloadConfig) -> None:
+    plan = plan_olmo(offload=offload, kv={"swap_space": 4})
+    data = plan.to_dict()["swap_space"]
+    assert data == {"asked_bytes": 4 * GIB, "weights_bytes": 0, "kv_bytes": 4 * GIB}
+    assert plan.host_kv is not None
+    assert plan.host_kv.num_pinned == (4 * GIB // plan.block_bytes,)
 
 
 # Limits, windows, dtypes.

@@ -227,6 +227,7 @@ def test_sizes_of_pieces():
     assert move_sizes.piece_moves(2**21) == 16
     assert move_sizes.piece_moves(2**30) == 1
     assert move_sizes.piece_moves(64) == 1024
+    assert move_sizes.piece_moves(64, 5) == 5
     assert move_sizes.ids_bytes(2**21) == 0
     assert move_sizes.ids_bytes(2**15) == 2 * 64 * 2 * 1024 * 8
     assert move_sizes.staging_blocks(2**30) == 1
@@ -236,5 +237,5 @@ def test_sizes_of_pieces():
     gpu = device.empty(2**15).view(1, -1)
     before = device.allocated_bytes()
     BlockMover(device, gpu, host)
-    assert device.allocated_bytes() - before == move_sizes.ids_bytes(2**15)
+    assert device.allocated_bytes() - before == move_sizes.ids_bytes(2**15, 1)
     assert torch.equal(host.pinned, torch.zeros_like(host.pinned))

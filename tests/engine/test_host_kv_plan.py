@@ -1,0 +1,375 @@
+"""Plans with a host tier of KV blocks: bytes of both sides, what one sequence reaches, refusals."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import CapacityError, ConfigError
+from engine.kv.move_sizes import STAGING_BYTES, ids_bytes
+from engine.plan import DeviceFacts, MemoryPlan
+from engine.planner import plan_memory
+from engine.spec import ModelSpec
+from harness.folders import CONF
+from tests.engine.specs import (
+    CPU,
+    GIB,
+    H200,
+    MIB,
+    NO_PIN,
+    NO_UVA,
+    OLMO_7B,
+    check_plan,
+    configuration,
+    model_specs,
+    plan_olmo,
+    plan_small,
+    prefetch,
+    small_spec,
+    uva,
+)
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+def llama() -> ModelSpec:
+    text = (CONF / "model" / "llama31_8b.yaml").read_text(encoding="utf-8")
+    return ModelSpec(**yaml.safe_load(text)["spec"])
+
+
+def plan_llama(
+    length: int, facts: DeviceFacts = H200, kv: dict[str, Any] | None = None, **changes: Any
+) -> MemoryPlan:
+    """llama31_8b in bf16 with 24 GB at 0.9."""
+    asked: dict[str, Any] = {
+        "memory_gib": 24,
+        "gpu_memory_utilization": 0.9,
+        "max_model_len": length,
+        "max_num_seqs": 8,
+        **changes,
+    }
+    plan = plan_memory(configuration(llama(), kv=kv, **asked), llama(), facts)
+    check_plan(plan, llama())
+    return plan
+
+
+# The published case: conversations of 52,000 tokens on a card of 24 GB.
+
+
+def test_the_published_case() -> None:
+    with pytest.raises(CapacityError, match=r"max_model_len=52000 needs 6\.35 GiB"):
+        plan_llama(52_000)
+    on_gpu = plan_llama(32_000)
+    assert on_gpu.host_kv is None
+    assert 36_000 < on_gpu.kv_tokens < 45_000
+    plan = plan_llama(52_000, kv={"cpu_gib": 16})
+    host = plan.host_kv
+    assert host is not None
+    assert plan.block_bytes == 2 * MIB
+    assert (host.num_pinned, host.num_pageable) == ((8192,), (0,))
+    assert host.num_blocks == (8192,)
+    assert host.in_place
+    assert host.num_in_place == 8192
+    assert plan.host_items["pinned_kv"] == 16 * GIB
+    assert 36_000 < plan.kv_tokens < 52_000
+    assert plan.max_concurrency == 1.0
+    assert plan.max_kept == pytest.approx((plan.kv_tokens + 131_072) / 52_000)
+    assert plan.longest_tokens == 131_072
+    same = plan_llama(52_000, kv={"num_cpu_blocks": 8192})
+    assert same.host_kv == host
+    assert plan_llama(131_072, kv={"cpu_gib": 16}).holds_one
+
+
+def test_the_longest_sequence_is_that_of_both_tiers() -> None:
+    kv: dict[str, Any] = {"num_cpu_blocks": 1000}
+    plan = plan_llama(52_000, kv=kv)
+    longest = plan.longest_tokens
+    assert longest == plan.kv_tokens + 16_000
+    at_limit = plan_llama(longest - 1600, kv=kv)  # longer tables of angles take some
+    assert at_limit.longest_tokens >= longest - 1600
+    with pytest.raises(CapacityError) as error:
+        plan_llama(longest + 16, kv=kv)
+    found = re.search(r"engine\.max_model_len=(\d+)", str(error.value))
+    assert found is not None
+    assert longest - 1600 < int(found[1]) <= longest
+    assert plan_llama(int(found[1]), kv=kv).holds_one
+
+
+# Bytes.
+
+
+def test_stages_and_numbers_of_moves_are_counted_where_they_are_needed() -> None:
+    gpu, parked, long = (
+        plan_llama(length, kv=kv)
+        for length, kv in ((8000, None), (8000, {"cpu_gib": 16}), (52_000, {"cpu_gib": 16}))
+    )
+    assert not {"kv_stages", "kv_moves"} & gpu.gpu_items.keys()
+    assert not {"pinned_kv", "pageable_kv", "kv_staging"} & gpu.host_items.keys()
+    # A sequence of max_model_len fits the GPU: none is split, so nothing is staged.
+    assert parked.host_kv is not None
+    assert not parked.host_kv.in_place
+    assert "kv_stages" not in parked.gpu_items
+    assert parked.kv_tokens == gpu.kv_tokens
+    assert parked.longest_tokens == 131_072
+    assert long.host_kv is not None
+    layer_bytes, state_bytes = 64 * 1024, 2048 * 32 * (128 + 2) * 4
+    buffers = 2 * long.host_kv.stage_blocks * layer_bytes
+    assert 64 * MIB <= buffers <= 128 * MIB
+    assert buffers + state_bytes <= long.gpu_items["kv_stages"] < buffers + state_bytes + MIB
+    # Blocks of 2 MiB go by DMA and need no numbers; smaller ones do.
+    assert long.gpu_items["kv_moves"] == 0
+    small = plan_llama(52_000, kv={"cpu_gib": 16, "block_size": 8})
+    assert small.gpu_items["kv_moves"] == ids_bytes(MIB) == small.host_items["kv_staging"] > 0
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8, 500, 600, 5000])
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_a_stage_holds_no_more_than_the_tier_and_no_less_than_a_tile(
+    blocks: int, block_size: int
+) -> None:
+    length = 43_500 + block_size
+    plan = plan_llama(length, kv={"num_cpu_blocks": 5000, "block_size": block_size})
+    least = 128 // block_size
+    tier = {"num_cpu_blocks": blocks, "block_size": block_size}
+    try:
+        plan = plan_llama(length, kv=tier)
+    except CapacityError:
+        return  # so few do not make up for the stages
+    assert plan.host_kv is not None
+    stage = plan.host_kv.stage_blocks
+    assert min(blocks, least) <= stage <= blocks
+    assert stage * 4096 * block_size <= 64 * MIB
+
+
+def test_a_pin_limit_leaves_the_rest_pageable_and_is_recorded() -> None:
+    plan = plan_llama(52_000, kv={"cpu_gib": 16, "pin_limit_gib": 10})
+    host = plan.host_kv
+    assert host is not None
+    assert (host.num_pinned, host.num_pageable, host.num_in_place) == ((5120,), (3072,), 5120)
+    assert (plan.host_items["pinned_kv"], plan.host_items["pageable_kv"]) == (10 * GIB, 6 * GIB)
+    assert plan.host_items["kv_staging"] == STAGING_BYTES
+    assert plan.longest_tokens == plan.kv_tokens + 5120 * 16
+    [note] = plan.notes
+    assert "kv.pin_limit_gib=10: 5120 KV blocks in host memory are pinned; 3072 are page" in note
+    data = plan.to_dict()["kv"]["host"]
+    assert (data["pinned_bytes"], data["pageable_bytes"]) == (10 * GIB, 6 * GIB)
+    none = plan_llama(30_000, kv={"cpu_gib": 16, "pin_limit_gib": 0})
+    assert none.host_kv is not None
+    assert (none.host_kv.num_pinned, none.host_kv.in_place) == ((0,), False)
+    with pytest.raises(CapacityError, match="max_model_len=52000 needs"):
+        plan_llama(52_000, kv={"cpu_gib": 16, "pin_limit_gib": 0})
+
+
+@pytest.mark.parametrize(
+    ("gaps", "pinned"), [(NO_PIN, 0), (NO_UVA, 8192)], ids=["no pin", "no uva"]
+)
+def test_no_sequence_is_split_where_compute_reaches_no_host_memory(
+    gaps: dict[str, Any], pinned: int
+) -> None:
+    facts = replace(H200, **gaps)
+    plan = plan_llama(30_000, facts, kv={"cpu_gib": 16})
+    assert plan.host_kv is not None
+    assert (plan.host_kv.num_pinned, plan.host_kv.num_blocks) == ((pinned,), (8192,))
+    assert not plan.host_kv.in_place
+    assert plan.gpu_items["kv_moves"] == 0
+    assert any(note.startswith("fallback: KV blocks in host memory") for note in plan.notes)
+    with pytest.raises(CapacityError, match="max_model_len=52000 needs"):
+        plan_llama(52_000, facts, kv={"cpu_gib": 16})
+
+
+def test_a_second_group_has_as_many_host_blocks_and_stays_on_the_gpu() -> None:
+    spec = small_spec(
+        sliding_window=32,
+        layer_types=[*[FULL] * 3, WINDOW] * 2,
+        max_position_embeddings=4096,
+    )
+
+    def plan(length: int, memory_gib: float, **kv: Any) -> MemoryPlan:
+        asked: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "max_model_len": length,
+            "dtype": "float32",
+            "gpu_memory_utilization": 1.0,
+        }
+        found = plan_memory(configuration(spec, memory_gib=memory_gib, kv=kv, **asked), spec, CPU)
+        check_plan(found, spec)
+        return found
+
+    roomy = plan(4096, 1.0, num_cpu_blocks=120)
+    assert roomy.host_kv is not None
+    assert not roomy.host_kv.in_place
+    fixed = roomy.gpu_total_bytes - roomy.gpu_items["kv_cache"]
+    room = roomy.kv.num_bytes((200, roomy.kv.blocks(4096)[1]))  # of 256 blocks; some are stages
+    with pytest.raises(CapacityError):
+        plan(4096, (fixed + room) / GIB)
+    split = plan(4096, (fixed + room) / GIB, num_cpu_blocks=120)
+    assert split.host_kv is not None
+    assert split.host_kv.num_pinned == (120, 120)
+    assert split.host_kv.in_place
+    assert split.reach == (split.kv_pools[0] + 120, split.kv_pools[1])
+    assert 136 <= split.kv_pools[0] < 200
+    assert split.kv_pools[1] >= split.kv.blocks(4096)[1]
+    assert split.host_items["pinned_kv"] == 120 * sum(split.kv.block_bytes)
+
+
+# Refusals, before anything is loaded.
+
+
+@pytest.mark.parametrize(
+    ("kv", "advice"),
+    [
+        ({"cpu_gib": 200}, r"set kv\.cpu_gib=117\.7\d or less"),
+        ({"num_cpu_blocks": 102_400}, r"set kv\.num_cpu_blocks=602\d\d or less"),
+        ({"swap_space": 200}, r"set kv\.swap_space=117\.7\d or less"),
+    ],
+    ids=str,
+)
+def test_a_tier_beyond_host_memory_is_refused_with_figures(kv: dict[str, Any], advice: str) -> None:
+    with pytest.raises(
+        CapacityError, match=r"host memory: 201\.25 GiB are needed \(pinned_kv 200"
+    ) as error:
+        plan_llama(30_000, kv=kv)
+    text = str(error.value)
+    assert "119.00 GiB are available after a reserve of 1 GiB" in text
+    assert "offload less" not in text
+    found = re.search(advice, text)
+    assert found is not None
+    name, value = re.findall(r"kv\.(\w+)=([\d.]+)", found[0])[0]
+    size = int(value) if name == "num_cpu_blocks" else float(value)
+    assert plan_llama(30_000, kv={name: size}).host_kv is not None
+
+
+def test_a_tier_beyond_the_memlock_limit_is_refused_with_what_may_be_pinned() -> None:
+    facts = replace(H200, pin_limit_bytes=9 * GIB)
+    with pytest.raises(CapacityError, match=r"memlock limit leaves 9\.000") as error:
+        plan_llama(30_000, facts, kv={"cpu_gib": 16})
+    assert "(pinned_kv 16.000)" in str(error.value)
+    found = re.search(r"kv\.pin_limit_gib=([\d.]+)", str(error.value))
+    assert found is not None
+    plan = plan_llama(30_000, facts, kv={"cpu_gib": 16, "pin_limit_gib": float(found[1]) - 0.1})
+    assert 8 * GIB < plan.host_items["pinned_kv"] <= 9 * GIB
+
+
+def test_a_size_of_less_than_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv\.cpu_gib: expected at least one block of 16 tokens"):
+        plan_llama(8000, kv={"cpu_gib": 0.001})
+    assert plan_llama(8000, kv={"cpu_gib": 0.002}).host_kv is not None
+
+
+def test_zero_blocks_are_no_tier() -> None:
+    for kv in ({"num_cpu_blocks": 0}, {"cpu_gib": 0.0}):
+        plan = plan_small(kv={**kv, "enable_prefix_caching": True})
+        assert plan.host_kv is None
+        assert plan.prefix_caching
+    assert not plan_small().prefix_caching
+
+
+# swap_space.
+
+
+def test_swap_space_goes_to_weights_that_do_not_fit_and_then_to_kv() -> None:
+    plan = plan_olmo(kv={"swap_space": 12})
+    data = plan.to_dict()["swap_space"]
+    assert data["weights_bytes"] == plan.host_items["pinned_weights"] > 0
+    assert plan.kv_tokens >= 2048  # a step's
+    assert 0 <= 12 * GIB - data["weights_bytes"] - data["kv_bytes"] < plan.block_bytes
+    [note] = [note for note in plan.notes if "swap_space" in note]
+    assert f"{len(plan.offloaded_layers)} of 32 layers" in note
+    assert plan.host_kv is not None
+    assert f"holds {plan.host_kv.num_blocks[0]} KV blocks" in note
+    fits = plan_llama(100_000, kv={"swap_space": 16})
+    assert fits.offloaded_layers == ()
+    assert fits.to_dict()["swap_space"]["kv_bytes"] == 16 * GIB
+
+
+# What is expected of moves.
+
+
+def test_moves_are_expected_at_the_rates_of_link_and_pageable_memory() -> None:
+    fast, mixed, slow = (
+        plan_llama(30_000, kv={"cpu_gib": 16, "pin_limit_gib": limit}).host_kv
+        for limit in (None, 8, 0)
+    )
+    assert fast is not None
+    assert mixed is not None
+    assert slow is not None
+    assert fast.swap_rates is not None
+    assert mixed.swap_rates is not None
+    assert slow.swap_rates is not None
+    rates = [host.load_bytes_s for host in (fast.swap_rates, mixed.swap_rates, slow.swap_rates)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[1] < 2.1 * rates[2]
+    # A prompt token takes tens of microseconds, its 128 KiB some.
+    assert fast.recompute_token_s > 5 * 2**17 / fast.swap_rates.load_bytes_s
+
+
+# Anything.
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spec=model_specs(),
+    share=st.floats(1.0, 1.5),
+    blocks=st.integers(0, 3000),
+    pin=st.none() | st.floats(0, 0.2),
+    block_size=st.sampled_from([8, 16, 128]),
+    offload=st.sampled_from([None, uva(0.01), prefetch(1)]),
+    gaps=st.sampled_from([{}, NO_UVA, NO_PIN]),
+    kind=st.sampled_from(["cpu", "cuda"]),
+)
+def test_plans_account_for_all_and_hold_what_they_say(
+    spec: ModelSpec,
+    share: float,
+    blocks: int,
+    pin: float | None,
+    block_size: int,
+    offload: Any,
+    gaps: dict[str, Any],
+    kind: str,
+) -> None:
+    facts = replace(CPU if kind == "cpu" else H200, host_available_bytes=2**50, **gaps)
+    kv = {
+        "num_cpu_blocks": blocks,
+        "block_size": block_size,
+        "pin_limit_gib": pin if blocks else None,
+    }
+    config = configuration(
+        spec,
+        kv=kv,
+        offload=offload,
+        memory_gib=spec.weight_bytes() / GIB * share + 1.3,
+        max_num_seqs=4,
+        max_num_batched_tokens=300,
+    )
+    try:
+        plan = plan_memory(config, spec, facts)
+    except CapacityError:
+        return
+    check_plan(plan, spec)
+    host = plan.host_kv
+    assert (host is None) == (blocks == 0)
+    assert plan.longest_tokens >= plan.max_model_len
+    if host is None:
+        return
+    assert set(host.num_blocks) == {blocks}
+    in_host = plan.host_items["pinned_kv"] + plan.host_items["pageable_kv"]
+    assert in_host == blocks * sum(plan.kv.block_bytes)
+    if pin is not None:
+        assert plan.host_items["pinned_kv"] <= pin * GIB
+    fits_gpu = plan.kv.blocks(plan.max_model_len)[0] <= plan.kv_pools[0]
+    assert host.in_place == (not fits_gpu)
+    if host.in_place:
+        assert facts.can_pin
+        assert facts.can_uva
+        assert 0 < host.stage_blocks <= host.num_pinned[0]
+    assert plan.predicted is not None
+    assert plan.predicted["host_kv"]["decode_step_ms"] > 0
+
+
+def test_olmo_without_a_tier_is_planned_as_before() -> None:
+    assert plan_olmo(offload=uva(8)).longest_tokens == OLMO_7B.max_position_embeddings
