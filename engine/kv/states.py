@@ -76,7 +76,7 @@ class BlockStates:
         key = self.keys[block_id]
         if key is None:
             return None
-        return (self.cpu_index if self.is_gpu(block_id) else self.gpu_index).get(key)
+        return (self.cpu_index if block_id < self.num_gpu else self.gpu_index).get(key)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest run of leading keys that are findable."""
@@ -126,7 +126,8 @@ class BlockStates:
         home, where = self._home(block_id), self._where[block_id]
         if home is where:
             return
-        self.num_gpu_changes += block_id < self.num_gpu
+        if block_id < self.num_gpu:
+            self.num_gpu_changes += 1
         if where is not None:
             where.remove(block_id)
         if home is not None:
@@ -167,15 +168,15 @@ class BlockStates:
     def _home(self, block_id: int) -> BlockList | None:
         if self.owners[block_id]:
             return None
-        has_key = self.keys[block_id] is not None
-        if self.is_gpu(block_id):
-            return self.gpu_idle if has_key else self.gpu_free
+        key = self.keys[block_id]
+        if block_id < self.num_gpu:
+            return self.gpu_free if key is None else self.gpu_idle
         if self.ledger.is_touched(block_id):
             return None
-        part = 0 if self.is_in_place(block_id) else 1
-        if not has_key:
+        part = 0 if block_id < self.num_gpu + self.num_in_place else 1
+        if key is None:
             return self.cpu_free[part]
-        return (self.cpu_only if self.copy_of(block_id) is None else self.cpu_spare)[part]
+        return (self.cpu_spare if key in self.gpu_index else self.cpu_only)[part]
 
     def _count_owned(self, block_id: int, change: int) -> None:
         if self.is_gpu(block_id):
