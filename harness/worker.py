@@ -145,7 +145,9 @@ class Work:
 
     def _close_engine(self) -> None:
         if self._llm is not None:
-            self._result["effective"]["stats"] = self._llm.stats()
+            stats = self._llm.stats()
+            self._result["notes"] += stats.pop("notes", [])
+            self._result["effective"]["stats"] = stats
             self._state.enter("close")
             self._llm.close()
             self._llm = None

@@ -214,6 +214,10 @@ class Driver:
 
     def _count(self, event: TokenEvent) -> None:
         times = self._open[event.request_id]
+        if event.finish_reason == "error":  # of a server: no token came with it
+            times.error = str(event.stop_reason)
+            del self._open[event.request_id]
+            return
         times.token_ids.append(event.token_id)
         times.token_times_s.append(event.time_s)
         if event.finish_reason is not None:

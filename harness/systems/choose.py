@@ -9,6 +9,8 @@ from harness.door import EngineDoor, engine_door
 from harness.job import WorkerJob
 from harness.systems.accelerate_engine import accelerate_door
 from harness.systems.fake.door import fake_door
+from harness.systems.http_engine import http_door
+from harness.systems.vllm_engine import vllm_door
 
 
 def door_for(job: WorkerJob) -> EngineDoor:
@@ -20,5 +22,9 @@ def door_for(job: WorkerJob) -> EngineDoor:
             return engine_door()
         case "accelerate":
             return accelerate_door()
+        case "vllm":
+            return vllm_door()
+        case "http":
+            return http_door(job.system)
         case other:
-            raise ValueError(f"system.kind: expected native or accelerate, got {other!r}.")
+            raise ValueError(f"system.kind: expected native or a peer, got {other!r}.")

@@ -1,5 +1,6 @@
 """Static batches on a transformers model: what `generate` does, one token of all rows a step."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ class StaticBatch:
 
     def __init__(self, model: Any, rows: Sequence[Row], device: str) -> None:
         self._model, self.rows, self._device = model, list(rows), device
-        self._cache: Any = None
+        self._cache, self._cache_key = _new_cache(model)
         self._mask: Any = None
         self._last: Any = None
 
@@ -64,15 +65,14 @@ class StaticBatch:
 
         open_rows = [not row.is_done for row in self.rows]
         with torch.inference_mode():
-            inputs = self._prompts() if self._cache is None else self._next()
+            inputs = self._prompts() if self._last is None else self._next()
             out = self._model(
                 **inputs,
+                **{self._cache_key: self._cache},
                 attention_mask=self._mask,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
-            self._cache = out.past_key_values
             self._last = out.logits[:, -1].argmax(dim=-1)
             tokens = self._last.tolist()
         found = []
@@ -105,3 +105,12 @@ class StaticBatch:
         self._mask = torch.cat([self._mask, one], dim=1)
         positions = self._mask.sum(-1, keepdim=True) - 1
         return {"input_ids": self._last[:, None], "position_ids": positions}
+
+
+def _new_cache(model: Any) -> tuple[Any, str]:
+    """Return an empty KV cache and the name under which the model takes it."""
+    from transformers import DynamicCache
+
+    taken = inspect.signature(type(model).forward).parameters
+    # Newer versions of transformers renamed it.
+    return DynamicCache(config=model.config), "cache" if "cache" in taken else "past_key_values"

@@ -1,0 +1,348 @@
+"""A server with OpenAI's completions interface, behind the harness's door."""
+
+import os
+import time
+from collections.abc import Callable
+from itertools import count
+from math import nan
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineError, RequestError
+from engine.request import Request, TokenEvent, check_request
+from engine.sampling_params import SamplingParams
+from harness.door import EngineDoor, Progress
+from harness.system_config import SystemConfig
+from harness.systems.agreement import UNKNOWN_TOKEN
+from harness.systems.base import PeerLoad, PeerPlan, no_prediction, no_probe
+from harness.systems.hf_sizes import model_spec
+from harness.systems.http_client import HTTPClient
+from harness.systems.http_door import HTTPDoor
+from harness.systems.http_stream import ServerError, StreamedAnswer
+from harness.systems.tokenizer import load_tokenizer
+
+TIMEOUT_S: Final = 300.0
+MOST_UNREACHED: Final = 10
+"""Requests in a row that find no server before the run is given up."""
+_WAIT_S: Final = 1.0
+OnEvents = Callable[[list[TokenEvent]], None]
+
+
+class HTTPEngine:
+    """Sends requests to a server; its tokens are those that arrived.
+
+    Args:
+        config: the model, and the longest prompt plus output.
+        system: where the server is.
+
+    Raises:
+        ConfigError: the variable with the key is not set.
+        EngineError: the server cannot be reached.
+    """
+
+    last_step = None
+    """A server does not tell its steps."""
+
+    def __init__(self, config: EngineConfig, system: SystemConfig) -> None:
+        self.spec, self.load_report = model_spec(config.model), PeerLoad()
+        self.tokenizer = load_tokenizer(config.model.path)
+        self._system = system
+        self.failure: EngineError | None = None
+        self._client = HTTPClient(
+            str(system.base_url), _key(system), system.request_timeout_s or TIMEOUT_S
+        )
+        try:
+            with self.load_report.phase("connect", time.perf_counter):
+                listed = self._client.get("/models")
+            self._model, self._listed = _served(listed, system)
+        except EngineError:
+            self._client.close()
+            raise
+        told = self._listed.get("max_model_len")
+        longest = config.engine.max_model_len or told or self.spec.max_position_embeddings
+        self.max_model_len = int(min(longest, told or longest))
+        facts = {"system": "http", "base_url": system.base_url, "served_model": self._model}
+        self.plan = PeerPlan(max_model_len=self.max_model_len, facts=facts)
+        self._events: SimpleQueue[list[TokenEvent]] = SimpleQueue()
+        self._open: dict[str, Any] = {}
+        self._names, self._unreached = count(), 0
+        self._counts = {"parts": 0, "tokens": 0, "added_tokens": 0, "unknown_ids": 0}
+        self._mismatch: tuple[int, int] | None = None
+
+    @classmethod
+    def plan_for(cls, config: EngineConfig) -> dict[str, Any]:
+        """Return nothing: the server was started by others."""
+        del config
+        return {}
+
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Send a request at once; its tokens come from `step`.
+
+        Raises:
+            RequestError: It is too long, or its prompt cannot be sent.
+        """
+        name = request_id or f"http-{next(self._names)}"
+        self._open[name] = self.send(prompt, params, name, self._events.put)
+        return name
+
+    def send(
+        self, prompt: list[int], params: SamplingParams, name: str, on_events: OnEvents
+    ) -> Any:
+        """Send a request; `on_events` gets its tokens on the client's thread.
+
+        The last token comes when the answer has ended, with the time at which it arrived. A request
+        that fails gets one event with finish_reason error and the reason in stop_reason.
+
+        Returns:
+            What cancels it.
+        """
+        request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
+        check_request(request, self.max_model_len, self.spec.vocab_size)
+        return self._client.submit(self._run(request, self._body(request), on_events))
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        ids = request.prompt_token_ids
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": ids if self._system.prompts != "text" else self._text(ids),
+            "max_tokens": request.params.max_tokens,
+            "temperature": request.params.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._system.extensions is not False:
+            body |= {"ignore_eos": request.params.ignore_eos, "return_token_ids": True}
+        return body
+
+    def _text(self, ids: list[int]) -> str:
+        if self.tokenizer is None:
+            raise RequestError(
+                "system.prompts: expected a tokenizer in the model's folder for text, found none. "
+                "Set system.prompts=token_ids."
+            )
+        return str(self.tokenizer.decode(ids))
+
+    async def _run(self, request: Request, body: dict[str, Any], on_events: OnEvents) -> None:
+        sent = 0
+
+        def emit(answer: StreamedAnswer, *, is_last: bool = False) -> None:
+            nonlocal sent
+            stop = len(answer.token_ids) - (0 if is_last else 1)
+            events = [_event(request, answer, index) for index in range(sent, stop)]
+            if is_last:
+                events[-1].finish_reason = answer.finish_reason
+            sent = max(sent, stop)
+            if events:
+                on_events(events)
+
+        try:
+            answer = await self._client.complete(body, emit)
+            missing = answer.end()
+        except (ServerError, ConnectionError) as error:
+            self._note_failure(error)
+            on_events([_failure(request, str(error))])
+            return
+        self._unreached = 0
+        self._note(request, answer, missing)
+        emit(answer, is_last=True)
+
+    def _note(self, request: Request, answer: StreamedAnswer, missing: int) -> None:
+        self._counts["parts"] += answer.num_parts
+        self._counts["tokens"] += len(answer.token_ids)
+        self._counts["added_tokens"] += missing
+        self._counts["unknown_ids"] += answer.token_ids.count(UNKNOWN_TOKEN)
+        own = len(request.prompt_token_ids)
+        if answer.prompt_tokens not in {None, own} and self._mismatch is None:
+            self._mismatch = (own, int(answer.prompt_tokens or 0))
+
+    def _note_failure(self, error: Exception) -> None:
+        if not isinstance(error, ConnectionError):
+            self._unreached = 0
+            return
+        self._unreached += 1
+        if self._unreached >= MOST_UNREACHED and self.failure is None:
+            self.failure = EngineError(
+                f"system.base_url: {self._unreached} requests in a row found no server ({error})."
+            )
+
+    def step(self) -> list[TokenEvent]:
+        """Wait for tokens and return those that arrived; nothing after a second without any.
+
+        Raises:
+            EngineError: the server is gone.
+        """
+        if self.failure is not None:
+            raise self.failure
+        found: list[TokenEvent] = []
+        try:
+            found += self._events.get(timeout=_WAIT_S)
+            while True:
+                found += self._events.get_nowait()
+        except Empty:
+            pass
+        found = [event for event in found if event.request_id in self._open]
+        for event in found:
+            if event.finish_reason is not None:
+                del self._open[event.request_id]
+        return found
+
+    def has_unfinished(self) -> bool:
+        """Return whether an answer is not at its end."""
+        return bool(self._open)
+
+    def abort(self, request_id: str) -> None:
+        """Close the connection of a request."""
+        running = self._open.pop(request_id, None)
+        if running is not None:
+            running.cancel()
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the start, and what a reader of the figures must know."""
+        counts = self._counts
+        notes = []
+        if counts["parts"] and counts["tokens"] != counts["parts"]:
+            notes.append(
+                f"http: {counts['tokens']} tokens came in {counts['parts']} parts, and those of "
+                "one part have one time: gaps between tokens (ITL) are gaps between parts."
+            )
+        if counts["added_tokens"]:
+            notes.append(
+                f"http: {counts['added_tokens']} tokens are known from the server's usage alone "
+                "and were given the time of the last part."
+            )
+        if self._mismatch is not None:
+            own, theirs = self._mismatch
+            notes.append(
+                f"http: a prompt of {own} tokens was counted as {theirs} by the server: lengths "
+                "are not those that were asked for."
+            )
+        return {**counts, "notes": notes}
+
+    def memory(self) -> dict[str, Any]:
+        """Return nothing: the memory is the server's."""
+        return {}
+
+    def effective(self) -> dict[str, Any]:
+        """Return what is known of the server."""
+        return {
+            "system": "http",
+            "system_version": str(self._listed.get("owned_by") or "unknown"),
+            "served_model": self._model,
+            "base_url": self._system.base_url,
+            "prompts": self._system.prompts or "token_ids",
+            "extensions": self._system.extensions is not False,
+            "emulated": None,
+            "max_model_len": self.max_model_len,
+            "fallbacks": [],
+            "warnings": [],
+        }
+
+    def close(self) -> None:
+        """End what runs and close the connections."""
+        self._client.close()
+
+
+class HTTPFactory:
+    """Opens the server of a configuration.
+
+    Args:
+        system: where it is.
+    """
+
+    def __init__(self, system: SystemConfig) -> None:
+        self._system = system
+
+    def from_config(
+        self, config: EngineConfig, *, progress: Progress, reference: bool
+    ) -> HTTPEngine:
+        """Connect.
+
+        Raises:
+            EngineError: `reference`, or no server.
+        """
+        if reference:
+            raise EngineError("http: expected no reference of it; the reference is native.")
+        progress("connect", 0, 0)
+        return HTTPEngine(config, self._system)
+
+    def plan_for(self, config: EngineConfig) -> dict[str, Any]:
+        """Return nothing: the server was started by others."""
+        return HTTPEngine.plan_for(config)
+
+
+def http_door(system: SystemConfig) -> EngineDoor:
+    """Return the door to a server."""
+    return EngineDoor(
+        load_code=lambda: _load_code(system),
+        probe=no_probe,
+        predict=no_prediction,
+        is_exact=False,
+        open_async=HTTPDoor,
+    )
+
+
+def _load_code(system: SystemConfig) -> HTTPFactory:
+    """Import the client.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    try:
+        import aiohttp  # noqa: F401, PLC0415  an extra
+    except ImportError as error:
+        raise EngineError(
+            "system=http: expected the package aiohttp, found none. Run: pip install "
+            "'tightfit[http]'."
+        ) from error
+    return HTTPFactory(system)
+
+
+def _key(system: SystemConfig) -> str | None:
+    if system.api_key_env is None:
+        return None
+    key = os.environ.get(system.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"system.api_key_env: expected a key in the variable {system.api_key_env}, found none."
+        )
+    return key
+
+
+def _served(listed: Any, system: SystemConfig) -> tuple[str, dict[str, Any]]:
+    """Return the name of the model and what the server tells of it."""
+    rows = listed.get("data") if isinstance(listed, dict) else None
+    models = {str(row.get("id")): row for row in rows or () if isinstance(row, dict)}
+    name = system.served_model or next(iter(models), None)
+    if name is None or (models and name not in models):
+        raise ConfigError(
+            f"system.served_model: expected one of {', '.join(models) or 'the server (none)'}, "
+            f"got {system.served_model!r}."
+        )
+    return name, models.get(name, {})
+
+
+def _event(request: Request, answer: StreamedAnswer, index: int) -> TokenEvent:
+    return TokenEvent(
+        request_id=request.request_id,
+        index=0,
+        token_id=answer.token_ids[index],
+        position=len(request.prompt_token_ids) + index,
+        logprob=nan,
+        time_s=answer.times_s[index],
+    )
+
+
+def _failure(request: Request, why: str) -> TokenEvent:
+    return TokenEvent(
+        request_id=request.request_id,
+        index=0,
+        token_id=UNKNOWN_TOKEN,
+        position=len(request.prompt_token_ids),
+        finish_reason="error",
+        stop_reason=why,
+        logprob=nan,
+        time_s=time.perf_counter(),
+    )

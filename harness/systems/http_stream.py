@@ -1,0 +1,124 @@
+"""Answers of an OpenAI-compatible server, part by part: tokens, their times, and how they ended."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import RequestError
+from engine.request import FinishReason
+from harness.systems.agreement import UNKNOWN_TOKEN
+
+
+class ServerError(RequestError):
+    """What a server sent instead of an answer."""
+
+
+class EventLines:
+    """Server-sent events out of bytes that arrive in any pieces."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[str]:
+        """Yield the content of each `data:` line that is complete.
+
+        Args:
+            data: the next bytes.
+        """
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            text = line.strip()
+            if text.startswith(b"data:"):
+                yield text[5:].strip().decode("utf-8", errors="replace")
+
+
+@dataclass(kw_only=True)
+class StreamedAnswer:
+    """One answer of `/completions` with stream=true.
+
+    Tokens are counted by `token_ids` where the server sends them, else by `logprobs`, else every
+    part with text counts as one. Where the usage that the server sends at the end says more, the
+    missing ones are added at the time of the last part.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    """UNKNOWN_TOKEN where the server tells none."""
+    times_s: list[float] = field(default_factory=list)
+    """When the part that brought each token arrived."""
+    num_parts: int = 0
+    """Parts that brought tokens."""
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int | None = None
+    """What the server counted."""
+    completion_tokens: int | None = None
+    is_over: bool = False
+
+    def feed(self, content: str, now_s: float) -> None:
+        """Take the content of one event.
+
+        Raises:
+            ServerError: it is an error, or no JSON object.
+        """
+        if content == "[DONE]":
+            self.is_over = True
+            return
+        part = _parse(content)
+        usage = part.get("usage") or {}
+        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+        self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
+        for choice in part.get("choices") or ():
+            tokens = _tokens(choice)
+            self.num_parts += bool(tokens)
+            self.token_ids += tokens
+            self.times_s += [now_s] * len(tokens)
+            reason = choice.get("finish_reason")
+            if reason is not None:
+                self.finish_reason = "length" if reason == "length" else _reason(reason)
+
+    def end(self) -> int:
+        """Take the end of the stream; return how many tokens the usage names beyond those seen.
+
+        Raises:
+            ServerError: it ended early, or without a token.
+        """
+        if self.finish_reason is None:
+            raise ServerError(
+                f"the server closed the stream after {len(self.token_ids)} tokens without a "
+                "finish_reason"
+            )
+        missing = max(0, (self.completion_tokens or 0) - len(self.token_ids))
+        if not self.token_ids:
+            raise ServerError("the server ended the answer without a token")
+        self.token_ids += [UNKNOWN_TOKEN] * missing
+        self.times_s += [self.times_s[-1]] * missing
+        return missing
+
+
+def _parse(content: str) -> dict[str, Any]:
+    try:
+        part = json.loads(content)
+    except ValueError as error:
+        raise ServerError(f"the server sent no JSON: {content[:200]!r}") from error
+    if not isinstance(part, dict):
+        raise ServerError(f"the server sent no JSON object: {content[:200]!r}")
+    if part.get("error"):
+        raise ServerError(f"the server sent an error: {part['error']}")
+    return part
+
+
+def _reason(reason: str) -> FinishReason:
+    if reason == "stop":
+        return "stop"
+    raise ServerError(f"the server ended the answer with {reason!r}")
+
+
+def _tokens(choice: dict[str, Any]) -> list[int]:
+    """Return the tokens of a part, UNKNOWN_TOKEN for each without an id."""
+    if choice.get("token_ids"):
+        return [int(token) for token in choice["token_ids"]]
+    known = (choice.get("logprobs") or {}).get("tokens")
+    if known:
+        return [UNKNOWN_TOKEN] * len(known)
+    return [UNKNOWN_TOKEN] if choice.get("text") else []

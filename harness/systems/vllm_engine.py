@@ -1,0 +1,301 @@
+"""vLLM behind the harness's door: its own engine, stepped in this process."""
+
+import gc
+import json
+import os
+import tempfile
+import time
+from dataclasses import fields
+from itertools import count
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from engine.accounting import resolve_max_model_len
+from engine.config import EngineConfig
+from engine.errors import EngineError, RequestError
+from engine.request import TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.spec import ModelSpec
+from harness.door import EngineDoor, Progress, probe_engine_link
+from harness.systems.base import PeerLoad, PeerPlan, StepCounts, no_prediction
+from harness.systems.hf_sizes import config_json, model_spec
+from harness.systems.tokenizer import load_tokenizer
+from harness.systems.torch_device import PeerDevice, open_peer_device
+from harness.systems.vllm_arguments import check_arguments, vllm_arguments
+
+
+class VLLMEngine:
+    """vLLM's LLMEngine, its requests by token ids.
+
+    Args:
+        config: what is asked.
+        spec: sizes of the model.
+        device: what it runs on.
+        arguments: what vLLM was told.
+        engine: vLLM's engine.
+        load: where the time of the load went.
+
+    Raises:
+        EngineError: offload was asked for and vLLM put nothing in host memory.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        device: PeerDevice,
+        arguments: dict[str, Any],
+        engine: Any,
+        load: PeerLoad,
+    ) -> None:
+        self.spec, self.load_report = spec, load
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.last_step: StepCounts | None = None
+        self._config, self._device, self._engine = config, device, engine
+        self._offloader, self._host_bytes = _offloaded(config)
+        is_read = config.offload.backend == "uva"
+        settings: Any = engine.vllm_config
+        self.max_model_len = int(settings.model_config.max_model_len)
+        self._dtype = str(settings.model_config.dtype).removeprefix("torch.")
+        self.plan = PeerPlan(
+            max_model_len=self.max_model_len,
+            copied_bytes=0 if is_read else self._host_bytes,
+            read_bytes=self._host_bytes if is_read else 0,
+            facts={
+                "system": "vllm",
+                "gpu_budget_bytes": device.budget_bytes,
+                "weights": {"host_bytes": self._host_bytes},
+                "arguments": {
+                    name: sorted(value) if isinstance(value, set) else value
+                    for name, value in arguments.items()
+                },
+            },
+        )
+        self._prompts: dict[str, int] = {}
+        self._outputs: dict[str, int] = {}
+        self._names, self._num_steps = count(), 0
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, *, progress: Progress, reference: bool
+    ) -> "VLLMEngine":
+        """Build vLLM's engine.
+
+        Raises:
+            ConfigError: the installed vLLM lacks a setting that is asked for.
+            EngineError: `reference`, or offload that did not take place.
+        """
+        from vllm import EngineArgs, LLMEngine, __version__  # noqa: PLC0415  takes seconds
+
+        if reference:
+            raise EngineError("vllm: expected no reference of it; the reference is native.")
+        progress("load", 0, 0)
+        device, spec = open_peer_device(config), model_spec(config.model)
+        share = device.budget_bytes / device.card_bytes
+        load = PeerLoad()
+        with tempfile.TemporaryDirectory() as scratch, load.phase("read", time.perf_counter):
+            folder = config.model.path or _config_folder(Path(scratch), spec)
+            arguments = vllm_arguments(config, folder, share)
+            check_arguments(arguments, [item.name for item in fields(EngineArgs)], __version__)
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        return cls(config, spec, device, arguments, engine, load)
+
+    @classmethod
+    def plan_for(cls, config: EngineConfig) -> dict[str, Any]:
+        """Return the arguments that vLLM would be told; it plans only while it loads."""
+        device, spec = open_peer_device(config), model_spec(config.model)
+        resolve_max_model_len(config, spec)
+        return vllm_arguments(
+            config, str(config.model.path), device.budget_bytes / device.card_bytes
+        )
+
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request.
+
+        Raises:
+            RequestError: vLLM refused it.
+        """
+        from vllm import SamplingParams as Theirs  # noqa: PLC0415  takes seconds
+        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+        name = request_id or f"vllm-{next(self._names)}"
+        try:
+            asked = Theirs(
+                temperature=params.temperature,
+                max_tokens=params.max_tokens,
+                ignore_eos=params.ignore_eos,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, asked)
+        except ValueError as error:
+            raise RequestError(f"vllm: {error}") from error
+        self._prompts[name], self._outputs[name] = len(prompt), 0
+        return name
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step of vLLM; return the tokens that it gave.
+
+        A step counts as prefill where a request got its first token, or none got any: vLLM does
+        not say how a step was composed.
+        """
+        outputs = self._engine.step()
+        now_s = time.perf_counter()
+        self._num_steps += 1
+        events: list[TokenEvent] = []
+        num_prompt = num_decode = 0
+        for output in outputs:
+            name = output.request_id
+            if name not in self._outputs or not output.outputs:
+                continue
+            if self._outputs[name] == 0:
+                num_prompt += self._prompts[name]
+            else:
+                num_decode += len(output.outputs[0].token_ids)
+            events += self._events(output, now_s)
+        self.last_step = StepCounts(
+            num_prefill_tokens=num_prompt or (0 if events else 1),
+            num_decode_tokens=num_decode,
+            h2d_bytes=self.plan.copied_bytes,
+            in_place_bytes=self.plan.read_bytes,
+        )
+        return events
+
+    def _events(self, output: Any, now_s: float) -> list[TokenEvent]:
+        name, answer = output.request_id, output.outputs[0]
+        tokens, events = list(answer.token_ids), []
+        for index, token in enumerate(tokens):
+            self._outputs[name] += 1
+            is_last = output.finished and index == len(tokens) - 1
+            events.append(
+                TokenEvent(
+                    request_id=name,
+                    index=0,
+                    token_id=int(token),
+                    position=self._prompts[name] + self._outputs[name] - 1,
+                    finish_reason=answer.finish_reason if is_last else None,
+                    logprob=nan,
+                    time_s=now_s,
+                )
+            )
+        if output.finished:
+            self._prompts.pop(name), self._outputs.pop(name)
+        return events
+
+    def has_unfinished(self) -> bool:
+        """Return whether a step has work."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        if self._outputs.pop(request_id, None) is not None:
+            self._prompts.pop(request_id)
+            self._engine.abort_request([request_id])
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the load."""
+        return {"steps": self._num_steps}
+
+    def memory(self) -> dict[str, Any]:
+        """Return bytes in use."""
+        return {
+            "gpu_peak_bytes": self._device.peak_bytes(),
+            "gpu_budget_bytes": self._device.budget_bytes,
+            "host_pinned_bytes": self._host_bytes,
+        }
+
+    def effective(self) -> dict[str, Any]:
+        """Return what is really used."""
+        from vllm import __version__  # noqa: PLC0415  takes seconds
+
+        cache: Any = self._engine.vllm_config.cache_config
+        return {
+            "system": "vllm",
+            "system_version": f"vllm {__version__}",
+            "device": self._device.name,
+            "device_kind": self._device.kind,
+            "emulated": self._device.kind == "cpu",
+            "dtype": self._dtype,
+            "backend": self._config.offload.backend,
+            "offloader": self._offloader,
+            "host_pinned_bytes": self._host_bytes,
+            "max_model_len": self.max_model_len,
+            "num_gpu_blocks": getattr(cache, "num_gpu_blocks", None),
+            "block_size": getattr(cache, "block_size", None),
+            "load_format": self._config.model.load_format,
+            "fallbacks": [],
+            "warnings": [],
+        }
+
+    def close(self) -> None:
+        """End vLLM's engine and free its memory."""
+        core = getattr(self._engine, "engine_core", None)
+        shutdown = getattr(core, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+        self._engine = None
+        gc.collect()
+
+
+def vllm_door() -> EngineDoor:
+    """Return the door to vLLM."""
+    return EngineDoor(
+        load_code=_load_code,
+        probe=probe_engine_link,
+        predict=no_prediction,
+        is_exact=False,
+    )
+
+
+def _load_code() -> type[VLLMEngine]:
+    """Import vLLM, to run in this process: so its memory and its offload can be looked at.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        import vllm  # noqa: F401, PLC0415  takes seconds, and is measured
+    except ImportError as error:
+        raise EngineError(
+            f"system=vllm: expected the package vllm, but its import failed ({error}). Install "
+            "vLLM in this environment."
+        ) from error
+    return VLLMEngine
+
+
+def _config_folder(folder: Path, spec: ModelSpec) -> str:
+    text = json.dumps(config_json(spec))
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def _offloaded(config: EngineConfig) -> tuple[str | None, int]:
+    """Return vLLM's offloader and the bytes of weights that it put in host memory.
+
+    Raises:
+        EngineError: bytes were asked for and there are none, or it cannot be told.
+    """
+    if config.offload.backend == "none":
+        return None, 0
+    asked = f"system=vllm: offload.backend={config.offload.backend} was asked for"
+    try:
+        from vllm.model_executor.offloader import get_offloader  # noqa: PLC0415  in newer versions
+    except ImportError as error:
+        raise EngineError(
+            f"{asked}, but this vLLM does not tell what it offloaded ({error}). Install a newer "
+            "vLLM."
+        ) from error
+    offloader = get_offloader()
+    name = type(offloader).__name__
+    names = ("cpu_offload_bytes", "total_offloaded_bytes")
+    found = next((value for key in names if (value := getattr(offloader, key, None))), 0)
+    if not found:
+        raise EngineError(
+            f"{asked}, but vLLM's {name} put no weights in host memory. Check its log, and that "
+            "the selectors match parameters of this model."
+        )
+    return name, int(found)

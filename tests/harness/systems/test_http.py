@@ -1,0 +1,231 @@
+import asyncio
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the extra http is not installed")
+
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import ConfigError, EngineError, RequestError
+from engine.sampling_params import SamplingParams
+from harness.scenarios.drive import run_at_once
+from harness.system_config import SystemConfig
+from harness.systems.http_door import HTTPDoor
+from harness.systems.http_engine import MOST_UNREACHED, HTTPEngine, http_door
+from harness.systems.http_stream import EventLines, ServerError, StreamedAnswer
+from harness.traffic.settings import Arrivals
+from harness.worker import Work
+from tests.harness.cases import SPEC
+from tests.harness.systems.server import Script, Server, next_token
+from tests.harness.test_worker import job
+from tests.harness.traffic.cases import serve
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+def config():
+    return EngineConfig(model=ModelConfig(name="tiny", load_format="dummy", spec=SPEC))
+
+
+def system(base_url, **changes):
+    return SystemConfig(kind="http", base_url=base_url, **changes)
+
+
+def ask(script, prompts=PROMPTS, output=5, **changes):
+    """Send prompts at once; return the requests and the engine's totals."""
+    import time
+
+    with Server(script) as server:
+        llm = HTTPEngine(config(), system(server.base_url, **changes))
+        try:
+            requests, totals = run_at_once(
+                llm, prompts, output, clock=time.perf_counter, prefix="r"
+            )
+            return requests, totals, llm.stats()
+        finally:
+            llm.close()
+
+
+def test_tokens_and_their_number_are_those_of_the_server():
+    requests, totals, stats = ask(Script())
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        assert request.is_complete
+        assert request.token_ids == [next_token(prompt, index) for index in range(5)]
+        assert request.submit_s < request.token_times_s[0]
+        assert request.token_times_s == sorted(request.token_times_s)
+    assert totals.num_steps == 0
+    assert stats["notes"] == []
+    assert (stats["tokens"], stats["unknown_ids"], stats["added_tokens"]) == (10, 0, 0)
+
+
+def test_what_is_sent_says_greedy_and_of_set_length():
+    script = Script()
+    ask(script, PROMPTS[:1])
+    (body,) = script.bodies
+    assert body == {
+        "model": "tiny",
+        "prompt": [1, 2, 3],
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def test_without_extensions_only_published_fields_are_sent(monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret")
+    script = Script(with_ids=False)
+    requests, _, stats = ask(script, PROMPTS[:1], extensions=False, api_key_env="A_KEY")
+    assert "ignore_eos" not in script.bodies[0]
+    assert script.headers[0]["Authorization"] == "Bearer secret"
+    assert requests[0].token_ids == [-1] * 5
+    assert stats["unknown_ids"] == 5
+
+
+def test_tokens_of_one_part_share_a_time_and_a_note_says_so():
+    requests, _, stats = ask(Script(tokens_per_part=2), PROMPTS[:1])
+    times = requests[0].token_times_s
+    assert len(requests[0].token_ids) == 5
+    assert times[0] == times[1]
+    assert times[2] == times[3]
+    assert "5 tokens came in 3 parts" in stats["notes"][0]
+
+
+def test_tokens_of_the_usage_alone_are_added():
+    requests, _, stats = ask(Script(with_ids=False, extra_usage=2), PROMPTS[:1])
+    assert requests[0].token_ids == [-1] * 7
+    assert stats["added_tokens"] == 2
+    assert any("usage alone" in note for note in stats["notes"])
+
+
+def test_another_count_of_the_prompt_is_noted():
+    _, _, stats = ask(Script(prompt_offset=1), PROMPTS[:1])
+    assert "a prompt of 3 tokens was counted as 4" in stats["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"status": 503}, "answered 503"),
+        ({"break_after": 2}, "closed the stream after 2 tokens"),
+        ({"error_after": 2}, "out of blocks"),
+        ({"finish": "content_filter"}, "content_filter"),
+    ],
+)
+def test_what_is_no_answer_fails_that_request(changes, words):
+    requests, _, _ = ask(Script(**changes), PROMPTS[:1])
+    assert not requests[0].is_complete
+    assert words in requests[0].error
+
+
+def test_silence_beyond_the_limit_fails_the_request():
+    requests, _, _ = ask(Script(hang=True), PROMPTS[:1], request_timeout_s=0.05)
+    assert "system.request_timeout_s" in requests[0].error
+
+
+def test_a_server_that_is_gone_ends_the_run():
+    with Server(Script()) as server:
+        llm = HTTPEngine(config(), system(server.base_url))
+
+    def ask_in_vain():
+        for _ in range(MOST_UNREACHED + 1):
+            llm.add_request([1, 2], GREEDY)
+            while llm.has_unfinished():
+                llm.step()
+
+    try:
+        with pytest.raises(EngineError, match=f"{MOST_UNREACHED} requests in a row"):
+            ask_in_vain()
+    finally:
+        llm.close()
+
+
+def test_no_server_and_no_such_model_are_refused():
+    with Server(Script()) as server:
+        with pytest.raises(ConfigError, match="expected one of tiny, got 'other'"):
+            HTTPEngine(config(), system(server.base_url, served_model="other")).close()
+        with pytest.raises(EngineError, match="answered 404"):
+            HTTPEngine(config(), system(server.base_url + "/nowhere"))
+    with pytest.raises(EngineError, match="gave no answer"):
+        HTTPEngine(config(), system(server.base_url))
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        HTTPEngine(config(), system(server.base_url, api_key_env="NO_SUCH_KEY"))
+
+
+def test_the_door_streams_fails_and_cancels():
+    script = Script()
+
+    async def talk(llm):
+        door = HTTPDoor(llm, max_pending=2, on_step=lambda step, duration_s: None)
+        got = [event async for part in door.tokens([1, 2], GREEDY, "a") for event in part]
+        assert [event.token_id for event in got] == [next_token([1, 2], i) for i in range(5)]
+        assert got[-1].finish_reason == "length"
+        script.status = 500
+        with pytest.raises(RequestError, match="answered 500"):
+            async for _ in door.tokens([1, 2], GREEDY, "b"):
+                pass
+        script.status, script.hang = 200, True
+        waiting = asyncio.ensure_future(anext(door.tokens([1], GREEDY, "c")))
+        while len(script.bodies) < 3:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert door.failure is None
+        assert door.release() is llm
+
+    with Server(script) as server:
+        llm = HTTPEngine(config(), system(server.base_url))
+        try:
+            asyncio.run(talk(llm))
+        finally:
+            llm.close()
+
+
+def test_a_worker_measures_a_server(tmp_path):
+    with Server(Script()) as server:
+        where = system(server.base_url)
+        task = job(system=where)
+        result = Work(task, tmp_path, http_door(where), spawned_s=0.0).run()
+    assert result["status"] == "ok", result["error"]
+    metrics = result["metrics"]
+    assert metrics["latency/ttft_ms/mean"] > 0
+    assert metrics["throughput/output_tok_s"] > 0
+    assert metrics["throughput/decode_tok_s"] is None
+    assert metrics["memory/gpu_peak_gib"] is None
+    assert result["effective"]["system"] == "http"
+    assert result["plan"]["served_model"] == "tiny"
+
+
+def test_a_worker_serves_a_schedule_through_a_server(tmp_path):
+    from harness.schema import ScenarioConfig
+
+    load = serve(num_requests=8, warmup_requests=1, arrivals=Arrivals(process="at_once"))
+    with Server(Script()) as server:
+        where = system(server.base_url)
+        task = job(system=where, scenario=ScenarioConfig(name="serve", serve=load))
+        result = Work(task, tmp_path, http_door(where), spawned_s=0.0).run()
+    assert result["status"] == "ok", result["error"]
+    samples = result["samples"]["serve"]
+    assert samples["num_completed"] == samples["num_planned"] == 8
+
+
+def test_lines_are_found_in_any_pieces():
+    data = b"data: a\r\n\r\n: comment\ndata:b\n\nda"
+    for size in (1, 3, 100):
+        lines = EventLines()
+        pieces = [data[start : start + size] for start in range(0, len(data), size)]
+        assert [item for piece in pieces for item in lines.feed(piece)] == ["a", "b"]
+
+
+def test_logprobs_count_tokens_where_ids_are_absent():
+    answer = StreamedAnswer()
+    answer.feed('{"choices": [{"text": "ab", "logprobs": {"tokens": ["a", "b"]}}]}', 1.0)
+    answer.feed('{"choices": [{"text": "", "finish_reason": "stop"}]}', 2.0)
+    assert answer.end() == 0
+    assert (answer.token_ids, answer.times_s) == ([-1, -1], [1.0, 1.0])
+    assert answer.finish_reason == "stop"
+    with pytest.raises(ServerError, match="no JSON"):
+        answer.feed("{", 3.0)

@@ -1,0 +1,120 @@
+import dataclasses
+import time
+
+import pytest
+
+from engine.config import EngineConfig, GPUConfig, ModelConfig, OffloadConfig, UVAOffloadConfig
+from engine.errors import ConfigError, EngineError
+from harness.scenarios.drive import run_at_once
+from harness.system_config import SystemConfig
+from harness.systems.vllm_engine import VLLMEngine, _load_code, vllm_door
+from harness.worker import Work
+from tests.harness.cases import SPEC
+from tests.harness.systems.server import next_token
+from tests.harness.systems.test_mapping import PREFETCH
+from tests.harness.systems.vllm_stand_in import (
+    EngineArgs,
+    LLMEngine,
+    NoopOffloader,
+    PrefetchOffloader,
+    UVAOffloader,
+    install,
+)
+from tests.harness.test_worker import job
+
+UVA = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1.0))
+
+
+def config(**changes):
+    model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
+    fields = {"model": model, "gpu": GPUConfig(device="cpu", memory_gib=1)}
+    return EngineConfig(**(fields | changes))
+
+
+def open_engine(**changes):
+    return VLLMEngine.from_config(
+        config(**changes), progress=lambda phase, done, total: None, reference=False
+    )
+
+
+def test_tokens_times_and_steps(monkeypatch):
+    install(monkeypatch)
+    llm = open_engine()
+    requests, totals = run_at_once(llm, [[1, 2], [3, 4, 5]], 4, clock=time.perf_counter, prefix="r")
+    for request, prompt in zip(requests, [[1, 2], [3, 4, 5]], strict=True):
+        assert request.is_complete
+        assert request.token_ids == [next_token(prompt, index) for index in range(4)]
+    assert (totals.num_steps, totals.num_decode_steps, totals.num_decode_tokens) == (5, 3, 6)
+    assert totals.decode_moved_bytes == 0
+    llm.close()
+    assert LLMEngine.opened[0].is_shut
+
+
+@pytest.mark.parametrize(
+    ("offload", "offloader", "moved"),
+    [(UVA, UVAOffloader(), (0, 3_000_000)), (PREFETCH, PrefetchOffloader(), (5_000_000, 0))],
+)
+def test_bytes_of_an_offload_are_those_that_vllm_tells(monkeypatch, offload, offloader, moved):
+    install(monkeypatch, offloader)
+    llm = open_engine(offload=offload)
+    assert llm.plan.moved_per_step(3) == moved
+    assert llm.effective()["offloader"] == type(offloader).__name__
+    assert llm.effective()["system_version"] == "vllm 0.33.0"
+    assert llm.memory()["host_pinned_bytes"] == sum(moved)
+    llm.close()
+
+
+def test_an_offload_that_did_not_take_place_is_an_error(monkeypatch):
+    install(monkeypatch, NoopOffloader())
+    with pytest.raises(EngineError, match="NoopOffloader put no weights in host memory"):
+        open_engine(offload=UVA)
+
+
+def test_an_offload_that_cannot_be_checked_is_an_error(monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(EngineError, match="does not tell what it offloaded"):
+        open_engine(offload=UVA)
+
+
+def test_an_older_vllm_lacks_settings_by_name(monkeypatch):
+    fields = [(f.name, f.type, f) for f in dataclasses.fields(EngineArgs)]
+    older = [item for item in fields if not item[0].startswith("offload_")]
+    install(monkeypatch, PrefetchOffloader(), dataclasses.make_dataclass("EngineArgs", older))
+    with pytest.raises(ConfigError, match="offload_backend, offload_group_size"):
+        open_engine(offload=PREFETCH)
+
+
+def test_a_worker_measures_vllm(monkeypatch, tmp_path):
+    install(monkeypatch)
+    door = dataclasses.replace(vllm_door(), probe=lambda config: {})
+    task = job(system=SystemConfig(kind="vllm"), engine=config())
+    result = Work(task, tmp_path, door, spawned_s=0.0).run()
+    assert result["status"] == "ok", result["error"]
+    assert result["metrics"]["throughput/output_tok_s"] > 0
+    assert result["effective"]["system"] == "vllm"
+    assert result["plan"]["arguments"]["skip_tokenizer_init"] is True
+
+
+def test_a_long_prompt_and_an_aborted_request_end_alone(monkeypatch):
+    install(monkeypatch)
+    llm = open_engine()
+    (long,), _ = run_at_once(llm, [[1] * 600], 2, clock=time.perf_counter, prefix="r")
+    assert "longer than the maximum" in long.error
+    name = llm.add_request([1], params())
+    llm.abort(name)
+    assert not llm.has_unfinished()
+    llm.close()
+
+
+def params():
+    from engine.sampling_params import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+
+
+def test_an_absent_package_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match="expected the package vllm"):
+        _load_code()
