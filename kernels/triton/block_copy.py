@@ -12,9 +12,7 @@ which compute needs."""
 
 # Lists of numbers start at any multiple of 8 bytes; one compiled variant serves them all, so that
 # none is compiled in the middle of a run.
-@triton.jit(
-    do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["dst_ids", "src_ids"]
-)
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["dst_ids", "src_ids"])
 def _copy_blocks_kernel(
     dst,
     src,
