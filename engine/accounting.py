@@ -127,7 +127,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     room = budget - sum(items.values())
     pools, in_place = tier.share_out(kv, room)
     if in_place:
-        items["kv_stages"] = tier.stage_bytes
+        items["kv_stages"] = tier.stage_bytes(room)
     items["kv_cache"] = kv.num_bytes(pools)
     pinned = facts.can_pin
     host = {
@@ -171,7 +171,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         notes=tuple(notes),
         swap_space_bytes=int(config.kv.swap_space * GIB),
         swap_weights_bytes=_swap_weights_bytes(asked, layout.offloaded_bytes),
-        host_kv=_host_kv(tier, len(pools), in_place=in_place),
+        host_kv=_host_kv(tier, len(pools), room, in_place=in_place),
         prefix_caching=config.kv.enable_prefix_caching,
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
         facts=facts,
@@ -220,14 +220,16 @@ def _swap_weights_bytes(asked: Asked, offloaded_bytes: int) -> int:
     return offloaded_bytes if takes_swap_space(asked) else 0
 
 
-def _host_kv(tier: HostTierSizes, num_groups: int, *, in_place: bool) -> HostKVPlan | None:
+def _host_kv(
+    tier: HostTierSizes, num_groups: int, room: int, *, in_place: bool
+) -> HostKVPlan | None:
     if not tier.num_blocks:
         return None
     return HostKVPlan(
         num_pinned=(tier.num_pinned,) * num_groups,
         num_pageable=(tier.num_pageable,) * num_groups,
         in_place=in_place,
-        stage_blocks=tier.stage_blocks,
+        stage_blocks=tier.stage_blocks(room) if in_place else 0,
     )
 
 
@@ -272,7 +274,7 @@ def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> 
     on_gpu = kv.longest(room, 0, limit)
     if on_gpu == limit or not tier.reach:
         return on_gpu
-    return max(on_gpu, kv.longest(room - tier.stage_bytes, tier.reach, limit))
+    return max(on_gpu, kv.longest(room - tier.stage_bytes(room), tier.reach, limit))
 
 
 def _window_notes(asked: Asked) -> list[str]:

@@ -29,7 +29,8 @@ class HostKVPlan:
     in_place: bool
     """Compute reads and writes pinned blocks of the first group where they are."""
     stage_blocks: int
-    """Blocks of one layer that a prefill's stage buffer on the GPU holds; there are two."""
+    """Blocks of one layer that a prefill's stage buffer on the GPU holds; there are two. 0 where no
+    sequence uses host blocks in place."""
     swap_rates: SwapRates | None = None
     """What moves of blocks are expected to carry; None until times are predicted."""
     recompute_token_s: float = 0.0
@@ -54,7 +55,7 @@ class HostKVPlan:
             "pinned_bytes": kv.num_bytes(self.num_pinned),
             "pageable_bytes": kv.num_bytes(self.num_pageable),
             "tokens": self.num_blocks[0] * kv.block_size,
-            "stage_blocks": self.stage_blocks if self.in_place else 0,
+            "stage_blocks": self.stage_blocks,
             "swap_rates": asdict(self.swap_rates) if self.swap_rates else None,
             "recompute_token_s": self.recompute_token_s,
         }

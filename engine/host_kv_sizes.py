@@ -14,7 +14,9 @@ from engine.kv_sizes import KVSizes
 from kernels.sizes import prefill_state_bytes
 
 STAGE_BYTES: Final = 32 * 2**20
-"""About what one stage buffer of a prefill holds of one layer."""
+"""What one stage buffer of a prefill holds of one layer at most, unless a tile of keys is more."""
+STAGE_SHARE: Final = 1 / 16
+"""Of the GPU's room for KV, what one stage buffer takes at most; likewise."""
 NUM_STAGES: Final = 2
 _SLOT_BYTES: Final = 16
 """Numbers of stage slots, twice over, bytes a block."""
@@ -44,9 +46,13 @@ class HostTierSizes:
     num_pageable: int
     reach: int
     """Blocks of the first group that compute could use where they are."""
-    stage_blocks: int
-    stage_bytes: int
-    """Stage buffers and state of prefills on the GPU; taken where blocks are used in place."""
+    layer_bytes: int
+    """Keys and values of one block in one layer."""
+    least_stage: int
+    """Blocks of a stage buffer at least, with which a tile of keys can be staged."""
+    most_stage: int
+    state_bytes: int
+    """State of prefills between two stages, on the GPU."""
     ids_bytes: int
     """Block numbers of moves on the GPU, and once more in pinned memory."""
     staging_bytes: int
@@ -58,6 +64,16 @@ class HostTierSizes:
     def num_blocks(self) -> int:
         """Blocks of each group."""
         return self.num_pinned + self.num_pageable
+
+    def stage_blocks(self, room: int) -> int:
+        """Return the blocks of one stage buffer where the GPU has so many bytes for KV."""
+        share = int(STAGE_SHARE * max(0, room)) // self.layer_bytes
+        return max(self.least_stage, min(self.most_stage, share))
+
+    def stage_bytes(self, room: int) -> int:
+        """Return what stage buffers and the state of prefills take on the GPU."""
+        blocks = self.stage_blocks(room)
+        return blocks * (NUM_STAGES * self.layer_bytes + _SLOT_BYTES) + self.state_bytes
 
     def share_out(self, kv: KVSizes, room: int) -> tuple[tuple[int, ...], bool]:
         """Return the GPU's blocks of each group, and whether sequences use host blocks in place.
@@ -71,15 +87,17 @@ class HostTierSizes:
         pools, need = kv.fit(max(0, room)), kv.blocks(kv.max_model_len)
         if not self.reach or need[0] <= pools[0]:
             return pools, False
-        return kv.fit(max(0, room - self.stage_bytes), self.reach), True
+        return kv.fit(max(0, room - self.stage_bytes(room)), self.reach), True
 
 
 NO_HOST_TIER: Final = HostTierSizes(
     num_pinned=0,
     num_pageable=0,
     reach=0,
-    stage_blocks=0,
-    stage_bytes=0,
+    layer_bytes=1,
+    least_stage=0,
+    most_stage=0,
+    state_bytes=0,
     ids_bytes=0,
     staging_bytes=0,
 )
@@ -117,8 +135,8 @@ def host_tier_sizes(
     pinned = count if can_pin else 0
     if config.pin_limit_gib is not None:
         pinned = min(pinned, cpu_blocks(int(config.pin_limit_gib * GIB), layers, layer_bytes))
+    most = min(pinned, kv.blocks(kv.max_model_len)[0])
     least = -(-PIECE_KEYS // kv.block_size)
-    stage = min(pinned, kv.blocks(kv.max_model_len)[0], max(least, STAGE_BYTES // layer_bytes))
     ids = 0
     if pinned and can_uva:
         sizes = zip(kv.block_bytes, kv.useful, strict=True)
@@ -128,10 +146,10 @@ def host_tier_sizes(
         num_pinned=pinned,
         num_pageable=count - pinned,
         reach=pinned if can_uva else 0,
-        stage_blocks=stage,
-        stage_bytes=NUM_STAGES * stage * layer_bytes
-        + stage * _SLOT_BYTES
-        + prefill_state_bytes(kv.step_tokens, num_heads, head_dim),
+        layer_bytes=layer_bytes,
+        least_stage=min(most, least),
+        most_stage=min(most, max(least, STAGE_BYTES // layer_bytes)),
+        state_bytes=prefill_state_bytes(kv.step_tokens, num_heads, head_dim),
         ids_bytes=ids,
         staging_bytes=staging if count > pinned else 0,
         swap_bytes=max(0, int(config.swap_space * GIB) - moved_bytes),
