@@ -58,7 +58,7 @@ class KVWork:
         if factor == 1:
             return self
         numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int)}
-        kept = {"steps": numbers.pop("steps"), "rounds_fill": numbers.pop("rounds_fill")}
+        kept = {"steps": numbers.pop("steps")}
         small = {name: max(2, round(value * factor)) for name, value in numbers.items()}
         return KVWork(**asdict(self) | small | kept)
 

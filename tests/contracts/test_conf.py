@@ -185,7 +185,7 @@ def test_a_scenario_measures_what_its_name_says(name: str, composer: Composer) -
 EXPERIMENTS = [
     (path, line.removeprefix("#").split("    #")[0].strip())
     for path in sorted((CONF / "experiment").glob("*.yaml"))
-    for line in path.read_text(encoding="utf-8").splitlines()
+    for line in re.sub(r"\\\n# *", "", path.read_text(encoding="utf-8")).splitlines()
     if re.match(r"#\s+python -m harness", line)
 ]
 

@@ -169,6 +169,6 @@ def test_cases_name_parts_that_exist():
 def test_work_is_scaled_as_a_whole():
     small = KVWork().scaled(0.01)
     assert (small.prefix_tokens, small.conversations, small.own_tokens) == (82, 2, 2)
-    assert (small.steps, small.rounds_fill, small.beyond) == (22, 10, (1.3, 3.0))
+    assert (small.steps, small.rounds_fill, small.beyond) == (22, 2, (1.3, 3.0))
     assert KVWork().scaled(1) == KVWork()
     assert replace(KVWork(), rounds_fill=10).rounds_sequences == 13

@@ -1,0 +1,122 @@
+"""The experiments on the KV cache, in small: what each asks for shows in what is counted."""
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from engine import LLM
+from engine.errors import CapacityError
+from harness.build import engine_config
+from harness.composition import Composer
+from harness.prompts import synthetic_prompts
+from harness.scenarios.kv import KVWatch
+from harness.scenarios.latency import measure_latency
+from harness.scenarios.serve import Load, measure_serve
+
+SMALL = (
+    *("model=glass", "model.load_format=dummy", "gpu=cpu", "gpu.memory_gib=0.02"),
+    *("engine.max_num_batched_tokens=64", "engine.max_num_seqs=2", "hydra.mode=RUN"),
+)
+SERVED = {
+    "parked": (
+        "engine.max_model_len=128",
+        "scenario.serve.turns.first_tokens=60",
+        "scenario.serve.prompt.tokens=4",
+        "scenario.serve.output.tokens=4",
+    ),
+    "shared_prefix": (
+        "engine.max_model_len=128",
+        "scenario.serve.prefixes.tokens=64",
+        "scenario.serve.prompt.tokens=8",
+        "scenario.serve.output.tokens=4",
+        "scenario.serve.num_requests=48",
+    ),
+    "multi_turn": (
+        "engine.max_model_len=128",
+        "scenario.serve.prompt.tokens=8",
+        "scenario.serve.output.tokens=4",
+        "scenario.serve.num_requests=64",
+    ),
+}
+
+
+@cache
+def composer():
+    return Composer()
+
+
+def configured(name, *overrides):
+    (point,) = composer().plan((f"+experiment={name}", *SMALL, *overrides)).points
+    return point.config
+
+
+def served(name, cpu_gib):
+    config = configured(name, f"kv.cpu_gib={cpu_gib}", *SERVED[name])
+    llm = LLM.from_config(engine_config(config, None))
+    watch = KVWatch(llm, time.perf_counter)
+    load = Load(config=config.scenario.serve, vocab_size=llm.spec.vocab_size)
+    outcome, _ = measure_serve(watch, load, clock=time.perf_counter)
+    result = {"metrics": outcome.metrics, "samples": {}}
+    watch.note("serve", result)
+    llm.close()
+    assert outcome.reasons == []
+    return result
+
+
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_what_the_gpu_gives_away_is_found_in_the_host_tier(name):
+    with_host = served(name, 0.04)
+    metrics = with_host["metrics"]
+    assert metrics["kv/cpu_hit_tokens"] > 0
+    assert metrics["kv/loaded_gib"] > 0
+    assert metrics["kv/gpu_evictions_lost"] == 0
+    assert metrics["kv/cpu_used_peak_share"] > 0
+    assert with_host["samples"]["kv"]["cpu_blocks"] > 0
+    alone = served(name, 0)["metrics"]
+    assert alone["kv/cpu_hit_tokens"] == 0
+    assert alone["kv/gpu_evictions_lost"] > 0
+    assert alone["kv/missed_tokens"] > metrics["kv/missed_tokens"]
+    assert metrics["kv/hit_share"] > (alone["kv/hit_share"] or 0)
+
+
+def num_blocks(config, memory_gib):
+    """GPU blocks of a plan with so much memory; 0 where there is none."""
+    asked = replace(config, gpu=replace(config.gpu, memory_gib=memory_gib))
+    try:
+        return LLM.plan_for(asked).num_gpu_blocks
+    except CapacityError:
+        return 0
+
+
+def least_memory_gib(config):
+    """The least memory, to 10 KiB, with a block on the GPU."""
+    low, high = 0.001, 0.02
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        low, high = (low, middle) if num_blocks(config, middle) else (middle, high)
+    return high
+
+
+def test_a_sequence_beyond_the_gpu_runs_with_a_host_tier_alone():
+    lengths = ("scenario.latency.prompt_tokens=88", "scenario.latency.output_tokens=8")
+    asked = configured("long_context", "kv.cpu_gib=0.01", "engine.max_num_seqs=1", *lengths)
+    assert asked.engine.max_model_len == 96
+    config = engine_config(asked, None)
+    memory_gib = least_memory_gib(config)
+    alone = replace(config, kv=replace(config.kv, cpu_gib=0.0))
+    assert num_blocks(alone, memory_gib) == 0
+    llm = LLM.from_config(replace(config, gpu=replace(config.gpu, memory_gib=memory_gib)))
+    watch, part = KVWatch(llm, time.perf_counter), asked.scenario.latency
+    rows = synthetic_prompts(
+        part.num_requests, part.prompt_tokens, vocab_size=llm.spec.vocab_size, seed=0, stream="x"
+    )
+    outcome, _ = measure_latency(watch, rows, part.output_tokens, clock=time.perf_counter)
+    metrics, _ = watch.figures()
+    room = llm.plan.num_gpu_blocks * llm.plan.block_size
+    llm.close()
+    assert outcome.reasons == []
+    assert outcome.num_complete == 2
+    assert room < 96
+    assert metrics["kv/in_place_gib"] > 0
