@@ -1,0 +1,120 @@
+"""Engines with a host tier of KV blocks, of exact sizes, and what their requests must give."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, build
+from engine.host_kv import HostKVPlan, SwapRates
+from engine.plan import MemoryPlan
+from engine.planner import plan_memory
+from tests.tiny import greedy, open_llm
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 151,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "initializer_range": 0.3,
+}
+"""Of models that are smaller than those of tests.tiny."""
+SWAP = SwapRates(store_bytes_s=1e15, load_bytes_s=1e15)
+"""A link with which moving blocks is always cheaper than computing them again."""
+
+
+def tiers(
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpu: int,
+    *,
+    num_window: int | None = None,
+    pinned: int = 0,
+    pageable: int = 0,
+    in_place: bool = True,
+    stage_blocks: int = 16,
+    prefix_caching: bool = True,
+    recompute_token_s: float = 1.0,
+) -> None:
+    """Let engines that are built from now on have so many blocks.
+
+    Args:
+        monkeypatch: Puts it back.
+        num_gpu: Blocks of the first group on the GPU.
+        num_window: Of the group with a window; None: as planned.
+        pinned: Pinned host blocks of each group.
+        pageable: Pageable ones.
+        in_place: Sequences may use pinned blocks of the first group where they are.
+        stage_blocks: Host blocks that a staging buffer holds; 128 tokens need room.
+        prefix_caching: Full blocks are found by other sequences.
+        recompute_token_s: What a token costs that is computed again; moving costs nothing.
+    """
+
+    def plan(*args: Any, **keywords: Any) -> MemoryPlan:
+        found = plan_memory(*args, **keywords)
+        groups = len(found.kv.windows)
+        host = None
+        if pinned or pageable:
+            host = HostKVPlan(
+                num_pinned=(pinned if found.facts.can_pin else 0,) * groups,
+                num_pageable=(pageable + (0 if found.facts.can_pin else pinned),) * groups,
+                in_place=in_place and found.facts.can_uva and pinned > 0,
+                stage_blocks=stage_blocks,
+                swap_rates=SWAP,
+                recompute_token_s=recompute_token_s,
+            )
+        windows = found.num_window_blocks if num_window is None else num_window
+        return replace(
+            found,
+            num_gpu_blocks=num_gpu,
+            num_window_blocks=windows if groups > 1 else 0,
+            host_kv=host,
+            prefix_caching=prefix_caching,
+        )
+
+    monkeypatch.setattr(build, "plan_memory", plan)
+
+
+class Alone:
+    """Tokens of prompts that run alone in a resident engine, by model and block size."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[Path, tuple[int, ...]], list[int]] = {}
+
+    def __call__(
+        self, folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int, **keywords: Any
+    ) -> list[list[int]]:
+        """Return the first `max_tokens` tokens of each prompt."""
+        keys = [(folder, tuple(prompt)) for prompt in prompts]
+        missing = [key for key in keys if len(self._tokens.get(key, [])) < max_tokens]
+        if missing:
+            llm = open_llm(folder, **{"gpu_memory_gib": 0.25, "max_model_len": 1000, **keywords})
+            assert llm.plan.host_kv is None
+            assert not llm.plan.prefix_caching
+            for key in missing:
+                [self._tokens[key]] = greedy(llm, [key[1]], max_tokens)
+            llm.close()
+        return [self._tokens[key][:max_tokens] for key in keys]
+
+
+def check_empty(llm: LLM) -> None:
+    """No block has an owner, no move is under way, and all blocks are accounted for."""
+    assert llm._engine is not None
+    core = llm._engine.core
+    core.transfers.drain()
+    assert not llm.has_unfinished()
+    assert core.transfers.num_under_way == 0
+    for pool in core.pools:
+        assert pool.num_moves == 0
+        gpu, cpu = pool.use("gpu"), pool.use("cpu")
+        assert (gpu.owned, cpu.owned, cpu.in_transit) == (0, 0, 0)
+        assert gpu.cached + gpu.free == pool.num_gpu_blocks
+        assert cpu.cached + cpu.free == pool.num_cpu_blocks
+    llm.reset_cache()
+    for pool in core.pools:
+        assert pool.use("gpu").free == pool.num_gpu_blocks
+        assert pool.use("cpu").free == pool.num_cpu_blocks
