@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from engine.offload_config import OffloadWarning
+from harness.ab_config import quote_sides
 from harness.build import check_settings
 from harness.complaints import explain
 from harness.errors import ConfigError
@@ -145,7 +146,7 @@ class Composer:
         parsed = []
         for text in typed:
             try:
-                parsed.extend(parser.parse_overrides([text]))
+                parsed.extend(parser.parse_overrides([quote_sides(text)]))
             except HydraException as error:
                 raise ConfigError(
                     f"{text}: expected key=value or group=option. Quote a value that holds "

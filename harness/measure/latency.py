@@ -1,5 +1,6 @@
 """Token times of requests -> TTFT, TPOT, ITL and end to end in milliseconds; empty is None."""
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,14 @@ class RequestTimes:
         times = self.token_times_s
         return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
 
+    @property
+    def tokens_hash(self) -> str | None:
+        """Equal for equal tokens; None without one."""
+        if not self.token_ids:
+            return None
+        text = ",".join(map(str, self.token_ids))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def to_row(self) -> dict[str, Any]:
         """Return the request as a row of the record's samples."""
         return {
@@ -64,6 +73,7 @@ class RequestTimes:
             "tpot_ms": self.tpot_ms,
             "e2e_ms": self.e2e_ms,
             "itl_ms": self.itl_ms,
+            "tokens_hash": self.tokens_hash,
             "finish_reason": self.finish_reason,
             "error": self.error,
         }

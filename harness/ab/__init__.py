@@ -1,0 +1,1 @@
+"""scenario=ab: two compositions compared in pairs of runs, each in fresh processes."""

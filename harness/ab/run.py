@@ -1,0 +1,156 @@
+"""A comparison, from its two compositions to its record."""
+
+import re
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from harness.ab.order import Step, is_needed, steps
+from harness.ab.result import comparison, result_lines
+from harness.ab.sides import Side, compose_sides
+from harness.ab_config import AbConfig
+from harness.models.home import tightfit_home
+from harness.plain import plain
+from harness.report import build_report
+from harness.schema import RunConfig, SweepContext
+from harness.tracking.base import SweepFacts
+from harness.tracking.choose import open_tracker
+from reports.record import RESULT_NAME, RunRecord
+
+RUNS: Final = "runs"
+"""Folder of the runs of both sides, below the comparison's own."""
+RunOne = Callable[[RunConfig, Path, Sequence[str], SweepContext], RunRecord]
+
+
+def run_ab(
+    config: RunConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    *,
+    run_one: RunOne,
+    config_dir: Path | None = None,
+) -> RunRecord:
+    """Run both sides in pairs and return the comparison's record, which is also in `run_dir`.
+
+    Args:
+        config: with `ab`.
+        run_dir: a folder of this comparison's own.
+        overrides: as the user wrote them.
+        run_one: runs one point; `harness.point.run_point`.
+        config_dir: a folder of the user's.
+
+    Raises:
+        ConfigError: the sides do unlike work, or cannot be composed.
+        KeyboardInterrupt: Ctrl-C; the record of what ran until then is written.
+    """
+    if config.ab is None:
+        raise ValueError("run_ab: expected a configuration with ab, got none.")
+    sides = compose_sides(config.ab, overrides, config_dir)
+    return _Comparison(config, config.ab, run_dir.resolve(), list(overrides), sides).run(run_one)
+
+
+class _Comparison:
+    def __init__(
+        self,
+        config: RunConfig,
+        ab: AbConfig,
+        run_dir: Path,
+        overrides: list[str],
+        sides: tuple[Side, Side],
+    ) -> None:
+        self._config, self._ab, self._run_dir = config, ab, run_dir
+        self._overrides, self._sides = overrides, {side.name: side for side in sides}
+        self._started = datetime.now(UTC).astimezone()
+        self._begin_s = time.monotonic()
+        suffix = secrets.token_hex(3)
+        self._run_id = f"{self._started:%Y%m%d-%H%M%S}-{suffix}"
+        name = re.sub(r"[^\w.-]", "_", run_dir.name, flags=re.ASCII)
+        shared = set(sides[0].overrides) & set(sides[1].overrides)
+        self._sweep = SweepContext(
+            sweep_id=f"ab-{name}-{suffix}",
+            folder=run_dir,
+            index=0,
+            total=len(list(steps(ab))),
+            shared=tuple(item for item in sides[0].overrides if item in shared),
+        )
+        self._done: list[tuple[Step, RunRecord]] = []
+        self._folders: list[str] = []
+
+    def run(self, run_one: RunOne) -> RunRecord:
+        """Run what can still say something, in order; see run_ab."""
+        interrupt: KeyboardInterrupt | None = None
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            for step in steps(self._ab):
+                if is_needed(step, self._done):
+                    self._run_step(step, run_one)
+        except KeyboardInterrupt as error:
+            interrupt = error
+        record = self._finish(is_interrupted=interrupt is not None)
+        sys.stdout.write("\n".join(result_lines(record, self._run_dir)) + "\n")
+        if interrupt is not None:
+            raise interrupt
+        return record
+
+    def _run_step(self, step: Step, run_one: RunOne) -> None:
+        number = len(self._done)
+        folder = Path(RUNS, f"{number:02d}-{step.label}")
+        side = self._sides[step.side]
+        sys.stderr.write(f"ab: run {number + 1} of {self._sweep.total} at most: {step.label}\n")
+        record = run_one(
+            replace(side.config, rerun="all"),
+            self._run_dir / folder,
+            side.overrides,
+            replace(self._sweep, index=number),
+        )
+        self._done.append((step, record))
+        self._folders.append(str(folder))
+
+    def _finish(self, *, is_interrupted: bool) -> RunRecord:
+        """Write the record, then what is made from it; their troubles become warnings of it."""
+        record = self._record(is_interrupted=is_interrupted)
+        path = self._run_dir / RESULT_NAME
+        record.write(path)
+        warnings = [] if is_interrupted else build_report(self._run_dir)
+        tracker = open_tracker(self._config.tracking, tightfit_home())
+        tracker.finish_sweep(
+            SweepFacts(
+                context=self._sweep,
+                status={"ok": "ok", "killed": "killed"}.get(record.status, "failed"),
+                counts=dict(Counter(found.status for _, found in self._done)),
+                metrics=record.metrics,
+            )
+        )
+        warnings += tracker.warnings
+        if warnings:
+            told = [*record.effective["warnings"], *warnings]
+            record = replace(record, effective=record.effective | {"warnings": told})
+            record.write(path)
+        return record
+
+    def _record(self, *, is_interrupted: bool) -> RunRecord:
+        found = comparison(self._ab, self._done, self._folders, is_interrupted=is_interrupted)
+        first = self._done[0][1] if self._done else None
+        environment: dict[str, Any] = dict(first.environment) if first is not None else {}
+        return RunRecord(
+            run_id=self._run_id,
+            name=f"ab: {' '.join(self._ab.a) or 'as is'} against {' '.join(self._ab.b) or 'as is'}",
+            status=found.status,
+            error=found.error,
+            valid=found.valid,
+            reasons=found.reasons,
+            started_at=self._started.isoformat(timespec="seconds"),
+            duration_s=time.monotonic() - self._begin_s,
+            config=plain(self._config.to_dict()),
+            overrides=self._overrides,
+            environment=environment,
+            effective={"warnings": [], "notes": found.notes},
+            metrics=plain(found.metrics),
+            samples={"ab": plain(found.sample)},
+        )
