@@ -47,7 +47,7 @@ class BlockHasher:
         parts += [] if salt is None else [salt]
         digest.update(f"{len(self._identity)},{len(parts)}".encode())
         for part in parts:
-            raw = part.encode()
+            raw = part.encode("utf-8", "surrogatepass")
             # The length first, so that no two lists of parts give one string of bytes.
             digest.update(len(raw).to_bytes(8, "little"))
             digest.update(raw)

@@ -23,6 +23,7 @@ def test_defaults_and_common_values_pass():
         min_tokens=10_000,
         ignore_eos=True,
         logprobs=0,
+        cache_salt="a",
     ).check()
 
 
@@ -63,6 +64,8 @@ BAD = [
     ("min_tokens", None, "integer"),
     ("min_tokens", 17, "max_tokens=16"),
     ("ignore_eos", 1, "True or False"),
+    ("cache_salt", "", "at least one character"),
+    ("cache_salt", 1, "string"),
     ("logprobs", -1, ">= 0"),
     ("logprobs", 21, "<= 20"),
     ("logprobs", True, "integer"),

@@ -195,7 +195,7 @@ def test_without_prefix_caching_nothing_is_shared():
 
 def test_salts_part_what_would_be_shared():
     world = world_of(num_gpu=32)
-    for salt, hit in ((None, 0), ("a", 0), (None, 16), ("a", 32), ("b", 32)):
+    for salt, hit in ((None, 0), ("a", 0), (None, 16), ("a", 32), ("b", 32), ("\ud800", 32)):
         run(world, world.add(stem=0, length=20, max_tokens=1, salt=salt))
         assert counts(world)["prefix"]["hits_gpu_tokens"] == hit
     world.end()
@@ -269,6 +269,34 @@ def test_few_sequences_that_exceed_the_gpu_end_together(monkeypatch):
     assert counts(world)["pool"]["lost"] == 0
     assert few_recomputed(world)
     world.end()
+
+
+def test_a_long_prompt_without_room_is_looked_at_now_and_then():
+    """Only what is given back makes the scheduler look at once."""
+    world = world_of(num_gpu=100, max_len=400, tokens=300)
+    first = world.add(length=280, max_tokens=40)
+    world.step()
+    asked = []
+    find = world.groups.find
+    world.groups.find = lambda sequence: (
+        asked.append(world.scheduler.stats.num_steps) or find(sequence)
+    )
+    second = world.add(length=290, max_tokens=1)
+    while not first.is_finished:
+        world.step()
+    assert 3 <= len(asked) <= 8
+    world.step()
+    assert second in world.scheduler.running or second.is_finished
+    run(world)
+    world.end()
+
+
+def test_a_fault_of_the_pools_is_told_and_no_hang(monkeypatch):
+    world = world_of(num_gpu=20)
+    world.add(length=4, max_tokens=2)
+    monkeypatch.setattr(world.groups, "begin", lambda *_, **__: False)
+    with pytest.raises(EngineError, match="0 with blocks and 1 that wait, and no move"):
+        world.step()
 
 
 def test_figures_of_two_groups_are_summed():

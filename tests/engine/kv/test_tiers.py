@@ -362,6 +362,22 @@ def test_what_is_to_be_dropped_or_forgotten_is_not_stored():
     assert world.pool.stats.evicted_lost == 1
 
 
+def test_content_without_an_owner_is_forgotten_in_both_tiers():
+    world = World(3, 3)
+    mine, other = world.run([1, 1, 2, 2]), world.run([3, 3])
+    keys = list(mine.keys) + list(other.keys)
+    assert world.pool.num_lacking(mine.table) == 2
+    world.stop(mine)
+    world.pool.store_ahead(3)
+    world.complete_all()
+    assert world.pool.num_lacking(mine.table) == 0
+    assert world.pool.findable(keys) == [True] * 3
+    world.pool.forget(keys)
+    assert world.pool.findable(keys) == [False, False, True]
+    assert world.pool.use("gpu").free == 2
+    assert world.pool.use("cpu").free == 3
+
+
 def test_a_full_host_tier_in_use_skips_stores():
     world = World(2, 1)
     world.pool.allocate(1, "cpu")
