@@ -1,14 +1,17 @@
 """Times of decode steps on a clock of ours, and all cases end to end with the GPU emulated."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from engine import probe
+from engine import LLM, probe, probe_moves
+from engine.errors import CapacityError
 from harness.bench import __main__ as command
 from harness.bench import measure
 from harness.bench.cases import Asked, Case, Limits, Work, cases, engine_config, read_model
+from harness.bench.kv_cases import KVAsked, kv_cases
 from harness.errors import ConfigError
 
 TINY = [
@@ -228,3 +231,53 @@ def test_one_case_runs_in_a_process_of_its_own(capsys):
     assert command.main(arguments) == 0
     out, _ = capsys.readouterr()
     assert "prefetch 2/1/1, batch 1: bytes / step time / link rate" in out
+
+
+KV_TINY = [
+    *("--device", "cpu", "--kv-model", "glass", "--kv-host-gib", "0.004"),
+    *("--kv-turns-gib", "0.006", "--kv-offload", "1/1/1", "--kv-scale", "0.004"),
+    *("--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--steps", "4"),
+]
+
+
+def most_memory_gib(num_blocks):
+    """The most memory, to 10 KiB, with which fewer than so many blocks are on the GPU."""
+    [case] = [case for case in kv_cases(KVAsked(host_gib=0.004)) if case.name == "kv_long"]
+    case = replace(case, max_model_len=128, max_num_seqs=4)
+    limits = Limits(model="glass", max_num_batched_tokens=64, device="cpu")
+
+    def has_fewer(memory_gib):
+        config = engine_config(replace(case, memory_gib=memory_gib), limits, 0.9)
+        try:
+            return LLM.plan_for(config).num_gpu_blocks < num_blocks
+        except CapacityError:
+            return True
+
+    low, high = 0.001, 0.02
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        low, high = (middle, high) if has_fewer(middle) else (low, middle)
+    return low
+
+
+def test_every_part_of_the_kv_cache_runs_emulated(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(probe, "EMULATED_COPY_BYTES", 2**20)
+    monkeypatch.setattr(probe_moves, "EMULATED_MOVED_BYTES", 2**18)
+    file = tmp_path / "figures.json"
+    memory = ["--kv-memory-gib", str(most_memory_gib(8))]  # eight hold 128 tokens
+    asked = [*KV_TINY, *memory, "--rows", "kv", "--json", str(file)]
+    assert command.bench(asked, measure.measure) == 0
+    out, err = capsys.readouterr()
+    assert err.count("done, ") == 6
+    found = json.loads(file.read_text())["cases"]
+    parts = {f"{name}/{part}": f for name, case in found.items() for part, f in case["kv"].items()}
+    assert {name: f["failed"] for name, f in parts.items() if "failed" in f} == {}
+    longest = parts["kv_long/long"]["runs"]["longest"]
+    assert longest["has_ended"]
+    assert longest["kv_in_place_bytes"] > 0
+    assert f"128 tokens, {parts['kv_long/long']['room']} of them on the GPU" in out
+    assert parts["kv_weights/streamed"]["h2d_bytes"] > 0
+    for part in ("ttft", "shared", "parked"):
+        assert parts[f"kv_cpu/{part}"]["hits_cpu_tokens"] > 0
+    assert parts["kv_gpu/shared"]["hits_cpu_tokens"] == 0
+    assert parts["kv_turns/turns"]["output_tokens"] == parts["kv_turns/turns"]["asked_tokens"]
