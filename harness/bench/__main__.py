@@ -169,7 +169,9 @@ def _group(options: argparse.Namespace) -> _Group:
         model=options.kv_model if of_kv else options.model,
         num_layers=options.model_layers,
         max_num_seqs=options.max_num_seqs or max(options.batches),
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=(
+            options.kv_batched_tokens if of_kv else options.max_num_batched_tokens
+        ),
         device=options.device,
     )
     spec = read_model(limits.model, limits.num_layers)

@@ -9,6 +9,8 @@ from harness.bench.kv_work import KVWork
 GROUP: Final = "kv"
 """Name of all these cases together."""
 MODEL: Final = "llama31_8b"
+BATCHED_TOKENS: Final = 4096
+"""Of a step: what leaves about 42,000 tokens of room beside the model on 24 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)

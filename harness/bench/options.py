@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from harness.bench.kv_cases import MODEL, KVAsked
+from harness.bench.kv_cases import BATCHED_TOKENS, MODEL, KVAsked
 from harness.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -13,7 +13,7 @@ NO_CHANGE: Final = ("output", "json", "resume", "rows")
 """Options that change nothing of what is measured in a case."""
 SHAPE: Final = ("model", "model_layers", "prefill_tokens", "max_num_batched_tokens", "device")
 """Options that targets in seconds do not survive."""
-KV_SHAPE: Final = ("kv_model", "kv_scale", "model_layers", "max_num_batched_tokens", "device")
+KV_SHAPE: Final = ("kv_model", "kv_scale", "kv_batched_tokens", "model_layers", "device")
 """Likewise, of the rows on the KV cache."""
 
 
@@ -119,6 +119,7 @@ def _add_kv(made: argparse.ArgumentParser) -> None:
     add("--kv-utilization", type=_share, default=usual.utilization, help="of it")
     add("--kv-host-gib", type=_SIZE, default=usual.host_gib, help="host blocks")
     add("--kv-turns-gib", type=_SIZE, default=usual.turns_gib, help="host blocks of kv_turns")
+    add("--kv-batched-tokens", type=_COUNT, default=BATCHED_TOKENS, help="tokens of a step")
     add("--kv-short-len", type=_COUNT, default=usual.short_len, help="max_model_len of most")
     add("--kv-offload", type=_split, default=usual.offload, help="group/num/step of kv_weights")
     add("--kv-scale", type=_SIZE, default=1.0, help="factor of all lengths and counts")
