@@ -1,29 +1,32 @@
 """Run what a command line asks for: every point checked first, then one after another by Hydra."""
 
+import contextlib
 import re
 import secrets
+import shutil
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import hydra
-from hydra.conf import HydraConf
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import Container, OmegaConf
 
+from harness.ab.sides import check_comparisons
+from harness.begun import FOLDER as POINTS_FOLDER
+from harness.begun import BegunPoints
 from harness.cli_args import CommandLine
 from harness.complaints import explain
-from harness.composition import CONFIG_NAME, DEMO_MODEL, Composer, Plan, Point, to_run_config
+from harness.composition import CONFIG_NAME, DEMO_MODEL, Composer, Plan, Point
 from harness.errors import EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.folders import CONF
+from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.keys import unknown_key
+from harness.launchers import BASIC, launch_arguments, make_importable
 from harness.models.home import tightfit_home
 from harness.overview import sweep_lines
-from harness.schema import RunConfig, SweepContext
+from harness.task import PointTask, SweepPlan, failure_record
 from reports.record import RESULT_NAME, RecordError, RunRecord
 
 __all__ = ["run"]
@@ -57,6 +60,7 @@ def run(line: CommandLine) -> int:
 
         return show_plans(plan)
     _check_folder(plan)
+    check_comparisons(plan, line.config_dir)
     return _Session(plan, line.config_dir).run()
 
 
@@ -110,107 +114,154 @@ def _print_point(point: Point, line: CommandLine) -> str:
         raise explain(error) from error
 
 
-@dataclass(kw_only=True)
-class _Progress:
-    records: list[RunRecord] = field(default_factory=list)
-    folders: list[Path] = field(default_factory=list)
-    sweep: SweepContext | None = None
-
-
 class _Session:
     """The points of one command, their records, and how they end."""
 
     def __init__(self, plan: Plan, config_dir: Path | None) -> None:
         self._plan = plan
         self._config_dir = config_dir
-        self._done = _Progress()
-        self._suffix = f"-{secrets.token_hex(3)}"
+        self._hydra = plan.points[0].composed.hydra
+        self._launcher = str(self._hydra.runtime.choices["hydra/launcher"])
+        self._task = PointTask(
+            sweep=self._sweep_plan() if plan.multirun else None, config_dir=config_dir
+        )
 
     def run(self) -> int:
         """Let Hydra run every point; return the exit code."""
-        arguments = list(self._plan.overrides)
-        if self._plan.multirun:
-            arguments.append("--multirun")
-        if self._config_dir is not None:
-            arguments += ["--config-dir", str(self._config_dir.resolve())]
+        sweep = self._task.sweep
+        if sweep is not None:
+            shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
+        try:
+            with sigterm_as_interrupt():
+                if sweep is not None and self._launcher != BASIC:
+                    self._prepare_launch(sweep)
+                self._launch()
+                records = self._records(sweep)
+            interrupted = False
+        except KeyboardInterrupt:
+            records, interrupted = self._interrupted(sweep), True
+        if sweep is not None:
+            with interrupt_afterwards():
+                self._finish_sweep(sweep, records, interrupted=interrupted)
+        if interrupted:
+            return EXIT_INTERRUPTED
+        all_ran = len(records) == len(self._plan.points)
+        statuses = {record.status for _, record in records}
+        return EXIT_OK if all_ran and statuses == {"ok"} else EXIT_NOT_ALL_OK
+
+    def _prepare_launch(self, sweep: SweepPlan) -> None:
+        """Get ready what processes of a launcher share, before there is any."""
+        from harness.sweep import begin_sweep  # noqa: PLC0415  not for --cfg and errors
+
+        make_importable()
+        tracking = self._plan.points[0].config.tracking
+        for text in begin_sweep(tracking, sweep.context(0)):
+            _say(f"warning: {text}")
+
+    def _launch(self) -> None:
         start = hydra.main(version_base="1.3", config_path=str(CONF), config_name=CONFIG_NAME)
         try:
-            with _arguments(arguments):
+            with _arguments(self._arguments()):
                 start(self._task)()
-        except KeyboardInterrupt:
-            self._add_interrupted()
-            self._finish_sweep(interrupted=True)
-            return EXIT_INTERRUPTED
-        self._finish_sweep(interrupted=False)
-        statuses = [record.status for record in self._done.records]
-        all_ran = len(statuses) == len(self._plan.points)
-        return EXIT_OK if all_ran and set(statuses) == {"ok"} else EXIT_NOT_ALL_OK
+        except SystemExit as error:
+            # A launcher gave up; the points that it started have records, or get one.
+            _say(f"warning: hydra/launcher={self._launcher} ended with exit code {error.code}.")
 
-    def _task(self, composed: DictConfig) -> None:
-        """Run one point; it ends with a record whatever happens."""
-        from harness.point import run_point, skip_point  # noqa: PLC0415  not for --cfg and errors
+    def _arguments(self) -> list[str]:
+        own = [item for item in self._plan.overrides if not item.startswith("hydra.sweep.dir=")]
+        arguments = own if self._plan.multirun else list(self._plan.overrides)
+        arguments += launch_arguments(self._launcher, arguments)
+        sweep = self._task.sweep
+        if sweep is not None:
+            # Every process that a launcher starts composes anew, and must find the same folder.
+            arguments += [f"hydra.sweep.dir={_quoted(str(sweep.folder))}", "--multirun"]
+        if self._config_dir is not None:
+            arguments += ["--config-dir", str(self._config_dir.resolve())]
+        return arguments
 
-        job = HydraConfig.get()
-        folder = Path(job.runtime.output_dir)
-        overrides = [str(item) for item in job.overrides.task]
-        config, _ = to_run_config(composed)
-        sweep = self._context(job) if self._plan.multirun else None
-        self._done.sweep = sweep
-        self._done.folders.append(folder)
-        failed = [record.name for record in self._done.records if record.status != "ok"]
-        try:
-            if config.fail_fast and failed:
-                reason = f"fail_fast=true, and {failed[0]} is not ok."
-                record = skip_point(config, folder, overrides, sweep, reason=reason)
-            else:
-                record = run_point(config, folder, overrides, sweep)
-        except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep
-            traceback.print_exc()
-            record = _crashed(error, config, folder, overrides)
-        self._done.records.append(record)
-
-    def _context(self, job: HydraConf) -> SweepContext:
-        folder = Path(job.sweep.dir).resolve()
+    def _sweep_plan(self) -> SweepPlan:
+        folder = Path(str(self._hydra.sweep.dir)).resolve()
         first, *others = (point.overrides for point in self._plan.points)
-        shared = [item for item in first if all(item in other for other in others)]
-        return SweepContext(
-            sweep_id=self._sweep_id(folder),
+        return SweepPlan(
+            sweep_id=_sweep_id(folder),
             folder=folder,
-            index=int(job.job.num),
             total=len(self._plan.points),
-            shared=tuple(shared),
+            shared=tuple(item for item in first if all(item in other for other in others)),
         )
 
-    def _sweep_id(self, folder: Path) -> str:
-        """Return a name that no other sweep has, of letters that a tracker can search for."""
-        if folder.parent == (tightfit_home() / "runs").resolve():
-            return folder.name
-        return re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII) + self._suffix
+    def _records(self, sweep: SweepPlan | None) -> list[tuple[Path, RunRecord]]:
+        """Return folder and record of every point that ended, in order."""
+        if sweep is None or self._launcher == BASIC:
+            return list(zip(self._task.folders, self._task.records, strict=False))
+        begun = BegunPoints(sweep.folder)
+        begun.wait(sweep.total)
+        return [self._collect(begun, sweep, index) for index in range(sweep.total)]
 
-    def _add_interrupted(self) -> None:
-        """Take over the record that an interrupted point left on disk."""
-        if len(self._done.folders) > len(self._done.records):
-            try:
-                self._done.records.append(RunRecord.read(self._done.folders[-1] / RESULT_NAME))
-            except RecordError:
-                return
+    def _interrupted(self, sweep: SweepPlan | None) -> list[tuple[Path, RunRecord]]:
+        """Return what there is after Ctrl-C; points in other processes are ended first."""
+        if sweep is None:
+            return []
+        if self._launcher == BASIC:
+            folders, records = self._task.folders, list(self._task.records)
+            if len(folders) > len(records):
+                with contextlib.suppress(RecordError):  # interrupted before it had one
+                    records.append(RunRecord.read(folders[-1] / RESULT_NAME))
+            return list(zip(folders, records, strict=False))
+        begun = BegunPoints(sweep.folder)
+        with interrupt_afterwards():
+            begun.end_all(sweep.total)
+        indices = [index for index in range(sweep.total) if begun.owner(index) is not None]
+        return [self._collect(begun, sweep, index) for index in indices]
 
-    def _finish_sweep(self, *, interrupted: bool) -> None:
+    def _collect(self, begun: BegunPoints, sweep: SweepPlan, index: int) -> tuple[Path, RunRecord]:
+        """Return folder and record of a point that a launcher ran; write one if it has none."""
+        owner, record = begun.owner(index), begun.record(index)
+        folder = Path(owner.folder) if owner is not None else sweep.folder / str(index)
+        if record is not None:
+            return folder, record
+        what = "ended" if owner is not None else "was not started, or ended"
+        error = {
+            "type": "LauncherJobEnded",
+            "message": f"the job of hydra/launcher={self._launcher} {what} without a record. See "
+            f"its output in {sweep.folder}.",
+            "phase": "harness",
+            "traceback": None,
+        }
+        point = self._plan.points[index]
+        record = failure_record(point.config, folder, point.overrides, status="killed", error=error)
+        return folder, record
+
+    def _finish_sweep(
+        self, sweep: SweepPlan, points: Sequence[tuple[Path, RunRecord]], *, interrupted: bool
+    ) -> None:
         from harness.sweep import finish_sweep  # noqa: PLC0415  not for --cfg and errors
 
-        sweep = self._done.sweep
-        if sweep is None:
+        if not points and not self._task.folders:
             return
+        context = sweep.context(0)
+        folders = [folder for folder, _ in points]
+        records = [record for _, record in points]
         warnings = finish_sweep(
-            self._plan.points[0].config.tracking,
-            sweep,
-            self._done.records,
-            interrupted=interrupted,
+            self._plan.points[0].config.tracking, context, records, interrupted=interrupted
         )
         for text in warnings:
             _say(f"warning: {text}")
-        lines = sweep_lines(self._done.records, self._done.folders, sweep)
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write("\n".join(sweep_lines(records, folders, context)) + "\n")
+        sys.stdout.flush()
+
+
+def _sweep_id(folder: Path) -> str:
+    """Return a name that no other sweep has, of letters that a tracker can search for."""
+    if folder.parent == (tightfit_home() / "runs").resolve():
+        return folder.name
+    suffix = f"-{secrets.token_hex(3)}"
+    return re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII) + suffix
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra's parser takes it literally."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 @contextmanager
@@ -222,23 +273,3 @@ def _arguments(values: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
-
-
-def _crashed(error: Exception, config: RunConfig, folder: Path, overrides: list[str]) -> RunRecord:
-    """Return the record of a point whose own harness failed, written if there is none yet."""
-    record = RunRecord(
-        run_id=folder.name,
-        name=config.model.name,
-        status="failed",
-        error={
-            "type": type(error).__name__,
-            "message": str(error),
-            "phase": "harness",
-            "traceback": traceback.format_exc(),
-        },
-        config=config.to_dict(),
-        overrides=overrides,
-    )
-    if not (folder / RESULT_NAME).exists():  # never over the record of another point
-        record.write(folder / RESULT_NAME)
-    return record

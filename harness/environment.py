@@ -1,5 +1,6 @@
 """What a run ran on: card, driver, link, CPU, memory, code and versions. Any field may be None."""
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -145,12 +146,19 @@ def _text(path: Path) -> str | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return commit and whether tracked files differ from it; None outside a checkout."""
+    """Return commit, whether tracked files differ from it, and a hash of what differs.
+
+    None outside a checkout; `changes` is None where nothing differs or git does not tell.
+    """
     sha = _git(folder, "rev-parse", "HEAD")
     if sha is None:
         return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"sha": sha, "dirty": None if changes is None else bool(changes)}
+    changes = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color", "--binary")
+    return {
+        "sha": sha,
+        "dirty": None if changes is None else bool(changes),
+        "changes": hashlib.sha256(changes.encode()).hexdigest() if changes else None,
+    }
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -159,6 +167,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
             ["git", "-C", str(folder), *arguments],  # noqa: S607  the user's git
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_GIT_TIMEOUT_S,
             check=True,
         )

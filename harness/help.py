@@ -56,8 +56,10 @@ GROUP_TITLES: Final = {
 }
 ROOT_KEYS: Final = {
     "mode=run": "plan: print what fits, predicted times and what to choose; nothing runs",
-    "rerun=all": "run every point (failed and none are not available yet)",
+    "rerun=null": "all | failed | none: which points run again that ended before, settings, code, "
+    "card and versions being the same; null: failed in a sweep, all otherwise",
     "fail_fast=false": "true: stop a sweep at the first point that is not ok",
+    "monotone_stop=true": "skip points of a sweep that ask for more room than one that had none",
     "timeout_s=null": "seconds that a point may take",
     "engine.*": "limits and switches of the engine; --cfg job --package engine lists them",
     "planner.*": "what is chosen by predicted times: objective, auto_fields, referee",

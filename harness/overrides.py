@@ -8,6 +8,7 @@ from hydra.core.override_parser.types import Override
 
 from harness.errors import ConfigError, did_you_mean
 from harness.keys import GROUPS, is_free_key, is_known_key, key_types, unknown_key
+from harness.launchers import check_launcher
 from harness.schema import RunConfig
 
 __all__ = ["APPENDED_GROUPS", "check_overrides", "is_group", "is_hydra", "normalise"]
@@ -72,7 +73,9 @@ def check_overrides(overrides: Sequence[Override], options: Callable[[str], list
     for override in overrides:
         _check_form(override)
         key = override.key_or_group
-        if is_hydra(override):
+        if key == "hydra/launcher":
+            check_launcher(override.value())
+        elif is_hydra(override):
             _check_hydra_key(key, hydra_keys)
         elif key in GROUPS:
             _check_options(override, options(key))

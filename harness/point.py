@@ -2,15 +2,13 @@
 
 import json
 import secrets
-import signal
-import threading
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import yaml
@@ -19,6 +17,9 @@ from harness import describe
 from harness.attempt import Attempt, Findings, PointEndedError, Surroundings
 from harness.environment import collect
 from harness.failure import classify_exception
+from harness.fingerprint import fingerprint
+from harness.finished import Finished, FinishedPoints, take_over
+from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.job import JOBS_FOLDER
 from harness.live import LiveView
 from harness.lock import device_lock_path, hold
@@ -33,6 +34,7 @@ from harness.summary import print_summary
 from harness.telemetry.run import Telemetry
 from harness.tracking.base import GuardedTracker, PointFacts
 from harness.tracking.choose import open_tracker
+from harness.tracking.none import NoTracker
 from reports.record import RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
 
 
@@ -46,8 +48,9 @@ def run_point(
 ) -> RunRecord:
     """Run one point and return its record, which is also in `run_dir`.
 
-    Whatever a worker does, and whatever the model, the reports or the tracker lack, ends as a
-    status or a warning of the record.
+    With `rerun` failed or none it is taken over from where it ended before, if it did. Whatever a
+    worker does, and whatever the model, the reports or the tracker lack, ends as a status or a
+    warning of the record.
 
     Args:
         config: what is asked.
@@ -60,7 +63,9 @@ def run_point(
         KeyboardInterrupt: Ctrl-C or SIGTERM; the worker is gone and the record written.
         FileExistsError: `run_dir` holds the record of another run.
     """
-    return _Point(config, _own_folder(run_dir), list(overrides), sweep).run(command)
+    point = _Point(config, _own_folder(run_dir), list(overrides), sweep)
+    found = point.find_finished()
+    return point.run(command) if found is None else point.take_over(found)
 
 
 def skip_point(
@@ -104,17 +109,39 @@ class _Point:
         self._name = describe.point_name(config, overrides, sweep)
         self._gpu: Gpu | None = None if config.gpu.device == "cpu" else open_gpu()
         self._environment = collect(self._gpu)
+        self._key = fingerprint(config, self._environment)
+        self._ended = FinishedPoints(self._home)
         self._write_yaml("config.yaml", config.to_dict())
         self._write_yaml("overrides.yaml", overrides)
+
+    def find_finished(self) -> Finished | None:
+        """Return the same point where it ended before and need not run again."""
+        return self._ended.find(self._key, self._config.rerun or "all")
+
+    def take_over(self, found: Finished) -> RunRecord:
+        """Take over the record and the files of the same point that ended before."""
+        with interrupt_afterwards():
+            record = take_over(found, self._run_dir, name=self._name, overrides=self._overrides)
+            facts = self._facts(run_id=record.run_id, taken_from=str(found.folder))
+            tracker = self._start_tracker(facts)
+            tracker.finish_point(record, self._run_dir)
+            record = self._warn(record, tracker.warnings)
+        sys.stdout.write(
+            f"{self._name}: {record.status}, as it ended in {found.folder} (rerun=all runs it "
+            "again)\n"
+        )
+        return record
 
     def run(self, command: Sequence[str]) -> RunRecord:
         """Run the point; see run_point."""
         display = open_display()
-        tracker = self._start_tracker()
+        tracker = GuardedTracker(NoTracker())  # until there is the one that is asked for
         interrupt: KeyboardInterrupt | None = None
         findings = Findings()
         try:
-            with _sigterm_as_interrupt():
+            with sigterm_as_interrupt():
+                tracker = open_tracker(self._config.tracking, self._home)
+                tracker.start_point(self._facts())
                 self._measure(findings, command, display, tracker)
         except KeyboardInterrupt as error:
             interrupt = error
@@ -130,8 +157,9 @@ class _Point:
             )
         finally:
             display.close()
-        record = self._finish(findings, tracker, with_report=interrupt is None)
-        print_summary(record, self._run_dir, view_command=tracker.view_command())
+        with interrupt_afterwards():
+            record = self._finish(findings, tracker, with_report=interrupt is None)
+            print_summary(record, self._run_dir, view_command=tracker.view_command())
         if interrupt is not None:
             raise interrupt
         return record
@@ -141,20 +169,25 @@ class _Point:
         findings = Findings()
         error = {"type": "Skipped", "message": reason, "phase": None, "traceback": None}
         findings.fail("skipped", error)
-        return self._finish(findings, self._start_tracker(), with_report=False)
+        with interrupt_afterwards():
+            tracker = self._start_tracker(self._facts())
+            return self._finish(findings, tracker, with_report=False)
 
-    def _start_tracker(self) -> GuardedTracker:
+    def _start_tracker(self, facts: PointFacts) -> GuardedTracker:
         tracker = open_tracker(self._config.tracking, self._home)
-        tracker.start_point(
-            PointFacts(
-                run_id=self._run_id,
-                name=self._name,
-                params=describe.flat_params(self._config),
-                tags=describe.tags(self._config, self._environment),
-                sweep=self._sweep,
-            )
-        )
+        tracker.start_point(facts)
         return tracker
+
+    def _facts(self, run_id: str | None = None, **tags: str) -> PointFacts:
+        """Return what a tracker shows; of a run elsewhere its id, and tags that say so."""
+        own = {f"harness.{key}": value for key, value in tags.items()}
+        return PointFacts(
+            run_id=run_id or self._run_id,
+            name=self._name,
+            params=describe.flat_params(self._config),
+            tags=describe.tags(self._config, self._environment) | own,
+            sweep=self._sweep,
+        )
 
     def _measure(
         self,
@@ -206,6 +239,7 @@ class _Point:
         """
         record = self._record(findings)
         record.write(self._run_dir / RESULT_NAME)
+        self._ended.note(self._key, self._run_dir, record)
         self._note_end(record.status)
         tracker.settle()
         before = list(tracker.warnings)
@@ -272,20 +306,3 @@ class _Point:
     def _write_yaml(self, name: str, content: Any) -> None:
         text = yaml.safe_dump(plain(content), sort_keys=False, allow_unicode=True)
         write_text_atomic(self._run_dir / name, text)
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that an ended harness leaves a record and no worker."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"signal {number} at line {frame.f_lineno if frame else None}")
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -222,10 +222,13 @@ class RunConfig(Sealed):
 
     mode: str = "run"
     """run | plan (print what fits, what it costs and what to choose; nothing runs)."""
-    rerun: str = "all"
-    """all: every point runs (resuming, failed | none, is not available yet)."""
+    rerun: str | None = None
+    """Which points run again that ended before, with the same settings, code, card and versions:
+    all | failed | none. null: failed in a sweep, all otherwise."""
     fail_fast: bool = False
     """Stop a sweep at the first point that is not ok; the others get status skipped."""
+    monotone_stop: bool = True
+    """Skip points of a sweep that cannot fit because one that asks for less did not."""
     timeout_s: float | None = None
     """Seconds that a point may take before it is stopped with status timeout; null: no limit."""
     model: ModelNode
@@ -248,17 +251,10 @@ class RunConfig(Sealed):
     """What is chosen by predicted times."""
 
     def check(self) -> None:
-        """Raise ConfigError for what is not available yet and for requests that cannot fit."""
+        """Raise ConfigError for settings that contradict each other or are out of bounds."""
         check_choice("mode", self.mode, ("run", "plan"))
-        available = {"rerun": "all"}
-        known = {"rerun": ("all", "failed", "none")}
-        for name, only in available.items():
-            value = getattr(self, name)
-            check_choice(name, value, known[name])
-            if value != only:
-                raise ConfigError(
-                    f"{name}: {name}={value} is not available yet. Set {name}={only}."
-                )
+        if self.rerun is not None:
+            check_choice("rerun", self.rerun, ("all", "failed", "none"))
         if self.timeout_s is not None:
             check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
         if self.model.fake is not None and self.system.kind != "native":

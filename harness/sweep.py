@@ -2,13 +2,27 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 from harness.models.home import tightfit_home
 from harness.report import build_report
 from harness.schema import SweepContext, TrackingConfig
 from harness.tracking.base import SweepFacts
 from harness.tracking.choose import open_tracker
-from reports.record import RunRecord
+from reports.record import RunRecord, write_text_atomic
+
+FAILURES_NAME: Final = "failures.md"
+
+
+def begin_sweep(tracking: TrackingConfig, sweep: SweepContext) -> list[str]:
+    """Open the sweep's run in the tracker as this process's own; return warnings.
+
+    For points that run in other processes: the run would belong to the first of them, and to nobody
+    when that ends.
+    """
+    tracker = open_tracker(tracking, tightfit_home())
+    tracker.start_sweep(sweep)
+    return tracker.warnings
 
 
 def finish_sweep(
@@ -31,6 +45,24 @@ def finish_sweep(
     if interrupted:
         status = "killed"
     warnings = build_report(sweep.folder) if records and not interrupted else []
+    _write_failures(sweep, records)
     tracker = open_tracker(tracking, tightfit_home())
     tracker.finish_sweep(SweepFacts(context=sweep, status=status, counts=dict(counts)))
     return warnings + tracker.warnings
+
+
+def _write_failures(sweep: SweepContext, records: Sequence[RunRecord]) -> None:
+    """List the points that are not ok, and those that did not run, in failures.md."""
+    bad = [record for record in records if record.status != "ok"]
+    lines = [f"# {len(bad)} of {len(records)} points are not ok", ""]
+    for record in bad:
+        error = record.error or {}
+        phase = f" in phase {error['phase']}" if error.get("phase") else ""
+        lines += [f"- **{record.name}**: {record.status}{phase}: {error.get('type')}", ""]
+        lines += [f"      {line}" for line in str(error.get("message", "")).splitlines()]
+        lines.append("")
+    left = sweep.total - len(records)
+    if left:
+        lines.append(f"{left} of {sweep.total} points did not run.")
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(sweep.folder / FAILURES_NAME, "\n".join(lines).rstrip() + "\n")

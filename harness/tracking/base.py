@@ -36,6 +36,8 @@ class SweepFacts:
     """ok: every point is; failed: some are not; killed: interrupted."""
     counts: dict[str, int] = field(default_factory=dict)
     """Status -> number of points."""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Figures of the points together."""
 
 
 class Tracker(Protocol):
@@ -43,6 +45,10 @@ class Tracker(Protocol):
 
     def open(self) -> None:
         """Get ready; the first call."""
+        ...
+
+    def start_sweep(self, sweep: SweepContext) -> None:
+        """Show the sweep as running; without it its first point does so."""
         ...
 
     def start_point(self, point: PointFacts) -> None:
@@ -90,6 +96,10 @@ class GuardedTracker:
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._thread.start()
         self._call("open", tracker.open, timeout_s=open_timeout_s)
+
+    def start_sweep(self, sweep: SweepContext) -> None:
+        """See Tracker."""
+        self._call("start_sweep", lambda: self._tracker.start_sweep(sweep))
 
     def start_point(self, point: PointFacts) -> None:
         """See Tracker."""

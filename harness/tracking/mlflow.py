@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.measure.host import start_ticks
-from harness.schema import TrackingConfig
+from harness.schema import SweepContext, TrackingConfig
 from harness.tracking.base import PointFacts, SweepFacts
 from reports.record import RunRecord
 
@@ -39,7 +39,10 @@ _ARTIFACTS: Final = (
     "telemetry.parquet",
     "telemetry.jsonl",
 )
-_SWEEP_ARTIFACTS: Final = ("multirun.yaml", "sweep.csv", "sweep.html", "sweep.md")
+_SWEEP_ARTIFACTS: Final = (
+    *("multirun.yaml", "sweep.csv", "sweep.html", "sweep.md", "failures.md"),
+    *("config.yaml", "result.json", "report.html", "report.md"),
+)
 _FIGURES: Final = ("*.png", "figures/*.png")
 _MAX_BATCH: Final = 1000
 _MAX_PARAM_BATCH: Final = 100
@@ -99,6 +102,11 @@ class MlflowTracker:
                 self._experiment_id = found.experiment_id
             self._repair()
 
+    def start_sweep(self, sweep: SweepContext) -> None:
+        """Create the sweep's run with status RUNNING."""
+        with self._only_one():
+            self._sweep_run(sweep.sweep_id, {})
+
     def start_point(self, point: PointFacts) -> None:
         """Create the point's run with status RUNNING, below its sweep's run if it has one."""
         tags = {**point.tags, **_own_tags(), "harness.run_id": point.run_id}
@@ -152,6 +160,9 @@ class MlflowTracker:
         try:
             for status, count in sweep.counts.items():
                 client.log_metric(run_id, f"points/{status}", count)
+            for name, value in sweep.metrics.items():
+                if value is not None and _is_finite(value):
+                    client.log_metric(run_id, name, value)
             client.set_tag(run_id, "harness.status", sweep.status)
             self._log_files(run_id, sweep.context.folder, _SWEEP_ARTIFACTS)
         finally:

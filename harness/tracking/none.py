@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.schema import SweepContext
 from harness.tracking.base import PointFacts, SweepFacts
 from reports.record import RunRecord
 
@@ -12,6 +13,9 @@ class NoTracker:
     """A tracker that does nothing."""
 
     def open(self) -> None:
+        """Do nothing."""
+
+    def start_sweep(self, sweep: SweepContext) -> None:
         """Do nothing."""
 
     def start_point(self, point: PointFacts) -> None:

@@ -21,6 +21,7 @@ class FakePoints:
     def __init__(self) -> None:
         self.asked: list[tuple[RunConfig, Path, list[str], SweepContext | None]] = []
         self.statuses: dict[int, Any] = {}
+        self.reasons: list[str] = []
         self.finished: list[tuple[list[str], bool]] = []
 
     def run(
@@ -34,7 +35,9 @@ class FakePoints:
         self.asked.append((config, run_dir, overrides, context))
         status = outcome if isinstance(outcome, str) else "killed"
         name = f"point {len(self.asked)}"
-        record = RunRecord(run_id="r", name=name, status=status, overrides=overrides)
+        record = RunRecord(
+            run_id="r", name=name, status=status, overrides=overrides, config=config.to_dict()
+        )
         if not isinstance(outcome, Exception):
             record.write(run_dir / "result.json")
         if not isinstance(outcome, str):
@@ -52,6 +55,7 @@ class FakePoints:
     ) -> RunRecord:
         self.asked.append((config, run_dir, overrides, context))
         error = {"type": "Skipped", "message": reason}
+        self.reasons.append(reason)
         return RunRecord(run_id="r", name="skipped", status="skipped", error=error)
 
     def finish(
@@ -265,3 +269,44 @@ def test_an_interrupt_while_composing_is_exit_code_130(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(app.Composer, "plan", interrupt)
     assert main(["+model=glass"]) == 130
+
+
+def test_a_sweep_runs_what_failed_again_and_a_single_point_always(points: FakePoints) -> None:
+    assert main(["+model=glass", "-m", "engine.seed=1,2"]) == 0
+    assert main(["+model=glass", "-m", "engine.seed=1,2", "rerun=all"]) == 0
+    assert main(["+model=glass"]) == 0
+    assert [asked[0].rerun for asked in points.asked] == ["failed"] * 2 + ["all"] * 2 + [None]
+
+
+@pytest.mark.parametrize(("stop", "skipped"), [("true", 2), ("false", 0)])
+def test_points_that_ask_for_more_than_one_without_room_are_skipped(
+    points: FakePoints, stop: str, skipped: int, home: Path
+) -> None:
+    points.statuses[0] = "no_fit"
+    words = ["+model=fake", "gpu=cpu", "-m", "gpu.memory_gib=3,2,1,4", f"monotone_stop={stop}"]
+    assert main(words) == 3
+    assert len(points.reasons) == skipped
+    assert all("point 1 had status no_fit" in reason for reason in points.reasons)
+    (folder,) = (home / "runs").iterdir()
+    assert sorted(path.name for path in (folder / ".points").iterdir()) == [
+        f"{index}.json" for index in range(4)
+    ]
+
+
+def test_what_a_sweep_that_was_cut_short_left_does_not_stop_the_next(
+    points: FakePoints, tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / ".points").mkdir(parents=True)
+    (tmp_path / "mine" / ".points" / "stop").touch()
+    words = ["+model=glass", "-m", "engine.seed=1,2", "hydra.sweep.dir=mine"]
+    assert main(words) == 0
+    assert len(points.asked) == 2
+
+
+def test_a_launcher_is_for_sweeps(
+    points: FakePoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.launchers._is_installed", lambda module: False)
+    assert main(["+model=glass", "-m", "engine.seed=1,2", "hydra/launcher=submitit_local"]) == 2
+    assert "pip install 'tightfit[submitit]'" in capsys.readouterr().err
+    assert points.asked == []

@@ -194,7 +194,7 @@ def test_mistakes_in_a_user_s_files_are_named(command: str, words: list[str], mi
         ("MODEL=olmo7b", ["MODEL", "Did you mean model?"]),
         ("+hydra.typo=1", ["hydra.typo", "Hydra has no such key"]),
         ("hydra.swep.dir=x", ["Did you mean hydra.sweep.dir?"]),
-        ("hydra/launcher=joblib", ["hydra/launcher", "basic"]),
+        ("hydra/launcher=jobli", ["hydra/launcher", "basic, joblib", "Did you mean joblib?"]),
         ("hydra.mode=TWICE", ["hydra.mode", "RUN, MULTIRUN"]),
         ("offload=uvaa", ["offload", "none, prefetch, uva", "Did you mean uva?"]),
         ("offload=null", ["offload", "none, prefetch, uva"]),

@@ -97,7 +97,7 @@ def latency(**changes: Any) -> ScenarioConfig:
         (SystemConfig, {**HTTP, "base_url": "localhost:1"}, ["system.base_url", "'localhost:1'"]),
         (SystemConfig, {**HTTP, "prompts": "x"}, ["system.prompts", "text", "'x'"]),
         (SystemConfig, {**HTTP, "request_timeout_s": 0}, ["system.request_timeout_s", "> 0"]),
-        (run_config, {"rerun": "failed"}, ["rerun", "rerun=failed is not available"]),
+        (run_config, {"rerun": "never"}, ["rerun", "all, failed, none", "'never'"]),
         (run_config, {"timeout_s": 0}, ["timeout_s", "> 0"]),
         (run_config, {"scenario": latency(prompt_tokens=128)}, ["scenario.latency", "128", "192"]),
         (

@@ -1,0 +1,120 @@
+"""What a sweep's folder says of its points: which process runs each, and whether to stop.
+
+Points of one sweep may run in processes that a launcher started, so they meet in files.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from harness.measure.host import start_ticks
+from harness.plain import read_json
+from reports.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
+
+__all__ = ["BegunPoints", "Owner"]
+
+FOLDER: Final = ".points"
+STOP_NAME: Final = "stop"
+POLL_S: Final = 0.2
+END_S: Final = 60.0
+"""Seconds that an interrupted point has to write its record before it is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The process that runs a point."""
+
+    folder: str
+    host: str
+    pid: int
+    ticks: int | None
+    """When it started: a pid may be used again."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs on this host."""
+        is_here = self.host == socket.gethostname()
+        return is_here and self.ticks is not None and start_ticks(self.pid) == self.ticks
+
+
+class BegunPoints:
+    """The points of one sweep that began, in any process."""
+
+    def __init__(self, sweep_folder: Path) -> None:
+        self._folder = sweep_folder / FOLDER
+        self._records: dict[int, RunRecord] = {}
+
+    def begin(self, index: int, folder: Path) -> None:
+        """Note that this process runs a point in a folder."""
+        pid = os.getpid()
+        owner = Owner(
+            folder=str(folder), host=socket.gethostname(), pid=pid, ticks=start_ticks(pid)
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(self._folder / f"{index}.json", json.dumps(asdict(owner)) + "\n")
+
+    def owner(self, index: int) -> Owner | None:
+        """Return who runs or ran a point, None where it did not begin."""
+        facts = read_json(self._folder / f"{index}.json")
+        return Owner(**facts) if facts else None
+
+    def record(self, index: int) -> RunRecord | None:
+        """Return the record of a point, None where there is none yet."""
+        owner = self.owner(index)
+        if index not in self._records and owner is not None:
+            with contextlib.suppress(RecordError):
+                self._records[index] = RunRecord.read(Path(owner.folder) / RESULT_NAME)
+        return self._records.get(index)
+
+    def keep(self, index: int, record: RunRecord) -> None:
+        """Remember the record of a point that ran in this process."""
+        self._records[index] = record
+
+    def records(self, total: int) -> dict[int, RunRecord]:
+        """Return the records there are, by the number of the point."""
+        found = {index: self.record(index) for index in range(total)}
+        return {index: record for index, record in found.items() if record is not None}
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no further point is to begin."""
+        return (self._folder / STOP_NAME).exists()
+
+    def stop(self) -> None:
+        """Let no further point begin."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / STOP_NAME).touch()
+
+    def running(self, total: int) -> list[Owner]:
+        """Return the processes of this host that run a point without a record yet."""
+        found = [self.owner(index) for index in range(total) if self.record(index) is None]
+        here = [owner for owner in found if owner is not None and owner.is_alive]
+        return [owner for owner in here if owner.pid != os.getpid()]
+
+    def wait(self, total: int) -> None:
+        """Return when no process of this host runs a point of the sweep any more."""
+        while self.running(total):
+            time.sleep(POLL_S)
+
+    def end_all(self, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Interrupt the points that run on this host; each ends its worker and has a record."""
+        self.stop()
+        for owner in self.running(total):
+            _signal(owner, signal.SIGTERM)
+        limit_s = clock() + END_S
+        while (left := self.running(total)) and clock() < limit_s:
+            time.sleep(POLL_S)
+        for owner in left:
+            _signal(owner, signal.SIGKILL)
+
+
+def _signal(owner: Owner, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(owner.pid, number)

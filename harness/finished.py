@@ -1,0 +1,99 @@
+"""Points that ended, by their fingerprint, and how a sweep takes one over that ran before."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from harness.plain import read_json
+from reports.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
+
+__all__ = ["FOLDER", "RERUN", "Finished", "FinishedPoints", "take_over"]
+
+FOLDER: Final = "points"
+RERUN: Final = ("all", "failed", "none")
+TAKEN_FROM: Final = "taken_from"
+"""Key of `effective`: the folder in which the point ran."""
+_OWN: Final = ("config.yaml", "overrides.yaml", "harness.log", RESULT_NAME, ".hydra")
+"""What a folder has of its own and does not take over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A point that ended, and where it ran."""
+
+    folder: Path
+    record: RunRecord
+
+
+class FinishedPoints:
+    """One small file for each point that ended; the newest of equal points counts."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder = home / FOLDER
+
+    def note(self, key: str, folder: Path, record: RunRecord) -> None:
+        """Remember a point that ended by itself; one that was skipped or interrupted did not.
+
+        Args:
+            key: its fingerprint.
+            folder: its run folder.
+            record: as it is in the folder.
+        """
+        if record.status == "skipped" or (record.error or {}).get("type") == "Interrupted":
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        facts = {"folder": str(folder), "run_id": record.run_id, "status": record.status}
+        write_text_atomic(self._folder / f"{key}.json", json.dumps(facts) + "\n")
+
+    def find(self, key: str, rerun: str) -> Finished | None:
+        """Return the point that need not run again, None where it must.
+
+        Args:
+            key: its fingerprint.
+            rerun: failed: only a point that ended ok need not; none: neither need others.
+        """
+        facts = read_json(self._folder / f"{key}.json")
+        if rerun == "all" or not facts:
+            return None
+        folder = Path(str(facts.get("folder")))
+        try:
+            record = RunRecord.read(folder / RESULT_NAME)
+        except RecordError:
+            return None  # the folder is gone
+        is_same = record.run_id == facts.get("run_id")
+        return (
+            Finished(folder=folder, record=record)
+            if is_same and (record.status == "ok" or rerun == "none")
+            else None
+        )
+
+
+def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[str]) -> RunRecord:
+    """Copy a finished point into a folder of this sweep; return its record there.
+
+    The figures, the run id and the times are those of the run that measured them;
+    `effective.taken_from` names its folder.
+
+    Args:
+        found: the point.
+        folder: of this sweep, without a record.
+        name: what this sweep calls the point.
+        overrides: this sweep's.
+    """
+    for path in sorted(found.folder.iterdir()):
+        if path.name in _OWN or (folder / path.name).exists():
+            continue
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name)
+            else:
+                shutil.copy2(path, folder / path.name)
+    origin = found.record.effective.get(TAKEN_FROM) or str(found.folder)
+    effective = found.record.effective | {TAKEN_FROM: origin}
+    record = replace(found.record, name=name, overrides=list(overrides), effective=effective)
+    record.write(folder / RESULT_NAME)
+    return record

@@ -1,0 +1,67 @@
+"""Points of one sweep in several processes, which meet in the sweep's folder."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from harness import begun as module
+from harness.begun import BegunPoints, Owner
+from reports.record import RESULT_NAME, RunRecord
+
+SLEEP = "import signal, sys; print('ready', flush=True); signal.pause()"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+
+
+def start(code):
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    return process
+
+
+def begin_as(points, monkeypatch, index, folder, pid):
+    monkeypatch.setattr(module.os, "getpid", lambda: pid)
+    points.begin(index, folder)
+    monkeypatch.undo()
+
+
+def test_records_are_found_where_each_point_ran(tmp_path):
+    points = BegunPoints(tmp_path)
+    assert points.records(3) == {}
+    points.begin(1, tmp_path / "other")
+    assert points.record(1) is None
+    (tmp_path / "other").mkdir()
+    record = RunRecord(run_id="a", name="a", status="ok")
+    record.write(tmp_path / "other" / RESULT_NAME)
+    assert points.records(3) == {1: record}
+    owner = points.owner(1)
+    assert owner is not None
+    assert (owner.pid, owner.is_alive) == (os.getpid(), True)
+
+
+def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path):
+    points = BegunPoints(tmp_path)
+    points.begin(0, tmp_path)
+    owner = points.owner(0)
+    assert owner is not None
+    again = Owner(folder=owner.folder, host=owner.host, pid=owner.pid, ticks=1)
+    elsewhere = Owner(folder=owner.folder, host="other", pid=owner.pid, ticks=owner.ticks)
+    assert not again.is_alive
+    assert not elsewhere.is_alive
+
+
+def test_all_points_that_run_are_ended_and_none_begins(tmp_path, monkeypatch):
+    points = BegunPoints(tmp_path)
+    processes = [start(SLEEP), start(DEAF)]
+    for index, process in enumerate(processes):
+        begin_as(points, monkeypatch, index, tmp_path / str(index), process.pid)
+    assert len(points.running(2)) == 2
+    times = iter([0.0, 0.0])
+    points.end_all(2, clock=lambda: next(times, 1e9))
+    assert points.is_stopped
+    codes = {process.wait() for process in processes}
+    assert -signal.SIGKILL in codes
+    points.wait(2)
+    assert points.running(2) == []
