@@ -51,9 +51,11 @@ def test_counters_are_flat_and_subtracted():
 
 
 def test_requests_that_fit_are_timed_with_new_prompts(clock):
-    got = kv_parts.measure_fits(TieredLLM(clock), WORK)
+    llm = TieredLLM(clock)
+    got = kv_parts.measure_fits(llm, WORK)
     assert got["wall_s"] == pytest.approx(2 * 8 * 0.001 + 4 * 0.01)  # the first token is prefill's
-    assert (got["output_tokens"], got["preemptions"]) == (10, 0)
+    assert got["kept_wall_s"] == got["wall_s"]  # its moves take no time
+    assert (got["output_tokens"], got["preemptions"], llm.resets) == (10, 0, 5)
     got = kv_parts.measure_fits(TieredLLM(clock, gpu_blocks=8), WORK)
     assert got == {"no_room": "34 tokens of KV are needed, 32 have room"}
 

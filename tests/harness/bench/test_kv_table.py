@@ -158,8 +158,8 @@ def test_rows_of_cases_that_were_not_chosen_are_absent():
 @pytest.mark.parametrize(("wall_s", "is_met"), [(1.0199, True), (1.03, False)])
 def test_a_host_tier_costs_nothing_where_everything_fits(wall_s, is_met):
     found = {
-        "kv_gpu": case(fits=run(1.0)),
-        "kv_cpu": case(fits=run(wall_s, preemptions=0)),
+        "kv_gpu": case(fits=run(1.0, kept_wall_s=1.0)),
+        "kv_cpu": case(fits=run(wall_s, kept_wall_s=1.1, preemptions=0)),
     }
     assert row(found, "kv=cpu where everything fits").is_met is is_met
 
