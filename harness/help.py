@@ -62,6 +62,7 @@ ROOT_KEYS: Final = {
     "monotone_stop=true": "skip points of a sweep that ask for more room than one that had none",
     "timeout_s=null": "seconds that a point may take",
     "engine.*": "limits and switches of the engine; --cfg job --package engine lists them",
+    "ab.*": "with scenario=ab: overrides of sides a and b, pairs, aa_pairs",
     "planner.*": "what is chosen by predicted times: objective, auto_fields, referee",
 }
 

@@ -17,6 +17,7 @@ from engine.config import (
 )
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
+from harness.ab_config import AbConfig
 from harness.model_config import ModelNode, ModelSource
 from harness.system_config import SystemConfig
 from harness.traffic.scenario import ServeScenario
@@ -249,6 +250,8 @@ class RunConfig(Sealed):
     """Limits and switches of the engine."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     """What is chosen by predicted times."""
+    ab: AbConfig | None = None
+    """Two compositions to compare (scenario=ab); null: one run."""
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other or are out of bounds."""
