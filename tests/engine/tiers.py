@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, build
+from engine.device.select import open_device
 from engine.host_kv import HostKVPlan, SwapRates
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
@@ -92,7 +93,11 @@ class Alone:
         keys = [(folder, tuple(prompt)) for prompt in prompts]
         missing = [key for key in keys if len(self._tokens.get(key, [])) < max_tokens]
         if missing:
-            llm = open_llm(folder, **{"gpu_memory_gib": 0.25, "max_model_len": 1000, **keywords})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(build, "plan_memory", plan_memory)
+                patch.setattr(build, "open_device", open_device)
+                given = {"gpu_memory_gib": 0.25, "max_model_len": 1000, **keywords}
+                llm = open_llm(folder, **given)
             assert llm.plan.host_kv is None
             assert not llm.plan.prefix_caching
             for key in missing:
