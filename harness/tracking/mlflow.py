@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.measure.host import start_ticks
+from harness.scenarios.kv_series import kv_series
 from harness.schema import SweepContext, TrackingConfig
 from harness.tracking.base import PointFacts, SweepFacts
 from reports.record import RunRecord
@@ -217,6 +218,10 @@ class MlflowTracker:
             Metric(name, float(value), now_ms, 0)
             for name, value in record.metrics.items()
             if value is not None and _is_finite(value)
+        ]
+        metrics += [
+            Metric(f"ts/{name}", value, now_ms, round(1e3 * time_s))
+            for name, time_s, value in kv_series(record.samples.get("kv"))
         ]
         tags = {
             "harness.status": record.status,

@@ -6,6 +6,7 @@ import pytest
 
 from harness.scenarios import kv
 from harness.scenarios.kv import GIB, KVWatch, kv_link_share
+from harness.scenarios.kv_series import kv_series
 from tests.harness.fakes import FakeClock
 
 
@@ -104,3 +105,14 @@ def test_the_links_share_is_over_both_probes():
     assert kv_link_share({"kv/h2d_gb_s": 10.0} | rates) == {"kv/link_share": 0.25}
     assert kv_link_share({"kv/h2d_gb_s": 10.0}) == {"kv/link_share": None}
     assert kv_link_share(rates) == {}
+
+
+def test_rows_become_time_series_of_one_row_a_second():
+    _, rows = run(30)  # 3 s of 0.1 s; a block has 1 GiB
+    found = list(kv_series(rows))
+    used = [(time_s, gib) for name, time_s, gib in found if name == "kv_gpu_used_gib"]
+    assert [time_s for time_s, _ in used] == pytest.approx([0, 1.2, 2.4])
+    assert [gib for _, gib in used] == [0, 10, 10]
+    host = [gib for name, _, gib in found if name == "kv_cpu_used_gib"]
+    assert host == [1, 13, 25]
+    assert list(kv_series(None)) == []

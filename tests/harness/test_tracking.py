@@ -149,6 +149,7 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert metrics["latency/ttft_ms/p50"] == pytest.approx(500)
     assert "latency/ttft_ms/p90" not in metrics
     assert metrics["ts/requests_done"] == 11
+    assert metrics["ts/kv_gpu_used_gib"] > 0
     names = {item.path for item in client.list_artifacts(mirrored.info.run_id)}
     assert {"config.yaml", "result.json", "worker.log", "samples.jsonl"} <= names
     artifact = Path(mirrored.info.artifact_uri.removeprefix("file://")) / "result.json"
