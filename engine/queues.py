@@ -102,7 +102,7 @@ class Queues:
             if granted:
                 (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
                 left -= granted
-        self._groups.store_ahead()
+        self._groups.store_ahead(self._config.max_num_batched_tokens - left)
         return decodes, prefills
 
     def _begin_next(self, outlook: Outlook) -> Sequence | None:

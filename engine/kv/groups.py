@@ -17,6 +17,8 @@ from engine.kv.window import num_expired, num_held
 from engine.request import Sequence
 
 GONE = -1
+AHEAD_PARTS = 8
+"""Blocks are stored ahead in so many parts of what a step could take."""
 
 
 class BlockGroups:
@@ -239,15 +241,21 @@ class BlockGroups:
         self.content.forget(sequence)
         sequence.drop_blocks()
 
-    def store_ahead(self) -> None:
-        """Store what would give way next, as far as a step could take blocks."""
+    def store_ahead(self, num_tokens: int) -> None:
+        """Store what would give way next, as far as a step could take blocks.
+
+        Args:
+            num_tokens: Of the step that was planned. As many blocks are stored as they take, or a
+                part of what a whole step could take, so that a step of decodes is not held up.
+        """
         limit = max(1, self._step_tokens // self.block_size)
+        most = max(limit // AHEAD_PARTS, -(-num_tokens // self.block_size), 1)
         for group, pool in enumerate(self.pools):
             if not pool.num_cpu_blocks:
                 continue
             # Looking through the blocks pays once some of those that were ready are gone.
-            if pool.num_changes - self._ahead[group] >= max(1, limit // 8):
-                pool.store_ahead(limit)
+            is_due = pool.num_changes - self._ahead[group] >= max(1, limit // AHEAD_PARTS)
+            if is_due and pool.store_ahead(limit, most) < most:
                 self._ahead[group] = pool.num_changes
 
     def reset(self, tier: Tier | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
 
@@ -10,8 +10,7 @@ MoveKind = Literal["store", "load"]
 """From the GPU to the host tier, or back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One block to copy."""
 
     move_id: int
@@ -78,17 +77,24 @@ class MoveLedger:
 
     def start(self, kind: MoveKind, src: int, dst: int) -> Move:
         """Decide a move: after what brings its source and all that touches its target."""
-        after = set(self._touching.get(dst, ()))
-        if (source := self._incoming.get(src)) is not None:
-            after.add(source)
-        move = Move(self._next_id, kind, src, dst, tuple(sorted(after)))
+        touching, incoming = self._touching, self._incoming
+        before = touching.get(dst)
+        source = incoming.get(src)
+        after: tuple[int, ...] = ()
+        if before or source is not None:
+            after = tuple(sorted({*(before or ()), *(() if source is None else (source,))}))
+        move_id = self._next_id
         self._next_id += 1
-        self._in_flight[move.move_id] = move
+        move = Move(move_id, kind, src, dst, after)
+        self._in_flight[move_id] = move
         self._outbox.append(move)
-        self._not_taken.add(move.move_id)
-        self._incoming[dst] = move.move_id
+        self._not_taken.add(move_id)
+        incoming[dst] = move_id
         for block_id in (src, dst):
-            self._touching.setdefault(block_id, set()).add(move.move_id)
+            if block_id in touching:
+                touching[block_id].add(move_id)
+            else:
+                touching[block_id] = {move_id}
         return move
 
     def hand_out(self, block_id: int) -> None:

@@ -92,16 +92,37 @@ class BlockStates:
 
     def own(self, block_id: int) -> None:
         """Give a block one more owner; the first takes it out of its list."""
-        self.owners[block_id] += 1
-        if self.owners[block_id] == 1:
-            self._count_owned(block_id, 1)
-            self.settle(block_id)
+        owners = self.owners
+        owners[block_id] += 1
+        if owners[block_id] > 1:
+            return
+        where = self._where[block_id]
+        if where is not None:
+            where.remove(block_id)
+            self._where[block_id] = None
+        if block_id < self.num_gpu:
+            self.num_owned_gpu += 1
+            self.num_gpu_changes += 1
+        else:
+            self.num_owned_cpu += 1
 
     def disown(self, block_id: int) -> None:
         """Take one owner away. After the last one, call `settle`."""
-        self.owners[block_id] -= 1
-        if self.owners[block_id] == 0:
-            self._count_owned(block_id, -1)
+        owners = self.owners
+        owners[block_id] -= 1
+        if owners[block_id] == 0:
+            if block_id < self.num_gpu:
+                self.num_owned_gpu -= 1
+            else:
+                self.num_owned_cpu -= 1
+
+    def name_moved(self, block_id: int, key: bytes) -> None:
+        """Let a key name a block that a move has just begun to write: it is in no list.
+
+        Its copy, which the move reads, has an owner or lies on the GPU: it stays where it is.
+        """
+        self.keys[block_id] = key
+        (self.gpu_index if block_id < self.num_gpu else self.cpu_index)[key] = block_id
 
     def set_key(self, block_id: int, key: bytes) -> None:
         """Let a key name a block; none of its tier has that key."""
@@ -133,6 +154,10 @@ class BlockStates:
         if home is not None:
             home.push(block_id)
         self._where[block_id] = home
+
+    def is_listed_in_place(self, block_id: int) -> bool:
+        """Return whether a host block could be handed out to compute."""
+        return self.is_in_place(block_id) and self._where[block_id] is not None
 
     def check_id(self, block_id: int) -> None:
         """Raise EngineError if there is no such block."""
@@ -177,9 +202,3 @@ class BlockStates:
         if key is None:
             return self.cpu_free[part]
         return (self.cpu_spare if key in self.gpu_index else self.cpu_only)[part]
-
-    def _count_owned(self, block_id: int, change: int) -> None:
-        if self.is_gpu(block_id):
-            self.num_owned_gpu += change
-        else:
-            self.num_owned_cpu += change

@@ -159,14 +159,7 @@ class TieredBlockPool(PoolView):
 
     def can_claim(self, match: Match, n: int, room: Room = "gpu", *, in_place: int = 0) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
-        left = self._stay_in_place(match, in_place)
-        states, idle = self._states, [b for b in match.blocks if not self._states.owners[b]]
-        gpu = states.num_available_gpu - sum(states.is_gpu(block_id) for block_id in idle)
-        gpu -= sum(not states.is_gpu(b) for b in match.blocks) - len(left)
-        cpu = states.num_available_in_place
-        cpu -= sum(not states.is_gpu(b) and self._victims.is_listed_in_place(b) for b in idle)
-        rooms = {"gpu": gpu, "cpu": cpu, "either": gpu + cpu}
-        return gpu >= 0 and 0 <= n <= rooms[room]
+        return self._can_claim(match, n, room, self._stay_in_place(match, in_place))
 
     def claim(
         self,
@@ -197,21 +190,22 @@ class TieredBlockPool(PoolView):
                 "block pool: expected a match made just now, got one that names other blocks than "
                 "would be found now. Match again."
             )
-        if not self.can_claim(match, n, room, in_place=in_place):
+        stay = self._stay_in_place(match, in_place)
+        if not self._can_claim(match, n, room, stay):
             raise EngineError(
                 f"block pool: expected room for {len(match.blocks)} blocks found and {n} new ones "
                 f"({room}), got {self.num_free} GPU blocks and "
                 f"{self._states.num_available_in_place} CPU blocks. Ask can_claim first."
             )
-        stay = self._stay_in_place(match, in_place)
         states, victims = self._states, self._victims
         for block_id in match.blocks:
             states.own(block_id)  # none of them may give way to the others
-        loads = sum(not states.is_gpu(b) and b not in stay for b in match.blocks)
+        first_host = states.num_gpu
+        loads = sum(block_id >= first_host for block_id in match.blocks) - len(stay)
         gpu = min(n, states.num_available_gpu - loads) if room != "cpu" else 0
         cpu_blocks = [victims.take_in_place() for _ in range(n - gpu)]  # first, as in `allocate`
         table = [
-            block_id if states.is_gpu(block_id) or block_id in stay else victims.load(block_id)
+            block_id if block_id < first_host or block_id in stay else victims.load(block_id)
             for block_id in match.blocks
         ]
         on_gpu = len(match.blocks) - loads - len(stay)
@@ -271,20 +265,21 @@ class TieredBlockPool(PoolView):
                 if block_id is not None and not states.owners[block_id]:
                     states.drop_key(block_id)
 
-    def store_ahead(self, limit: int) -> int:
+    def store_ahead(self, limit: int, most: int | None = None) -> int:
         """Store what would give way next, so that taking it costs no wait; return how many.
 
         Call it once a step; nothing happens while `limit` GPU blocks are free or have a copy.
 
         Args:
             limit: GPU blocks that should be ready to be taken.
+            most: Store no more of them now; None: all.
         """
         states = self._states
         ready = max(0, limit - len(states.gpu_free))
         first = list(islice(states.gpu_idle, ready))
         protect = {copy for b in first if (copy := states.copy_of(b)) is not None}
         lacking = [b for b in first if states.copy_of(b) is None and self._victims.may_store(b)]
-        stored = self._store_all(lacking, protect)
+        stored = self._store_all(lacking[:most], protect)
         self.stats.stores_ahead += stored
         return stored
 
@@ -318,8 +313,23 @@ class TieredBlockPool(PoolView):
         """Let the next step wait for moves on the device, such as a claim's pending ones."""
         self._states.ledger.require(move_ids)
 
+    def _can_claim(self, match: Match, n: int, room: Room, stay: frozenset[int]) -> bool:
+        states = self._states
+        first_host, owners = states.num_gpu, states.owners
+        gpu, cpu = states.num_available_gpu, states.num_available_in_place
+        for block_id in match.blocks:
+            if block_id >= first_host:
+                gpu -= block_id not in stay
+                cpu -= not owners[block_id] and states.is_listed_in_place(block_id)
+            elif not owners[block_id]:
+                gpu -= 1
+        rooms = {"gpu": gpu, "cpu": cpu, "either": gpu + cpu}
+        return gpu >= 0 and 0 <= n <= rooms[room]
+
     def _stay_in_place(self, match: Match, most: int) -> frozenset[int]:
         """Return the host blocks of a match that are not loaded."""
+        if most <= 0:
+            return frozenset()
         states = self._states
         able = [b for b in match.blocks if not states.is_gpu(b) and states.is_in_place(b)]
         return frozenset(able[max(0, len(able) - most) :])

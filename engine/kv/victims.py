@@ -39,12 +39,6 @@ class Victims:
         """Return whether the content of a GPU block is to be stored when the block is taken."""
         return block_id not in self._not_stored
 
-    def is_listed_in_place(self, block_id: int) -> bool:
-        """Return whether a host block could be handed out to compute."""
-        states = self._states
-        lists = (states.cpu_free[0], states.cpu_spare[0], states.cpu_only[0])
-        return any(block_id in blocks for blocks in lists)
-
     def take_gpu(self, *, for_compute: bool) -> int:
         """Hand out a GPU block with one owner; there is one without.
 
@@ -52,12 +46,14 @@ class Victims:
             for_compute: The next step may write it, and waits for moves that still touch it; a move
                 that writes it waits for them itself.
         """
-        if not self._states.gpu_free:
-            self.evict(self._states.gpu_idle.oldest)
-        block_id = self._states.gpu_free.oldest
-        self._states.own(block_id)
+        states = self._states
+        is_free = len(states.gpu_free) > 0
+        block_id = (states.gpu_free if is_free else states.gpu_idle).oldest
+        states.own(block_id)
+        if not is_free:
+            self.evict(block_id)
         if for_compute:
-            self._states.ledger.hand_out(block_id)
+            states.ledger.hand_out(block_id)
         return block_id
 
     def take_in_place(self) -> int:
@@ -92,18 +88,20 @@ class Victims:
         return None
 
     def evict(self, block_id: int) -> None:
-        """Take the content off a GPU block without an owner, which is free then."""
-        states = self._states
-        if states.copy_of(block_id) is None and self.may_store(block_id):
+        """Take the content off a GPU block that nobody needs any more."""
+        states, stats = self._states, self._stats
+        is_kept = states.copy_of(block_id) is not None
+        if not is_kept and self.may_store(block_id):
             host = self.take_for_store()
             if host is None:
-                self._stats.stores_skipped += int(states.num_cpu > 0)
+                stats.stores_skipped += int(states.num_cpu > 0)
             else:
                 self.store(block_id, host)
-        if states.copy_of(block_id) is None:
-            self._stats.evicted_lost += 1
+                is_kept = True
+        if is_kept:
+            stats.evicted_kept += 1
         else:
-            self._stats.evicted_kept += 1
+            stats.evicted_lost += 1
         self._not_stored.discard(block_id)
         states.drop_key(block_id)
 
@@ -113,7 +111,7 @@ class Victims:
         assert key is not None
         states.ledger.start("store", block_id, host)
         states.settle(host)
-        states.set_key(host, key)
+        states.name_moved(host, key)
         self._stats.stores += 1
 
     def load(self, host: int) -> int:
@@ -122,9 +120,8 @@ class Victims:
         assert key is not None
         block_id = self.take_gpu(for_compute=False)
         states.ledger.start("load", host, block_id)
-        states.set_key(block_id, key)
-        states.disown(host)
-        states.settle(host)
+        states.name_moved(block_id, key)
+        states.disown(host)  # the move keeps it out of the lists
         self._stats.loads += 1
         return block_id
 
