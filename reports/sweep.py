@@ -31,6 +31,14 @@ SERVE_COLUMNS: Final = (
     ("serve/ttft_ms", "TTFT from arrival"),
 )
 """Shown where a point has them."""
+KV_COLUMNS: Final = (
+    ("kv/hit_share", "KV found"),
+    ("kv/loaded_gib", "KV loaded"),
+    ("kv/in_place_gib", "KV read in place"),
+)
+"""Shown where a point has host blocks."""
+HOST_BLOCKS: Final = "kv/cpu_used_peak_share"
+"""Metric of points that have some."""
 ALT: Final = (
     ("comparison", "Bars of output rate and TPOT, one row for each point"),
     ("tradeoff", "Scatter of the output rate over the rate of one request and over GPU peak"),
@@ -134,6 +142,8 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
     served = [(statistic(records, base), label) for base, label in SERVE_COLUMNS]
     names = [(statistic(records, base), label) for base, label in COLUMNS]
     names += [item for item in served if any(r.metrics.get(item[0]) is not None for r in records)]
+    if any(r.metrics.get(HOST_BLOCKS) is not None for r in records):
+        names += KV_COLUMNS
     sections = (
         Section(
             title="Points", figures=("comparison",), tables=(_points_table(rows, names, links),)

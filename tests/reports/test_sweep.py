@@ -147,6 +147,21 @@ def test_a_point_that_is_not_valid_is_never_the_best(tmp_path):
     assert page.cards[0].value == "402.7"
 
 
+def test_the_kv_cache_has_columns_where_a_point_has_host_blocks(tmp_path):
+    counted = {"kv/hit_share": 0.75, "kv/loaded_gib": 10.0, "kv/in_place_gib": 0.0}
+    alone = ok_record(metrics=counted | {"kv/cpu_used_peak_share": None})
+    page = sweep_page("s", rows_of(alone, tmp_path=tmp_path), {})
+    assert not [name for name in page.sections[0].tables[0].columns if name.startswith("KV")]
+    tiered = ok_record(metrics=counted | {"kv/cpu_used_peak_share": 0.5})
+    page = sweep_page("s", rows_of(alone, tiered, tmp_path=tmp_path), {})
+    names = page.sections[0].tables[0].columns
+    assert [name.split(" (")[0] for name in names if name.startswith("KV")] == [
+        "KV found",
+        "KV loaded",
+        "KV read in place",
+    ]
+
+
 def test_serving_has_columns_where_a_point_was_served(tmp_path):
     served = ok_record(metrics={"serve/peak_requests_s": 4.5, "serve/good_share": 0.96})
     faster = ok_record(metrics={"serve/peak_requests_s": 9.0, "serve/good_share": 0.95})
