@@ -210,6 +210,16 @@ def step_blocks(kv: KVSizes) -> int:
     return kv.blocks(min(kv.max_model_len, kv.step_tokens))[0]
 
 
+def has_kv_room(plan: MemoryPlan) -> bool:
+    """Whether what is chosen leaves room for KV.
+
+    One sequence of max_model_len over both tiers, and on the GPU its tokens of one step: all that
+    it has would else be read over the link.
+    """
+    least = min(plan.kv.blocks(plan.max_model_len)[0], step_blocks(plan.kv))
+    return plan.holds_one and plan.num_gpu_blocks >= least
+
+
 def takes_swap_space(asked: Asked) -> bool:
     """Whether weights that do not fit go to kv.swap_space: where nothing else places them."""
     is_placed = asked.config.offload.backend != "none" or asked.config.planner.choose

@@ -8,6 +8,7 @@ from engine.accounting import (
     Asked,
     build_plan,
     fits,
+    has_kv_room,
     resolve_dtype,
     resolve_max_model_len,
     served,
@@ -125,7 +126,7 @@ class _Search:
 
         def has_room(hundredths: int) -> bool:
             plan = build_plan(asked, served(asked, placed(hundredths)))
-            return plan.holds_one
+            return has_kv_room(plan)
 
         low, high = 0, math.ceil(total / GIB * 100)  # low has no room, high has
         if has_room(low):

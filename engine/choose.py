@@ -13,7 +13,16 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, Final
 
-from engine.accounting import GIB, Asked, build_plan, plan_fits, served
+from engine.accounting import (
+    GIB,
+    Asked,
+    asked_tier,
+    build_plan,
+    has_kv_room,
+    plan_fits,
+    served,
+    step_blocks,
+)
 from engine.cost import (
     CONTEXT_TOKENS,
     EMBED,
@@ -101,12 +110,14 @@ class Chooser:
         }
         self._outer = {t.name: align(t.numel * self._size) for t in asked.spec.outer_tensors()}
         self.resident = build_plan(asked, assign_resident(asked.spec))
+        self._tier = asked_tier(asked, self.resident.kv, 0)
 
     @cached_property
     def _least_blocks(self) -> int:
-        """KV blocks that must have room."""
+        """KV blocks that must have room on the GPU."""
         more = math.ceil((self._asked.config.planner.kv_tokens or 0) / self.resident.block_size)
-        return max(self._sequence_blocks, more)
+        alone = max(step_blocks(self.resident.kv), self._sequence_blocks - self._tier.reach)
+        return max(min(self._sequence_blocks, alone), more)
 
     @property
     def _sequence_blocks(self) -> int:
@@ -119,7 +130,8 @@ class Chooser:
         return self.resident.kv.useful[0] * self.resident.block_size
 
     def _is_enough(self, plan: MemoryPlan) -> bool:
-        return plan_fits(plan) and plan.num_gpu_blocks >= self._least_blocks
+        has_room = has_kv_room(plan) and plan.num_gpu_blocks >= self._least_blocks
+        return has_room and plan_fits(plan)
 
     @property
     def resident_fits(self) -> bool:
@@ -178,7 +190,7 @@ class Chooser:
         """KV blocks to make room for."""
         asked, size, least = self._asked, self._base.block_size, self._least_blocks
         if objective != "throughput":
-            return [least]
+            return sorted({least, max(least, self._sequence_blocks)})
         most = asked.config.engine.max_num_seqs
         each = self.resident.kv.blocks(sum(queue_of(asked.max_model_len)))[0]
         counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
@@ -195,10 +207,11 @@ class Chooser:
         self, blocks: int, outer: tuple[str, ...], kind: Placement, lookahead: int, name: str
     ) -> Candidate | None:
         """Return the least offload of one sort that leaves the blocks free, or None."""
-        plan = self.resident
+        plan, tier = self.resident, self._tier
         other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
+        other -= plan.gpu_items.get("kv_stages", 0)
         freed = sum(self._outer[item] for item in outer)
-        need = other + plan.kv.room(blocks) - freed - plan.gpu_budget_bytes
+        need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
         taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
         if taken is None:
             return None
@@ -206,7 +219,7 @@ class Chooser:
         slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
         moved = sum(sizes)
         left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
-        shape = self._shape(sizes, outer, kind, slots, plan.kv.fit(left))
+        shape = self._shape(sizes, outer, kind, slots, *tier.share_out(plan.kv, left))
         context = self._asked.max_model_len
         if self._asked.config.planner.objective != "context":
             context = min(CONTEXT_TOKENS, context)
@@ -219,6 +232,16 @@ class Chooser:
             decode_s=decode_step_s(shape, self._rates, 1, context),
             queue_s=queue_s(shape, self._rates, QUEUE_REQUESTS, prompt, output),
         )
+
+    def _room(self, blocks: int) -> int:
+        """Bytes on the GPU with which there are so many blocks, and stages where they are few."""
+        kv, tier = self.resident.kv, self._tier
+        if not tier.reach or blocks >= self._sequence_blocks:
+            return kv.room(blocks)
+        room = least = kv.room(blocks, tier.reach)
+        for _ in range(4):  # buffers are a small share of the room that they are part of
+            room = least + tier.stage_bytes(room)
+        return room + 2 * tier.layer_bytes
 
     def _num_slots(self, kind: Placement, lookahead: int) -> int:
         settings = self._asked.config.engine
@@ -263,6 +286,7 @@ class Chooser:
         kind: Placement,
         slots: int,
         pools: tuple[int, ...],
+        in_place: bool,
     ) -> Shape:
         base = self._base
         head = self._outer.get(HEAD, 0) if HEAD in outer else 0
@@ -282,6 +306,7 @@ class Chooser:
             uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
             is_pinned=self._asked.facts.can_pin,
             kv_pools=pools,
+            in_place_blocks=self._tier.reach if in_place else 0,
         )
 
     def _assignment(

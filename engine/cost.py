@@ -6,10 +6,10 @@ ring; what is read in place is waited for. Constants: engine.rates. Pure arithme
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine.cost_ring import ring_s
 from engine.kv_sizes import KVSizes
 from engine.placement import Placement
 from engine.plan import MemoryPlan
@@ -148,53 +148,6 @@ def _kv_limits(plan: MemoryPlan, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(limits)
 
 
-def ring_s(
-    compute_s: Sequence[float],
-    copy_s: Sequence[float],
-    num_slots: int,
-    *,
-    wrap: bool,
-    after_s: float = 0.0,
-) -> float:
-    """Return the time of one step of the slot ring, exactly as engine.weights.ring runs it.
-
-    Copies run one after another. Offloaded layer k waits for its copy; when it is done its slot is
-    refilled with layer k + S, or, with `wrap`, after the last of that chain with its first. At the
-    end of the step all copies are joined, so every step is like the one before.
-
-    Args:
-        compute_s: Of each layer.
-        copy_s: Of each layer; 0 for those that are not offloaded.
-        num_slots: S, at least 1.
-        wrap: The first S layers lie in their slots when the step begins.
-        after_s: Work after the last layer, beside which copies run on.
-    """
-    order = [index for index, seconds in enumerate(copy_s) if seconds > 0]
-    count = len(order)
-    held = list(range(min(num_slots, count)))
-    ready, copied_at, now = [0.0] * len(held), 0.0, 0.0
-    if not wrap:
-        for slot in held:
-            if slot + len(held) < count:  # else the slot has held its only layer since long
-                copied_at += copy_s[order[slot]]
-                ready[slot] = copied_at
-    k = 0
-    for index, seconds in enumerate(compute_s):
-        if k == count or order[k] != index:
-            now += seconds
-            continue
-        slot = k % len(held)
-        now = max(now, ready[slot]) + seconds
-        following = k + len(held)
-        if following >= count:
-            following = slot if wrap else k
-        if held[slot] != following:
-            copied_at = max(copied_at, now) + copy_s[order[following]]
-            ready[slot], held[slot] = copied_at, following
-        k += 1
-    return max(now + after_s, copied_at)
-
-
 def step_s(
     shape: Shape,
     rates: Rates,
@@ -226,14 +179,13 @@ def step_s(
     place_rate = rates.in_place_gb_s * 1e9
     graphed = shape.uses_graphs and not prefill
     is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
-    compute, kv_link_s = [], 0.0
-    for layer, (resident, offloaded, limit) in enumerate(
-        zip(shape.resident_bytes, shape.offloaded_bytes, shape.kv_limits, strict=True)
-    ):
+
+    def layer_s(resident: int, offloaded: int, limit: int, is_first: bool) -> tuple[float, float]:
+        """The time of a layer, and of it what KV in host memory holds the link."""
         attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
         kv_tokens = decodes * min(context, limit)
         far = staged = 0.0
-        if is_long and shape.in_place_layers[layer]:
+        if is_long and is_first:
             far = shape.beyond_gpu(kv_tokens) if decodes else 0.0
             staged = shape.beyond_gpu(min(before + prefill, limit)) if prefill else 0.0
         kv_s = (kv_tokens - far) * shape.kv_layer_bytes / (KV_SHARE * hbm_rate)
@@ -243,8 +195,24 @@ def step_s(
         read += offloaded * tiles / place_rate if in_place else 0.0
         seconds = max(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
-        kv_link_s += far_s + staged_s
-        compute.append(seconds if graphed else max(seconds, rates.eager_layer_overhead_s))
+        least = 0.0 if graphed else rates.eager_layer_overhead_s
+        return max(seconds, least), far_s + staged_s
+
+    kinds = zip(
+        shape.resident_bytes,
+        shape.offloaded_bytes,
+        shape.kv_limits,
+        shape.in_place_layers,
+        strict=True,
+    )
+    times: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
+    compute, kv_link_s = [], 0.0
+    for kind in kinds:
+        found = times.get(kind)
+        if found is None:
+            found = times[kind] = layer_s(*kind)
+        compute.append(found[0])
+        kv_link_s += found[1]
     after = _outside_s(shape, rates, tokens, decodes + (rows or min(1, prefill)))
     seconds = _run(shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s)
     return seconds + rates.step_overhead_s

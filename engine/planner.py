@@ -10,17 +10,18 @@ from itertools import islice
 from engine.accounting import (
     GIB,
     Asked,
+    asked_kv_sizes,
     build_plan,
+    has_kv_room,
     plan_fits,
     resolve_dtype,
     resolve_max_model_len,
     served,
-    step_blocks,
     takes_swap_space,
 )
 from engine.advice import refusal
 from engine.auto_fields import choose_fields
-from engine.choose import Chooser, record_of
+from engine.choose import Chooser, largest, record_of
 from engine.config import EngineConfig
 from engine.cost import decode_step_s, predict, shape_of
 from engine.cost_kv import predict_host_kv, with_rates
@@ -185,13 +186,14 @@ def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> Memor
     if count is None:
         plan = build_plan(asked, assign_resident(asked.spec))
         text = f"{refusal(plan, asked)} kv.swap_space={size:g} GiB"
-        enough = _spread_that_fits(asked, None)
+        enough = _least_swap_space(asked)
         if enough is None:
             text += " does not help: it does not fit with every layer in host memory either."
         else:
+            count = _spread_that_fits(_with_swap_space(asked, enough), int(enough * GIB)) or 0
             text += (
-                f" is not enough: {enough} of {layers} layers, "
-                f"{_spread_bytes(asked, enough) / GIB:.3f} GiB, would have to move."
+                f" is not enough: {enough:g} would be, for {count} of {layers} layers, "
+                f"{_spread_bytes(asked, count) / GIB:.3f} GiB, and KV blocks."
             )
         raise CapacityError(text, plan.to_dict())
     plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
@@ -207,21 +209,36 @@ def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> Memor
     return replace(plan, notes=(*plan.notes, *notes, note, *waste))
 
 
-def _spread_that_fits(asked: Asked, room: int | None) -> int | None:
-    """The fewest layers, spread evenly over the host, with which the GPU's part fits.
+def _with_swap_space(asked: Asked, size_gib: float) -> Asked:
+    kv = replace(asked.config.kv, swap_space=size_gib)
+    return replace(asked, config=replace(asked.config, kv=kv))
 
-    The GPU must hold the KV of one step at least, and both tiers together one sequence of
-    max_model_len.
+
+def _least_swap_space(asked: Asked) -> float | None:
+    """The least swap_space, in hundredths of GiB, with which there is room; None: there is none."""
+
+    def is_short(hundredths: int) -> bool:
+        size = hundredths / 100
+        return _spread_that_fits(_with_swap_space(asked, size), int(size * GIB)) is None
+
+    kv_bytes = asked_kv_sizes(asked).sequence_bytes(asked.max_model_len)
+    most = math.ceil(100 * (asked.spec.weight_bytes(asked.dtype) + kv_bytes) / GIB)
+    short = largest(1, most, is_short)
+    return None if short == most else ((short or 0) + 1) / 100
+
+
+def _spread_that_fits(asked: Asked, room: int) -> int | None:
+    """The fewest layers, spread evenly over the host, with which there is room for KV.
 
     Args:
         asked: What is asked.
-        room: Of weights in host memory, bytes; None: any.
+        room: Of weights in host memory, bytes.
     """
     for count in range(asked.spec.num_hidden_layers + 1):
-        if room is not None and _spread_bytes(asked, count) > room:
+        if _spread_bytes(asked, count) > room:
             return None
         plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
-        if plan.holds_one and plan.num_gpu_blocks >= step_blocks(plan.kv):
+        if has_kv_room(plan):
             return count
     return None
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, FULL, ROPE_TYPES, WINDOW, Architecture
@@ -50,7 +51,7 @@ class TensorSpec:
         """Shape of the joined tensor."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -202,7 +203,12 @@ class ModelSpec(Sealed):
 
     def layer_tensors(self, layer: int) -> tuple[TensorSpec, ...]:
         """Return one decoder layer's tensors in declaration order."""
-        return tuple(self._layer_tensors(f"model.layers.{layer}."))
+        return self._all_layer_tensors[layer]
+
+    @cached_property
+    def _all_layer_tensors(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        layers = range(self.num_hidden_layers)
+        return tuple(tuple(self._layer_tensors(f"model.layers.{layer}.")) for layer in layers)
 
     def _layer_tensors(self, prefix: str) -> Iterator[TensorSpec]:
         arch, hidden, ffn = self.architecture, self.hidden_size, self.intermediate_size

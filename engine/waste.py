@@ -23,6 +23,8 @@ def waste_notes(plan: MemoryPlan, asked: Asked, rates: Rates) -> list[str]:
         *_slots(plan, asked, rates),
         *_sequences(plan),
         *_budget(plan),
+        *_host_tier(plan, asked),
+        *_pin_limit(plan, asked),
     ]
 
 
@@ -105,3 +107,30 @@ def _budget(plan: MemoryPlan) -> list[str]:
         f"engine.max_num_seqs={plan.max_num_seqs} sequences of {plan.max_model_len} tokens can "
         "use. Offload less, or raise engine.max_num_seqs or engine.max_model_len."
     ]
+
+
+def _host_tier(plan: MemoryPlan, asked: Asked) -> list[str]:
+    """A host tier that all sequences together cannot fill; a prefix cache fills any."""
+    if plan.host_kv is None or plan.prefix_caching:
+        return []
+    count, use = plan.host_kv.num_blocks[0], max(0, plan.kv.useful[0] - plan.num_gpu_blocks)
+    unused = (count - use) * sum(plan.kv.block_bytes)
+    if unused < WORTH_SAYING * plan.gpu_budget_bytes:
+        return []
+    [name] = asked.config.kv.sizes
+    return [
+        f"kv.{name}: the host tier has {count} blocks, of which {use} have a use: "
+        f"engine.max_num_seqs={plan.max_num_seqs} sequences of {plan.max_model_len} tokens take "
+        f"{plan.kv.useful[0]}, and the GPU holds {plan.num_gpu_blocks}. {unused / GIB:.2f} GiB of "
+        "host memory stay unused. Make it smaller, or set kv.enable_prefix_caching=true, which "
+        "keeps prefixes in it."
+    ]
+
+
+def _pin_limit(plan: MemoryPlan, asked: Asked) -> list[str]:
+    """A cap of pinned memory that caps nothing."""
+    limit, tier = asked.config.kv.pin_limit_gib, plan.host_kv
+    if limit is None or not plan.pin or (tier is not None and tier.num_pageable[0]):
+        return []
+    size = 0 if tier is None else plan.kv.num_bytes(tier.num_blocks)
+    return [f"kv.pin_limit_gib={limit:g} caps nothing: the host tier has {size / GIB:.2f} GiB."]

@@ -60,3 +60,28 @@ def test_a_budget_that_stays_empty_beside_an_offload_is_said() -> None:
 def test_plain_settings_say_nothing() -> None:
     assert notes(uva(8)) == []
     assert notes(memory_gib=40) == []
+
+
+def tier_notes(kv: dict[str, Any], **settings: Any) -> list[str]:
+    config = configuration(OLMO_7B, memory_gib=20, kv=kv, **settings)
+    return [text for text in plan_memory(config, OLMO_7B, H200).notes if "kv." in text]
+
+
+def test_a_host_tier_that_sequences_cannot_fill_is_said_unless_prefixes_are_kept() -> None:
+    few: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 4096}
+    [note] = tier_notes({"cpu_gib": 16}, **few)
+    assert note.startswith("kv.cpu_gib: the host tier has 2048 blocks, of which ")
+    assert "max_num_seqs=2 sequences of 4096 tokens take 512" in note
+    assert "GiB of host memory stay unused" in note
+    [note] = tier_notes({"num_cpu_blocks": 2048}, **few)
+    assert note.startswith("kv.num_cpu_blocks: ")
+    assert tier_notes({"cpu_gib": 16, "enable_prefix_caching": True}, **few) == []
+    assert tier_notes({"cpu_gib": 16}, max_num_seqs=64, max_model_len=4096) == []
+
+
+def test_a_pin_limit_beyond_the_tier_is_said() -> None:
+    kv = {"cpu_gib": 4, "enable_prefix_caching": True}
+    assert tier_notes(kv | {"pin_limit_gib": 10}) == [
+        "kv.pin_limit_gib=10 caps nothing: the host tier has 4.00 GiB."
+    ]
+    assert "1 are page" in tier_notes(kv | {"pin_limit_gib": 3.996})[0]
