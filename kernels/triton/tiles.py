@@ -66,7 +66,7 @@ def decode_tile(head_size: int, dtype: torch.dtype) -> DecodeTile:
     """
     if dtype == torch.float32:
         return DecodeTile(keys=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
-    return DecodeTile(keys=64 if head_size <= 128 else 32, num_warps=4, num_stages=3)
+    return DecodeTile(keys=64 if head_size <= 128 else 32, num_warps=4, num_stages=2)
 
 
 def prefill_tile(head_size: int, dtype: torch.dtype) -> Tile:
