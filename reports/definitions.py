@@ -258,6 +258,24 @@ COLD: Final = "cold_"
 """Prefix of a load quantity measured with the checkpoint dropped from the page cache."""
 
 
+AB: Final = "ab"
+"""Area of the figures of a comparison of two sides."""
+
+
+def _ab_definition(name: str) -> str | None:
+    """Return the definition of `AREA_QUANTITY_ratio` or `AREA_QUANTITY_noise_share`."""
+    known = {key.replace("/", "_", 1): key for key in METRIC_DEFINITIONS} | {"total_s": "total_s"}
+    base = known.get(name.removesuffix("_ratio").removesuffix("_noise_share"))
+    if base is None:
+        return None
+    if name.endswith("_ratio"):
+        return f"b / a of {base}: geometric mean over the pairs of runs of both sides"
+    return (
+        f"share by which b / a of {base} may differ from 1 by chance: of side a against itself,"
+        " 95 %, as many pairs"
+    )
+
+
 def definition(metric: str) -> str | None:
     """Return the definition of a metric name, looked up by its longest known prefix.
 
@@ -265,6 +283,8 @@ def definition(metric: str) -> str | None:
         metric: a full name, such as `latency/ttft_ms/p50`.
     """
     parts = metric.split("/")
+    if parts[0] == AB:
+        return _ab_definition(parts[1])
     if parts[0] == "load" and parts[-1].startswith(COLD):
         warm = definition("/".join([*parts[:-1], parts[-1].removeprefix(COLD)]))
         if warm is None:

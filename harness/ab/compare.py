@@ -13,8 +13,8 @@ Metrics = Mapping[str, float | None]
 """Metrics of one run."""
 COMPARED: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType(
     {
-        "load/total_s": ("load, from the start of a process to its first token", True),
-        "load/cold_total_s": ("the same, checkpoint not in the page cache", True),
+        "load/total_s": ("load: process start to first token", True),
+        "load/cold_total_s": ("load, checkpoint not in the page cache", True),
         "throughput/output_tok_s": ("output tokens a second, all requests at once", False),
         "throughput/wall_s": ("time of all requests at once", True),
         "latency/ttft_ms/mean": ("time to first token of a request alone", True),

@@ -192,18 +192,17 @@ def _notes(
 
 
 def metric_name(metric: str) -> str:
-    """Return the name of a ratio of a metric, such as ab/latency_ttft_ms_ratio."""
-    base = metric.removesuffix("/mean").replace("/", "_")
-    return f"ab/{base}_ratio"
+    """Return the name of a comparison of a metric, such as ab/latency_ttft_ms, without its end."""
+    return "ab/" + metric.removesuffix("/mean").replace("/", "_")
 
 
 def _ratio_metrics(ratios: Sequence[Ratio]) -> Iterator[tuple[str, float | None]]:
     for item in ratios:
         name = metric_name(item.metric)
-        yield name, item.ratio
-        yield f"{name}/ci95_low", item.low
-        yield f"{name}/ci95_high", item.high
-        yield f"{name}/resolution", item.resolution
+        yield f"{name}_ratio", item.ratio
+        yield f"{name}_ratio/ci95_low", item.low
+        yield f"{name}_ratio/ci95_high", item.high
+        yield f"{name}_noise_share", item.resolution
 
 
 def result_lines(record: RunRecord, folder: Path) -> list[str]:

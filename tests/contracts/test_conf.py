@@ -47,7 +47,7 @@ OPTIONS = {
     "kv": {"gpu", "cpu"},
     "scenario": {
         *("quick", "load", "throughput", "latency", "all"),
-        *("serve", "serve_peak", "serve_trace"),
+        *("serve", "serve_peak", "serve_trace", "ab"),
     },
     "tracking": {"mlflow", "none"},
 }
@@ -212,7 +212,7 @@ def test_commands_of_experiments_compose(
         assert not composer.plan([*line.overrides, "hydra.mode=RUN"]).multirun
         return
     plan = composer.plan(line.overrides, multirun=line.multirun)
-    assert plan.multirun
+    assert plan.multirun or plan.points[0].config.ab is not None
     assert plan.points
     assert len({repr(item.config) for item in plan.points}) == len(plan.points)
     assert [item.warnings for item in plan.points] == [[] for _ in plan.points]
