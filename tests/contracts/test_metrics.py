@@ -37,6 +37,10 @@ FROM_THE_RUN = ("telemetry/cpu_pct", "link/nvml_h2d_gb_s")
 """Metrics that need a sampler and a worker beside it; tests/harness/telemetry has them."""
 
 
+BOTH_SLABS = {"touch", "pin"}
+"""Phases of memory for weights and for KV blocks, which the engine adds up in a loop."""
+
+
 def engine_names(call: str) -> set[str]:
     """The names that the engine's sources give to phases or busy times."""
     text = "".join(path.read_text(encoding="utf-8") for path in python_files("engine"))
@@ -56,7 +60,7 @@ def job(kind: str) -> WorkerJob:
 def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every metric of a point that measures all there is."""
     folder = tmp_path_factory.mktemp("run")
-    names = engine_names("phase") | engine_names("part")
+    names = engine_names("phase") | engine_names("part") | BOTH_SLABS
     door, _ = fake_door(Script(phases=dict.fromkeys(names, 1.0)), FakeClock())
     small = plan_small(memory_gib=1)
     door = replace(
