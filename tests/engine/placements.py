@@ -27,7 +27,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "prefetch of products": {"offload_group_size": 1, "offload_params": ["gate_proj", "o_proj"]},
     "prefetch, three slots": {"offload_group_size": 1, "offload_prefetch_step": 2},
     "prefetch of one layer": {"offload_group_size": 5},
-    "swap space": {"swap_space": 1},
+    "swap space": {"swap_space": 0.001},
 }
 
 

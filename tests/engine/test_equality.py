@@ -80,7 +80,9 @@ def test_what_is_allocated_is_what_was_planned(residents: Residents, name: str) 
     items = llm.plan.gpu_items
     planned = set(items) - {"graphs", "runtime"}
     assert llm.memory()["gpu_allocated_bytes"] == sum(items[part] for part in planned)
-    assert llm.memory()["host_pinned_bytes"] == llm.plan.host_items["pinned_weights"]
+    host = llm.plan.host_items
+    pinned = host["pinned_weights"] + host.get("pinned_kv", 0)
+    assert llm.memory()["host_pinned_bytes"] == pinned
     greedy(llm, PROMPTS, 2)
     assert llm.memory()["gpu_peak_bytes"] <= llm.memory()["gpu_budget_bytes"]
     llm.close()
@@ -102,7 +104,12 @@ def test_swap_space_moves_only_as_many_layers_as_must(residents: Residents) -> N
     layer = plan.layers[0].resident.num_bytes
     # Room for all but two layers beside the KV cache of one sequence; two slots need room too.
     budget = others - plan.gpu_items["kv_cache"] + 4 * plan.block_bytes + weights - 2 * layer
-    llm = residents.open(7, swap_space=1, gpu_memory_gib=budget / GIB, gpu_memory_utilization=1.0)
+    # What weights leave of the swap space holds no block.
+    swap_space = (4 * layer + plan.block_bytes - 1) / GIB
+    llm = residents.open(
+        7, swap_space=swap_space, gpu_memory_gib=budget / GIB, gpu_memory_utilization=1.0
+    )
+    assert llm.plan.host_kv is None
     assert len(llm.effective()["offloaded_layers"]) == 4
     assert llm.plan.placed_bytes()["prefetch"] > 0
     check_equal(residents, llm, 7)
