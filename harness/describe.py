@@ -29,8 +29,8 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
     """Return what reports call the point: in a sweep what varies, else its choices."""
     if sweep is not None:
         varying = [item.lstrip("+") for item in overrides if item not in sweep.shared]
-        if varying:
-            return ",".join(varying)[:_NAME_CHARS]
+        if varying or sweep.label:
+            return " ".join(filter(None, (sweep.label, ",".join(varying))))[:_NAME_CHARS]
     parts = (config.model.name, config.offload_name, config.gpu.name, config.scenario.name)
     return "-".join(part for part in parts if part)[:_NAME_CHARS]
 

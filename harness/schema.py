@@ -300,3 +300,5 @@ class SweepContext:
     total: int
     shared: tuple[str, ...] = ()
     """Overrides that all points have; what a point has beside them is what varies."""
+    label: str = ""
+    """What its name begins with; of a comparison's runs such as ab1-a."""

@@ -115,7 +115,7 @@ class _Comparison:
             replace(side.config, rerun="all"),
             self._run_dir / folder,
             side.overrides,
-            replace(self._sweep, index=number),
+            replace(self._sweep, index=number, label=step.label),
         )
         self._done.append((step, record))
         self._folders.append(str(folder))

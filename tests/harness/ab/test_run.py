@@ -89,8 +89,9 @@ def test_a_scripted_engine_that_is_known_to_be_slower(tmp_path, capsys):
     )
     folders = [run["folder"] for run in sample["runs"]]
     assert folders == ["runs/00-ab1-a", "runs/01-ab1-b", "runs/02-ab2-b", "runs/03-ab2-a"]
-    for folder in folders:
-        assert RunRecord.read(tmp_path / "ab" / folder / "result.json").status == "ok"
+    found = [RunRecord.read(tmp_path / "ab" / folder / "result.json") for folder in folders]
+    assert [run.status for run in found] == ["ok"] * 4
+    assert [run.name for run in found[:2]] == ["ab1-a", "ab1-b model.fake.decode_ms=[6]"]
     shown = capsys.readouterr().out
     assert "b is higher" in shown
     assert "latency: 6 of 6 requests gave equal tokens" in shown

@@ -130,6 +130,40 @@ def test_a_settled_series_ends_early(tmp_path):
     assert "means over 3 repeats of 10, settled early" in " ".join(result["notes"])
 
 
+def test_repeats_of_latency_pool_requests_and_bound_the_means(tmp_path):
+    """First tokens after 10, 20 and 30, 40 ms: means 15 and 35, deviation 20 / sqrt(2)."""
+    script = FakeScript(prefill_ms=[10, 20, 30, 40])
+    result = run(tmp_path, job(latency(2, repeats=2), script))
+    found = figures(result, "latency", "ttft_ms")
+    assert found["mean"] == pytest.approx(25)
+    assert (found["min"], found["max"]) == pytest.approx((10, 40))
+    assert found["std"] == pytest.approx(math.sqrt(500 / 3))
+    assert found["repeat_std"] == pytest.approx(20 / math.sqrt(2))
+    assert found["ci95_low"] == pytest.approx(25 - 12.7062047 * 10)  # t of 1; 20/sqrt(2)/sqrt(2)
+    assert found["ci95_high"] == pytest.approx(25 + 12.7062047 * 10)
+    rows = result["samples"]["latency"]
+    assert [(row["repeat"], row["request_id"]) for row in rows] == [
+        *((0, "latency-0"), (0, "latency-1"), (1, "latency-0"), (1, "latency-1"))
+    ]
+    means = [one["latency/ttft_ms/mean"] for one in result["samples"]["repeats"]["latency"]]
+    assert means == pytest.approx([15, 35])
+    assert "intervals of the means of 2 repeats" in " ".join(result["notes"])
+
+
+def test_percentiles_of_repeats_are_those_of_all_requests(tmp_path):
+    """Neither six requests nor six have a median, but twelve have."""
+    script = FakeScript(prefill_ms=[float(ms) for ms in range(1, 13)])
+    result = run(tmp_path, job(latency(6, repeats=2), script))
+    assert figures(result, "latency", "ttft_ms")["p50"] == pytest.approx(6.5)
+    (note,) = [note for note in result["notes"] if "needs 64" in note]
+    assert note.startswith("latency: 12 requests completed and p90 needs 64")
+
+
+def test_a_steady_latency_ends_early(tmp_path):
+    result = run(tmp_path, job(latency(2, repeats=9, stop_share=0.01), FakeScript()))
+    assert len(result["samples"]["repeats"]["latency"]) == 3
+
+
 def test_refused_and_broken_requests_are_counted_out_and_named(tmp_path):
     """Of twelve every fourth is refused and every sixth breaks: 4, 8, 12 and 6."""
     script = FakeScript(refuse_every=4, break_every=6, prefill_ms=[20])
@@ -227,6 +261,23 @@ def test_accounts_of_served_requests_balance(tmp_path):
     assert accounts == [3, 2, 0, 1]
     assert result["metrics"]["serve/good_share"] == pytest.approx(2 / 3)
     assert "were cancelled" in result["reasons"][0]
+
+
+def test_repeats_of_serving_draw_anew_and_sum_their_accounts(tmp_path):
+    part = near_arrivals(125, 3, repeats=3, arrivals=Arrivals(process="poisson", rate_per_s=125))
+    result = run(tmp_path, job(part, FakeScript()))
+    samples = result["samples"]["serve"]
+    assert (samples["num_planned"], samples["num_completed"]) == (9, 9)
+    assert "window_begin_s" not in samples
+    times = {}
+    for row in samples["requests"]:
+        times.setdefault(row["repeat"], []).append(row["scheduled_s"])
+    assert len(set(map(tuple, times.values()))) == 3
+    rates = [one["serve/output_tok_s"] for one in result["samples"]["repeats"]["serve"]]
+    assert result["metrics"]["serve/output_tok_s"] == pytest.approx(sum(rates) / 3)
+    assert result["metrics"]["serve/output_tok_s/ci95_low"] < min(rates)
+    assert figures(result, "serve", "e2e_ms")["repeat_std"] is not None
+    assert len({row["tokens_hash"] for row in samples["requests"]}) == 9
 
 
 def test_short_answers_are_a_reason(tmp_path):
