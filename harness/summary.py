@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from harness.capacity import capacity_lines
 from reports.record import PREDICTED, RunRecord, number
 
 SHOWN: Final = (
@@ -97,7 +98,9 @@ def _planned(record: RunRecord) -> Iterable[str]:
     plan = record.plan or {}
     predicted, choice = plan.get("predicted"), plan.get("choice")
     kv = plan.get("kv") or {}
-    if record.status == "ok" and kv.get("max_concurrency"):
+    if record.status == "ok" and "longest_tokens" in kv:
+        yield from capacity_lines(kv)
+    elif record.status == "ok" and kv.get("max_concurrency"):
         yield (
             f"  KV cache: {kv['tokens']} tokens, {kv['max_concurrency']:.1f} sequences of "
             f"{kv['max_model_len']} at once"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from engine.cost import CONTEXT_TOKENS
+from harness.capacity import capacity_lines
 from harness.forecast.machine import UNKNOWN_HOST_BYTES
 from harness.forecast.rows import Forecast, Row
 from reports.record import number
@@ -19,6 +20,8 @@ COLUMNS: Final = (
     "GPU weights",
     "host GiB",
     "KV tokens",
+    "in host",
+    "longest",
     "at once",
     "tok/s, 1",
     "tok/s, full",
@@ -40,7 +43,10 @@ CSV_COLUMNS: Final = (
     "gpu_weights_gib",
     "host_weights_gib",
     "kv_tokens",
+    "host_kv_tokens",
+    "longest_tokens",
     "max_concurrency",
+    "max_kept",
     "bytes_per_step",
     "decode_tokens_s",
     "full_batch",
@@ -60,8 +66,9 @@ def point_lines(found: Forecast) -> list[str]:
     best = found.recommended
     lines = ["", *_title(found), *_table([COLUMNS, *(_cells(row) for row in found.rows)])]
     lines += [
-        "  at once: sequences of max_model_len tokens. tok/s: decode at batch 1, and at as many as",
-        f"  have room with {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens).",
+        "  KV tokens: on the GPU. longest: one sequence over both tiers. at once: sequences of",
+        "  max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with",
+        f"  {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens).",
     ]
     for row in found.rows:
         if not row.fits:
@@ -72,6 +79,7 @@ def point_lines(found: Forecast) -> list[str]:
     choice = best.bytes.get("choice")
     what = f"{best.label}: {choice['chosen']} ({choice['why']})" if choice else best.label
     lines.append(f"  recommended: {what}")
+    lines += [*capacity_lines(best.bytes["kv"]), *_host_kv(best)]
     lines += _bar("GPU", best.bytes["gpu"]["items"], best.bytes["gpu"]["budget_bytes"])
     limit = best.bytes["host"]["limit_bytes"]
     lines += _bar(
@@ -121,6 +129,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{(weights or 0) / GIB:.2f}",
         f"{_host_weights(row) / GIB:.2f}",
         str(row.plan.kv_tokens),
+        str(_host_kv_tokens(row)),
+        str(row.plan.longest_tokens),
         f"{row.bytes['kv']['max_concurrency']:.1f}",
         number(predicted["decode_tokens_s"]),
         f"{number(predicted['decode_tokens_full_s'])} ({predicted['full_batch']})",
@@ -133,6 +143,25 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _host_weights(row: Row) -> int:
     placed: Mapping[str, int] = row.bytes["placements"]
     return sum(placed.values()) - placed["resident"]
+
+
+def _host_kv(row: Row) -> Iterator[str]:
+    """What the host tier is expected to cost and to save."""
+    found = row.predicted["host_kv"]
+    if found is None:
+        return
+    far = f", {found['in_place_bytes'] / GIB:.2f} GiB of KV read in place"
+    yield (
+        f"  a sequence of {found['context_tokens']:,} tokens: {number(found['decode_step_ms'])} ms "
+        f"a token{far if found['in_place_bytes'] else ''}; a prefix of {found['prefix_tokens']:,} "
+        f"comes from the host in {number(found['prefix_load_ms'])} ms, computed in "
+        f"{number(found['prefix_compute_ms'])} ms"
+    )
+
+
+def _host_kv_tokens(row: Row) -> int:
+    host = row.bytes["kv"]["host"]
+    return 0 if host is None else int(host["tokens"])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -150,7 +179,7 @@ def _bar(title: str, items: Mapping[str, int], limit: int) -> Iterator[str]:
     parts = {name: size for name, size in items.items() if size}
     whole = max(limit, sum(parts.values()))
     letters, legend, total = "", [], 0
-    for letter, (name, size) in zip("abcdefghij", parts.items(), strict=False):
+    for letter, (name, size) in zip("abcdefghijklmn", parts.items(), strict=False):
         total += size
         letters += letter * (round(_BAR * total / whole) - len(letters))
         legend.append(f"{letter} {name} {size / GIB:.2f}")
@@ -205,7 +234,10 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
             "gpu_weights_gib": row.bytes["gpu"]["items"]["weights"] / GIB,
             "host_weights_gib": _host_weights(row) / GIB,
             "kv_tokens": row.plan.kv_tokens,
+            "host_kv_tokens": _host_kv_tokens(row),
+            "longest_tokens": row.plan.longest_tokens,
             "max_concurrency": kv["max_concurrency"],
+            "max_kept": kv["max_kept"],
             "queue_output_tokens_s": predicted["queue"]["output_tokens_s"],
             "rates": predicted["rates"]["source"],
         }

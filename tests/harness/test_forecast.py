@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from harness.composition import Composer
 from harness.errors import ConfigError
 from harness.forecast import machine
 from harness.forecast.rows import Forecast, forecast
-from harness.forecast.view import CSV_COLUMNS, point_lines, shown, sweep_table
+from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
 
 GIB = 2**30
 
@@ -70,6 +71,46 @@ def test_a_bar_is_as_long_as_the_budget(composer: Composer) -> None:
     assert cells.count("a") == pytest.approx(50 * 10.8 / 14.39, abs=1)
     [legend] = [line for line in lines if "a weights" in line]
     assert "kv_cache 2." in legend
+
+
+def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
+    found = found_of(
+        composer,
+        "+model=llama31_8b",
+        "gpu=rtx4090_24gb",
+        "kv=cpu",
+        "kv.num_cpu_blocks=8192",
+        "engine.max_model_len=52000",
+    )
+    assert [row.fits for row in found.rows] == [True] * 4
+    assert found.recommended is found.rows[0]
+    plan = found.rows[0].plan
+    assert plan is not None
+    lines = point_lines(found)
+    text = "\n".join(lines)
+    blocks = f"{plan.num_gpu_blocks:,}"
+    assert re.search(rf"GPU +{blocks} +{plan.kv_tokens:,} +\d\.\d\d", text)
+    assert re.search(r"host, pinned, used in place +8,192 +131,072 +16\.00", text)
+    assert "longest sequence 131,072 tokens (max_model_len 52,000)" in text
+    assert "of 52,000 tokens 1.0 run at once, 3.3 are kept" in text
+    assert "a sequence of 52,000 tokens: " in text
+    assert "GiB of KV read in place; a prefix of 8,192 comes from the host in " in text
+    [bar] = [line for line in lines if line.strip().startswith("host [")]
+    assert bar.count("a") == pytest.approx(50 * 16 / 17.3, abs=2)
+    assert "a pinned_kv 16.00" in text
+    values = csv_row(found, found.rows[0], "x")
+    assert values["host_kv_tokens"] == 131_072
+    assert values["longest_tokens"] == 131_072
+    assert values["max_kept"] == pytest.approx(plan.max_kept)
+    alone = found_of(composer, "+model=llama31_8b", "gpu=rtx4090_24gb", "engine.max_model_len=9000")
+    text = "\n".join(point_lines(alone))
+    assert "host, pinned" not in text
+    assert "from the host" not in text
+    assert csv_row(alone, alone.rows[0], "x")["host_kv_tokens"] == 0
+    refused = found_of(
+        composer, "+model=llama31_8b", "gpu=rtx4090_24gb", "engine.max_model_len=52000"
+    )
+    assert re.search(r"engine\.max_model_len=\d+; or kv\.cpu_gib=\d", refused.rows[0].error)
 
 
 def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
