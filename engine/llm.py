@@ -38,7 +38,8 @@ class LLM:
             **keywords: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
                 gpu_memory_utilization, gpu_memory_gib, cpu_offload_gb, cpu_offload_params,
                 offload_backend, offload_group_size, offload_num_in_group, offload_prefetch_step,
-                offload_params, offload_config, swap_space, kv_transfer_config,
+                offload_params, offload_config, num_cpu_blocks, cpu_gib, swap_space, pin_limit_gib,
+                kv_transfer_config,
                 disable_sliding_window, enforce_eager, enable_prefix_caching, seed, load_format,
                 tensor_parallel_size, host_reserve_gib, device, choose, objective, kv_tokens,
                 auto_fields, referee.
