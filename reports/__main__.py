@@ -1,14 +1,17 @@
-"""`python -m reports FOLDER [--out DIR]`: rebuilds the reports of a run, a sweep or its plan."""
+"""`python -m reports FOLDER [--out DIR]`: rebuilds the reports of a run, a sweep or its plan.
+
+`python -m reports compare RUN RUN...` holds runs of the same work against each other.
+"""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reports.load import is_run_folder, load_points
 from reports.plan_figure import PLAN_CSV, write_plan_figure
 from reports.record import RESULT_NAME, RecordError
-from reports.render import REPORT_NAME, write_report, write_sweep_report
+from reports.render import REPORT_NAME, write_report, write_sweep_report, write_versus_report
 
 EXIT_NO_PACKAGE = 1
 EXIT_BAD_INPUT = 2
@@ -20,9 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 where a package for drawing is missing, 2 on bad input.
     """
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["compare"]:
+        return _guarded(lambda: _compare(typed[1:]))
     parser = argparse.ArgumentParser(
         prog="python -m reports",
-        description="Rebuild the report of a run, or of a sweep and all its points.",
+        description="Rebuild the report of a run, or of a sweep and all its points. "
+        "`compare RUN RUN...` holds runs of the same work against the first of them.",
     )
     parser.add_argument("folder", type=Path, help="the folder of a run or of a sweep")
     parser.add_argument("--out", type=Path, help="where to write (default: beside the records)")
@@ -31,15 +38,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="in a sweep, also rebuild the points whose report is newer than their record",
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(typed)
+    return _guarded(lambda: _rebuild(options.folder, options.out, is_forced=options.force))
+
+
+def _rebuild(folder: Path, out: Path | None, *, is_forced: bool) -> int:
+    if is_run_folder(folder):
+        _print_paths(write_report(folder, out))
+        return 0
+    if (folder / PLAN_CSV).is_file():
+        sys.stdout.write(f"{write_plan_figure(folder, out)}\n")
+        return 0
+    return _sweep(folder, out, is_forced=is_forced)
+
+
+def _compare(typed: Sequence[str]) -> int:
+    """Write the comparison and print it as Markdown."""
+    parser = argparse.ArgumentParser(
+        prog="python -m reports compare",
+        description="Hold runs of the same work against the first of them.",
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="the folder of a run; the first: base")
+    parser.add_argument(
+        "--out", type=Path, default=Path("comparison"), help="where to write (default: comparison)"
+    )
+    options = parser.parse_args(typed)
+    if len(options.run) < 2:
+        raise RecordError("compare: expected at least two folders of runs, got one.")
+    paths = write_versus_report(options.run, options.out)
+    (text,) = [path for path in paths if path.suffix == ".md"]
+    sys.stdout.write(text.read_text(encoding="utf-8"))
+    _print_paths(paths)
+    return 0
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """Return the exit code of `work`, or that of an error, which is printed."""
     try:
-        if is_run_folder(options.folder):
-            _print_paths(write_report(options.folder, options.out))
-            return 0
-        if (options.folder / PLAN_CSV).is_file():
-            sys.stdout.write(f"{write_plan_figure(options.folder, options.out)}\n")
-            return 0
-        return _sweep(options.folder, options.out, is_forced=options.force)
+        return work()
     except (RecordError, OSError) as error:
         sys.stderr.write(f"reports: {error}\n")
         return EXIT_BAD_INPUT
@@ -74,7 +110,7 @@ def _is_current(report: Path, result: Path) -> bool:
 
 def _print_paths(paths: Sequence[Path]) -> None:
     for path in paths:
-        if path.suffix != ".png":
+        if path.suffix not in {".png", ".svg"}:
             sys.stdout.write(f"{path}\n")
 
 

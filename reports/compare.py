@@ -1,6 +1,7 @@
 """Figures of a sweep: one bar a point, and output rate against what it costs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -8,7 +9,7 @@ from reports import facts, theme
 from reports.record import RunRecord
 from reports.sweep import Row, statistic
 from reports.text import number
-from reports.theme import THEMES, Theme, ThemeName
+from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +20,7 @@ _LABEL_OFFSETS: Final = ((7, 4), (7, -12), (-13, 4), (-13, -12))
 """Points in turn get their number on another side, so that close ones can be told apart."""
 
 
-def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> bytes | None:
+def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
     """Draw output rate and TPOT of each point; a point without a figure shows its status."""
     colours = THEMES[theme_name]
     shown = list(rows[:MAX_BARS])
@@ -40,13 +41,13 @@ def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> b
         is_output = name == OUTPUT
         _draw_bars(axes, colours, shown, name, colours.accent if is_output else colours.second)
         axes.set_xlabel(label)
-    labels = [theme.plain(row.title, 34) for row in shown]
+    labels = ["\n".join(wrap(theme.plain(row.title, 44), 22)) for row in shown]
     grid[0, 0].set_yticks(range(len(shown)), labels)
     grid[0, 0].set_ylim(len(shown) - 0.4, -0.6)
     return theme.to_png(figure)
 
 
-def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> bytes | None:
+def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
     """Draw output rate over the rate of one request, and over GPU peak; points by number.
 
     The line joins the points that no other point beats in both.
@@ -94,7 +95,7 @@ def frontier(
     return sorted(best, key=lambda item: item[1])
 
 
-Draw = Callable[[Sequence[Row], ThemeName], bytes | None]
+Draw = Callable[[Sequence[Row], ThemeName], Drawing | None]
 
 SWEEP_FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
     {

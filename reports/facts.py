@@ -64,6 +64,12 @@ def model_name(record: RunRecord) -> str | None:
     return dig_text(record.config, "model.name", "model.source", "model")
 
 
+def system_name(record: RunRecord) -> str:
+    """Return what answered the requests: native, or a peer."""
+    found = dig_text(record.config, "system.kind", "system")
+    return found or "native"
+
+
 def offload_name(record: RunRecord) -> str | None:
     """Return the backend that moves weights: none, uva, prefetch, or auto where it was chosen."""
     planner = record.config.get("planner")

@@ -8,8 +8,10 @@ from reports import facts, theme
 from reports.kv_figure import kv_figure
 from reports.memory_figure import memory_figure
 from reports.record import RunRecord, summarise
+from reports.roofline import roofline_figure
 from reports.text import label_of, number
-from reports.theme import THEMES, Theme, ThemeName
+from reports.theme import THEMES, Drawing, Theme, ThemeName
+from reports.timeline_figure import timeline_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +46,7 @@ PHASE_ORDER: Final = (
 )
 
 
-def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
     """Draw the share of requests within each latency (TTFT, TPOT, ITL, E2E)."""
     colours = THEMES[theme_name]
     columns = {key: facts.latency_values(record, key) for key, _ in LATENCY_PANELS}
@@ -64,7 +66,7 @@ def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes 
     return theme.to_png(figure)
 
 
-def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
     """Draw the token rates: bars, or points on a logarithmic axis where they differ 30-fold."""
     colours = THEMES[theme_name]
     found = [(label, record.metrics.get(name)) for name, label in RATES]
@@ -101,7 +103,7 @@ def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> byt
     return theme.to_png(figure)
 
 
-def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
     """Draw the critical-path phases of each start as one stacked bar."""
     colours = THEMES[theme_name]
     starts = [(str(row.get("start", "start")), _phases(row)) for row in facts.rows(record, "load")]
@@ -143,13 +145,13 @@ def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | N
         )
     axes.set_xlim(0, end * 1.14 or 1)
     axes.set_ylim(len(starts) - 0.5, -0.5)
-    axes.set_yticks(range(len(starts)), [theme.plain(label) for label, _ in starts])
+    axes.set_yticks(range(len(starts)), [theme.plain(label, 18) for label, _ in starts])
     axes.set_xlabel("seconds since the process started")
     theme.draw_legend(figure, [axes], colours, min(6, len(names)))
     return theme.to_png(figure)
 
 
-Draw = Callable[[RunRecord, ThemeName], bytes | None]
+Draw = Callable[[RunRecord, ThemeName], Drawing | None]
 
 FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
     {
@@ -158,6 +160,8 @@ FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
         "throughput": throughput_figure,
         "load": load_figure,
         "kv": kv_figure,
+        "timeline": timeline_figure,
+        "roofline": roofline_figure,
     }
 )
 """Name (also of the PNG file) -> figure of one run."""

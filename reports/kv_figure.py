@@ -10,7 +10,7 @@ from reports.page import Section
 from reports.record import RunRecord
 from reports.tables import metric_table
 from reports.text import GIB, number
-from reports.theme import THEMES, Theme, ThemeName
+from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,7 @@ def kv_section(record: RunRecord) -> Section | None:
     return Section(title="KV cache", text=text, figures=("kv",), tables=(table,))
 
 
-def kv_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+def kv_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
     """Draw what each tier held over the last timed part, and what crossed the link meanwhile."""
     trace = _trace(record)
     if trace is None:

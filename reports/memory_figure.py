@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from reports import facts, theme
 from reports.record import RunRecord
 from reports.text import GIB, gib, label_of, number
-from reports.theme import THEMES, Theme, ThemeName
+from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ class _Side:
         return max(self.used_bytes, limit)
 
 
-def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes | None:
+def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
     """Draw the planned GPU bytes by part against the budget, with the host's bytes below.
 
     Both bars share a scale unless one is more than MAX_LIMIT_SHARE times the other.
@@ -64,7 +64,7 @@ def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> bytes |
     is_shared = max(ends) <= MAX_LIMIT_SHARE * min(ends)
     for axes, side in zip(panels, sides, strict=True):
         _draw_side(axes, colours, side, max(ends) if is_shared else side.end_bytes)
-    theme.draw_legend(figure, panels, colours)
+    theme.draw_legend(figure, panels, colours, 3)
     return theme.to_png(figure)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["good", "warn", "bad", "plain"]
+Kind = Literal["good", "warn", "bad", "plain", "better", "worse"]
 
 
 @dataclass(frozen=True, kw_only=True)

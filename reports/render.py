@@ -1,27 +1,37 @@
-"""Writes the pages: report.html and report.md of a run, sweep.html, .md and .csv of a sweep."""
+"""Writes the pages: report.html and .md of a run, sweep.html, .md and .csv of a sweep."""
 
 import base64
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from reports.compare import SWEEP_FIGURES
+from reports.ab_view import AB_FIGURES, ab_page, is_comparison
+from reports.compare import SWEEP_FIGURES, comparison_figure
 from reports.figures import FIGURES
-from reports.load import load_points, load_run
-from reports.page import Page
-from reports.record import write_bytes_atomic, write_text_atomic
+from reports.load import Point, load_points, load_run
+from reports.page import Page, Section
+from reports.ratio_figure import ratio_figure
+from reports.record import RunRecord, write_bytes_atomic, write_text_atomic
 from reports.sweep import Row, sweep_csv, sweep_page, sweep_rows
-from reports.theme import THEMES, ThemeName
+from reports.tables import metrics_csv
+from reports.telemetry import Table, read_telemetry
+from reports.theme import THEMES, Drawing, ThemeName
+from reports.time_figures import TIME_FIGURES
+from reports.versus import check_alike, versus_csv, versus_page, versus_rows
 from reports.view import run_page
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REPORT_NAME: Final = "report.html"
+METRICS_NAME: Final = "metrics.csv"
+Draw = Callable[[ThemeName], Drawing | None]
+"""A figure of one page in a theme; None without its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,7 @@ class Markup(str):
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
-    """Write report.html, report.md and figures/*.png of one run; return their paths.
+    """Write report.html, report.md, metrics.csv and figures/* of one run; return their paths.
 
     Args:
         run_dir: the folder that holds the run's result.json.
@@ -49,9 +59,31 @@ def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
     Raises:
         RecordError: when the folder or its record cannot be read.
     """
-    record = load_run(run_dir)
-    draws = {name: lambda theme, draw=draw: draw(record, theme) for name, draw in FIGURES.items()}
-    return _write_pages(run_page(record), draws, out or run_dir, "report")
+    record, target = load_run(run_dir), out or run_dir
+    if is_comparison(record):
+        return _write_comparison(record, run_dir, target)
+    draws: dict[str, Draw] = {name: partial(draw, record) for name, draw in FIGURES.items()}
+    rows = _telemetry(run_dir)
+    if rows is not None:
+        draws |= {name: partial(draw, record, rows) for name, draw in TIME_FIGURES.items()}
+    paths = _write_pages(run_page(record), draws, target, "report")
+    table = target / METRICS_NAME
+    write_text_atomic(table, metrics_csv(record))
+    return [*paths, table]
+
+
+def _write_comparison(record: RunRecord, run_dir: Path, target: Path) -> list[Path]:
+    """Write the report of a comparison, with links to the reports of its runs."""
+    links = {}
+    for run in record.samples["ab"].get("runs") or []:
+        report = run_dir / run["folder"] / REPORT_NAME
+        if report.is_file():
+            links[run["folder"]] = quote(os.path.relpath(report, target))
+    draws: dict[str, Draw] = {name: partial(draw, record) for name, draw in AB_FIGURES.items()}
+    paths = _write_pages(ab_page(record, links), draws, target, "report")
+    table = target / METRICS_NAME
+    write_text_atomic(table, metrics_csv(record))
+    return [*paths, table]
 
 
 def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
@@ -78,13 +110,41 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     return [*paths, table]
 
 
-def _write_pages(
-    page: Page, draws: Mapping[str, Callable[[ThemeName], bytes | None]], target: Path, stem: str
-) -> list[Path]:
-    """Draw the figures that the page names, then write the PNG files and both pages."""
+def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Write compare.html, .md, .csv and figures/* of runs of the same work; return their paths.
+
+    Args:
+        folders: of the runs; the first is what the others are held against.
+        out: where to write.
+
+    Raises:
+        RecordError: when a record cannot be read.
+        UnlikeError: when the runs did not do the same work.
+    """
+    rows = versus_rows([Point(folder=folder, record=load_run(folder)) for folder in folders])
+    check_alike(rows)
+    links = {}
+    for index, row in enumerate(rows):
+        report = row.point.folder / REPORT_NAME
+        if report.is_file():
+            links[index] = quote(os.path.relpath(report, out))
+    draws: dict[str, Draw] = {
+        "ratios": partial(ratio_figure, rows),
+        "comparison": partial(comparison_figure, rows),
+    }
+    paths = _write_pages(versus_page(rows, links), draws, out, "compare")
+    table = out / "compare.csv"
+    write_text_atomic(table, versus_csv(rows))
+    return [*paths, table]
+
+
+def _write_pages(page: Page, draws: Mapping[str, Draw], target: Path, stem: str) -> list[Path]:
+    """Draw the figures that the page names, then write PNG and SVG files and both pages."""
     target.mkdir(parents=True, exist_ok=True)
     images, pictures = {}, []
     for name in [name for section in page.sections for name in section.figures]:
+        if name not in draws:
+            continue
         light = draws[name]("light")
         dark = draws[name]("dark")
         if light is None or dark is None:
@@ -92,8 +152,10 @@ def _write_pages(
         (target / "figures").mkdir(exist_ok=True)
         picture = target / "figures" / f"{name}.png"
         write_bytes_atomic(picture, light)
-        pictures.append(picture)
+        write_bytes_atomic(picture.with_suffix(".svg"), light.svg())
+        pictures += [picture, picture.with_suffix(".svg")]
         images[name] = Image(light=_base64(light), dark=_base64(dark), path=f"figures/{name}.png")
+    page = replace(page, sections=tuple(filter(partial(_has_content, images), page.sections)))
     paths = []
     for suffix, environment in (("html", _html_environment()), ("md", _markdown_environment())):
         template = environment.get_template(f"page.{suffix}.j2")
@@ -101,6 +163,20 @@ def _write_pages(
         write_text_atomic(path, template.render(page=page, images=images, themes=dict(THEMES)))
         paths.append(path)
     return [*paths, *pictures]
+
+
+def _has_content(images: Mapping[str, Image], section: Section) -> bool:
+    """Return whether a section has more to show than figures without their data."""
+    is_drawn = any(name in images for name in section.figures)
+    return is_drawn or bool(section.tables) or not section.figures
+
+
+def _telemetry(run_dir: Path) -> Table | None:
+    """Return the rows of a run's telemetry; None where there are none, or none that can be read."""
+    try:
+        return read_telemetry(run_dir)
+    except (ImportError, OSError, ValueError):
+        return None
 
 
 def _links(rows: Sequence[Row], sweep_dir: Path, target: Path) -> dict[int, str]:

@@ -1,11 +1,13 @@
 """Tables that several sections of a page share: metrics with definitions, trees of settings."""
 
-from collections.abc import Mapping
+import csv
+import io
+from collections.abc import Collection, Mapping
 
 from reports.definitions import STATISTIC_DEFINITIONS, definition
 from reports.page import Table
 from reports.record import RunRecord
-from reports.text import base_name, flatten, gib, leaf, metric_text
+from reports.text import base_name, flatten, gib, leaf, metric_number, metric_text
 
 
 def metric_table(record: RunRecord, areas: list[str]) -> Table | None:
@@ -16,18 +18,47 @@ def metric_table(record: RunRecord, areas: list[str]) -> Table | None:
 
 def named_table(record: RunRecord, names: list[str]) -> Table:
     """Return the named metrics beside their definitions."""
-    rows = []
-    for name in names:
-        text = definition(name) or "no definition is recorded for this name"
-        statistic = STATISTIC_DEFINITIONS.get(name.removeprefix(base_name(name)).lstrip("/"))
-        text = f"{statistic} of: {text}" if statistic else text
-        rows.append((name, metric_text(name, record.metrics[name]), text))
+    rows = [
+        (name, metric_text(name, record.metrics[name]) + _interval(record, name), _meaning(name))
+        for name in names
+        if not _is_of_another(name, names)
+    ]
     return Table(
         columns=("metric", "value", "definition"),
         rows=rows,
         numeric=frozenset({1}),
         wide=frozenset({2}),
     )
+
+
+def metrics_csv(record: RunRecord) -> str:
+    """Return every metric with its unit and definition as CSV; absent values are empty."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["metric", "value", "definition"])
+    for name, value in record.metrics.items():
+        writer.writerow([name, "" if value is None else value, _meaning(name)])
+    return buffer.getvalue()
+
+
+def _meaning(name: str) -> str:
+    text = definition(name) or "no definition is recorded for this name"
+    statistic = STATISTIC_DEFINITIONS.get(name.removeprefix(base_name(name)).lstrip("/"))
+    return f"{statistic} of: {text}" if statistic else text
+
+
+def _is_of_another(name: str, names: Collection[str]) -> bool:
+    """Return whether an end of an interval is shown beside its mean."""
+    mean, _, last = name.rpartition("/")
+    return last in {"ci95_low", "ci95_high"} and mean in names
+
+
+def _interval(record: RunRecord, name: str) -> str:
+    """Return the 95 % interval of a mean over repeats as text, empty without one."""
+    ends = [record.metrics.get(f"{name}/{end}") for end in ("ci95_low", "ci95_high")]
+    if None in ends:
+        return ""
+    return f" ({' to '.join(metric_number(name, end) for end in ends)})"
 
 
 def tree_table(tree: Mapping[str, object], caption: str = "", *, is_folded: bool = False) -> Table:

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -14,8 +15,16 @@ if TYPE_CHECKING:
 
 ThemeName = Literal["light", "dark"]
 
-WIDTH_IN: Final = 7.6
+WIDTH_IN: Final = 5.8
+"""Narrow enough that the text can be read when a phone shows the whole width."""
 DPI: Final = 144
+_TITLE_CHARS: Final = 58
+_LABEL_IN: Final = 0.075
+"""Width of a character of a legend."""
+_KEY_IN: Final = 0.42
+"""Width of a legend's key and the gaps around it."""
+_ROW_IN: Final = 0.19
+"""Height of a row of a legend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +38,7 @@ class Theme:
     accent: str
     second: str
     alarm: str
+    good: str
 
 
 THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
@@ -41,6 +51,7 @@ THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
             accent="#2f62c9",
             second="#c2790b",
             alarm="#d0342c",
+            good="#1f7a3f",
         ),
         "dark": Theme(
             background="#16191d",
@@ -50,6 +61,7 @@ THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
             accent="#7aa2f7",
             second="#e8ab4c",
             alarm="#ff6b63",
+            good="#5fc98a",
         ),
     }
 )
@@ -110,7 +122,8 @@ def new_figure(theme: Theme, height_in: float, title: str, note: str = "") -> "F
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout=layout)
     figure.set_facecolor(theme.background)
-    lines = plain(title, 90) + (f"\n{plain(note, 90)}" if note else "")
+    found = [line for text in (title, note) for line in wrap(plain(text, 120), _TITLE_CHARS)]
+    lines = "\n".join(found)
     figure.suptitle(lines, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=theme.ink)
     return figure
 
@@ -139,11 +152,17 @@ def draw_legend(
         found = axes.get_legend_handles_labels()
         handles += found[0]
         labels += found[1]
+    if not labels:
+        return
+    column_in = _KEY_IN + _LABEL_IN * max(map(len, labels))
+    fitting = max(1, min(num_columns, int((WIDTH_IN - 0.2) / column_in)))
+    more_rows = -(-len(labels) // fitting) - -(-len(labels) // num_columns)
+    figure.set_figheight(figure.get_figheight() + _ROW_IN * more_rows)
     figure.legend(
         handles,
         labels,
         loc="outside lower left",
-        ncols=num_columns,
+        ncols=fitting,
         frameon=False,
         fontsize=9,
         labelcolor=theme.ink,
@@ -165,11 +184,30 @@ def ink_on(colour: str) -> str:
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else "#16191d"
 
 
-def to_png(figure: "Figure") -> bytes:
+class Drawing(bytes):
+    """A figure as PNG bytes, which can be had as SVG too."""
+
+    figure: "Figure"
+
+    def svg(self) -> bytes:
+        """Return the figure as SVG, its text as text; equal figures give equal bytes."""
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+        buffer = io.BytesIO()
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tightfit"}):
+            canvas = FigureCanvasSVG(self.figure)
+            canvas.print_svg(buffer, metadata={"Date": None})  # type: ignore[no-untyped-call]
+        return buffer.getvalue()
+
+
+def to_png(figure: "Figure") -> Drawing:
     """Return the figure as PNG bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
     # savefig would draw twice: once to lay out, once to render.
     FigureCanvasAgg(figure).print_png(buffer)  # type: ignore[no-untyped-call]
-    return buffer.getvalue()
+    drawing = Drawing(buffer.getvalue())
+    drawing.figure = figure
+    return drawing

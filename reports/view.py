@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from reports import facts
+from reports.asked import asked_section, failed_section
 from reports.definitions import CONVENTIONS, STATISTIC_DEFINITIONS, definition
 from reports.figures import LATENCY_PANELS, phase_names
 from reports.kv_figure import kv_section
@@ -11,6 +12,7 @@ from reports.memory_view import memory_section
 from reports.page import Card, Page, Section, Table
 from reports.predicted import predicted_section
 from reports.record import SAMPLE_FLOORS, RunRecord
+from reports.roofline import roofline_section
 from reports.tables import metric_table, named_table, tree_table
 from reports.text import (
     ABSENT,
@@ -25,6 +27,8 @@ from reports.text import (
     number,
     seconds,
 )
+from reports.time_figures import time_section
+from reports.timeline_figure import timeline_section
 from reports.verdict import verdict
 
 STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99", "min", "max", "std")
@@ -48,6 +52,10 @@ ALT: Final = (
     ("latency", "Cumulative distribution of each latency"),
     ("throughput", "Token rates of prefill, decode and output"),
     ("load", "Stacked bar of the load phases for each start"),
+    ("memory_time", "GPU and host memory over the time of the run, with the budget as a line"),
+    ("activity", "Use of the GPU, of its link and of power over the time of the run"),
+    ("timeline", "One line for each request: waiting, first token and further tokens"),
+    ("roofline", "Decode rate over bytes a token below the roofs of link and GPU memory"),
     ("kv", "What each tier of the KV cache held over time, and what crossed the link"),
 )
 
@@ -55,12 +63,17 @@ ALT: Final = (
 def run_page(record: RunRecord) -> Page:
     """Return the page of one record; figures that have no data are named and simply not drawn."""
     sections = (
+        asked_section(record),
+        failed_section(record),
         memory_section(record),
+        time_section(),
         _latency(record),
+        timeline_section(record),
         _metrics(record, "throughput", "Throughput"),
         _serving(record),
         kv_section(record),
         _load(record),
+        roofline_section(record),
         predicted_section(record),
         _others(record),
         _configuration(record),
@@ -96,7 +109,13 @@ def banners(records: Iterable[RunRecord]) -> tuple[str, ...]:
 
 def _subtitle(record: RunRecord) -> str:
     model, offload = facts.model_name(record), facts.offload_name(record)
-    parts = [model, f"offload {offload}" if offload else None, facts.budget_title(record)]
+    system = facts.system_name(record)
+    parts = [
+        None if system == "native" else system,
+        model,
+        f"offload {offload}" if offload else None,
+        facts.budget_title(record),
+    ]
     return ", ".join(part for part in parts if part)
 
 

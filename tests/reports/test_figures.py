@@ -51,7 +51,7 @@ def rows_of(records, tmp_path):
 def test_figures_of_a_run_are_pngs_on_the_themes_ground(name, theme):
     image = pixels(drawn(name, theme))
     height, width, _ = image.shape
-    assert width > 900
+    assert width > 800
     assert height > 200
     assert list(image[-1, -1]) == rgb(THEMES[theme].background)
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 20
@@ -157,7 +157,7 @@ def test_phases_are_ordered_as_they_happen():
 def test_sweep_figures(name, tmp_path):
     rows = rows_of({**sweep_records(), "11": None}, tmp_path)
     png = SWEEP_FIGURES[name](rows, "light")
-    assert pixels(png).shape[1] > 900
+    assert pixels(png).shape[1] > 800
     alarm = share_near(png, THEMES["light"].alarm)
     assert (alarm > 0) is (name == "comparison")
 

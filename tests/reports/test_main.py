@@ -85,6 +85,7 @@ def test_paths_are_printed(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         str(tmp_path / "out" / "report.html"),
         str(tmp_path / "out" / "report.md"),
+        str(tmp_path / "out" / "metrics.csv"),
     ]
     assert not (folder / "report.html").exists()
 

@@ -61,7 +61,7 @@ def test_summary_numbers_are_in_the_page(ok_dir):
     words = read_html(ok_dir).words
     for text in ("402.7 tok/s", "223.7 ms", "156.8 ms", "9.10 s", "12.9 GiB", "98.5 %"):
         assert text in words
-    assert words.index("402.7 tok/s") < words.index("ok, valid") < words.index("Memory: budget")
+    assert words.index("ok, valid") < words.index("402.7 tok/s") < words.index("Memory: budget")
     assert "olmo7b, offload uva, budget 16.0 GiB on NVIDIA H200" in words
 
 
@@ -80,7 +80,7 @@ def test_metrics_stand_beside_their_definition(ok_dir):
 def test_page_loads_nothing_from_outside(ok_dir):
     page = read_html(ok_dir)
     sources = [value for _, name, value in page.attributes if name in {"src", "srcset"}]
-    assert len(sources) == 10
+    assert len(sources) == 14
     for source in sources:
         head, data = source.split(",", 1)
         assert head == "data:image/png;base64"
@@ -101,9 +101,11 @@ def test_figures_lie_beside_the_markdown(ok_dir):
     assert links == [
         "figures/memory.png",
         "figures/latency.png",
+        "figures/timeline.png",
         "figures/throughput.png",
         "figures/kv.png",
         "figures/load.png",
+        "figures/roofline.png",
     ]
     for link in links:
         with Image.open(ok_dir / link) as image:
@@ -132,7 +134,10 @@ def test_pages_of_a_refused_run(no_fit_dir):
     assert "Move at least 2 GiB off the GPU" in words
     assert ["total", "15.5 GiB", "114.0 %"] in page.rows
     assert "CPU emulation" not in words
-    assert {path.name for path in (no_fit_dir / "figures").iterdir()} == {"memory.png"}
+    assert {path.name for path in (no_fit_dir / "figures").iterdir()} == {
+        "memory.png",
+        "memory.svg",
+    }
     text = (no_fit_dir / "report.md").read_text(encoding="utf-8")
     assert r"**no\_fit: the plan does not fit, so nothing was loaded**" in text
 
@@ -217,6 +222,8 @@ def test_out_folder_is_made_and_the_run_folder_left_alone(tmp_path):
         "report.html",
         "report.md",
         "figures/memory.png",
+        "figures/memory.svg",
+        "metrics.csv",
     ]
     assert all(path.stat().st_size > 0 for path in paths)
     assert [path.name for path in folder.iterdir()] == ["result.json"]

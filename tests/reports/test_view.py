@@ -19,11 +19,15 @@ def table_rows(record, title):
 
 def test_sections_come_in_reading_order():
     assert titles(ok_record()) == [
+        "Asked and used",
         "Memory: budget 16.0 GiB on NVIDIA H200",
+        "Over time",
         "Latency",
+        "Token timeline",
         "Throughput",
         "KV cache",
         "Load",
+        "Roofline of decode",
         "Link, offload and other metrics",
         "Configuration",
         "What was used",
@@ -79,7 +83,7 @@ def test_an_empty_record_is_a_page():
     bare = ok_record(plan=None, metrics={}, samples={}, config={}, overrides=[], effective={})
     bare.environment = {}
     page = run_page(bare)
-    assert [section.title for section in page.sections] == ["Definitions"]
+    assert [section.title for section in page.sections] == ["Over time", "Definitions"]
     assert page.cards == ()
 
 

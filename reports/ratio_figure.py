@@ -1,0 +1,74 @@
+"""The figure of a comparison: ratios to the first run on a logarithmic axis."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from reports import facts, theme
+from reports.sweep import Row
+from reports.theme import THEMES, Drawing, ThemeName
+from reports.versus import compared_metrics, ratio, ratio_interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_RUNS: Final = 6
+
+TICKS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 2, 5, 10, 20, 50, 100)
+
+
+def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
+    """Draw each figure's ratio to the first run: right of the line where it is better."""
+    records = [row.record for row in rows if row.record]
+    base, others = records[0], [row for row in rows[1:] if row.record][:MOST_RUNS]
+    marks: list[tuple[int, str, float, tuple[float, float] | None]] = []
+    labels: list[str] = []
+    for name, label, is_more_better in compared_metrics(records):
+        values = [(row, ratio(base, row.record, name)) for row in others if row.record]
+        if not any(value for _, value in values):
+            continue
+        for row, value in values:
+            if value and row.record:
+                ends = ratio_interval(base, row.record, name)
+                mark = value if is_more_better else 1 / value
+                if ends is not None and not is_more_better:
+                    ends = (1 / ends[1], 1 / ends[0])
+                marks.append((len(labels), row.label, mark, ends))
+        labels.append(label if is_more_better else f"{label} (inverse)")
+    if not labels:
+        return None
+    colours = THEMES[theme_name]
+    note = facts.EMULATED if facts.is_emulated(base) else ""
+    title = f"Times as good as {rows[0].label}"
+    figure = theme.new_figure(colours, 1.4 + 0.3 * len(labels), title, note)
+    axes = figure.subplots()
+    theme.style_axes(axes, colours)
+    palette = [colours.accent, colours.second, *theme.SPARE_COLOURS]
+    order = {row.label: place for place, row in enumerate(others)}
+    named: set[str] = set()
+    for place, label, value, ends in marks:
+        y = place + 0.16 * (order[label] - (len(others) - 1) / 2)
+        colour = palette[order[label]]
+        if ends is not None:
+            axes.plot(ends, [y, y], color=colour, linewidth=1.6)
+        shown = None if label in named else theme.plain(label, 40)
+        named.add(label)
+        axes.plot([value], [y], "o", color=colour, ms=7, ls="", label=shown)
+    axes.axvline(1, color=colours.ink, linewidth=1.1)
+    axes.set_xscale("log")
+    _limit(axes, [value for _, _, value, _ in marks])
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_xlabel("better to the right")
+    theme.draw_legend(figure, [axes], colours, 2)
+    return theme.to_png(figure)
+
+
+def _limit(axes: "Axes", values: Sequence[float]) -> None:
+    """Set ends around all values and 1, and ticks at round ratios."""
+    low, high = min([*values, 1]) / 1.25, max([*values, 1]) * 1.25
+    axes.set_xlim(low, high)
+    axes.minorticks_off()
+    inside = [tick for tick in TICKS if low <= tick <= high]
+    if high / low > 8:  # those near 1 would overlap
+        inside = [tick for tick in inside if tick not in {0.8, 0.9, 1.1, 1.25}]
+    axes.set_xticks(inside, [f"{tick:g}x" for tick in inside])
