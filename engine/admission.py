@@ -34,13 +34,21 @@ class Admission:
         self._refused: tuple[int, int] | None = None
         self._num_asked = 0
 
-    def begin(self, sequence: Sequence, running: SequenceOf[Sequence], outlook: Outlook) -> bool:
+    def begin(
+        self,
+        sequence: Sequence,
+        running: SequenceOf[Sequence],
+        outlook: Outlook,
+        *,
+        is_turn: bool = False,
+    ) -> bool:
         """Give a waiting sequence the blocks found of it, if it may begin; return whether it does.
 
         Args:
             sequence: At the front of the queue, without blocks.
             running: Those that have blocks.
             outlook: Where they will stand.
+            is_turn: Others have just given way; it needs no more room than a new one.
         """
         groups = self._groups
         if not running:
@@ -52,7 +60,8 @@ class Admission:
         # The last token of the longest output is never computed.
         others = ((s, outlook.known(s), s.max_length(limit) - 1) for s in running)
         most = sequence.max_length(limit) - 1
-        if groups.can_admit(sequence, most, found, others, self._more_tokens(sequence)):
+        more_tokens = 0 if is_turn else self._more_tokens(sequence)
+        if groups.can_admit(sequence, most, found, others, more_tokens):
             return groups.begin(sequence, found, alone=False)
         self._refused = sequence.seq_id, groups.num_given_back
         self._num_asked = 0

@@ -28,6 +28,7 @@ class Queues:
         self._config, self._groups, self._stats = config, groups, stats
         self._admission = Admission(groups, config.max_model_len)
         self._rounds = Rounds(groups, config.max_num_seqs)
+        self._is_turn = False
 
     @property
     def is_alone(self) -> bool:
@@ -54,7 +55,8 @@ class Queues:
 
     def change_places(self, step: int) -> None:
         """Let running sequences give way to waiting ones, if it is time."""
-        if self.is_round_due(step):
+        self._is_turn = self.is_round_due(step)
+        if self._is_turn:
             for sequence in self._rounds.leavers(step, self.waiting, self.running):
                 self._leave(sequence)
                 sequence.num_turns += 1
@@ -102,6 +104,7 @@ class Queues:
             if granted:
                 (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
                 left -= granted
+        self._is_turn = False
         self._groups.store_ahead(self._config.max_num_batched_tokens - left)
         return decodes, prefills
 
@@ -110,7 +113,7 @@ class Queues:
         if not self.waiting or len(self.running) >= self._config.max_num_seqs:
             return None
         sequence = self.waiting[0]
-        if not self._admission.begin(sequence, self.running, outlook):
+        if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
             return None
         self.waiting.popleft()
         self.running.append(sequence)
