@@ -26,15 +26,17 @@ class LiveView:
         self._samples = LineTail(run_dir / SAMPLES_NAME)
         self._telemetry = LineTail(run_dir / SPOOL_NAME)
         self._telemetry_s = 0.0
+        self._latest: Mapping[str, Any] = {}
+        """The newest row of telemetry."""
         self._rows: list[Mapping[str, Any]] = []
         self._due_s = time.monotonic() + UPLOAD_INTERVAL_S
 
     def tick(self) -> None:
         """Look at the worker once."""
+        self._gather()
         state = read_json(self._run_dir / STATE_NAME)
         if state:
-            self._display.update(state)
-        self._gather()
+            self._display.update({**state, "now": self._latest})
         if time.monotonic() >= self._due_s:
             self.flush()
 
@@ -49,7 +51,9 @@ class LiveView:
     def _gather(self) -> None:
         """Take over what both files have grown by; of the telemetry one row a second."""
         self._rows += self._samples.rows()
-        kept = one_a_second(self._telemetry.rows(), self._telemetry_s)
+        grown = list(self._telemetry.rows())
+        self._latest = grown[-1] if grown else self._latest
+        kept = one_a_second(grown, self._telemetry_s)
         if kept:
             self._telemetry_s = kept[-1]["time"]
         self._rows += kept

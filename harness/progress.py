@@ -8,6 +8,10 @@ from typing import Any, Final, Protocol, TextIO
 
 LINE_INTERVAL_S: Final = 10.0
 """Seconds between plain lines of one phase."""
+LEAST_SEEN_S: Final = 2.0
+"""Seconds of a phase before its time left is told."""
+LEAST_SHARE: Final = 0.02
+"""Progress before it is told."""
 _GIB: Final = 2**30
 
 
@@ -73,12 +77,80 @@ class _ByteRate:
         return f", {(done - before) / (now - then) / 1e9:.2f} GB/s" if now > then else ""
 
 
+def memory_text(state: Mapping[str, Any]) -> str:
+    """Return GPU memory against the budget and host memory, as the newest telemetry has them.
+
+    Args:
+        state: as in state.json, with the newest row of telemetry as `now`.
+    """
+    now = state.get("now") or {}
+    parts = []
+    used, budget = now.get("gpu_used_bytes"), state.get("gpu_budget_bytes")
+    if used is not None:
+        bound = f"/{budget / _GIB:.1f}" if budget else ""
+        parts.append(f"GPU {used / _GIB:.1f}{bound} GiB")
+    held, free = now.get("rss_bytes"), now.get("host_available_bytes")
+    if held is not None:
+        rest = f" ({free / _GIB:.0f} free)" if free is not None else ""
+        parts.append(f"host {held / _GIB:.1f} GiB{rest}")
+    return ", ".join(parts)
+
+
+class _Remaining:
+    """What is left of the phase at hand, from its progress so far."""
+
+    def __init__(self) -> None:
+        self._start: tuple[str, float, float] | None = None
+
+    def text(self, title: str, share: float | None, now_s: float) -> str:
+        """Return the time left in words, empty until it can be told.
+
+        Args:
+            title: of the phase.
+            share: of it that is done.
+            now_s: seconds.
+        """
+        if share is None:
+            self._start = None
+            return ""
+        if self._start is None or self._start[0] != title or share < self._start[1]:
+            self._start = (title, share, now_s)
+            return ""
+        _, first, begin_s = self._start
+        if now_s - begin_s < LEAST_SEEN_S or share - first < LEAST_SHARE or share >= 1:
+            return ""
+        left_s = (now_s - begin_s) * (1 - share) / (share - first)
+        return f"{_span(left_s)} left"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class _Words:
+    """What is said beside the title of a phase."""
+
+    def __init__(self) -> None:
+        self._rate, self._remaining = _ByteRate(), _Remaining()
+
+    def of(self, state: Mapping[str, Any]) -> tuple[str, float | None, str]:
+        """Return a state as a title, the share that is done (None: unknown) and details."""
+        title, share, details = describe(state)
+        details += self._rate.text(state)
+        left = self._remaining.text(title, share, float(state.get("updated_at", 0.0)))
+        parts = (details, left, memory_text(state))
+        return title, share, ", ".join(part for part in parts if part)
+
+
 class LineDisplay:
     """One line for each phase, and one every ten seconds of a long one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._rate = _ByteRate()
+        self._words = _Words()
         self._title = ""
         self._due_s = 0.0
 
@@ -89,8 +161,7 @@ class LineDisplay:
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Write a line when the phase is new or the last line is old."""
-        title, _, details = describe(state)
-        details += self._rate.text(state)
+        title, _, details = self._words.of(state)
         now = time.monotonic()
         if title == self._title and now < self._due_s:
             return
@@ -113,7 +184,7 @@ class RichDisplay:
             TimeElapsedColumn,
         )
 
-        self._rate = _ByteRate()
+        self._words = _Words()
         self._title = ""
         self._bar = Progress(
             TextColumn("{task.description:<24}"),
@@ -133,7 +204,7 @@ class RichDisplay:
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Redraw the bar."""
-        title, share, details = describe(state)
+        title, share, details = self._words.of(state)
         if title != self._title:
             self._title = title
             self._bar.reset(self._task, description=title, total=None)
@@ -141,7 +212,7 @@ class RichDisplay:
             self._task,
             total=None if share is None else 1.0,
             completed=0.0 if share is None else share,
-            details=details + self._rate.text(state),
+            details=details,
         )
         self._bar.refresh()
 

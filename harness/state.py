@@ -51,6 +51,11 @@ class StateWriter:
         self._write()
         self._wait()
 
+    def note_budget(self, num_bytes: int | None) -> None:
+        """Say how much GPU memory the engine may use; None: it is not known."""
+        self._state["gpu_budget_bytes"] = num_bytes
+        self._write()
+
     def note_pinned(self, num_bytes: int | None) -> None:
         """Say what the engine's ledger of registered memory holds; None without an engine."""
         self._state["pinned_bytes"] = num_bytes

@@ -13,7 +13,14 @@ from engine.config import EngineConfig, ModelConfig
 from harness.correctness import WrongTokensError, compare_tokens, reference_key
 from harness.describe import config_hash, flat_params, point_name, tags
 from harness.lock import device_lock_path, hold
-from harness.progress import LineDisplay, RichDisplay, describe, open_display
+from harness.progress import (
+    LineDisplay,
+    RichDisplay,
+    _span,
+    describe,
+    memory_text,
+    open_display,
+)
 from harness.report import build_report
 from harness.schema import (
     CorrectnessConfig,
@@ -177,6 +184,37 @@ def test_plain_lines_where_there_is_no_terminal():
         "[throughput] 3/4 requests, 60 tokens, 12.5 tokens/s",
         "a line",
     ]
+
+
+def test_the_time_left_follows_from_the_progress_seen():
+    stream = io.StringIO()
+    display = LineDisplay(stream)
+    state = {"job": "measure", "phase": "latency"}
+    for seconds, done in ((100.0, 0), (110.0, 4)):
+        progress = {"requests_done": done, "requests_total": 16, "output_tokens": 9 * done}
+        display._due_s = 0.0
+        display.update({**state, "updated_at": seconds, "progress": progress})
+    assert stream.getvalue().splitlines() == [
+        "[latency] 0/16 requests, 0 tokens",
+        "[latency] 4/16 requests, 36 tokens, 30 s left",
+    ]
+
+
+def test_memory_stands_against_the_budget():
+    gib = 2**30
+    now = {"gpu_used_bytes": 12.5 * gib, "rss_bytes": 8.6 * gib, "host_available_bytes": 118 * gib}
+    assert memory_text({"now": now, "gpu_budget_bytes": 13.6 * gib}) == (
+        "GPU 12.5/13.6 GiB, host 8.6 GiB (118 free)"
+    )
+    assert memory_text({"now": {"rss_bytes": gib}}) == "host 1.0 GiB"
+    assert memory_text({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(90, "90 s"), (600, "10 min"), (9000, "2 h 30 min")]
+)
+def test_spans_of_time_are_short(seconds, words):
+    assert _span(seconds) == words
 
 
 def test_a_bar_on_a_terminal():
