@@ -31,7 +31,8 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
         varying = [item.lstrip("+") for item in overrides if item not in sweep.shared]
         if varying or sweep.label:
             return " ".join(filter(None, (sweep.label, ",".join(varying))))[:_NAME_CHARS]
-    parts = (config.model.name, config.offload_name, config.gpu.name, config.scenario.name)
+    system = "" if config.system.kind == "native" else config.system.kind
+    parts = (config.model.name, system, config.offload_name, config.gpu.name, config.scenario.name)
     return "-".join(part for part in parts if part)[:_NAME_CHARS]
 
 
@@ -41,6 +42,7 @@ def flat_params(config: RunConfig) -> dict[str, Any]:
     params: dict[str, Any] = {
         "model": config.model.name,
         "model.load_format": config.model.load_format,
+        "system": config.system.kind,
         "gpu": gpu.name,
         "gpu.device": gpu.device,
         "gpu.memory_gib": gpu.memory_gib,
@@ -76,6 +78,7 @@ def tags(config: RunConfig, environment: Mapping[str, Any]) -> dict[str, str]:
         "harness.status": "running",
         "harness.config_hash": config_hash(config.to_dict()),
         "model": config.model.name,
+        "system": config.system.kind,
         "offload": config.offload_name,
         "git.sha": git.get("sha"),
         "git.dirty": git.get("dirty"),
