@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from harness.capacity import capacity_lines
 from harness.job import SAMPLES_NAME
 from harness.plain import read_json
 from harness.progress import Display
@@ -28,6 +29,7 @@ class LiveView:
         self._telemetry_s = 0.0
         self._latest: Mapping[str, Any] = {}
         """The newest row of telemetry."""
+        self._has_capacity = False
         self._rows: list[Mapping[str, Any]] = []
         self._due_s = time.monotonic() + UPLOAD_INTERVAL_S
 
@@ -36,6 +38,7 @@ class LiveView:
         self._gather()
         state = read_json(self._run_dir / STATE_NAME)
         if state:
+            self._show_capacity(state.get("kv"))
             self._display.update({**state, "now": self._latest})
         if time.monotonic() >= self._due_s:
             self.flush()
@@ -47,6 +50,14 @@ class LiveView:
             self._tracker.log_samples(self._rows)
         self._rows = []
         self._due_s = time.monotonic() + UPLOAD_INTERVAL_S
+
+    def _show_capacity(self, kv: Mapping[str, Any] | None) -> None:
+        """Show what the KV cache holds once an engine has started."""
+        if self._has_capacity or not kv or "longest_tokens" not in kv:
+            return
+        self._has_capacity = True
+        for line in capacity_lines(kv):
+            self._display.say(line)
 
     def _gather(self) -> None:
         """Take over what both files have grown by; of the telemetry one row a second."""

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -59,6 +60,11 @@ class StateWriter:
     def note_pinned(self, num_bytes: int | None) -> None:
         """Say what the engine's ledger of registered memory holds; None without an engine."""
         self._state["pinned_bytes"] = num_bytes
+        self._write()
+
+    def note_kv(self, kv: Mapping[str, Any] | None) -> None:
+        """Say what the engine's KV cache holds, as the plan has it; None: it is not known."""
+        self._state["kv"] = kv
         self._write()
 
     def loading(self, phase: str, done_bytes: int, total_bytes: int) -> None:

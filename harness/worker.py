@@ -181,7 +181,8 @@ class Work:
     def _note_engine(self, llm: Engine) -> None:
         self._state.note_pinned(llm.memory().get("host_pinned_bytes"))
         self._state.note_budget(llm.memory().get("gpu_budget_bytes"))
-        self._result["plan"] = llm.plan.to_dict()
+        self._result["plan"] = plan = llm.plan.to_dict()
+        self._state.note_kv(plan.get("kv"))
         self._result["effective"] = llm.effective()
         self._save()
 

@@ -6,6 +6,8 @@ from concurrent.futures import wait
 
 import pytest
 
+from harness.capacity import capacity_lines
+from harness.live import LiveView
 from harness.state import StateWriter
 
 
@@ -52,3 +54,37 @@ def test_close_raises_what_no_report_did(tmp_path):
     state.running(1, 1, 8)
     with pytest.raises(FileNotFoundError):
         state.close()
+
+
+class Shown:
+    """A display that keeps its lines."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+    def update(self, state):
+        self.lines.append(state["phase"])
+
+
+def test_what_the_kv_cache_holds_is_shown_once_when_an_engine_has_started(tmp_path):
+    kv = {
+        "block_size": 16,
+        "max_model_len": 64,
+        "max_concurrency": 2.0,
+        "max_kept": 2.0,
+        "longest_tokens": 128,
+        "groups": [{"layers": 2, "window": None, "block_bytes": 2**20, "num_blocks": 8}],
+        "host": None,
+    }
+    state, display = StateWriter(tmp_path, "load"), Shown()
+    view = LiveView(tmp_path, display, None)
+    for known in (None, {"tokens": 3}, kv, kv):
+        state.note_kv(known)
+        state.enter("warm")
+        view.tick()
+    table = capacity_lines(kv)
+    assert display.lines == ["warm", "warm", *table, "warm", "warm"]
+    state.close()
