@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports import facts, theme
 from reports.record import RunRecord
@@ -13,8 +13,10 @@ from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_BARS: Final = 40
+COLOUR_MAP: Final = "viridis"
 OUTPUT: Final = "throughput/output_tok_s"
 _LABEL_OFFSETS: Final = ((7, 4), (7, -12), (-13, 4), (-13, -12))
 """Points in turn get their number on another side, so that close ones can be told apart."""
@@ -73,8 +75,11 @@ def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Dra
     figure = theme.new_figure(colours, 3.9, "Output rate against its cost", _note(records))
     grid = figure.subplots(1, len(panels), squeeze=False)
     for axes, (points, label, sign) in zip(grid.flat, panels, strict=True):
-        _draw_scatter(axes, colours, points, sign)
+        is_coloured = points is speed and len(memory) >= 2
+        _draw_scatter(axes, colours, points, sign, dict(_peaks(memory)) if is_coloured else {})
         axes.set_xlabel(label)
+    if len(memory) >= 2 and speed and panels[0][0] is speed:
+        _draw_scale(figure, grid[0, 0], colours, [peak for _, peak in _peaks(memory)])
     grid[0, 0].set_ylabel("output (tok/s)")
     return theme.to_png(figure)
 
@@ -137,8 +142,13 @@ def _draw_bars(axes: "Axes", colours: Theme, rows: Sequence[Row], name: str, col
 
 
 def _draw_scatter(
-    axes: "Axes", colours: Theme, points: Sequence[tuple[int, float, float]], sign: int
+    axes: "Axes",
+    colours: Theme,
+    points: Sequence[tuple[int, float, float]],
+    sign: int,
+    peaks_gib: Mapping[int, float],
 ) -> None:
+    """Draw points by number; those with a GPU peak in its colour, the best with a thick edge."""
     theme.style_axes(axes, colours, grid="both")
     best = frontier(points, sign)
     axes.plot([x for _, x, _ in best], [y for _, _, y in best], color=colours.muted, linewidth=1)
@@ -150,8 +160,9 @@ def _draw_scatter(
             [y],
             "o",
             markersize=8,
-            color=colours.accent if is_best else colours.background,
-            markeredgecolor=colours.accent,
+            color=_colour(peaks_gib, place, colours.accent if is_best else colours.background),
+            markeredgecolor=colours.ink if peaks_gib and is_best else colours.accent,
+            markeredgewidth=1.8 if is_best else 1.0,
         )
         axes.annotate(
             str(place),
@@ -164,6 +175,37 @@ def _draw_scatter(
     axes.margins(0.14)
     _set_scale(axes, "x", [x for _, x, _ in points])
     _set_scale(axes, "y", [y for _, _, y in points])
+
+
+def _peaks(memory: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
+    return [(place, peak_gib) for place, peak_gib, _ in memory]
+
+
+def _colour(peaks_gib: Mapping[int, float], place: int, otherwise: str) -> Any:
+    """Return the colour of a point's GPU peak between the least and the largest of all."""
+    if place not in peaks_gib:
+        return otherwise
+    from matplotlib import colormaps
+
+    low, high = min(peaks_gib.values()), max(peaks_gib.values())
+    share = (peaks_gib[place] - low) / (high - low) if high > low else 0.5
+    return colormaps[COLOUR_MAP](share)
+
+
+def _draw_scale(figure: "Figure", axes: "Axes", colours: Theme, peaks_gib: list[float]) -> None:
+    """Draw what the colours of the points mean."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    ends = (min(peaks_gib), max(peaks_gib))
+    if ends[0] == ends[1]:
+        ends = (ends[0] * 0.9, ends[1] * 1.1 or 1.0)
+    scale = ScalarMappable(norm=Normalize(*ends), cmap=COLOUR_MAP)
+    bar = figure.colorbar(scale, ax=axes, location="top", fraction=0.06, pad=0.03)
+    bar.set_label("GPU peak (GiB)", color=colours.muted, fontsize=8.5)
+    bar.set_ticks(list(ends), labels=[number(end) for end in ends])
+    bar.ax.tick_params(colors=colours.muted, labelsize=8)
+    bar.outline.set_visible(False)
 
 
 def _set_scale(axes: "Axes", axis: Literal["x", "y"], values: Sequence[float]) -> None:

@@ -17,6 +17,7 @@ from reports.compare import SWEEP_FIGURES, comparison_figure
 from reports.figures import FIGURES
 from reports.load import Point, load_points, load_run
 from reports.page import Page, Section
+from reports.peers import peers_section
 from reports.ratio_figure import ratio_figure
 from reports.record import RunRecord, write_bytes_atomic, write_text_atomic
 from reports.sweep import Row, sweep_csv, sweep_page, sweep_rows
@@ -100,10 +101,11 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     """
     rows = sweep_rows(load_points(sweep_dir))
     target = out or sweep_dir
-    draws = {
-        name: lambda theme, draw=draw: draw(rows, theme) for name, draw in SWEEP_FIGURES.items()
-    }
+    draws: dict[str, Draw] = {name: partial(draw, rows) for name, draw in SWEEP_FIGURES.items()}
     page = sweep_page(f"Sweep {sweep_dir.resolve().name}", rows, _links(rows, sweep_dir, target))
+    against = peers_section(rows)
+    if against is not None:
+        page = replace(page, sections=(page.sections[0], against, *page.sections[1:]))
     paths = _write_pages(page, draws, target, "sweep")
     table = target / "sweep.csv"
     write_text_atomic(table, sweep_csv(rows, sweep_dir))

@@ -6,8 +6,9 @@ import pytest
 
 from reports.__main__ import main
 from reports.load import Point
+from reports.peers import peers_section
 from reports.record import RecordError
-from reports.render import write_versus_report
+from reports.render import write_sweep_report, write_versus_report
 from reports.versus import (
     UnlikeError,
     check_alike,
@@ -169,3 +170,30 @@ def test_command_refuses_one_run_and_unlike_runs(tmp_path, capsys):
     assert "expected runs of the same work" in capsys.readouterr().err
     with pytest.raises(RecordError):
         write_versus_report([a, tmp_path / "none"], tmp_path / "out")
+
+
+def test_a_sweep_holds_native_points_against_peers(tmp_path):
+    nearest, far = ok_record(name="near"), ok_record(name="far", config=config())
+    far.config["gpu"]["memory_gib"] = 24.0
+    far.config["engine"]["max_num_seqs"] = 8
+    rows = rows_of(tmp_path, far, nearest, peer_record())
+    (table,) = peers_section(rows).tables
+    (row,) = table.rows
+    assert row[:2] == ("1. near / 2. peer", "accelerate")
+    ratios = dict(zip(table.columns[2:], row[2:], strict=True))
+    assert ratios["output"] == "2.00"
+    assert ratios["TPOT p50"] == "0.50"
+
+
+def test_peers_of_other_work_and_sweeps_without_peers_have_no_section(tmp_path):
+    assert peers_section(rows_of(tmp_path, ok_record(), ok_record())) is None
+    peer = peer_record()
+    peer.config["scenario"] = {"name": "quick", "latency": {"seed": 1}}
+    assert peers_section(rows_of(tmp_path, ok_record(), peer)) is None
+
+
+def test_the_page_of_a_sweep_shows_its_peers(tmp_path):
+    write_run(ok_record(), tmp_path / "sweep" / "0")
+    write_run(peer_record(), tmp_path / "sweep" / "1")
+    write_sweep_report(tmp_path / "sweep")
+    assert "Native against peers" in read_html(tmp_path / "sweep", "sweep.html").words

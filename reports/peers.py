@@ -1,0 +1,71 @@
+"""This project's engine against peers in one sweep: ratios of runs of the same work."""
+
+from collections.abc import Sequence
+
+from reports import facts
+from reports.page import Section, Table
+from reports.record import RunRecord
+from reports.sweep import Row
+from reports.text import flatten, leaf
+from reports.versus import UnlikeError, check_alike, compared_metrics, ratio
+
+NATIVE = "native"
+
+
+def peers_section(rows: Sequence[Row]) -> Section | None:
+    """Return ratios of a native point to each peer's point, None without peers.
+
+    The native point is of the same work, and of these the one whose settings differ least.
+    """
+    done = [row for row in rows if row.record and row.record.status == "ok"]
+    natives = [row for row in done if row.record and facts.system_name(row.record) == NATIVE]
+    pairs = [
+        (native, row)
+        for row in done
+        if row.record
+        and facts.system_name(row.record) != NATIVE
+        and (native := _nearest(natives, row)) is not None
+    ]
+    if not pairs:
+        return None
+    records = [row.record for pair in pairs for row in pair if row.record]
+    names = compared_metrics(records)
+    lines = []
+    for native, peer in pairs:
+        if native.record is None or peer.record is None:
+            continue
+        values = [ratio(peer.record, native.record, name) for name, _, _ in names]
+        cells = ["" if value is None else f"{value:.2f}" for value in values]
+        lines.append((f"{native.title} / {peer.title}", facts.system_name(peer.record), *cells))
+    table = Table(
+        columns=("native / peer", "peer", *(label for _, label, _ in names)),
+        rows=lines,
+        numeric=frozenset(range(2, len(names) + 2)),
+    )
+    text = (
+        "Above 1 is more of the figure in this project's engine: better for a rate, worse for a"
+        " time or a size."
+    )
+    return Section(title="Native against peers", text=(text,), tables=(table,))
+
+
+def _nearest(natives: Sequence[Row], peer: Row) -> Row | None:
+    """Return the native row of the same work with the fewest settings that differ."""
+    alike = [row for row in natives if _is_alike(row, peer)]
+    return min(alike, key=lambda row: _distance(row.record, peer.record), default=None)
+
+
+def _is_alike(native: Row, peer: Row) -> bool:
+    try:
+        check_alike([native, peer])
+    except UnlikeError:
+        return False
+    return True
+
+
+def _distance(first: RunRecord | None, second: RunRecord | None) -> int:
+    flat = [
+        {key: leaf(value) for key, value in flatten(record.config)} if record else {}
+        for record in (first, second)
+    ]
+    return sum(flat[0].get(key) != flat[1].get(key) for key in flat[0] | flat[1])
