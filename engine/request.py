@@ -309,6 +309,8 @@ def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
             f"less one to generate), got {len(token_ids)}. Shorten the prompt or raise "
             "engine.max_model_len."
         )
+    if set(map(type, token_ids)) == {int} and 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return  # a long prompt is checked a token at a time only for the message
     for position, token_id in enumerate(token_ids):
         ok = not isinstance(token_id, bool) and isinstance(token_id, Integral)
         if not ok or not 0 <= token_id < vocab_size:

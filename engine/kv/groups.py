@@ -157,7 +157,8 @@ class BlockGroups:
         granted = min(want, (len(sequence.block_table) + count) * self.block_size - start)
         if granted > 0:
             for group, pool in enumerate(self.pools):
-                new = pool.allocate(count, self._room(group, alone=alone))
+                # In rising order, so that neighbours can be copied as one.
+                new = sorted(pool.allocate(count, self._room(group, alone=alone)))
                 sequence.block_tables[group].extend(new)
         return max(0, granted)
 

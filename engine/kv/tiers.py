@@ -201,13 +201,12 @@ class TieredBlockPool(PoolView):
         for block_id in match.blocks:
             states.own(block_id)  # none of them may give way to the others
         first_host = states.num_gpu
-        loads = sum(block_id >= first_host for block_id in match.blocks) - len(stay)
+        hosts = [b for b in match.blocks if b >= first_host and b not in stay]
+        loads = len(hosts)
         gpu = min(n, states.num_available_gpu - loads) if room != "cpu" else 0
         cpu_blocks = [victims.take_in_place() for _ in range(n - gpu)]  # first, as in `allocate`
-        table = [
-            block_id if block_id < first_host or block_id in stay else victims.load(block_id)
-            for block_id in match.blocks
-        ]
+        loaded = dict(zip(hosts, victims.load(hosts), strict=True))
+        table = [loaded.get(block_id, block_id) for block_id in match.blocks]
         on_gpu = len(match.blocks) - loads - len(stay)
         missed = match.num_asked - len(match.blocks)
         self.stats.count_claim(on_gpu, loads, len(stay), missed, resumed=resumed)
@@ -276,17 +275,16 @@ class TieredBlockPool(PoolView):
         """
         states = self._states
         ready = max(0, limit - len(states.gpu_free))
-        first = list(islice(states.gpu_idle, ready))
-        protect = {copy for b in first if (copy := states.copy_of(b)) is not None}
-        lacking = [b for b in first if states.copy_of(b) is None and self._victims.may_store(b)]
-        stored = self._store_all(lacking[:most], protect)
+        stored = self._store_lacking(list(islice(states.gpu_idle, ready)), most)
         self.stats.stores_ahead += stored
         return stored
 
     def evict_idle(self) -> None:
         """Take all content without an owner off the GPU, as if its blocks were needed."""
-        while self._states.gpu_idle:
-            self._victims.evict(self._states.gpu_idle.oldest)
+        states = self._states
+        self._store_lacking(list(states.gpu_idle), None)
+        while states.gpu_idle:
+            self._victims.evict(states.gpu_idle.oldest)
 
     def reset(self, tier: Tier | None = None) -> None:
         """Forget all keys of a tier, or of both; owners keep their blocks, moves go on."""
@@ -334,12 +332,22 @@ class TieredBlockPool(PoolView):
         able = [b for b in match.blocks if not states.is_gpu(b) and states.is_in_place(b)]
         return frozenset(able[max(0, len(able) - most) :])
 
+    def _store_lacking(self, idle: Sequence[int], most: int | None) -> int:
+        """Store those of some blocks without owners that have no copy; return how many."""
+        states = self._states
+        protect = {copy for b in idle if (copy := states.copy_of(b)) is not None}
+        lacking = [b for b in idle if states.copy_of(b) is None and self._victims.may_store(b)]
+        return self._store_all(lacking[:most], protect)
+
     def _store_all(self, block_ids: Sequence[int], protect: set[int]) -> int:
-        """Store GPU blocks in order while host blocks can be had; return how many."""
-        for count, block_id in enumerate(block_ids):
-            host = self._victims.take_for_store(protect=protect)
+        """Store the first GPU blocks, as many as host blocks can be had for; return how many."""
+        hosts: list[int] = []
+        for _ in block_ids:
+            host = self._victims.take_for_store(protect)
             if host is None:
-                return count
-            protect.add(host)
+                break
+            hosts.append(host)
+        # Numbers rise together where they can, so that neighbours stay neighbours.
+        for block_id, host in zip(sorted(block_ids[: len(hosts)]), sorted(hosts), strict=True):
             self._victims.store(block_id, host)
-        return len(block_ids)
+        return len(hosts)

@@ -1,6 +1,6 @@
 """Which block gives way to which, and the moves that save its content."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from engine.kv.pool_types import PoolStats, Retain
@@ -66,7 +66,7 @@ class Victims:
         return block_id
 
     def take_for_store(self, protect: Collection[int] = ()) -> int | None:
-        """Return a host block without key and owner, or None.
+        """Hand out a host block without key, with an owner until `store` begins; or None.
 
         Args:
             protect: Host blocks that must not give way.
@@ -74,7 +74,9 @@ class Victims:
         states = self._states
         for blocks in states.cpu_free:
             if blocks:
-                return blocks.oldest
+                block_id = blocks.oldest
+                states.own(block_id)
+                return block_id
         for pair in (states.cpu_spare, states.cpu_only):
             oldest = [
                 (blocks.stamp(block_id), block_id)
@@ -83,6 +85,7 @@ class Victims:
             ]
             if oldest:
                 block_id = min(oldest)[1]
+                states.own(block_id)
                 self._clear_host(block_id)
                 return block_id
         return None
@@ -106,24 +109,29 @@ class Victims:
         states.drop_key(block_id)
 
     def store(self, block_id: int, host: int) -> None:
-        """Copy a GPU block with a key to a host block without one; findable there at once."""
+        """Copy a GPU block with a key to one of `take_for_store`; findable there at once."""
         states, key = self._states, self._states.keys[block_id]
         assert key is not None
         states.ledger.start("store", block_id, host)
-        states.settle(host)
         states.name_moved(host, key)
+        states.disown(host)  # the move keeps it out of the lists
         self._stats.stores += 1
 
-    def load(self, host: int) -> int:
-        """Copy an owned host block with a key to a new GPU block, which takes its owner over."""
-        states, key = self._states, self._states.keys[host]
-        assert key is not None
-        block_id = self.take_gpu(for_compute=False)
-        states.ledger.start("load", host, block_id)
-        states.name_moved(block_id, key)
-        states.disown(host)  # the move keeps it out of the lists
-        self._stats.loads += 1
-        return block_id
+    def load(self, hosts: Sequence[int]) -> list[int]:
+        """Copy owned host blocks with keys to new GPU blocks, which take their owners over.
+
+        Numbers rise together where they can, so that neighbours stay neighbours.
+        """
+        states = self._states
+        blocks = sorted([self.take_gpu(for_compute=False) for _ in hosts])
+        for host, block_id in zip(hosts, blocks, strict=True):
+            key = states.keys[host]
+            assert key is not None
+            states.ledger.start("load", host, block_id)
+            states.name_moved(block_id, key)
+            states.disown(host)  # the move keeps it out of the lists
+        self._stats.loads += len(blocks)
+        return blocks
 
     def _clear_host(self, block_id: int) -> None:
         if self._states.keys[block_id] is None:
