@@ -313,8 +313,7 @@ class Chooser:
         self, taken: list[tuple[str, ...]], outer: tuple[str, ...], kind: Placement, lookahead: int
     ) -> Assignment:
         facts = self._asked.facts
-        placements = assign_resident(self._spec).placements
-        placements |= dict.fromkeys(outer, Placement.UVA)
+        placements = self.resident.placements | dict.fromkeys(outer, Placement.UVA)
         for layer, items in enumerate(taken):
             for item in items:
                 placements[f"model.layers.{layer}.{item}"] = kind

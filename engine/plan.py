@@ -77,7 +77,7 @@ class Slab:
         offsets, total = [], 0
         for tensor in tensors:
             offsets.append(total)
-            total += align(tensor.numel * dtype_bytes)
+            total += -(-tensor.numel * dtype_bytes // ALIGNMENT) * ALIGNMENT  # as `align`, often
         return cls(tuple(tensors), tuple(offsets), total)
 
 
@@ -360,9 +360,10 @@ def lay_out(spec: ModelSpec, assignment: Assignment, dtype: str) -> WeightLayout
     size, places = DTYPE_BYTES[dtype], assignment.placements
     layers = []
     for index in range(spec.num_hidden_layers):
-        tensors = spec.layer_tensors(index)
-        resident = [t for t in tensors if places[t.name] is Placement.RESIDENT]
-        moved = [t for t in tensors if places[t.name] is not Placement.RESIDENT]
+        resident: list[TensorSpec] = []
+        moved: list[TensorSpec] = []
+        for tensor in spec.layer_tensors(index):
+            (resident if places[tensor.name] is Placement.RESIDENT else moved).append(tensor)
         place = places[moved[0].name] if moved else Placement.RESIDENT
         layers.append(LayerPlan(index, Slab.of(resident, size), Slab.of(moved, size), place))
     outer = spec.outer_tensors()
