@@ -98,7 +98,7 @@ def device_map(num_layers: int, num_host: int, device: str | int) -> dict[str, s
     found: dict[str, str | int] = {"model.embed_tokens": device}
     for index in range(num_layers):
         found[f"model.layers.{index}"] = HOST if index >= num_layers - num_host else device
-    others = ("model.norm", "model.rotary_emb", "model.rotary_emb_local", "lm_head")
+    others = ("model.norm", "model.rotary_emb", "lm_head")
     return found | dict.fromkeys(others, device)
 
 

@@ -67,6 +67,11 @@ def check_system(config: RunConfig) -> None:
     kind = config.system.kind
     if kind == "native":
         return
+    if config.mode == "plan":
+        raise ConfigError(
+            f"mode: expected run with system={kind}, got plan: plans and predicted times are of "
+            "this project's engine. Choose system=native, or run it."
+        )
     for node in NODES:
         _check_node(kind, node, _node(config, node))
     if kind == "http":

@@ -209,3 +209,8 @@ def test_nothing_in_common_is_a_reason_and_unknown_ids_are_not_compared():
     unknown = agree([[1, 2]], [[-1, -1]])
     assert unknown.facts["checked"] is False
     assert "no token ids" in unknown.notes[0]
+
+
+def test_plans_are_of_this_projects_engine():
+    with pytest.raises(ConfigError, match=r"mode: expected run with system=vllm, got plan"):
+        check_system(run_config(system=SYSTEMS["vllm"], mode="plan"))
