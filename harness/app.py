@@ -19,6 +19,7 @@ from harness.begun import BegunPoints
 from harness.cli_args import CommandLine
 from harness.complaints import explain
 from harness.composition import CONFIG_NAME, DEMO_MODEL, Composer, Plan, Point
+from harness.describe import point_name
 from harness.errors import EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.folders import CONF
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
@@ -154,6 +155,7 @@ class _Session:
         from harness.sweep import begin_sweep  # noqa: PLC0415  not for --cfg and errors
 
         make_importable()
+        BegunPoints(sweep.folder).claim()
         tracking = self._plan.points[0].config.tracking
         for text in begin_sweep(tracking, sweep.context(0)):
             _say(f"warning: {text}")
@@ -228,7 +230,14 @@ class _Session:
             "traceback": None,
         }
         point = self._plan.points[index]
-        record = failure_record(point.config, folder, point.overrides, status="killed", error=error)
+        record = failure_record(
+            point.config,
+            folder,
+            point.overrides,
+            status="killed",
+            error=error,
+            name=point_name(point.config, point.overrides, sweep.context(index)),
+        )
         return folder, record
 
     def _finish_sweep(

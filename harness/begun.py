@@ -22,6 +22,7 @@ __all__ = ["BegunPoints", "Owner"]
 
 FOLDER: Final = ".points"
 STOP_NAME: Final = "stop"
+SESSION: Final = "session"
 POLL_S: Final = 0.2
 END_S: Final = 60.0
 """Seconds that an interrupted point has to write its record before it is killed."""
@@ -40,8 +41,16 @@ class Owner:
     @property
     def is_alive(self) -> bool:
         """Whether it runs on this host."""
-        is_here = self.host == socket.gethostname()
-        return is_here and self.ticks is not None and start_ticks(self.pid) == self.ticks
+        return self._is_here and self.ticks is not None and start_ticks(self.pid) == self.ticks
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it ran on this host and has ended; of other hosts nothing is known."""
+        return self._is_here and not self.is_alive
+
+    @property
+    def _is_here(self) -> bool:
+        return self.host == socket.gethostname()
 
 
 class BegunPoints:
@@ -51,16 +60,23 @@ class BegunPoints:
         self._folder = sweep_folder / FOLDER
         self._records: dict[int, RunRecord] = {}
 
+    def claim(self) -> None:
+        """Note that this process runs the sweep; where it is gone, no further point begins."""
+        self._note(SESSION, self._folder.parent)
+
     def begin(self, index: int, folder: Path) -> None:
         """Note that this process runs a point in a folder."""
+        self._note(str(index), folder)
+
+    def _note(self, name: str, folder: Path) -> None:
         pid = os.getpid()
         owner = Owner(
             folder=str(folder), host=socket.gethostname(), pid=pid, ticks=start_ticks(pid)
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(self._folder / f"{index}.json", json.dumps(asdict(owner)) + "\n")
+        write_text_atomic(self._folder / f"{name}.json", json.dumps(asdict(owner)) + "\n")
 
-    def owner(self, index: int) -> Owner | None:
+    def owner(self, index: int | str) -> Owner | None:
         """Return who runs or ran a point, None where it did not begin."""
         facts = read_json(self._folder / f"{index}.json")
         return Owner(**facts) if facts else None
@@ -85,7 +101,9 @@ class BegunPoints:
     @property
     def is_stopped(self) -> bool:
         """Whether no further point is to begin."""
-        return (self._folder / STOP_NAME).exists()
+        session = self.owner(SESSION)
+        is_orphan = session is not None and session.is_gone
+        return is_orphan or (self._folder / STOP_NAME).exists()
 
     def stop(self) -> None:
         """Let no further point begin."""

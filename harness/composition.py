@@ -131,7 +131,7 @@ class Composer:
         Raises:
             ConfigError: the first thing that is wrong, in any point.
         """
-        parsed = self._parse(typed)
+        parsed = self.parse(typed)
         check_overrides(parsed, self._loader.get_group_options)
         overrides = normalise(parsed)
         try:
@@ -141,7 +141,20 @@ class Composer:
         except Exception as error:
             raise explain(error) from error
 
-    def _parse(self, typed: Sequence[str]) -> list[Override]:
+    def check(self, typed: Sequence[str]) -> None:
+        """Check keys, groups and options of overrides without composing.
+
+        Raises:
+            ConfigError: the first thing that is wrong.
+        """
+        check_overrides(self.parse(typed), self._loader.get_group_options)
+
+    def parse(self, typed: Sequence[str]) -> list[Override]:
+        """Return overrides as Hydra parses them.
+
+        Raises:
+            ConfigError: one is of another form.
+        """
         parser = OverridesParser.create(config_loader=self._loader)
         parsed = []
         for text in typed:
@@ -173,7 +186,7 @@ class Composer:
 
     def _chooses_model(self, overrides: list[str], *, multirun: bool) -> bool:
         """Return whether the experiment (or the sweep in it) chooses a model."""
-        parsed = self._parse(overrides)
+        parsed = self.parse(overrides)
         experiments = [item for item in parsed if item.key_or_group == "experiment"]
         if not experiments:
             return False
@@ -221,7 +234,7 @@ class Composer:
 
     def _check_parents(self, overrides: list[str]) -> None:
         """Refuse a value below a node that is null, which OmegaConf reports without its name."""
-        parsed = self._parse(overrides)
+        parsed = self.parse(overrides)
         groups = [str(item.input_line) for item in parsed if is_hydra(item) or is_group(item)]
         base = self._load_raw(groups, RunMode.MULTIRUN)
         for item in parsed:
@@ -236,7 +249,7 @@ class Composer:
     def _compose_all(
         self, overrides: list[str], *, multirun: bool
     ) -> tuple[list[tuple[list[str], DictConfig]], bool]:
-        several = [item for item in self._parse(overrides) if item.is_sweep_override()]
+        several = [item for item in self.parse(overrides) if item.is_sweep_override()]
         mode = RunMode.MULTIRUN if multirun or several else RunMode.RUN
         master = self._load(overrides, mode)
         _check_hydra(master)
@@ -250,7 +263,7 @@ class Composer:
             )
         params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
         task = params + list(master.hydra.overrides.task)
-        batches = BasicSweeper.split_arguments(self._parse(task), None)
+        batches = BasicSweeper.split_arguments(self.parse(task), None)
         own = list(master.hydra.overrides.hydra)
         return [(batch, self._load(own + batch, RunMode.RUN)) for batch in batches[0]], True
 

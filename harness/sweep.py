@@ -31,6 +31,7 @@ def finish_sweep(
     records: Sequence[RunRecord],
     *,
     interrupted: bool = False,
+    is_ok: bool | None = None,
 ) -> list[str]:
     """Make the sweep's report and end its run in the tracker; return warnings.
 
@@ -39,9 +40,10 @@ def finish_sweep(
         sweep: of any of its points.
         records: of the points that ended.
         interrupted: Ctrl-C ended the sweep.
+        is_ok: whether it found what it was for; None: every point must be ok.
     """
     counts = Counter(record.status for record in records)
-    status = "ok" if set(counts) <= {"ok"} else "failed"
+    status = "ok" if (set(counts) <= {"ok"} if is_ok is None else is_ok) else "failed"
     if interrupted:
         status = "killed"
     warnings = build_report(sweep.folder) if records and not interrupted else []

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from harness.begun import BegunPoints
 from harness.composition import register, to_run_config
+from harness.describe import point_name
 from harness.interrupt import sigterm_as_interrupt
 from harness.schema import RunConfig, SweepContext
 from reports.record import RESULT_NAME, RunRecord
@@ -116,7 +117,10 @@ class PointTask:
                 "phase": "harness",
                 "traceback": traceback.format_exc(),
             }
-            return failure_record(config, folder, overrides, status="failed", error=facts)
+            name = point_name(config, overrides, sweep)
+            return failure_record(
+                config, folder, overrides, status="failed", error=facts, name=name
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what ran here: a process that a launcher starts has seen nothing."""
@@ -140,11 +144,12 @@ def failure_record(
     *,
     status: str,
     error: dict[str, Any],
+    name: str,
 ) -> RunRecord:
     """Return the record of a point that could not write one, written if there is none yet."""
     record = RunRecord(
         run_id=folder.name,
-        name=config.model.name,
+        name=name,
         status=status,
         error=error,
         config=config.to_dict(),

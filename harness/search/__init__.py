@@ -1,0 +1,1 @@
+"""Finds offload settings for an objective under constraints, with Optuna."""
