@@ -51,6 +51,7 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     if asked.config.planner.choose:
         text += _host_lack(asked, plan)
         found += _less_kv(asked) if more is not None else _shorter_with_auto(asked, "")
+        found += _host_kv_with_auto(asked, plan)
     elif length > 0 and fits(shorter, Assignment(plan.placements, plan.lookahead)):
         found.append(f"engine.max_model_len={length}")
     elif not found:
@@ -64,24 +65,42 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
 
 def _more_host_kv(asked: Asked, plan: MemoryPlan) -> list[str]:
     """The smallest host tier with which a sequence that the GPU has no room for fits."""
-    kv, need = asked.config.kv, plan.kv.blocks(plan.max_model_len)[0]
-    name = next(iter(kv.sizes), "cpu_gib")
-    if name == "swap_space" or asked.reference:
+    need = plan.kv.blocks(plan.max_model_len)[0]
+    if asked.config.kv.swap_space or asked.reference:
         return []
     placed = Assignment(plan.placements, plan.lookahead)
-
-    def sized(num_blocks: int) -> tuple[Asked, str]:
-        """The same question with so many host blocks, in the setting's own unit."""
-        if name == "num_cpu_blocks":
-            wider, words = replace(kv, num_cpu_blocks=num_blocks), f"kv.{name}={num_blocks}"
-        else:
-            size = math.ceil(num_blocks * sum(plan.kv.block_bytes) / GIB * 1000) / 1000
-            wider, words = replace(kv, cpu_gib=size), f"kv.{name}={size:g}"
-        return replace(asked, config=replace(asked.config, kv=wider)), words
-
-    gpu_blocks = build_plan(sized(need)[0], served(asked, placed)).num_gpu_blocks
-    enough, words = sized(max(1, need - gpu_blocks))
+    wide, _ = _with_host_kv(asked, plan, need)
+    gpu_blocks = build_plan(wide, served(asked, placed)).num_gpu_blocks
+    enough, words = _with_host_kv(asked, plan, max(1, need - gpu_blocks))
     return [words] if gpu_blocks and fits(enough, placed) else []
+
+
+def _host_kv_with_auto(asked: Asked, plan: MemoryPlan) -> list[str]:
+    """A host tier with which a chosen placement fits, to a thirty-second of a sequence."""
+    need = plan.kv.blocks(plan.max_model_len)[0]
+    kv = asked.config.kv
+    if plan.host_kv is not None or kv.swap_space or asked.config.planner.kv_tokens is not None:
+        return []
+
+    def is_short(parts: int) -> bool:
+        return not _auto_fits(_with_host_kv(asked, plan, -(-need * parts // 32))[0])
+
+    short = largest(1, 32, is_short)
+    if short == 32:
+        return []
+    return [_with_host_kv(asked, plan, -(-need * ((short or 0) + 1) // 32))[1]]
+
+
+def _with_host_kv(asked: Asked, plan: MemoryPlan, num_blocks: int) -> tuple[Asked, str]:
+    """The same question with so many host blocks, and words for it in the setting's own unit."""
+    kv = asked.config.kv
+    if kv.num_cpu_blocks:
+        wider, words = replace(kv, num_cpu_blocks=num_blocks), f"kv.num_cpu_blocks={num_blocks}"
+    else:
+        size = math.ceil(num_blocks * sum(plan.kv.block_bytes) / GIB * 1000) / 1000
+        wider = replace(kv, cpu_gib=size, num_cpu_blocks=None)
+        words = f"kv.cpu_gib={size:g}"
+    return replace(asked, config=replace(asked.config, kv=wider)), words
 
 
 def _auto_words(asked: Asked) -> str:

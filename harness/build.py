@@ -50,7 +50,7 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
         model_path: As in engine_config.
     """
     longest = config.engine.max_model_len
-    if config.kv.num_cpu_blocks or config.kv.cpu_gib:
+    if config.kv.has_host_tier:
         longest = config.scenario.correctness.prompt_tokens
         longest += config.scenario.correctness.output_tokens
     return replace(
