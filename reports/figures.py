@@ -207,13 +207,13 @@ def _draw_distribution(
     median = summarise(values)["p50"]
     if median is not None:
         axes.axvline(median, color=colours.muted, linewidth=1, linestyle=":")
-        _side_text(axes, median, 6, f"p50 {number(median)}", colours.ink)
+        _side_text(axes, median, 6, f"p50 {number(median)}", colours.ink, colours)
     if bound_ms is not None:
         axes.axvline(bound_ms, color=colours.second, linewidth=1.6, linestyle="--")
-        _side_text(axes, bound_ms, 18, f"link bound {number(bound_ms)}", colours.second)
+        _side_text(axes, bound_ms, 18, f"link bound {number(bound_ms)}", colours.second, colours)
 
 
-def _side_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None:
+def _side_text(axes: "Axes", x: float, y: float, text: str, colour: str, colours: Theme) -> None:
     """Write beside a vertical line, on the side that has more room."""
     low, high = axes.get_xlim()
     is_right = x < (low + high) / 2
@@ -225,4 +225,5 @@ def _side_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None
         ha="left" if is_right else "right",
         fontsize=9,
         color=colour,
+        bbox={"facecolor": colours.background, "alpha": 0.75, "pad": 1.2, "linewidth": 0},
     )

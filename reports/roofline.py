@@ -155,14 +155,21 @@ def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof
         color=colours.alarm,
     )
     for point, size in zip(shown, sizes, strict=True):
-        for value, face, word in (
-            (point.predicted_tok_s, colours.background, "predicted"),
-            (point.measured_tok_s, colours.accent, "measured"),
+        for value, face, word, size_pt in (
+            (point.predicted_tok_s, "none", "predicted", 13),
+            (point.measured_tok_s, colours.accent, "measured", 7),
         ):
             if value is not None:
                 label = word if point is shown[0] else None
                 axes.plot(
-                    [size], [value], "o", ms=8, mfc=face, mec=colours.accent, ls="", label=label
+                    [size],
+                    [value],
+                    "o",
+                    ms=size_pt,
+                    mfc=face,
+                    mec=colours.accent,
+                    ls="",
+                    label=label,
                 )
         axes.annotate(
             point.label,
