@@ -1,6 +1,6 @@
 """The interface between the engine and a device: memory, streams, facts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,9 @@ class CopyStream(Protocol):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue a copy; `src` must stay unchanged until it has run."""
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Enqueue copies, each a target and a source, with less work of the host than singly."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue work that `work` launches when it is called; it must not wait for the device."""

@@ -6,7 +6,7 @@ a missing wait shows up as wrong tokens; `eager_copies` runs it as early as it m
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
@@ -41,6 +41,11 @@ class LazyCopyStream:
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue a copy."""
         self.run(lambda: dst.copy_(src))
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Enqueue copies."""
+        for dst, src in pairs:
+            self.copy(dst, src)
 
     def after(self, other: CopyStream, event: int) -> None:
         """Let later copies wait for an event of another copy stream."""

@@ -5,7 +5,7 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -131,6 +131,12 @@ class CUDACopyStream:
         """Enqueue a copy on the copy stream."""
         with torch.cuda.stream(self._stream):
             dst.copy_(src, non_blocking=True)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Enqueue copies on the copy stream."""
+        with torch.cuda.stream(self._stream):
+            for dst, src in pairs:
+                dst.copy_(src, non_blocking=True)
 
     def run(self, work: Callable[[], object]) -> None:
         """Call `work` with the copy stream as the current one."""

@@ -257,11 +257,14 @@ class BlockMover:
                 stream.after(point.stream, point.event)
         pairs = sorted(self._pair(move) for move in moves)
         small: list[tuple[int, int]] = []
+        large: list[list[tuple[int, int]]] = []
         for run in _runs(pairs):
             if self._slots and len(run) * self._block_bytes < self._dma_run_bytes:
                 small += run
             else:
-                self._copy_run(kind, run)
+                large.append(run)
+        if large:
+            self._copy_runs(kind, large)
         if small:
             self._copy_small(kind, small)
         self._note(kind, _StreamPoint(stream), moves)
@@ -282,13 +285,16 @@ class BlockMover:
         self.stats.staged_bytes += len(moves) * self._block_bytes
         self._note("staged", _FuturePoint(future), moves)
 
-    def _copy_run(self, kind: MoveKind, run: list[tuple[int, int]]) -> None:
-        (gpu_id, host_id), count = run[0], len(run)
-        gpu = self._gpu[gpu_id : gpu_id + count]
-        host = self._host.pinned[host_id : host_id + count]
-        self._streams[kind].copy(*((host, gpu) if kind == "store" else (gpu, host)))
-        self.stats.dma_bytes += count * self._block_bytes
-        self.stats.copies += 1
+    def _copy_runs(self, kind: MoveKind, runs: list[list[tuple[int, int]]]) -> None:
+        copies = []
+        for run in runs:
+            (gpu_id, host_id), count = run[0], len(run)
+            gpu = self._gpu[gpu_id : gpu_id + count]
+            host = self._host.pinned[host_id : host_id + count]
+            copies.append((host, gpu) if kind == "store" else (gpu, host))
+            self.stats.dma_bytes += count * self._block_bytes
+        self._streams[kind].copy_all(copies)
+        self.stats.copies += len(copies)
 
     def _copy_small(self, kind: MoveKind, pairs: list[tuple[int, int]]) -> None:
         gpu_ids, host_ids = [gpu for gpu, _ in pairs], [host for _, host in pairs]

@@ -132,6 +132,10 @@ class SimulatedStream:
             self.queue.put(partial(dst.copy_, src))
         self._note()
 
+    def copy_all(self, pairs: Any) -> None:
+        for dst, src in pairs:
+            self.copy(dst, src)
+
     def run(self, work: Callable[[], object]) -> None:
         with self.streams.lock:
             if isinstance(work, partial):  # ops.copy_blocks

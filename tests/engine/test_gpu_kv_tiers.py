@@ -182,6 +182,10 @@ def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> It
             delay(copies)
         copy(self, dst, src)
 
+    def late_copies(self: CUDACopyStream, pairs: Any) -> None:
+        for dst, src in pairs:
+            late_copy(self, dst, src)
+
     def late_run(self: CUDACopyStream, work: Any) -> None:
         with torch.cuda.stream(self._stream):
             if isinstance(work, partial):  # ops.copy_blocks
@@ -196,6 +200,7 @@ def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> It
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CUDACopyStream, "copy", late_copy)
+        patch.setattr(CUDACopyStream, "copy_all", late_copies)
         patch.setattr(CUDACopyStream, "run", late_run)
         patch.setattr(ModelRunner, "execute", late_execute)
         yield
