@@ -8,13 +8,12 @@ enough. Pure arithmetic, no torch.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any, Final
 
 from engine.accounting import (
-    GIB,
     Asked,
     asked_tier,
     build_plan,
@@ -23,14 +22,13 @@ from engine.accounting import (
     served,
     step_blocks,
 )
+from engine.candidate import Candidate
 from engine.cost import (
     CONTEXT_TOKENS,
     EMBED,
     QUEUE_REQUESTS,
     Shape,
-    decode_step_s,
     queue_of,
-    queue_s,
     shape_of,
 )
 from engine.placement import Assignment, Placement, assign_resident, spread_layers
@@ -56,38 +54,6 @@ GRANULES: Final = {
 }
 """What is taken of a layer; nothing named: all of it."""
 NUM_LISTED: Final = 5
-TIE: Final = 0.002
-"""Times that differ by less count as equal; then fewer bytes in host memory decide."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One placement with its predicted times."""
-
-    label: str
-    assignment: Assignment
-    shape: Shape
-    host_bytes: int
-    decode_s: float
-    """At batch 1."""
-    queue_s: float
-
-    def score(self, objective: str) -> tuple[int, int]:
-        """Return what is least for the best candidate."""
-        seconds = self.queue_s if objective == "throughput" else self.decode_s
-        return round(math.log(seconds) / TIE), self.host_bytes
-
-    def row(self) -> dict[str, Any]:
-        """Return plain data for the record."""
-        prompt, output = queue_of(self.shape.max_model_len)
-        return {
-            "label": self.label,
-            "host_gib": self.host_bytes / GIB,
-            "kv_tokens": self.shape.kv_tokens,
-            "decode_step_ms": self.decode_s * 1e3,
-            "queue_output_tokens_s": QUEUE_REQUESTS * output / self.queue_s,
-            "queue_prompt_tokens": prompt,
-        }
 
 
 class Chooser:
@@ -141,7 +107,8 @@ class Chooser:
     @property
     def can_fit(self) -> bool:
         """Whether everything fits the GPU, or some candidate does."""
-        return self.resident_fits or self.best() is not None
+        objective = self._asked.config.planner.objective
+        return self.resident_fits or any(map(self._fits, self._candidates(objective)))
 
     @cached_property
     def _base(self) -> Shape:
@@ -162,7 +129,24 @@ class Chooser:
 
     def fitting(self, candidates: list[Candidate]) -> list[Candidate]:
         """Return those that fit: one may leave enough of the GPU and still lack host memory."""
-        return [item for item in candidates if self._is_enough(self._plan_of(item))]
+        return [item for item in candidates if self._fits(item)]
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether its plan would be enough, without laying out its tensors where that is known."""
+        resident, shape = self.resident, candidate.shape
+        if not resident.pin or resident.facts.emulated:
+            return self._is_enough(self._plan_of(candidate))  # more changes than what is moved
+        tier = resident.host_kv
+        if tier is not None:
+            tier = replace(tier, in_place=shape.in_place_blocks > 0)
+        plan = replace(
+            resident,
+            num_gpu_blocks=shape.kv_pools[0],
+            num_window_blocks=sum(shape.kv_pools[1:]),
+            host_items=resident.host_items | {"pinned_weights": candidate.host_bytes},
+            host_kv=tier,
+        )
+        return self._is_enough(plan)
 
     def _plan_of(self, candidate: Candidate) -> MemoryPlan:
         return build_plan(self._asked, served(self._asked, candidate.assignment))
@@ -223,14 +207,13 @@ class Chooser:
         context = self._asked.max_model_len
         if self._asked.config.planner.objective != "context":
             context = min(CONTEXT_TOKENS, context)
-        prompt, output = queue_of(self._asked.max_model_len)
         return Candidate(
             label=self._label(taken, outer, kind, slots, name),
             assignment=self._assignment(taken, outer, kind, lookahead),
             shape=shape,
             host_bytes=moved + freed,
-            decode_s=decode_step_s(shape, self._rates, 1, context),
-            queue_s=queue_s(shape, self._rates, QUEUE_REQUESTS, prompt, output),
+            rates=self._rates,
+            context_tokens=context,
         )
 
     def _room(self, blocks: int) -> int:

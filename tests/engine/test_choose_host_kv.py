@@ -6,8 +6,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.accounting import Asked
+from engine.choose import Chooser
 from engine.errors import CapacityError
 from engine.planner import plan_memory
+from engine.rates import rates_for
 from engine.spec import ModelSpec
 from tests.engine.specs import GIB, H200, NO_PIN, NO_UVA, OLMO_7B, check_plan, model_specs
 from tests.engine.test_choose import ask, choose, conf_spec, step_ms
@@ -61,3 +64,40 @@ def test_a_host_tier_spares_weights_from_moving_and_lengthens_contexts() -> None
     assert lengths == sorted(lengths)
     assert 7000 < lengths[1] - lengths[0] <= 8192
     assert 15_000 < lengths[2] - lengths[0] <= 16_384
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    spec=model_specs(),
+    share=st.floats(0.3, 1.1),
+    blocks=st.sampled_from([0, 0, 300, 2000]),
+    host_share=st.sampled_from([0.4, 0.8, 3.0]),
+    objective=st.sampled_from(["latency", "throughput"]),
+    gaps=st.sampled_from([{}, NO_UVA, NO_PIN]),
+)
+def test_what_fits_is_known_without_a_plan_of_each(
+    spec: ModelSpec,
+    share: float,
+    blocks: int,
+    host_share: float,
+    objective: str,
+    gaps: dict[str, Any],
+) -> None:
+    weights = spec.weight_bytes()
+    config = ask(
+        spec,
+        weights / GIB * share + 1.3,
+        objective=objective,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv={"num_cpu_blocks": blocks},
+    )
+    facts = replace(H200, host_available_bytes=int(weights * host_share) + 3 * GIB, **gaps)
+    length = spec.max_position_embeddings
+    chooser = Chooser(
+        Asked(config, spec, facts, spec.dtype, length, reference=False),
+        rates_for(config.gpu, facts),
+    )
+    ranked = list(chooser._candidates(objective))
+    planned = [item for item in ranked if chooser._is_enough(chooser._plan_of(item))]
+    assert chooser.fitting(ranked) == planned

@@ -1,0 +1,55 @@
+"""Candidate: one placement with its predicted times. Pure arithmetic, no torch."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from engine.cost import QUEUE_REQUESTS, Shape, decode_step_s, queue_of, queue_s
+from engine.placement import Assignment
+from engine.rates import Rates
+
+GIB: Final = 2**30
+TIE: Final = 0.002
+"""Times that differ by less count as equal; then fewer bytes in host memory decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One placement; its times are predicted when they are asked for."""
+
+    label: str
+    assignment: Assignment
+    shape: Shape
+    host_bytes: int
+    rates: Rates
+    context_tokens: int
+    """Of the sequence whose decode step counts."""
+
+    @cached_property
+    def decode_s(self) -> float:
+        """The time of a decode step at batch 1."""
+        return decode_step_s(self.shape, self.rates, 1, self.context_tokens)
+
+    @cached_property
+    def queue_s(self) -> float:
+        """The time of a queue of requests."""
+        prompt, output = queue_of(self.shape.max_model_len)
+        return queue_s(self.shape, self.rates, QUEUE_REQUESTS, prompt, output)
+
+    def score(self, objective: str) -> tuple[int, int]:
+        """Return what is least for the best candidate."""
+        seconds = self.queue_s if objective == "throughput" else self.decode_s
+        return round(math.log(seconds) / TIE), self.host_bytes
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data for the record."""
+        prompt, output = queue_of(self.shape.max_model_len)
+        return {
+            "label": self.label,
+            "host_gib": self.host_bytes / GIB,
+            "kv_tokens": self.shape.kv_tokens,
+            "decode_step_ms": self.decode_s * 1e3,
+            "queue_output_tokens_s": QUEUE_REQUESTS * output / self.queue_s,
+            "queue_prompt_tokens": prompt,
+        }
