@@ -257,8 +257,8 @@ def test_the_well_known_script(tiny: TinyModels, tmp_path: Path) -> None:
     }
     with pytest.raises(CapacityError, match=r"available KV cache memory: -\d"):
         LLM(model=str(model), disable_sliding_window=True, **script)
-    with pytest.warns(UserWarning, match=r"swap_space=10 GiB: \d of 7 layers"):
-        llm = LLM(model=str(model), swap_space=10, disable_sliding_window=True, **script)
+    with pytest.warns(UserWarning, match=r"swap_space=0\.01 GiB: \d of 7 layers"):
+        llm = LLM(model=str(model), swap_space=0.01, disable_sliding_window=True, **script)
     outputs = llm.generate(TEXTS, SamplingParams(temperature=0.7, top_p=0.9))
     assert [output.error for output in outputs] == [None] * 3
     for output in outputs:
