@@ -17,6 +17,7 @@ from engine.plan import (
     lay_out,
 )
 from engine.sizes import (
+    HOST_DECODES,
     activation_bytes,
     graph_bytes,
     graph_sizes,
@@ -126,6 +127,9 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     tier = asked_tier(asked, kv, layout.offloaded_bytes)
     if tier.num_blocks:
         items["kv_moves"] = tier.ids_bytes
+        if use_graphs:
+            again = tuple(count for count in sizes if count <= HOST_DECODES)
+            items["graphs"] += graph_bytes(spec, again, (), size)[1]
     room = budget - sum(items.values())
     pools, in_place = tier.share_out(kv, room)
     if in_place:

@@ -62,6 +62,8 @@ class Batch:
     """int64 [R]: tokens whose logits are wanted; None: all."""
     staged: tuple[StagedPrefill, ...] = ()
     """Prefills over blocks of both tiers."""
+    reads_host: bool = False
+    """Whether a decode reads blocks in the host tier."""
 
     @property
     def is_decode(self) -> bool:

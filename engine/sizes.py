@@ -8,6 +8,9 @@ from engine.spec import ModelSpec
 from kernels.sizes import decode_workspace_bytes
 
 MIB = 2**20
+HOST_DECODES = 8
+"""Largest decode batch that is captured once more for blocks in the host tier: only sequences that
+exceed the GPU's room own such blocks, and few of them run at once."""
 PREFILL_SEQUENCES = 4
 """Prompts whose parts a captured step holds at most."""
 PREFILL_TOKENS = (16, 64, 256)

@@ -217,7 +217,7 @@ def _attend(
             window=window,
             out=out[:edge],
             workspace=model.workspace,
-            host=model.cache.host_layer(index),
+            host=model.cache.host_layer(index) if batch.reads_host else None,
         )
     rows = slice(edge, batch.num_rows)
     if batch.prefill_starts is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM
+from engine.step_graphs import StepShape
 from tests.engine.conftest import TinyModels
 from tests.tiny import VOCAB, greedy, greedy_params, make_prompt, open_llm
 
@@ -75,14 +76,14 @@ def grow(llm: LLM, prompts: list[list[int]]) -> Growth:
     return growth
 
 
-class _Some(dict[tuple[int, int], Any]):
+class _Some(dict[StepShape, Any]):
     """Graphs of which only a share is found."""
 
-    def __init__(self, graphs: dict[tuple[int, int], Any], share: float, seed: int) -> None:
+    def __init__(self, graphs: dict[StepShape, Any], share: float, seed: int) -> None:
         super().__init__(graphs)
         self._share, self._chance = share, random.Random(seed)
 
-    def get(self, shape: tuple[int, int], default: Any = None) -> Any:  # type: ignore[override]
+    def get(self, shape: StepShape, default: Any = None) -> Any:  # type: ignore[override]
         return super().get(shape, default) if self._chance.random() < self._share else default
 
 
@@ -90,9 +91,9 @@ class _Some(dict[tuple[int, int], Any]):
 def some_eager(llm: LLM, share: float, seed: int = 0) -> Iterator[None]:
     """Let a share of decode steps that have a graph run eagerly instead."""
     assert llm._engine is not None
-    runner = llm._engine.runner
+    graphs = llm._engine.runner._graphs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_graphs", _Some(runner._graphs, 1 - share, seed))
+        patch.setattr(graphs, "captured", _Some(graphs.captured, 1 - share, seed))
         yield
 
 

@@ -11,6 +11,7 @@ import torch
 from engine import LLM, SamplingParams, build
 from engine.errors import EngineError
 from engine.inputs import Upload
+from engine.step_graphs import StepShape
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.late import drain, make_late
@@ -126,7 +127,7 @@ def overlapped_tokens(llm: LLM) -> list[list[int]]:
 
 def stale_ids(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The newest token that the host knows runs again."""
-    inputs = llm._engine.runner._inputs
+    inputs = llm._engine.runner._batches.inputs
     scheduler = llm._engine.core.scheduler
 
     def set_stale(place: int, token_row: int) -> None:
@@ -186,7 +187,7 @@ def test_control_one_buffer_of_inputs_changes_tokens_where_the_device_is_late(
             for index, prompt in enumerate(PROMPTS[:3]):
                 llm.add_request(prompt, greedy_params(9), str(index))
             tokens = {event.request_id: [event.token_id] for event in llm.step()}
-            inputs = llm._engine.runner._inputs
+            inputs = llm._engine.runner._batches.inputs
             inputs._hosts = inputs._hosts[:num_buffers]
             inputs._arrays = inputs._arrays[:num_buffers]
             found = or_poison(lambda: list(drain(llm, tokens).values()))  # noqa: B023
@@ -229,7 +230,7 @@ def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
         llm.replay_only(2)
     for prompt in PROMPTS[1:3]:
         llm.add_request(prompt, greedy_params(4))
-    runner._graphs[2, 0] = (Graph(), 100, 20)
+    runner._graphs.captured[StepShape(2)] = (Graph(), 100, 20)
     llm.step()
     assert llm.last_step.used_graph is False
     before = llm.stats()

@@ -82,7 +82,7 @@ def test_control_one_buffer_of_inputs_changes_tokens(tiny: TinyModels, late_uplo
         for index, prompt in enumerate(PROMPTS[:3]):
             llm.add_request(prompt, greedy_params(9), str(index))
         tokens = {event.request_id: [event.token_id] for event in llm.step()}
-        inputs = llm._engine.runner._inputs
+        inputs = llm._engine.runner._batches.inputs
         inputs._hosts = inputs._hosts[:num_buffers]
         inputs._arrays = inputs._arrays[:num_buffers]
         found = list(drain(llm, tokens).values())
