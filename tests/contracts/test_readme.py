@@ -24,12 +24,13 @@ def _commands() -> list[str]:
 COMMANDS = _commands()
 HARNESS = [line for line in COMMANDS if line.startswith("python -m harness")]
 MAKE = [line for line in COMMANDS if line.startswith("make ")]
+REPORTS = [line for line in COMMANDS if line.startswith("python -m reports compare ")]
 
 
 def test_every_command_is_of_a_kind_that_is_checked() -> None:
     assert HARNESS
     assert MAKE
-    assert sorted(HARNESS + MAKE) == sorted(COMMANDS)
+    assert sorted(HARNESS + MAKE + REPORTS) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("line", MAKE)
