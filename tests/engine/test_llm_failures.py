@@ -11,6 +11,7 @@ import pytest
 from engine import LLM, OffloadConfig, SamplingParams
 from engine.config import UVAOffloadConfig
 from engine.errors import CapacityError, ConfigError, EngineError
+from engine.offload_config import OffloadWarning
 from engine.step_graphs import StepShape
 from tests.engine.conftest import TinyModels
 from tests.tiny import (
@@ -213,8 +214,6 @@ def test_offload_config_may_be_given_whole(tiny: TinyModels) -> None:
 
 
 def test_notes_of_the_plan_are_warned_of(tiny: TinyModels) -> None:
-    from engine.offload_config import OffloadWarning
-
     with pytest.warns(OffloadWarning, match="is not needed"):
         LLM(str(tiny.folder("llama")), device="cpu", gpu_memory_gib=0.5, cpu_offload_gb=1).close()
 
@@ -259,7 +258,7 @@ def test_the_well_known_script(tiny: TinyModels, tmp_path: Path) -> None:
     }
     with pytest.raises(CapacityError, match=r"available KV cache memory: -\d"):
         LLM(model=str(model), disable_sliding_window=True, **script)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(OffloadWarning) as warned:
         llm = LLM(model=str(model), swap_space=0.01, disable_sliding_window=True, **script)
     said = [str(warning.message) for warning in warned]
     assert any(re.match(r"swap_space=0\.01 GiB: \d of 7 layers", text) for text in said)
