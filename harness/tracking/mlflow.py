@@ -45,6 +45,12 @@ _SWEEP_ARTIFACTS: Final = (
     *("config.yaml", "result.json", "report.html", "report.md"),
 )
 _FIGURES: Final = ("*.png", "figures/*.png")
+_ENVIRONMENT: Final = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # MLflow's own 7 retries of 120 s each keep a server that is down from being noticed.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
 _MAX_BATCH: Final = 1000
 _MAX_PARAM_BATCH: Final = 100
 _TS_FIELDS: Final = {
@@ -84,7 +90,8 @@ class MlflowTracker:
         Processes that start at once take turns here: concurrent migrations of a new SQLite file
         fail.
         """
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
         for name in ("mlflow", "alembic"):
