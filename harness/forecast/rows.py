@@ -79,13 +79,15 @@ class Forecast:
 
     @cached_property
     def recommended(self) -> Row | None:
-        """The row of no offload where it fits; else what is chosen; else the fastest that fits."""
-        fitting = [row for row in self.rows if row.fits]
-        for label in ("none", "auto"):
-            for row in fitting:
-                if row.label == label:
-                    return row
-        return min(fitting, key=lambda row: row.predicted["decode_step_ms"], default=None)
+        """The row that moves nothing where it fits; else what is chosen; else the fastest."""
+        fitting = {row.label: row for row in self.rows if row.plan is not None}
+        none, auto = fitting.get("none"), fitting.get("auto")
+        if none is not None and none.plan is not None and not none.plan.offloaded_layers:
+            return none
+        if auto is not None:
+            return auto
+        rows = fitting.values()
+        return min(rows, key=lambda row: row.predicted["decode_step_ms"], default=None)
 
     @property
     def chosen(self) -> Row | None:

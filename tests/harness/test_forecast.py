@@ -113,6 +113,21 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     assert re.search(r"engine\.max_model_len=\d+; or kv\.cpu_gib=\d", refused.rows[0].error)
 
 
+def test_swap_space_that_moves_weights_is_held_against_auto(composer: Composer) -> None:
+    found = found_of(
+        composer,
+        "+model=llama31_8b",
+        "gpu=rtx3060_12gb",
+        "kv.swap_space=12",
+        "engine.max_model_len=32768",
+    )
+    none, auto = found.rows[0], found.rows[3]
+    assert none.plan is not None
+    assert none.plan.offloaded_layers
+    assert none.predicted["decode_step_ms"] > auto.predicted["decode_step_ms"]
+    assert found.recommended is auto
+
+
 def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
     found = found_of(composer, *OLMO, "offload=uva", "offload.uva.cpu_offload_gb=5")
     assert [row.label.split(",")[0] for row in found.rows] == [
