@@ -241,9 +241,11 @@ class Composer:
             key = item.key_or_group
             node = key if isinstance(item.value(), dict) else key.rpartition(".")[0]
             if node and not is_hydra(item) and OmegaConf.select(base, node) is None:
+                root = node.split(".")[0]
+                remedy = "scenario=ab" if root == "ab" else f"an option of {root} that sets it"
                 raise ConfigError(
-                    f"{key}: {node} is null in this configuration, so it has no keys. Choose an "
-                    f"option of {node.split('.')[0]} that sets it."
+                    f"{key}: {node} is null in this configuration, so it has no keys. Choose "
+                    f"{remedy}."
                 )
 
     def _compose_all(

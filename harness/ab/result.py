@@ -220,7 +220,9 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
     if record.error is not None:
         lines.append(f"  {record.error['type']}: {record.error['message'].splitlines()[0]}")
     lines += [f"  {reason}" for reason in record.reasons]
-    if sample["rows"]:
+    if not sample["rows"]:
+        lines += list(_single_lines(sample))
+    else:
         lines.append(
             f"  {'':<52}{'a':>10}{'b':>10}{'b / a':>8}{'95 % interval':>18}{'a / a +-':>10}"
         )
@@ -238,6 +240,13 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
         )
     lines.append(f"  run folder  {folder}")
     return lines
+
+
+def _single_lines(sample: Mapping[str, Any]) -> Iterator[str]:
+    """Figures of the side that ran where the other did not."""
+    for side in SIDES:
+        for name, value in sample[side]["first_run"].items():
+            yield f"  {side}: {COMPARED[name][0]:<49}{_text(value):>10}"
 
 
 def _text(value: float | None) -> str:

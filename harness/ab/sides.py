@@ -1,6 +1,6 @@
 """The two sides of a comparison: composed, and held to the same work."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -92,16 +92,24 @@ def _key(override: str) -> str:
 def _check_same_work(a: RunConfig, b: RunConfig) -> None:
     for node in SAME_WORK:
         ours, theirs = _work(a, node), _work(b, node)
-        differing = [key for key in ours if ours[key] != theirs[key]]
-        if differing:
-            key = differing[0]
-            raise ConfigError(
-                f"ab: expected the same {node} on both sides, but {node}.{key} is {ours[key]!r} in "
-                f"a and {theirs[key]!r} in b: figures of unlike work say nothing. {HINT}"
-            )
+        for key in {**ours, **theirs}:
+            one, other = ours.get(key), theirs.get(key)
+            if one != other:
+                raise ConfigError(
+                    f"ab: expected the same {node} on both sides, but {key} is {one!r} in a and "
+                    f"{other!r} in b: figures of unlike work say nothing. {HINT}"
+                )
 
 
 def _work(config: RunConfig, node: str) -> dict[str, Any]:
-    found: dict[str, Any] = dict(config.to_dict()[node])
+    found = dict(config.to_dict()[node])
     found.pop("fake", None)  # what a scripted engine pretends is no work
-    return found
+    return dict(_leaves(node, found))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from _leaves(f"{path}.{key}", item)

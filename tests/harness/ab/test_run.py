@@ -97,7 +97,7 @@ def test_a_scripted_engine_that_is_known_to_be_slower(tmp_path, capsys):
     assert "latency: 6 of 6 requests gave equal tokens" in shown
 
 
-def test_a_side_that_does_not_fit_is_a_result(tmp_path):
+def test_a_side_that_does_not_fit_is_a_result(tmp_path, capsys):
     """b asks for 3 GiB on a card of 2: it is tried once, and a runs once."""
     record = compare(tmp_path, "ab.a=[]", "ab.b=[gpu.memory_gib=2]", "ab.aa_pairs=0")
     assert (record.status, record.error["type"]) == ("no_fit", "CapacityError")
@@ -107,6 +107,7 @@ def test_a_side_that_does_not_fit_is_a_result(tmp_path):
     assert sample["rows"] == []
     assert sample["a"]["first_run"]["latency/tpot_ms/mean"] == pytest.approx(5)
     assert sample["b"]["status"] == "no_fit"
+    assert "a: time per output token of a request alone" in capsys.readouterr().out
     assert record.valid is None
 
 
