@@ -49,7 +49,7 @@ GROUP_TITLES: Final = {
     "system": "what answers the requests: this project's engine or a peer",
     "gpu": "on which card's memory; a budget that is enforced on the hardware that is here",
     "offload": "which weights live in host memory",
-    "kv": "the KV cache",
+    "kv": "the KV cache; kv.cpu_gib, num_cpu_blocks or swap_space sizes its part in host memory",
     "scenario": "what is measured",
     "tracking": "where runs are mirrored to",
     "experiment": "files that hold all choices of one question",
