@@ -177,10 +177,15 @@ class MlflowTracker:
             client.set_terminated(run_id, _SWEEP_STATUS[sweep.status])
 
     def view_command(self) -> str | None:
-        """Return the command that opens the UI on these runs."""
+        """Return the command that opens the UI, and the page of these runs in it.
+
+        The UI's own first page is of another kind of experiment and does not show them.
+        """
+        page = f"/#/experiments/{self._experiment_id}/runs" if self._experiment_id else ""
         if self._uri.startswith(("http://", "https://")):
-            return f"open {self._uri}"
-        return f"mlflow ui --backend-store-uri {shlex.quote(self._uri)}"
+            return f"open {self._uri.rstrip('/')}{page}"
+        command = f"mlflow ui --backend-store-uri {shlex.quote(self._uri)}"
+        return f"{command}    # then http://127.0.0.1:5000{page}" if page else command
 
     def _open_client(self) -> "MlflowClient":
         if self._client is None:

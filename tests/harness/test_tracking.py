@@ -250,6 +250,12 @@ def test_the_view_command_names_the_database(home):
     command = MlflowTracker(TrackingConfig(), spaced).view_command()
     assert shlex.split(command)[-1] == f"sqlite:///{spaced}/mlflow.db"
     assert "sqlite:////" in command
+    tracker = MlflowTracker(TrackingConfig(), home)
+    tracker._experiment_id = "3"
+    assert tracker.view_command().endswith("# then http://127.0.0.1:5000/#/experiments/3/runs")
+    remote = MlflowTracker(TrackingConfig(uri="http://server:1/"), home)
+    remote._experiment_id = "3"
+    assert remote.view_command() == "open http://server:1/#/experiments/3/runs"
 
 
 def test_start_ticks_tell_processes_apart():
