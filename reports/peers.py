@@ -29,14 +29,17 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
     if not pairs:
         return None
     records = [row.record for pair in pairs for row in pair if row.record]
-    names = compared_metrics(records)
+    names = [
+        item
+        for item in compared_metrics(records)
+        if any(_ratio(native, peer, item[0]) is not None for native, peer in pairs)
+    ]
     lines = []
     for native, peer in pairs:
-        if native.record is None or peer.record is None:
-            continue
-        values = [ratio(peer.record, native.record, name) for name, _, _ in names]
+        values = [_ratio(native, peer, name) for name, _, _ in names]
         cells = ["" if value is None else f"{value:.2f}" for value in values]
-        lines.append((f"{native.title} / {peer.title}", facts.system_name(peer.record), *cells))
+        system = facts.system_name(peer.record) if peer.record else ""
+        lines.append((f"{native.title} / {peer.title}", system, *cells))
     table = Table(
         columns=("native / peer", "peer", *(label for _, label, _ in names)),
         rows=lines,
@@ -47,6 +50,12 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
         " time or a size."
     )
     return Section(title="Native against peers", text=(text,), tables=(table,))
+
+
+def _ratio(native: Row, peer: Row, metric: str) -> float | None:
+    if native.record is None or peer.record is None:
+        return None
+    return ratio(peer.record, native.record, metric)
 
 
 def _nearest(natives: Sequence[Row], peer: Row) -> Row | None:
