@@ -35,6 +35,7 @@ _ARTIFACTS: Final = (
     "result.json",
     "report.html",
     "report.md",
+    "metrics.csv",
     "worker.log",
     "samples.jsonl",
     "telemetry.parquet",
@@ -47,6 +48,7 @@ _SWEEP_ARTIFACTS: Final = (
 _FIGURES: Final = ("*.png", "figures/*.png")
 _ENVIRONMENT: Final = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # MLflow's own 7 retries of 120 s each keep a server that is down from being noticed.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
@@ -96,6 +98,7 @@ class MlflowTracker:
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it announces every retry
         with self._only_one():
             self._client = MlflowClient(tracking_uri=self._uri)
             found = self._client.get_experiment_by_name(self._experiment)

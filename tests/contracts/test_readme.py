@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness.__main__ import main
+from harness.search.request import parse_request
 from tests.contracts.project import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,7 +23,8 @@ def _commands() -> list[str]:
 
 
 COMMANDS = _commands()
-HARNESS = [line for line in COMMANDS if line.startswith("python -m harness")]
+HARNESS = [line for line in COMMANDS if line.startswith("python -m harness ")]
+SEARCH = [line for line in COMMANDS if line.startswith("python -m harness.search ")]
 MAKE = [line for line in COMMANDS if line.startswith("make ")]
 REPORTS = [line for line in COMMANDS if line.startswith("python -m reports compare ")]
 
@@ -30,7 +32,7 @@ REPORTS = [line for line in COMMANDS if line.startswith("python -m reports compa
 def test_every_command_is_of_a_kind_that_is_checked() -> None:
     assert HARNESS
     assert MAKE
-    assert sorted(HARNESS + MAKE + REPORTS) == sorted(COMMANDS)
+    assert sorted(HARNESS + MAKE + REPORTS + SEARCH) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("line", MAKE)
@@ -51,6 +53,13 @@ def test_harness_command_composes(
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert "offload:" in shown.out
+
+
+@pytest.mark.parametrize("line", SEARCH)
+def test_search_command_is_understood(line: str) -> None:
+    request = parse_request(shlex.split(line)[3:])
+    assert request is not None
+    assert request.space.parameters
 
 
 def test_the_python_lines_run(
