@@ -77,14 +77,13 @@ def expected_of(tiny: TinyModels, alone: Alone, family: str = "llama") -> list[l
 def test_moves_in_any_order(
     tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, family: str, policy: str
 ) -> None:
-    for seed in range(2):
-        llm = open_stormy(tiny, monkeypatch, family)
-        assert run_all(llm, policy, seed) == expected_of(tiny, alone, family)
-        stats = llm.stats()["kv"]
-        assert min(stats["moved"]["stored_bytes"], stats["moved"]["loaded_bytes"]) > 0
-        assert min(stats["preemptions"], stats["staged_prefill_bytes"]) > 0
-        check_empty(llm)
-        llm.close()
+    llm = open_stormy(tiny, monkeypatch, family)
+    assert run_all(llm, policy, 0) == expected_of(tiny, alone, family)
+    stats = llm.stats()["kv"]
+    assert min(stats["moved"]["stored_bytes"], stats["moved"]["loaded_bytes"]) > 0
+    assert min(stats["preemptions"], stats["staged_prefill_bytes"]) > 0
+    check_empty(llm)
+    llm.close()
 
 
 # Requests at random.
@@ -161,8 +160,8 @@ def test_a_storm_of_requests(
     tokens = alone(folder, [*PROMPTS, LONG], TOKENS)
     llm = open_stormy(tiny, monkeypatch, family, **sizes)
     with on_many_streams(llm, "any order", 1):
-        compared = storm(llm, lambda prompt: tokens[prompt], seed=1, steps=120)
-        assert compared > 30
+        compared = storm(llm, lambda prompt: tokens[prompt], seed=1, steps=80)
+        assert compared > 20
         check_empty(llm)
     llm.close()
 

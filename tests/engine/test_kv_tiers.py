@@ -24,10 +24,10 @@ PROMPTS = [
     make_prompt(5, seed=5),
 ]
 TOKENS = 8
-NEW = 36
+NEW = 12
 """Of sequences that exceed the GPU."""
 LONG = make_prompt(260, seed=8)
-ALL = (*FAMILIES, "mistral_window", "qwen2_window", "gemma3_odd_sizes")
+ALL = (*FAMILIES, "mistral_window", "qwen2_window")
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ def test_preemption_at_concurrency(
 ) -> None:
     folder = tiny.folder("llama", **SIZES)
     prompts = [STEM[: 7 * (at % 3)] + make_prompt(3 + at % 9, seed=at) for at in range(34)]
-    expected = alone(folder, prompts, 30)
+    expected = alone(folder, prompts, 24)
     tiers(
         monkeypatch,
-        30,
+        26,
         pinned=70,
         pageable=30,
         prefix_caching=prefix_caching,
@@ -107,7 +107,7 @@ def test_preemption_at_concurrency(
     llm = open_tiers(folder, block_size=8, max_model_len=80)
     assert llm._engine is not None
     llm._engine.core.overlap = overlap
-    assert greedy(llm, prompts, 30) == expected
+    assert greedy(llm, prompts, 24) == expected
     stats = kv(llm)
     assert stats["preemptions"] > 2
     if recompute_token_s:
@@ -120,8 +120,9 @@ def test_preemption_at_concurrency(
     llm.close()
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("times", [1.3, 3])
+@pytest.mark.parametrize(
+    ("block_size", "times"), [(8, 1.3), (16, 3), (32, 1.3), (64, 3), (128, 1.3), (128, 3)]
+)
 def test_one_sequence_longer_than_the_gpu(
     tiny: TinyModels,
     alone: Alone,
@@ -131,13 +132,12 @@ def test_one_sequence_longer_than_the_gpu(
 ) -> None:
     folder = tiny.folder("qwen3", **SIZES)
     num_gpu = 256 // block_size
-    prompt = make_prompt(int(256 * times) - 30, seed=9)
+    prompt = make_prompt(int(256 * times) - 6, seed=9)
     expected = alone(folder, [prompt], NEW)
     need = -(-(len(prompt) + NEW) // block_size)
     tiers(monkeypatch, num_gpu, pinned=need - num_gpu, stage_blocks=128 // block_size)
     llm = open_tiers(folder, block_size=block_size, max_model_len=len(prompt) + NEW)
-    for _ in range(2):
-        assert greedy(llm, [prompt], NEW) == expected
+    assert greedy(llm, [prompt], NEW) == expected
     step = llm.last_step
     assert step is not None
     host_tokens = len(prompt) + NEW - 1 - 256
