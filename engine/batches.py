@@ -44,6 +44,7 @@ class BatchBuilder:
             len(plan.kv.windows),
             num_gpu=NO_HOST_TIER if self.tiered is None else self.tiered.num_gpu,
             num_host=0 if self.tiered is None else self.tiered.width,
+            beside_moves=plan.host_kv is not None,
         )
         self.shape: StepShape | None = None
         """Of the newest batch; None: padded to none."""

@@ -167,6 +167,7 @@ def build_engine(
                 device.torch_device,
                 max_rows=plan.max_num_seqs,
                 host_tensor=device.upload_buffer,
+                reach=device.reach if tier.movers else None,
             ),
             seed=config.engine.seed,
             eos_token_ids=eos_ids,

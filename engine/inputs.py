@@ -28,6 +28,7 @@ class Upload:
     """The device's part of sending a step's inputs."""
 
     host: torch.Tensor
+    """uint8; in pinned memory, or that as kernels reach it."""
     device: torch.Tensor
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """int32 [rows in use, columns in use], in `device`, and where they belong."""
@@ -41,7 +42,11 @@ class Upload:
 
     def run(self) -> None:
         """Enqueue the copy, spread the block tables, fill in unknown ids."""
-        self.device.copy_(self.host, non_blocking=True)
+        if self.host.is_cuda:
+            words = self.host.view(torch.int64), self.device.view(torch.int64)
+            torch.bitwise_or(words[0], 0, out=words[1])  # a kernel; `copy_` takes a copy engine
+        else:
+            self.device.copy_(self.host, non_blocking=True)
         for table, place in self.tables:
             if table.numel():
                 place.copy_(table)
@@ -98,6 +103,7 @@ class StepInputs:
         num_groups: Groups of layers, each with slots and block tables of its own: 1 or 2.
         num_gpu: Blocks of the first group with smaller numbers lie on the GPU.
         num_host: Most blocks of a sequence that lie in the host tier.
+        beside_moves: Copy engines also move KV blocks; inputs go by a kernel where it can reach.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class StepInputs:
         *,
         num_gpu: int = NO_HOST_TIER,
         num_host: int = 0,
+        beside_moves: bool = False,
     ) -> None:
         self.ids: Field
         """int64 [tokens]."""
@@ -127,6 +134,10 @@ class StepInputs:
             num_bytes += rows * (num_host * 8 + 8 + 4 + 2 * ALIGN_BYTES) + 2 * ALIGN_BYTES
         self._hosts = [device.upload_buffer((num_bytes,), torch.uint8) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._hosts]
+        reached = [device.reach(host) if beside_moves else None for host in self._hosts]
+        self._sources = [
+            host if view is None else view for host, view in zip(self._hosts, reached, strict=True)
+        ]
         at = device.torch_device
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=at)
         limits = (num_gpu, NO_HOST_TIER)
@@ -223,7 +234,7 @@ class StepInputs:
         places = self.add([place for place, _ in self._unknown], torch.int64)
         token_rows = self.add([row for _, row in self._unknown], torch.int64)
         Upload(
-            host=self._hosts[self._turn][: self._at],
+            host=self._sources[self._turn][: self._at],
             device=self._device[: self._at],
             tables=tuple(tables),
             ids=self.ids.device,

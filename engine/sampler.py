@@ -62,6 +62,8 @@ class Sampler:
         max_rows: Rows for which memory is allocated at once.
         host_tensor: Allocates zeros of a shape and dtype on the host (Device.upload_buffer), pinned
             where that is possible; None: never pinned.
+        reach: Gives such memory as kernels write it (Device.reach), for engines whose copy engines
+            also move KV blocks; None: tokens go to the host by a copy engine.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Sampler:
         *,
         max_rows: int = 0,
         host_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+        reach: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         if not 1 <= vocab_size < 2 ** (62 - WEIGHT_BITS):
             raise EngineError(
@@ -79,10 +82,11 @@ class Sampler:
             )
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._host_tensor = host_tensor or _pageable
+        self._host_tensor, self._reach = host_tensor or _pageable, reach
         self._turn = 0
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._hosts = [torch.empty(0, dtype=torch.float64)] * 2
+        self._targets = self._hosts
         self._grow(max_rows)
 
     @property
@@ -97,6 +101,13 @@ class Sampler:
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         shape = (num_rows * (2 + 2 * MAX_LOGPROBS),)
         self._hosts = [self._host_tensor(shape, torch.float64) for _ in range(2)]
+        self._targets = self._hosts
+        if self._reach is not None:
+            reached = [self._reach(host) for host in self._hosts]
+            self._targets = [
+                host if view is None else view
+                for host, view in zip(self._hosts, reached, strict=True)
+            ]
 
     def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Choose a token for each row and wait for them; else as `enqueue` and `collect`.
@@ -132,8 +143,11 @@ class Sampler:
         self._grow(len(rows))
         self._turn = (self._turn + 1) % len(self._hosts)
         shape = len(rows), 2 + 2 * width
-        table = self._hosts[self._turn][: shape[0] * shape[1]].view(shape)
-        self._enqueue(logits_SV, rows, width, table)
+        table, target = (
+            tensors[self._turn][: shape[0] * shape[1]].view(shape)
+            for tensors in (self._hosts, self._targets)
+        )
+        self._enqueue(logits_SV, rows, width, target)
         return PendingTokens(rows, width, table)
 
     def collect(self, pending: PendingTokens, unwanted: Collection[int] = ()) -> list[SampledToken]:
@@ -166,7 +180,10 @@ class Sampler:
             ]
             found = parts[0] if len(parts) == 1 else torch.cat(parts)
             self._tokens[: len(rows)].copy_(found[:, 0])
-            table.copy_(found, non_blocking=True)
+            if table.is_cuda:
+                torch.mul(found, 1, out=table)  # a kernel; `copy_` takes a copy engine
+            else:
+                table.copy_(found, non_blocking=True)
 
     def _check(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> None:
         expected = (len(rows), self.vocab_size)

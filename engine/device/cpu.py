@@ -140,6 +140,10 @@ class CPUDevice:
             raise CapacityError("in-place reads: expected pinned memory, got pageable memory.")
         return view
 
+    def reach(self, host: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
+        """Return None: a CPU copies with its own hands."""
+        return None
+
     def copy_stream(self) -> LazyCopyStream:
         """Create a copy stream."""
         return LazyCopyStream(eager=self._eager, lock=self._lock)

@@ -107,7 +107,7 @@ def _counts_as_locked() -> bool:
 class _HostArray:
     """Tells torch where pinned host memory lies; keeps its buffer alive."""
 
-    def __init__(self, buffer: HostBuffer, view: torch.Tensor) -> None:
+    def __init__(self, buffer: HostBuffer | torch.Tensor, view: torch.Tensor) -> None:
         self._buffer = buffer
         self.__cuda_array_interface__ = {
             "shape": (view.numel() * view.element_size(),),
@@ -264,6 +264,14 @@ class CUDADevice:
                 "Set TIGHTFIT_DISABLE_UVA=1."
             )
         return flat.view(view.dtype).view(view.shape)
+
+    def reach(self, host: torch.Tensor) -> torch.Tensor | None:
+        """Return an upload buffer as kernels see it; None where it is pageable or out of reach."""
+        if not (host.is_pinned() and capabilities()[1]):
+            return None
+        flat = torch.as_tensor(_HostArray(host, host), device=self.torch_device)
+        is_same = flat.data_ptr() == host.data_ptr()
+        return flat.view(host.dtype).view(host.shape) if is_same else None
 
     def copy_stream(self) -> CUDACopyStream:
         """Create a copy stream."""

@@ -163,7 +163,7 @@ def tokens_overwritten(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def one_host_table(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     sampler = llm._engine.core._sampler
-    sampler._hosts = sampler._hosts[:1]
+    sampler._hosts = sampler._targets = sampler._hosts[:1]
 
 
 @pytest.mark.parametrize(
