@@ -36,7 +36,7 @@ def test_inputs_and_tokens_pass_moves_of_both_directions() -> None:
     rows = [make_row(temperature=0) for _ in range(8)]
     sampler.sample(logits, rows)  # kernels are loaded
     for dst, src in ((gpu, buffer.tensor), (buffer.tensor, gpu)):
-        torch.cuda.synchronize()
+        device.synchronize()
         moved = move(stream, dst, src)
         inputs.begin(64, 8)
         inputs.ids.host[:] = range(64)
@@ -46,6 +46,6 @@ def test_inputs_and_tokens_pass_moves_of_both_directions() -> None:
         assert not moved.query(), "1 GiB took less time than one step's inputs and tokens"
         assert inputs.ids.device.tolist() == list(range(64))
         assert [token.token_id for token in sampler.collect(pending)] == list(range(0, 24, 3))
-    torch.cuda.synchronize()
+    device.synchronize()
     buffer.close()
     device.close()
