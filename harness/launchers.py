@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +48,7 @@ LAUNCHERS: Final = MappingProxyType(
 
 
 def check_launcher(name: object) -> None:
-    """Check that a launcher is one of ours and that its package is installed.
+    """Check that a launcher is one of ours and that what it needs is installed.
 
     Raises:
         ConfigError: it is not; the message says what to install.
@@ -61,6 +62,11 @@ def check_launcher(name: object) -> None:
         raise ConfigError(
             f"hydra/launcher={name}: expected the package {plugin.package}, which is not "
             f"installed. Install it: pip install 'tightfit[{plugin.extra}]'"
+        )
+    if name == "submitit_slurm" and shutil.which("srun") is None:
+        raise ConfigError(
+            "hydra/launcher=submitit_slurm: expected Slurm's commands (srun, sbatch) on this "
+            "machine, found none. Run it on a login node, or choose submitit_local."
         )
 
 

@@ -20,8 +20,12 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_extra(name, extra, m
 
 def test_launchers_that_are_installed_pass_and_others_are_unknown(monkeypatch):
     monkeypatch.setattr(launchers, "_is_installed", lambda module: True)
+    monkeypatch.setattr(launchers.shutil, "which", lambda name: f"/bin/{name}")
     for name in LAUNCHERS:
         check_launcher(name)
+    monkeypatch.setattr(launchers.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="srun"):
+        check_launcher("submitit_slurm")
     with pytest.raises(ConfigError, match="Did you mean submitit_local"):
         check_launcher("submitit_loca")
 
