@@ -260,6 +260,11 @@ class RunConfig(Sealed):
             check_choice("rerun", self.rerun, ("all", "failed", "none"))
         if self.timeout_s is not None:
             check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
+        if self.model.fake is not None and self.mode == "plan":
+            raise ConfigError(
+                "mode: expected run with model=fake, whose memory is scripted, got plan. Choose a "
+                "model that can be planned."
+            )
         if self.model.fake is not None and self.system.kind != "native":
             raise ConfigError(
                 f"system: expected native with model=fake, got {self.system.kind}. Remove one."

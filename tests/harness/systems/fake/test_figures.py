@@ -8,7 +8,7 @@ from engine.config import EngineSettings, GPUConfig
 from harness.correctness import read_reference
 from harness.fake_config import FakeScript
 from harness.prompts import PromptRow
-from harness.traffic.settings import Arrivals, Lengths, Objectives
+from harness.traffic.settings import Arrivals, Lengths, Objectives, PeakSearch
 from tests.harness.systems.fake.cases import (
     figures,
     job,
@@ -261,6 +261,32 @@ def test_accounts_of_served_requests_balance(tmp_path):
     assert accounts == [3, 2, 0, 1]
     assert result["metrics"]["serve/good_share"] == pytest.approx(2 / 3)
     assert "were cancelled" in result["reasons"][0]
+
+
+def test_the_highest_rate_that_keeps_the_slo_is_the_one_worked_out(tmp_path):
+    """One place of 19 ms carries 52.6 a second; above it request k waits k x (19 ms - 1 / rate).
+
+    In 10 s with 95 % good ones at most 100 ms late, less 9 ms of its own, up to 53.1 pass.
+    """
+    part = near_arrivals(
+        None,
+        4,
+        max_concurrency=1,
+        slo=Objectives(ttft_ms=100),
+        search=PeakSearch(
+            low_per_s=20,
+            high_per_s=100,
+            good_share=0.95,
+            tolerance=0.01,
+            max_trials=12,
+            duration_s=10,
+        ),
+    )
+    result = run(tmp_path, job(part, FakeScript(prefill_ms=[9], decode_ms=[5])))
+    assert 1 / 0.019 * 0.99 < result["metrics"]["serve/peak_requests_s"] < 53.2
+    trials = result["samples"]["serve"]["trials"]
+    assert [trial["has_passed"] for trial in trials[:2]] == [True, False]
+    assert all(trial["has_passed"] == (trial["rate_per_s"] < 53.2) for trial in trials)
 
 
 def test_repeats_of_serving_draw_anew_and_sum_their_accounts(tmp_path):
