@@ -40,6 +40,7 @@ class PeerDevice:
             import torch  # noqa: PLC0415  takes seconds
 
             share = max(0.0, min(1.0, self.tensor_bytes / self.card_bytes))
+            torch.cuda.empty_cache()  # of the probes: no part of the peak
             torch.cuda.set_per_process_memory_fraction(share, 0)
             torch.cuda.reset_peak_memory_stats(0)
 

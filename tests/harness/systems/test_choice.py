@@ -1,0 +1,90 @@
+"""The choice of a system, from the command line to its door; peers that are stepped also serve."""
+
+import dataclasses
+import time
+
+import pytest
+
+from engine.errors import ConfigError
+from harness.build import check_settings
+from harness.composition import Composer
+from harness.describe import flat_params, point_name, tags
+from harness.schema import ScenarioConfig
+from harness.system_config import SystemConfig
+from harness.systems.choose import door_for
+from harness.systems.http_door import HTTPDoor
+from harness.systems.vllm_engine import vllm_door
+from harness.traffic.settings import Arrivals
+from harness.worker import Work
+from tests.harness.cases import run_config
+from tests.harness.systems.test_vllm import config
+from tests.harness.systems.vllm_stand_in import install
+from tests.harness.test_worker import job
+from tests.harness.traffic.cases import serve
+
+HTTP = SystemConfig(kind="http", base_url="http://localhost:1/v1")
+
+
+def composed(*overrides):
+    (point,) = Composer().plan([*overrides, "tracking=none"]).points
+    return point.config
+
+
+def test_a_system_is_chosen_on_the_command_line():
+    assert composed("model=glass").system == SystemConfig()
+    assert composed("model=glass", "system=accelerate").system.kind == "accelerate"
+    found = composed(
+        *("model=glass", "system=http", "system.base_url=http://localhost:1/v1"),
+        *("system.served_model=m", "scenario.load=null"),
+    )
+    assert found.system.served_model == "m"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["system=http", "scenario.load=null"], "system.base_url: expected the address"),
+        (["system=vllm", "system.base_url=http://a"], "system.base_url: expected null"),
+        (["system=accelerate", "offload=prefetch"], "offload.prefetch.offload_group_size"),
+        (["system=vllm", "mode=plan"], "mode: expected run with system=vllm"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused_before_anything_runs(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        composed("model=glass", *overrides)
+
+
+def test_settings_are_held_against_the_system_too():
+    with pytest.raises(ConfigError, match=r"scenario\.correctness\.enabled"):
+        check_settings(run_config(system=HTTP))
+
+
+def test_every_kind_has_a_door():
+    assert door_for(job()).is_exact
+    for kind in ("accelerate", "vllm"):
+        assert not door_for(job(system=SystemConfig(kind=kind))).is_exact
+    door = door_for(job(system=HTTP))
+    assert door.open_async is HTTPDoor
+    assert door.probe(None) == {}
+
+
+def test_names_parameters_and_tags_say_the_system():
+    peer = run_config(system=SystemConfig(kind="vllm"))
+    assert point_name(peer, [], None) == "tiny-vllm-none-cpu-test"
+    assert point_name(run_config(), [], None) == "tiny-none-cpu-test"
+    assert flat_params(peer)["system"] == "vllm"
+    assert tags(peer, {})["system"] == "vllm"
+
+
+def test_a_peer_that_is_stepped_serves_a_schedule(monkeypatch, tmp_path):
+    install(monkeypatch)
+    load = serve(num_requests=6, warmup_requests=1, arrivals=Arrivals(process="at_once"))
+    door = dataclasses.replace(vllm_door(), probe=lambda config: {})
+    task = job(
+        system=SystemConfig(kind="vllm"),
+        engine=config(),
+        scenario=ScenarioConfig(name="serve", serve=load),
+    )
+    result = Work(task, tmp_path, door, spawned_s=time.perf_counter()).run()
+    assert result["status"] == "ok", result["error"]
+    assert result["samples"]["serve"]["num_completed"] == 6
