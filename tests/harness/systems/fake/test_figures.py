@@ -8,13 +8,11 @@ from engine.config import EngineSettings, GPUConfig
 from harness.correctness import read_reference
 from harness.fake_config import FakeScript
 from harness.prompts import PromptRow
-from harness.traffic.settings import Arrivals, Lengths, Objectives, PeakSearch
 from tests.harness.systems.fake.cases import (
     figures,
     job,
     latency,
     run,
-    served,
     throughput,
 )
 
@@ -184,135 +182,6 @@ def test_nothing_completed_is_a_failure_and_no_zero(tmp_path):
     assert {v for k, v in result["metrics"].items() if k.startswith("throughput/")} == {None}
 
 
-def near_arrivals(rate_per_s, num, **changes):
-    fields = {
-        "num_requests": num,
-        "arrivals": Arrivals(process="constant", rate_per_s=rate_per_s),
-        "prompt": Lengths(tokens=8),
-        "output": Lengths(tokens=3),
-    }
-    return served(**(fields | changes))
-
-
-def test_serving_that_overlaps(tmp_path):
-    """Arrivals at 0, 8 and 16 ms. Steps end at 20 (first), 40 (two more), 45 and 50 (all).
-
-    Tokens: request 0 at 20, 45, 50; request 1 at 40, 45, 50; request 2 likewise.
-    """
-    part = near_arrivals(125, 3, slo=Objectives(ttft_ms=25, tpot_ms=10))
-    result = run(tmp_path, job(part, FakeScript(prefill_ms=[20], decode_ms=[5])))
-    rows = result["samples"]["serve"]["requests"]
-    assert [row["ttft_ms"] for row in rows] == pytest.approx([20, 32, 24])
-    assert [row["e2e_ms"] for row in rows] == pytest.approx([50, 42, 34])
-    assert [row["tpot_ms"] for row in rows] == pytest.approx([15, 5, 5])
-    assert [row["lag_ms"] for row in rows] == pytest.approx([0, 0, 0], abs=1e-6)
-    metrics = result["metrics"]
-    assert metrics["serve/itl_ms/mean"] == pytest.approx((25 + 5 * 5) / 6)
-    assert metrics["serve/requested_requests_s"] == 125
-    assert metrics["serve/sent_requests_s"] == pytest.approx(125)
-    assert metrics["serve/wall_s"] == pytest.approx(0.05)
-    assert metrics["serve/requests_s"] == pytest.approx(60)
-    assert metrics["serve/output_tok_s"] == pytest.approx(180)
-    assert metrics["serve/total_tok_s"] == pytest.approx((24 + 9) / 0.05)
-    assert metrics["serve/good_share"] == pytest.approx(1 / 3)
-    assert metrics["serve/good_requests_s"] == pytest.approx(20)
-    assert metrics["serve/window_s"] == pytest.approx(0.016)
-    assert metrics["serve/window_output_tok_s"] == 0  # measured, and none
-
-
-def test_tokens_count_in_the_window_by_their_own_times(tmp_path):
-    """Arrivals every 20 ms, tokens 9, 14 and 19 ms later; the window ends with the last arrival.
-
-    Six tokens of the first two requests are in it, those of the third are not.
-    """
-    part = near_arrivals(50, 3)
-    result = run(tmp_path, job(part, FakeScript(prefill_ms=[9], decode_ms=[5])))
-    metrics = result["metrics"]
-    assert metrics["serve/window_s"] == pytest.approx(0.04)
-    assert metrics["serve/window_output_tok_s"] == pytest.approx(6 / 0.04)
-    assert metrics["serve/wall_s"] == pytest.approx(0.059)
-    assert metrics["serve/good_share"] is None  # no bound was set
-
-
-def test_one_place_at_the_engine_is_waited_for_from_the_arrival_on(tmp_path):
-    """Each takes 19 ms, one arrives every 10: the waits are 0, 9 and 18 ms."""
-    part = near_arrivals(100, 3, max_concurrency=1)
-    result = run(tmp_path, job(part, FakeScript(prefill_ms=[9], decode_ms=[5])))
-    rows = result["samples"]["serve"]["requests"]
-    assert [row["lag_ms"] for row in rows] == pytest.approx([0, 9, 18], abs=1e-6)
-    assert [row["ttft_ms"] for row in rows] == pytest.approx([9, 18, 27])
-
-
-def test_accounts_of_served_requests_balance(tmp_path):
-    """Of eight every fourth is refused; from the drain's end on the rest is cancelled.
-
-    Each request takes 10 ms and then 400 ms a token; the drain ends 500 ms after the last arrival.
-    """
-    part = near_arrivals(1, 8, drain_s=0.5, slo=Objectives(ttft_ms=100))
-    result = run(tmp_path, job(part, FakeScript(prefill_ms=[10], decode_ms=[400], refuse_every=4)))
-    samples = result["samples"]["serve"]
-    accounts = [samples[f"num_{n}"] for n in ("planned", "completed", "failed", "cancelled")]
-    assert accounts == [8, 6, 2, 0]
-    assert result["metrics"]["serve/good_share"] == pytest.approx(6 / 8)
-    short = near_arrivals(1, 3, drain_s=0.5, slo=Objectives(ttft_ms=100))
-    result = run(tmp_path, job(short, FakeScript(prefill_ms=[10], decode_ms=[400])))
-    samples = result["samples"]["serve"]
-    accounts = [samples[f"num_{n}"] for n in ("planned", "completed", "failed", "cancelled")]
-    assert accounts == [3, 2, 0, 1]
-    assert result["metrics"]["serve/good_share"] == pytest.approx(2 / 3)
-    assert "were cancelled" in result["reasons"][0]
-
-
-def test_the_highest_rate_that_keeps_the_slo_is_the_one_worked_out(tmp_path):
-    """One place of 19 ms carries 52.6 a second; above it request k waits k x (19 ms - 1 / rate).
-
-    In 10 s with 95 % good ones at most 100 ms late, less 9 ms of its own, up to 53.1 pass.
-    """
-    part = near_arrivals(
-        None,
-        4,
-        max_concurrency=1,
-        slo=Objectives(ttft_ms=100),
-        search=PeakSearch(
-            low_per_s=20,
-            high_per_s=100,
-            good_share=0.95,
-            tolerance=0.01,
-            max_trials=12,
-            duration_s=10,
-        ),
-    )
-    result = run(tmp_path, job(part, FakeScript(prefill_ms=[9], decode_ms=[5])))
-    assert 1 / 0.019 * 0.99 < result["metrics"]["serve/peak_requests_s"] < 53.2
-    trials = result["samples"]["serve"]["trials"]
-    assert [trial["has_passed"] for trial in trials[:2]] == [True, False]
-    assert all(trial["has_passed"] == (trial["rate_per_s"] < 53.2) for trial in trials)
-
-
-def test_repeats_of_serving_draw_anew_and_sum_their_accounts(tmp_path):
-    part = near_arrivals(125, 3, repeats=3, arrivals=Arrivals(process="poisson", rate_per_s=125))
-    result = run(tmp_path, job(part, FakeScript()))
-    samples = result["samples"]["serve"]
-    assert (samples["num_planned"], samples["num_completed"]) == (9, 9)
-    assert "window_begin_s" not in samples
-    times = {}
-    for row in samples["requests"]:
-        times.setdefault(row["repeat"], []).append(row["scheduled_s"])
-    assert len(set(map(tuple, times.values()))) == 3
-    rates = [one["serve/output_tok_s"] for one in result["samples"]["repeats"]["serve"]]
-    assert result["metrics"]["serve/output_tok_s"] == pytest.approx(sum(rates) / 3)
-    assert result["metrics"]["serve/output_tok_s/ci95_low"] < min(rates)
-    assert figures(result, "serve", "e2e_ms")["repeat_std"] is not None
-    assert len({row["tokens_hash"] for row in samples["requests"]}) == 9
-
-
-def test_short_answers_are_a_reason(tmp_path):
-    result = run(tmp_path, job(near_arrivals(10, 3), FakeScript(stop_after=2)))
-    assert "3 requests ended before their planned length; serve-0 after 2 of 3" in " ".join(
-        result["reasons"]
-    )
-
-
 def test_load_is_the_sum_of_its_phases(tmp_path):
     task = job(None, FakeScript(load_s=2.0, prefill_ms=[30]), name="load-warm-1", kind="load")
     result = run(tmp_path, task, spawned_ago_s=1.0)
@@ -373,13 +242,3 @@ def test_the_same_tokens_whatever_the_times_and_one_wrong_token_is_found(tmp_pat
     assert (bad["status"], bad["error"]["type"]) == ("failed", "WrongTokens")
     assert "at position 3 of prompt 0" in bad["error"]["message"]
     assert "latency" not in bad["samples"]
-
-
-def test_in_real_time_serving_goes_through_the_engine_s_own_thread(tmp_path):
-    part = near_arrivals(200, 4)
-    script = FakeScript(clock="real", load_s=0, prefill_ms=[2], decode_ms=[1])
-    result = run(tmp_path, job(part, script))
-    samples = result["samples"]["serve"]
-    assert (samples["num_planned"], samples["num_completed"]) == (4, 4)
-    assert all(row["ttft_ms"] >= 2 for row in samples["requests"])
-    assert all(row["tpot_ms"] >= 1 for row in samples["requests"])
