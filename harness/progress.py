@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol, TextIO
 
 LINE_INTERVAL_S: Final = 10.0
@@ -136,13 +136,13 @@ class _Words:
     def __init__(self) -> None:
         self._rate, self._remaining = _ByteRate(), _Remaining()
 
-    def of(self, state: Mapping[str, Any]) -> tuple[str, float | None, str]:
-        """Return a state as a title, the share that is done (None: unknown) and details."""
+    def of(self, state: Mapping[str, Any]) -> tuple[str, float | None, str, str]:
+        """Return a state as a title, the share that is done (None: unknown), time left, details."""
         title, share, details = describe(state)
         details += self._rate.text(state)
         left = self._remaining.text(title, share, float(state.get("updated_at", 0.0)))
-        parts = (details, left, memory_text(state))
-        return title, share, ", ".join(part for part in parts if part)
+        parts = (details, memory_text(state))
+        return title, share, left, ", ".join(part for part in parts if part)
 
 
 class LineDisplay:
@@ -161,41 +161,53 @@ class LineDisplay:
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Write a line when the phase is new or the last line is old."""
-        title, _, details = self._words.of(state)
+        title, _, left, details = self._words.of(state)
         now = time.monotonic()
         if title == self._title and now < self._due_s:
             return
         self._title, self._due_s = title, now + LINE_INTERVAL_S
-        self.say(f"[{title}] {details}".rstrip())
+        self.say(f"[{title}] {', '.join(part for part in (left, details) if part)}".rstrip())
 
     def close(self) -> None:
         """Nothing to leave."""
 
 
 class RichDisplay:
-    """One bar that changes its title; redrawn by the caller's ticks, without a thread."""
+    """A bar that changes its title, and a line below it; redrawn by the caller's ticks."""
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console  # noqa: PLC0415  optional
+        from rich.console import Console, RenderableType  # noqa: PLC0415  optional
         from rich.progress import (  # noqa: PLC0415
             BarColumn,
             Progress,
+            TaskProgressColumn,
             TextColumn,
             TimeElapsedColumn,
         )
+        from rich.text import Text  # noqa: PLC0415
+
+        class Bar(Progress):
+            """The bar with its details on lines of their own, which a narrow terminal needs."""
+
+            details = ""
+
+            def get_renderables(self) -> Iterable[RenderableType]:
+                yield self.make_tasks_table(self.tasks)
+                yield Text(self.details, overflow="fold")
 
         self._words = _Words()
         self._title = ""
-        self._bar = Progress(
-            TextColumn("{task.description:<24}"),
+        self._bar = Bar(
+            TextColumn("{task.description}"),
             BarColumn(bar_width=24),
+            TaskProgressColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[details]}"),
+            TextColumn("{task.fields[left]}"),
             console=Console(file=stream),
             auto_refresh=False,
             transient=True,
         )
-        self._task = self._bar.add_task("start", total=None, details="")
+        self._task = self._bar.add_task("start", total=None, left="")
         self._bar.start()
 
     def say(self, text: str) -> None:
@@ -204,7 +216,7 @@ class RichDisplay:
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Redraw the bar."""
-        title, share, details = self._words.of(state)
+        title, share, left, self._bar.details = self._words.of(state)
         if title != self._title:
             self._title = title
             self._bar.reset(self._task, description=title, total=None)
@@ -212,7 +224,7 @@ class RichDisplay:
             self._task,
             total=None if share is None else 1.0,
             completed=0.0 if share is None else share,
-            details=details,
+            left=left,
         )
         self._bar.refresh()
 
