@@ -5,6 +5,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,7 @@ def run(line: CommandLine) -> int:
     if len(modes) > 1:
         raise ConfigError("mode: expected run or plan for all points, got both. Run them apart.")
     if modes == {"plan"}:
+        _check_planned(plan)
         from harness.forecast.command import show_plans  # noqa: PLC0415  not for runs
 
         return show_plans(plan)
@@ -79,6 +81,16 @@ def _make_home() -> None:
             f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
             f"({error.strerror}). Set TIGHTFIT_HOME to another one."
         ) from error
+
+
+def _check_planned(plan: Plan) -> None:
+    """Refuse what has no effect on plans, which are made in this process."""
+    launcher = plan.points[0].composed.hydra.runtime.choices["hydra/launcher"]
+    if launcher != BASIC:
+        raise ConfigError(
+            f"hydra/launcher: {launcher} has no effect with mode=plan: plans are arithmetic. "
+            "Remove it."
+        )
 
 
 def _check_folder(plan: Plan) -> None:
@@ -170,8 +182,10 @@ class _Session:
             _say(f"warning: hydra/launcher={self._launcher} ended with exit code {error.code}.")
 
     def _arguments(self) -> list[str]:
-        own = [item for item in self._plan.overrides if not item.startswith("hydra.sweep.dir=")]
-        arguments = own if self._plan.multirun else list(self._plan.overrides)
+        arguments = list(self._plan.overrides)
+        if self._plan.multirun:  # its folder is given below
+            key = "hydra.sweep.dir="
+            arguments = [item for item in arguments if not item.lstrip("+").startswith(key)]
         arguments += launch_arguments(self._launcher, arguments)
         sweep = self._task.sweep
         if sweep is not None:
@@ -189,6 +203,7 @@ class _Session:
             folder=folder,
             total=len(self._plan.points),
             shared=tuple(item for item in first if all(item in other for other in others)),
+            began_s=time.time(),
         )
 
     def _records(self, sweep: SweepPlan | None) -> list[tuple[Path, RunRecord]]:

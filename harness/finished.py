@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,18 +47,27 @@ class FinishedPoints:
         if record.status == "skipped" or (record.error or {}).get("type") == "Interrupted":
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        facts = {"folder": str(folder), "run_id": record.run_id, "status": record.status}
+        facts = {
+            "folder": str(folder),
+            "run_id": record.run_id,
+            "status": record.status,
+            "noted_s": time.time(),
+        }
         write_text_atomic(self._folder / f"{key}.json", json.dumps(facts) + "\n")
 
-    def find(self, key: str, rerun: str) -> Finished | None:
+    def find(self, key: str, rerun: str, *, before_s: float | None = None) -> Finished | None:
         """Return the point that need not run again, None where it must.
 
         Args:
             key: its fingerprint.
             rerun: failed: only a point that ended ok need not; none: neither need others.
+            before_s: only a point that ended before counts, seconds since 1970: equal points of
+                one sweep are repeats.
         """
         facts = read_json(self._folder / f"{key}.json")
         if rerun == "all" or not facts:
+            return None
+        if before_s is not None and not facts.get("noted_s", 0) < before_s:
             return None
         folder = Path(str(facts.get("folder")))
         try:

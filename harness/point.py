@@ -116,7 +116,8 @@ class _Point:
 
     def find_finished(self) -> Finished | None:
         """Return the same point where it ended before and need not run again."""
-        return self._ended.find(self._key, self._config.rerun or "all")
+        before_s = self._sweep.began_s if self._sweep is not None else None
+        return self._ended.find(self._key, self._config.rerun or "all", before_s=before_s)
 
     def take_over(self, found: Finished) -> RunRecord:
         """Take over the record and the files of the same point that ended before."""

@@ -307,3 +307,5 @@ class SweepContext:
     """Overrides that all points have; what a point has beside them is what varies."""
     label: str = ""
     """What its name begins with; of a comparison's runs such as ab1-a."""
+    began_s: float | None = None
+    """When it began, seconds since 1970; points that ended later are never taken over by it."""

@@ -28,6 +28,8 @@ class SweepPlan:
     total: int
     shared: tuple[str, ...]
     """Overrides that all points have."""
+    began_s: float
+    """Seconds since 1970."""
 
     def context(self, index: int) -> SweepContext:
         """Return where one point stands."""
@@ -37,6 +39,7 @@ class SweepPlan:
             index=index,
             total=self.total,
             shared=self.shared,
+            began_s=self.began_s,
         )
 
 

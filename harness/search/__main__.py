@@ -100,10 +100,9 @@ def _conclude(
     trials = study.trials()
     write_text_atomic(folder / TABLE_NAME, _table(trials))
     best = study.best()
-    if runner.records:
-        config, _ = runner.compose(overrides_of(best.params) if best is not None else [])
+    if runner.tracking is not None:
         warnings = finish_sweep(
-            config.tracking,
+            runner.tracking,
             _context(request, folder, 0),
             runner.records,
             interrupted=ended == "interrupted",

@@ -1,5 +1,6 @@
 """One trial: planned, then run as one point of the harness, then judged."""
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from harness.composition import Composer
 from harness.errors import ConfigError
 from harness.monotone import planned_shortage
-from harness.schema import RunConfig, SweepContext
+from harness.schema import RunConfig, SweepContext, TrackingConfig
 from harness.search.goal import Goal, check_measured
 from harness.search.space import beside
 from reports.record import RESULT_NAME, RunRecord
@@ -38,6 +39,8 @@ class TrialRunner:
     def __init__(self, composer: Composer, base: Sequence[str], goal: Goal) -> None:
         self._composer, self._base, self._goal = composer, list(base), goal
         self.records: list[RunRecord] = []
+        self.tracking: TrackingConfig | None = None
+        """Where trials are mirrored to; None before the first."""
 
     def compose(self, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
         """Return the configuration of a trial and its overrides in Hydra's spelling.
@@ -69,12 +72,17 @@ class TrialRunner:
         from harness.point import run_point  # noqa: PLC0415  not for requests that are wrong
 
         folder = sweep.folder / str(sweep.index)
+        self.tracking = config.tracking
         try:
             record = run_point(replace(config, rerun="failed"), folder, spelled, sweep)
         except KeyboardInterrupt:
             if (folder / RESULT_NAME).is_file():
                 self.records.append(RunRecord.read(folder / RESULT_NAME))
             raise
+        except Exception as error:  # noqa: BLE001  the edge: a trial never ends a search
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"
+            return Outcome(status="failed", reason=reason, folder=folder)
         self.records.append(record)
         return judge(record, self._goal, folder)
 

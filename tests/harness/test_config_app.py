@@ -310,3 +310,12 @@ def test_a_launcher_is_for_sweeps(
     assert main(["+model=glass", "-m", "engine.seed=1,2", "hydra/launcher=submitit_local"]) == 2
     assert "pip install 'tightfit[submitit]'" in capsys.readouterr().err
     assert points.asked == []
+
+
+def test_a_launcher_has_no_effect_on_plans(
+    points: FakePoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["+model=glass", "-m", "engine.seed=1,2", "hydra/launcher=joblib", "mode=plan"]
+    assert main(words) == 2
+    assert "no effect with mode=plan" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Which points of a sweep run again: by settings, files, code, card and versions."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,8 @@ def test_the_record_must_still_be_there(tmp_path, home):
     record.write(folder / RESULT_NAME)
     assert points.find("key", "failed").record == record
     assert points.find("key", "all") is None
+    assert points.find("key", "failed", before_s=0.0) is None
+    assert points.find("key", "failed", before_s=time.time() + 1) is not None
     replace(record, run_id="b").write(folder / RESULT_NAME)
     assert points.find("key", "failed") is None
 

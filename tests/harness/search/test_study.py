@@ -212,6 +212,17 @@ def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
     assert command.main([*FEW, *GOAL]) == 3
 
 
+@needs_optuna
+def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
+    def run_point(config, folder, overrides, context):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(point, "run_point", run_point)
+    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: [])
+    assert command.main([*FEW, *GOAL, "--trials", "1"]) == 3
+    assert "ZeroDivisionError: a defect" in capsys.readouterr().err
+
+
 def test_what_cannot_be_composed_is_a_failed_trial(tmp_path):
     runner = TrialRunner(Composer(), ["model=fake", "offload=prefetch"], request_of(*FEW).goal)
     outcome = runner.run(["offload.prefetch.offload_num_in_group=9"], _context(tmp_path))
