@@ -57,7 +57,10 @@ def comparison(
         for part in TOKEN_PARTS
         if (found := compare_tokens(_rows(pairs, part)))["num_compared"]
     }
-    reasons = [*_run_reasons(done), *_token_reasons(tokens)]
+    unequal = _unequal_alone(tokens)
+    peers = _systems(done)
+    # Another system rounds otherwise; the engine under another placement does not.
+    reasons = [*_run_reasons(done), *(unequal if len(peers) < 2 else [])]
     status, error = _status(done, is_interrupted=is_interrupted)
     judged = [record.valid for _, record in done if record.status == "ok"]
     valid = False if reasons else (True if judged and all(judged) else None)
@@ -66,7 +69,7 @@ def comparison(
         error=error,
         valid=valid if pairs else None,
         reasons=reasons[:_MOST_REASONS],
-        notes=_notes(ab, pairs, tokens),
+        notes=[*_notes(ab, pairs, tokens), *(unequal if len(peers) > 1 else [])],
         metrics=dict(_ratio_metrics(ratios)),
         sample={
             "a": _side(done, "a", ab.a),
@@ -155,16 +158,22 @@ def _run_reasons(done: Done) -> list[str]:
     return [f"{', '.join(labels)}: {reason}" for reason, labels in found.items()]
 
 
-def _token_reasons(tokens: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a reason where requests that ran alone gave other tokens on the two sides."""
+def _systems(done: Done) -> set[str]:
+    """Return what answered the requests of the runs."""
+    nodes = (record.config.get("system") or {} for _, record in done)
+    return {str(node.get("kind", "native")) for node in nodes}
+
+
+def _unequal_alone(tokens: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return one line where requests that ran alone gave other tokens on the two sides."""
     found = tokens.get("latency")
     if found is None or found["num_equal"] == found["num_compared"]:
         return []
     count = found["num_compared"]
     return [
         f"latency: {count - found['num_equal']} of {count} requests gave other tokens on side b "
-        f"than on side a, the first {found['first_unequal']}: the sides did not do the same work. "
-        "Compare their settings of dtype and kernels, or report this."
+        f"than on side a, the first {found['first_unequal']}. Compare their settings of dtype and "
+        "kernels; of one engine under two placements report this."
     ]
 
 

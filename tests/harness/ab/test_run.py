@@ -150,6 +150,16 @@ def test_other_tokens_of_requests_alone_make_it_not_valid(tmp_path):
     )
 
 
+def test_other_tokens_of_another_system_are_a_note(tmp_path):
+    other = {
+        "samples": {"latency": [{"request_id": "l", "tokens_hash": "y", "error": None}]},
+        "config": {"system": {"kind": "accelerate"}},
+    }
+    record = compare(tmp_path, run_one=fake_run({"b": ("ok", other)}))
+    assert (record.valid, record.reasons) == (True, [])
+    assert "4 of 4 requests gave other tokens" in " ".join(record.effective["notes"])
+
+
 def test_a_reason_of_runs_is_told_once_with_their_names(tmp_path):
     why = {"valid": False, "reasons": ["gpu: hot."]}
     record = compare(tmp_path, "ab.pairs=2", "ab.aa_pairs=0", run_one=fake_run({"b": ("ok", why)}))
