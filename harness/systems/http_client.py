@@ -12,6 +12,11 @@ from harness.systems.http_stream import EventLines, ServerError, StreamedAnswer
 
 CONNECT_S: Final = 30.0
 """Longest wait for a connection."""
+HINT: Final = (
+    ". A server that knows published fields alone wants system.extensions=false, one that takes no "
+    "token ids system.prompts=text"
+)
+"""What a refused body may be about."""
 OnPart = Callable[[StreamedAnswer], None]
 
 
@@ -82,7 +87,8 @@ class HTTPClient:
             async with session.post(f"{self._base}/completions", json=body) as response:
                 if response.status != 200:
                     text = (await response.text())[:300]
-                    raise ServerError(f"the server answered {response.status}: {text}")
+                    hint = HINT if response.status in {400, 422} else ""
+                    raise ServerError(f"the server answered {response.status}: {text}{hint}")
                 async for data in response.content.iter_any():
                     now_s, before = time.perf_counter(), len(answer.token_ids)
                     for content in lines.feed(data):

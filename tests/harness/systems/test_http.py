@@ -109,6 +109,7 @@ def test_another_count_of_the_prompt_is_noted():
     ("changes", "words"),
     [
         ({"status": 503}, "answered 503"),
+        ({"status": 400}, "system.extensions=false"),
         ({"break_after": 2}, "closed the stream after 2 tokens"),
         ({"error_after": 2}, "out of blocks"),
         ({"finish": "content_filter"}, "content_filter"),
