@@ -74,7 +74,7 @@ def test_what_a_scripted_engine_pretends_is_no_work():
         ("model.load_format=auto", "ab.b: "),
         ("offload=uwa", "ab.b: offload: expected one of"),
         ("offload=none,uva", "ab.b: "),
-        ("mode=plan", "ab.b: expected mode=run"),
+        ("mode=plan", "ab.b: mode: expected run with model=fake"),
         ("tracking=mlflow", "the same tracking on both sides"),
         ("fail_fast=false", "expected two sides that differ"),
     ],
