@@ -99,8 +99,7 @@ class Parameter:
         if self.is_integer:
             low, high, step = int(self.low), int(self.high), int(self.step or 1)
             return trial.suggest_int(self.key, low, high, step=step, log=self.is_log)
-        found = trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.is_log)
-        return round(found, DIGITS)
+        return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.is_log)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,10 @@ def space_of(parameters: Iterable[Parameter]) -> Space:
 
 def overrides_of(proposal: Mapping[str, Value]) -> list[str]:
     """Return a proposal as overrides."""
-    return [f"{key}={value}" for key, value in proposal.items()]
+    return [
+        f"{key}={round(value, DIGITS) if isinstance(value, float) else value}"
+        for key, value in proposal.items()
+    ]
 
 
 def beside(base: Iterable[str], chosen: Sequence[str]) -> list[str]:

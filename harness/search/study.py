@@ -14,7 +14,7 @@ from typing import Any, Final
 from harness.errors import ConfigError
 from harness.plain import read_json
 from harness.search.request import SearchRequest
-from harness.search.space import Proposal
+from harness.search.space import Proposal, overrides_of
 from harness.search.trial import Outcome
 from reports.record import write_text_atomic
 
@@ -217,7 +217,7 @@ def _check_question(request: SearchRequest, folder: Path) -> None:
 
 
 def _line(number: int, proposal: Proposal, outcome: Outcome) -> str:
-    settings = " ".join(f"{key}={value}" for key, value in proposal.items())
+    settings = " ".join(overrides_of(proposal))
     if outcome.value is None:
         return f"trial {number}: {settings}: failed, {outcome.reason}"
     kept = "" if not outcome.broken else f", not {', not '.join(outcome.broken)}"

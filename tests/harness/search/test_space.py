@@ -102,6 +102,7 @@ def test_without_an_offload_to_choose_its_sizes_count_as_they_are():
     space = space_of([Parameter(key="offload.uva.cpu_offload_gb", low=1, high=3, step=1)])
     found = space.combinations(3)
     assert overrides_of(found[1]) == ["offload.uva.cpu_offload_gb=2"]
+    assert overrides_of({"a": 0.1 + 0.2, "b": "x"}) == ["a=0.3", "b=x"]
     assert space_of([Parameter(key="a", low=1.0, high=2.0)]).combinations(9) is None
     with pytest.raises(ConfigError, match="several values"):
         Space(parameters=())
