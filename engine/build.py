@@ -35,6 +35,8 @@ from engine.weights.reader import CheckpointReader
 from engine.weights.store import WeightStore
 from kernels import ops
 from kernels.compile_time import count_compile_time
+from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES
+from kernels.workspace import prefill_workspace
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""
@@ -314,6 +316,13 @@ def _runner(
         plan.max_model_len,
         device.torch_device,
     )
+    prefill_space = prefill_workspace(
+        min(plan.max_num_batched_tokens, PREFILL_SPLIT_MAX_QUERIES),
+        spec.num_attention_heads,
+        spec.head_dim,
+        plan.max_model_len,
+        device.torch_device,
+    )
     full, local = rotary_tables(spec, plan.max_model_len, device.torch_device)
     with_window, is_second = set(spec.window_layers), len(plan.kv.windows) > 1
     attention = tuple(
@@ -327,5 +336,5 @@ def _runner(
     )
     is_tiered = cache.host_layer(plan.kv.layers[0][0]) is not None
     stages = PrefillStages(plan, spec, device, cache) if is_tiered else None
-    decoder = Decoder(spec, store, cache, attention, workspace, logits, stages)
+    decoder = Decoder(spec, store, cache, attention, workspace, prefill_space, logits, stages)
     return ModelRunner(plan, decoder, device)

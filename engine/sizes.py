@@ -5,7 +5,7 @@ import math
 from engine.config import EngineSettings
 from engine.sampling_params import sampler_workspace_bytes
 from engine.spec import ModelSpec
-from kernels.sizes import decode_workspace_bytes
+from kernels.sizes import decode_workspace_bytes, prefill_workspace_bytes
 
 MIB = 2**20
 HOST_DECODES = 8
@@ -54,6 +54,9 @@ def activation_bytes(
     tokens, rows = settings.max_num_batched_tokens, pad_batch(settings.max_num_seqs)
     step = _step_bytes(spec, settings, dtype_bytes)
     workspace = decode_workspace_bytes(rows, spec.num_attention_heads, spec.head_dim, max_model_len)
+    workspace += prefill_workspace_bytes(
+        tokens, spec.num_attention_heads, spec.head_dim, max_model_len
+    )
     groups = 2 if spec.layer_types else 1
     table_rows = rows + PREFILL_SEQUENCES
     inputs = groups * table_rows * math.ceil(max_model_len / 8) * 4 + tokens * 32

@@ -6,11 +6,13 @@ that a repeat finds nothing there.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kernels import ops
 from kernels.ref import activation, attention, block_copy, linear, norm, prefill, rotary_write_kv
+from kernels.workspace import prefill_workspace
 
 _HIDDEN = 4096
 _FEED_FORWARD = 14336
@@ -156,7 +158,14 @@ def _decode(device: torch.device, num_seqs: int, seq_len: int) -> Case:
     )
 
 
-def _prefill(device: torch.device, num_seqs: int, num_queries: int, seq_len: int) -> Case:
+def _prefill(
+    device: torch.device,
+    num_seqs: int,
+    num_queries: int,
+    seq_len: int,
+    num_parts: int | None = None,
+) -> Case:
+    """Prefill of the last queries; with a number of parts of the keys other than the operator's."""
     k_cache, v_cache = _cache(num_seqs * seq_len, device)
     num_blocks = k_cache.shape[0]
     tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(num_seqs, -1)
@@ -165,21 +174,27 @@ def _prefill(device: torch.device, num_seqs: int, num_queries: int, seq_len: int
     q = _randn((num_seqs * num_queries, _HEADS, _HEAD_SIZE), device)
     out = torch.empty_like(q)
     scale = _HEAD_SIZE**-0.5
+    workspace = prefill_workspace(num_seqs * num_queries, _HEADS, _HEAD_SIZE, seq_len, device)
     pairs_per_seq = num_queries * (2 * seq_len - num_queries + 1) // 2
+
+    def run() -> None:
+        arguments = (q, k_cache, v_cache, tables, starts, lens, scale)
+        if num_parts is None:
+            ops.paged_prefill_attention(
+                *arguments, max_query_len=num_queries, out=out, workspace=workspace
+            )
+            return
+        from kernels.triton import prefill_attention  # noqa: PLC0415  needs a GPU
+
+        prefill_attention.paged_prefill_attention(
+            *arguments, max_query_len=num_queries, out=out, num_parts=num_parts
+        )
+
+    parts = "" if num_parts is None else f", {num_parts} parts"
     return Case(
         "paged_prefill_attention",
-        f"{num_seqs} x {num_queries} queries of {seq_len} tokens, 32/8 heads x 128",
-        lambda: ops.paged_prefill_attention(
-            q,
-            k_cache,
-            v_cache,
-            tables,
-            starts,
-            lens,
-            scale,
-            max_query_len=num_queries,
-            out=out,
-        ),
+        f"{num_seqs} x {num_queries} queries of {seq_len} tokens, 32/8 heads x 128{parts}",
+        run,
         lambda: prefill.paged_prefill_attention(
             q, k_cache, v_cache, tables, starts, lens, scale, out=out
         ),
@@ -343,6 +358,16 @@ BUILDERS: dict[str, tuple[Callable[[torch.device], Case], ...]] = {
     "paged_prefill_attention": (
         lambda device: _prefill(device, 4, 2048, 2048),
         lambda device: _prefill(device, 1, 512, 4096),
+        *(
+            partial(_prefill, num_seqs=1, num_queries=32, seq_len=8192, num_parts=parts)
+            for parts in (None, 1, 8, 32)
+        ),
+        *(
+            partial(_prefill, num_seqs=1, num_queries=256, seq_len=32_768, num_parts=parts)
+            for parts in (None, 1, 2, 8)
+        ),
+        lambda device: _prefill(device, 1, 32, 128),
+        lambda device: _prefill(device, 1, 32, 128, num_parts=1),
     ),
     "paged_prefill_part": (_prefill_part,),
     "copy_blocks": (_copy_blocks,),

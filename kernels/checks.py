@@ -6,8 +6,13 @@ No check reads a tensor's values, so none waits for the device.
 import torch
 
 from kernels.host_cache import HostCache
-from kernels.sizes import MAX_SMALL_TOKENS, PREFILL_PART_KEYS, decode_num_splits
-from kernels.workspace import DecodeWorkspace, PrefillState
+from kernels.sizes import (
+    MAX_SMALL_TOKENS,
+    PREFILL_PART_KEYS,
+    decode_num_splits,
+    prefill_partial_rows,
+)
+from kernels.workspace import DecodeWorkspace, PrefillState, PrefillWorkspace
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that every operator accepts."""
@@ -203,6 +208,26 @@ def check_workspace(
     if partial.device != q_SNH.device:
         expected = f"tensors on {q_SNH.device}"
         raise KernelArgumentError(f"{name}.workspace", expected, f"{partial.device}")
+
+
+def check_prefill_workspace(name: str, q_TNH: torch.Tensor, workspace: PrefillWorkspace) -> None:
+    """Raise unless a workspace of prefill attention has room for a call.
+
+    Args:
+        name: the operator's name.
+        q_TNH: the call's queries.
+        workspace: the scratch tensors.
+
+    Raises:
+        KernelArgumentError: if there are too few rows, or they have another size.
+    """
+    what, partial = f"{name}.workspace", workspace.partial
+    num_tokens, num_heads, size = q_TNH.shape
+    rows = prefill_partial_rows(num_tokens, num_heads, size, workspace.max_seq_len)
+    if partial.shape[0] < rows or partial.shape[1] != size:
+        raise KernelArgumentError(what, f"room for {rows} x {size}", f"{tuple(partial.shape)}")
+    if partial.device != q_TNH.device:
+        raise KernelArgumentError(what, f"tensors on {q_TNH.device}", f"{partial.device}")
 
 
 def check_part(

@@ -11,6 +11,7 @@ from kernels.checks import (
     check_attention,
     check_host,
     check_part,
+    check_prefill_workspace,
     check_tensor,
     check_window,
     check_workspace,
@@ -18,7 +19,7 @@ from kernels.checks import (
 from kernels.host_cache import HostCache
 from kernels.ref import attention as ref_attention
 from kernels.ref import prefill as ref_prefill
-from kernels.workspace import DecodeWorkspace, PrefillState
+from kernels.workspace import DecodeWorkspace, PrefillState, PrefillWorkspace
 
 # Triton is imported by the first call on a GPU: machines without one need not have it.
 # ruff: noqa: PLC0415
@@ -116,12 +117,17 @@ def paged_prefill_attention(
     max_query_len: int,
     window: int | None = None,
     out: torch.Tensor | None = None,
+    workspace: PrefillWorkspace | None = None,
 ) -> torch.Tensor:
     """Attend causally from the last tokens of each sequence to its keys in a paged cache.
 
     Sequence s has the queries query_starts[s] to query_starts[s + 1]; they are the last n of its
     seq_lens[s] tokens, and query i sees the keys 0 to seq_lens[s] - n + i. The keys and values of
     these tokens are already in the cache.
+
+    With PREFILL_SPLIT_MAX_QUERIES or fewer in q, programs share the keys of a sequence and add
+    their results. A sequence's parts depend on the shape of q and on its own numbers of queries and
+    keys, on nothing else. With out and workspace given, a call on a GPU allocates nothing.
 
     Args:
         q_TNH: queries, N a multiple of K, H from 16 to 256; may be a strided view.
@@ -136,6 +142,9 @@ def paged_prefill_attention(
         window: a query sees the last `window` keys up to its own; blocks and table entries that lie
             wholly before are not read. None: all keys.
         out: [T, N, H], dtype of q, stride 1 in the last dimension; allocated if None.
+        workspace: from prefill_workspace, for at least T queries, or for PREFILL_SPLIT_MAX_QUERIES,
+            and for the longest sequence; allocated if None. Read by no other call until this one is
+            done. The CPU needs none.
 
     Returns:
         out, [T, N, H]. Rows that belong to no sequence are undefined.
@@ -147,6 +156,8 @@ def paged_prefill_attention(
     check_tensor(
         f"{name}.query_starts", query_starts_S1, (num_seqs + 1,), torch.int32, q_TNH.device
     )
+    if workspace is not None:
+        check_prefill_workspace(name, q_TNH, workspace)
     if q_TNH.is_cuda:
         from kernels.triton import prefill_attention
 
@@ -161,6 +172,7 @@ def paged_prefill_attention(
             max_query_len=max_query_len,
             window=window,
             out=out,
+            workspace=workspace,
         )
     return ref_prefill.paged_prefill_attention(
         q_TNH,
@@ -197,8 +209,9 @@ def paged_prefill_part(
 
     The parts of a call follow each other: the first begins at key 0, each other where the one
     before ended, and the last ends at or after the longest sequence's end. Together they give the
-    bits of one call of paged_prefill_attention with all blocks in one cache. Table entries of
-    blocks without a key of the part are not read. Nothing is allocated.
+    bits of one call of paged_prefill_attention with all blocks in one cache, where that call has
+    more than PREFILL_SPLIT_MAX_QUERIES queries; results of fewer may differ in their rounding.
+    Table entries of blocks without a key of the part are not read. Nothing is allocated.
 
     Args:
         q_TNH: queries of one or more sequences, N a multiple of K, H from 16 to 256; may be a

@@ -9,6 +9,17 @@ Fixed, so that a sequence's result depends on neither the batch nor the grid.
 PREFILL_PART_KEYS = 128
 """Parts of a prefill's keys begin at multiples of it; every kernel's tile of keys divides it."""
 
+PREFILL_SPLIT_MAX_QUERIES = 256
+"""With as many queries in a call or fewer, programs share the keys of a prefill."""
+
+PREFILL_SPLIT_KEYS = 256
+"""Keys of one partial result of a prefill at least; every kernel's tile of keys divides it."""
+
+_PREFILL_SPLIT_QUERIES = (16, 64, PREFILL_SPLIT_MAX_QUERIES)
+_PREFILL_MAX_PARTS = 32
+_PREFILL_PARTIAL_ELEMENTS = 2**22
+"""Of all partial results: those of 128 rows of 128 elements for 256 programs, which fill a card."""
+
 MAX_SMALL_TOKENS = 64
 """Most tokens of a product that is bound by reading its weight, and has a kernel of its own."""
 
@@ -62,3 +73,55 @@ def prefill_state_bytes(num_tokens: int, num_heads: int, head_dim: int) -> int:
         head_dim: elements of a head.
     """
     return num_tokens * num_heads * (head_dim + 2) * _FLOAT32_BYTES
+
+
+def prefill_num_parts(num_queries: int, num_heads: int, head_dim: int) -> int:
+    """Return into how many parts a prefill's keys are split at most; 1: they are not.
+
+    Calls of 1 to 16, of 17 to 64 and of 65 to 256 queries have one number each, so that a call
+    padded to the most of them gives the same bits.
+
+    Args:
+        num_queries: queries of the call, of all its sequences.
+        num_heads: query heads.
+        head_dim: elements of a head.
+    """
+    for size in _PREFILL_SPLIT_QUERIES:
+        if num_queries <= size:
+            parts = _PREFILL_PARTIAL_ELEMENTS // (size * num_heads * head_dim)
+            return max(1, min(_PREFILL_MAX_PARTS, parts))
+    return 1
+
+
+def prefill_partial_rows(num_queries: int, num_heads: int, head_dim: int, max_seq_len: int) -> int:
+    """Return how many rows of partial results calls of so many queries or fewer have at most.
+
+    Args:
+        num_queries: queries of a call at most; more than PREFILL_SPLIT_MAX_QUERIES are not split.
+        num_heads: query heads.
+        head_dim: elements of a head.
+        max_seq_len: tokens of a sequence at most.
+    """
+    rows, most = 0, -(-max_seq_len // PREFILL_SPLIT_KEYS)
+    for size in _PREFILL_SPLIT_QUERIES:
+        parts = min(most, prefill_num_parts(size, num_heads, head_dim))
+        if parts > 1:
+            rows = max(rows, min(size, num_queries) * num_heads * parts)
+        if size >= num_queries:
+            break
+    return rows
+
+
+def prefill_workspace_bytes(
+    num_queries: int, num_heads: int, head_dim: int, max_seq_len: int
+) -> int:
+    """Return the bytes that kernels.workspace.prefill_workspace allocates for the same arguments.
+
+    Args:
+        num_queries: queries of a call at most.
+        num_heads: query heads.
+        head_dim: elements of a head.
+        max_seq_len: tokens of a sequence at most.
+    """
+    rows = prefill_partial_rows(num_queries, num_heads, head_dim, max_seq_len)
+    return rows * (head_dim + 1) * _FLOAT32_BYTES

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.sizes import decode_num_counters, decode_num_splits
+from kernels.sizes import decode_num_counters, decode_num_splits, prefill_partial_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,48 @@ def decode_workspace(
         counters=torch.zeros(
             decode_num_counters(num_seqs, num_heads), dtype=torch.int32, device=device
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWorkspace:
+    """Partial results of prefill attention with few queries.
+
+    One workspace may serve calls of the same stream with fewer queries or shorter sequences; two
+    streams need two.
+
+    Attributes:
+        partial: float32 [R, H], the output of each part of the keys, query and head.
+        logsumexp: float32 [R], base-2 logarithm of each one's softmax denominator.
+        max_seq_len: no sequence of a call is longer, in tokens; bounds the grid.
+    """
+
+    partial: torch.Tensor
+    logsumexp: torch.Tensor
+    max_seq_len: int
+
+
+def prefill_workspace(
+    num_queries: int, num_heads: int, head_dim: int, max_seq_len: int, device: torch.device | str
+) -> PrefillWorkspace:
+    """Allocate the scratch tensors of paged_prefill_attention.
+
+    Args:
+        num_queries: queries of a call at most, of all its sequences; those of calls of more than
+            kernels.sizes.PREFILL_SPLIT_MAX_QUERIES need none.
+        num_heads: query heads.
+        head_dim: elements of a head.
+        max_seq_len: tokens of a sequence at most.
+        device: where attention runs.
+
+    Returns:
+        Tensors of prefill_workspace_bytes(...) bytes in sum, not initialised.
+    """
+    rows = prefill_partial_rows(num_queries, num_heads, head_dim, max_seq_len)
+    return PrefillWorkspace(
+        partial=torch.empty((rows, head_dim), dtype=torch.float32, device=device),
+        logsumexp=torch.empty(rows, dtype=torch.float32, device=device),
+        max_seq_len=max_seq_len,
     )
 
 

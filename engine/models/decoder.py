@@ -15,7 +15,7 @@ from engine.models.stages import PrefillStages
 from engine.spec import ModelSpec
 from engine.weights.store import WeightStore
 from kernels import ops
-from kernels.workspace import DecodeWorkspace
+from kernels.workspace import DecodeWorkspace, PrefillWorkspace
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -42,6 +42,7 @@ class Decoder:
     attention: tuple[LayerAttention, ...]
     """Of each layer."""
     workspace: DecodeWorkspace
+    prefill_workspace: PrefillWorkspace
     logits: torch.Tensor
     """float32 [most rows of a step, V], written by every step."""
     stages: PrefillStages | None = None
@@ -232,6 +233,7 @@ def _attend(
             max_query_len=batch.max_prefill_tokens,
             window=window,
             out=out[edge:],
+            workspace=model.prefill_workspace,
         )
     if batch.staged:
         _attend_staged(model, batch, index, q_TNH, tables, out)
@@ -265,6 +267,7 @@ def _attend_staged(
             max_query_len=stop - first,
             window=window,
             out=out[first:stop],
+            workspace=model.prefill_workspace,
         )
 
 

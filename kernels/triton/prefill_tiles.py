@@ -10,6 +10,13 @@ from kernels.triton.tiers import block_starts
 
 
 @triton.jit
+def keys_of_part(begin, end, num_parts, SPLIT: tl.constexpr, KEYS: tl.constexpr):
+    """Return how many keys each part of keys begin to end - 1 has: tiles, SPLIT keys at least."""
+    num_tiles = tl.cdiv(tl.cdiv(end - begin, num_parts), KEYS)
+    return tl.maximum(num_tiles * KEYS, SPLIT)
+
+
+@triton.jit
 def attend_tiles(
     acc,
     row_max,
@@ -39,11 +46,12 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     IS_PART: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):
     """Go over keys begin to end - 1 from a multiple of KEYS on; return acc, row_max, row_sum.
 
     Without IS_MASKED end is a multiple of KEYS too, and every row sees all keys. With IS_PART
-    blocks from num_blocks on lie in the stage.
+    blocks from num_blocks on lie in the stage. With IS_SPLIT a row may see none of the keys.
     """
     columns = tl.arange(0, H_PADDED)
     is_column = columns < H
@@ -93,7 +101,7 @@ def attend_tiles(
             scores = tl.where(is_seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         base = new_max
-        if IS_MASKED and WINDOW > 0:
+        if IS_MASKED and (WINDOW > 0 or IS_SPLIT):
             # A row may see no key so far: nothing is subtracted, and all its weights are 0.
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
         shrink = tl.exp2(row_max - base)

@@ -236,7 +236,7 @@ def test_one_compiled_variant_serves_every_batch(rng):
 
     kernels = (
         decode_attention._decode_kernel,
-        prefill_attention._prefill_kernel,
+        prefill_attention.prefill_kernel,
     )
     q, k_cache, v_cache, tables, lens, scale = decode_arguments(
         (8, 2, 128), [300] * 9, 16, torch.bfloat16, rng

@@ -122,7 +122,7 @@ def test_one_compiled_variant_serves_every_part_and_either_tier(rng, beside):
     from kernels.triton import decode_attention, prefill_attention
 
     def variants():
-        kernels = (decode_attention._decode_kernel, prefill_attention._prefill_kernel)
+        kernels = (decode_attention._decode_kernel, prefill_attention.prefill_kernel)
         return [len(kernel.device_caches[rng.device.index][0]) for kernel in kernels]
 
     case = (8, 2, 128, 16, None, [(40, 600)], [600])

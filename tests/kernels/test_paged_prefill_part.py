@@ -42,7 +42,9 @@ def kernel_whole(*arguments, **options):
     from kernels.triton import prefill_attention
 
     longest = int(arguments[4].diff().max())
-    return prefill_attention.paged_prefill_attention(*arguments, **options, max_query_len=longest)
+    return prefill_attention.paged_prefill_attention(
+        *arguments, **options, max_query_len=longest, num_parts=1
+    )
 
 
 def kernel_part(*arguments, **options):
