@@ -26,6 +26,8 @@ SESSION: Final = "session"
 POLL_S: Final = 0.2
 END_S: Final = 60.0
 """Seconds that an interrupted point has to write its record before it is killed."""
+EXIT_S: Final = 5.0
+"""Seconds that are waited for its process then; a launcher may keep that for other work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +126,17 @@ class BegunPoints:
     def end_all(self, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Interrupt the points that run on this host; each ends its worker and has a record."""
         self.stop()
-        for owner in self.running(total):
+        ending = self.running(total)
+        for owner in ending:
             _signal(owner, signal.SIGTERM)
         limit_s = clock() + END_S
         while (left := self.running(total)) and clock() < limit_s:
             time.sleep(POLL_S)
         for owner in left:
             _signal(owner, signal.SIGKILL)
+        limit_s = clock() + EXIT_S
+        while any(owner.is_alive for owner in ending) and clock() < limit_s:
+            time.sleep(POLL_S)
 
 
 def _signal(owner: Owner, number: signal.Signals) -> None:
