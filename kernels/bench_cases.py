@@ -1,7 +1,7 @@
 """What kernels.bench times: inputs at the sizes of an 8-billion-parameter model, bfloat16.
 
 A case's bytes are those that the operator cannot avoid moving; they exceed the card's cache, so
-that a repeat finds nothing there.
+that a repeat finds nothing there, but for those of single prompts, whose keys may stay in it.
 """
 
 from collections.abc import Callable

@@ -232,11 +232,12 @@ def test_cache_beyond_32_bit_offsets(rng):
 
 
 def test_one_compiled_variant_serves_every_batch(rng):
-    from kernels.triton import decode_attention, prefill_attention
+    from kernels.triton import decode_attention, prefill_attention, prefill_sum
 
     kernels = (
         decode_attention._decode_kernel,
         prefill_attention.prefill_kernel,
+        prefill_sum._sum_kernel,
     )
     q, k_cache, v_cache, tables, lens, scale = decode_arguments(
         (8, 2, 128), [300] * 9, 16, torch.bfloat16, rng
