@@ -8,10 +8,9 @@ from typing import Final
 
 from engine.errors import ConfigError
 from engine.kv.move_sizes import ids_bytes, staging_blocks
-from engine.kv.pieces import PIECE_KEYS
 from engine.kv_config import GIB, KVConfig
 from engine.kv_sizes import KVSizes
-from kernels.sizes import prefill_state_bytes
+from kernels.sizes import PREFILL_PART_KEYS, prefill_state_bytes
 
 STAGE_BYTES: Final = 32 * 2**20
 """What one stage buffer of a prefill holds of one layer at most, unless a tile of keys is more."""
@@ -136,7 +135,7 @@ def host_tier_sizes(
     if config.pin_limit_gib is not None:
         pinned = min(pinned, cpu_blocks(int(config.pin_limit_gib * GIB), layers, layer_bytes))
     most = min(pinned, kv.blocks(kv.max_model_len)[0])
-    least = -(-PIECE_KEYS // kv.block_size)
+    least = -(-PREFILL_PART_KEYS // kv.block_size)
     ids = 0
     if pinned and can_uva:
         sizes = zip(kv.block_bytes, kv.useful, strict=True)
