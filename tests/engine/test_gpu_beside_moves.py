@@ -34,7 +34,10 @@ def test_inputs_and_tokens_pass_moves_of_both_directions() -> None:
     logits = torch.zeros((8, 100), device="cuda")
     logits[torch.arange(8), torch.arange(8) * 3] = 5.0
     rows = [make_row(temperature=0) for _ in range(8)]
-    sampler.sample(logits, rows)  # kernels are loaded
+    # Kernels are loaded, which waits for the device.
+    inputs.begin(64, 8)
+    inputs.send(None)
+    sampler.sample(logits, rows)
     for dst, src in ((gpu, buffer.tensor), (buffer.tensor, gpu)):
         device.synchronize()
         moved = move(stream, dst, src)

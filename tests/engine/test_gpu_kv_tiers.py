@@ -92,7 +92,8 @@ def test_a_long_sequence_has_the_bits_of_a_resident_one(
 ) -> None:
     folder = tiny.folder("qwen3")
     given: dict[str, Any] = {
-        "max_num_batched_tokens": 200,
+        # Prefills of 256 tokens or fewer round otherwise where their keys are shared by programs.
+        "max_num_batched_tokens": 200 if dtype == "float32" else 500,
         "max_model_len": 1100,
         "max_num_seqs": 2,
         "dtype": dtype,

@@ -75,10 +75,9 @@ class WindowWorld(World):
                 assert GONE not in table[gone:]
                 assert s.num_gone == gone
                 self.num_given_back = max(self.num_given_back, gone)
-                # Two steps may be in force.
-                most = num_held(
-                    self.limits["max_len"], window, 2 * self.limits["tokens"], self.size
-                )
+                # Two steps may be in force, and blocks are given back from a block's start on.
+                span = 2 * self.limits["tokens"] + self.size - 1
+                most = num_held(self.limits["max_len"], window, span, self.size)
                 assert len(table) - gone <= most
         for s in waiting:
             assert (s.block_tables, s.num_gone, s.num_computed) == (([], []), 0, 0)
