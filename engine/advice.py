@@ -213,6 +213,14 @@ def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
     )
 
 
+def _followed(asked: Asked, offload: OffloadConfig) -> Asked:
+    """The same question with that offload, which leaves all of kv.swap_space to KV blocks."""
+    config = replace(asked.config, offload=offload)
+    if "cpu_offload_gb" in config.planner.auto_fields:
+        return asked  # it decides the size itself
+    return replace(asked, config=config)
+
+
 def advice(asked: Asked) -> list[str]:
     """Return settings with which the plan fits: a chosen placement, then the least of a backend."""
     spec, found = asked.spec, []
@@ -226,13 +234,14 @@ def advice(asked: Asked) -> list[str]:
     for count in range(1, layers + 1):
         size = math.ceil(count * layer_gib * 100) / 100
         uva = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=size))
-        if fits(asked, assign_uva(spec, uva, asked.dtype)):
+        if fits(_followed(asked, uva), assign_uva(spec, uva, asked.dtype)):
             found.append(f"offload=uva offload.uva.cpu_offload_gb={size:g}")
             break
     group = min(8, layers)
     for count in range(1, group + 1):
         node = PrefetchOffloadConfig(offload_group_size=group, offload_num_in_group=count)
-        if fits(asked, assign_prefetch(spec, OffloadConfig(prefetch=node))):
+        prefetch = OffloadConfig(prefetch=node)
+        if fits(_followed(asked, prefetch), assign_prefetch(spec, prefetch)):
             found.append(
                 f"offload=prefetch offload.prefetch.offload_group_size={group} "
                 f"offload.prefetch.offload_num_in_group={count} "

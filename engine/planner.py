@@ -234,8 +234,9 @@ def _spread_that_fits(asked: Asked, room: int) -> int | None:
         asked: What is asked.
         room: Of weights in host memory, bytes.
     """
+    layer_bytes = _spread_bytes(asked, 1)
     for count in range(asked.spec.num_hidden_layers + 1):
-        if _spread_bytes(asked, count) > room:
+        if count * layer_bytes > room:
             return None
         plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
         if has_kv_room(plan):
