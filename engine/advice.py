@@ -215,10 +215,9 @@ def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
 
 def _followed(asked: Asked, offload: OffloadConfig) -> Asked:
     """The same question with that offload, which leaves all of kv.swap_space to KV blocks."""
-    config = replace(asked.config, offload=offload)
-    if "cpu_offload_gb" in config.planner.auto_fields:
-        return asked  # it decides the size itself
-    return replace(asked, config=config)
+    if "cpu_offload_gb" in asked.config.planner.auto_fields:
+        return asked  # it chooses the size itself
+    return replace(asked, config=replace(asked.config, offload=offload))
 
 
 def advice(asked: Asked) -> list[str]:

@@ -23,6 +23,8 @@ from tests.engine.many_streams import POLICIES, SimulatedStream, on_many_streams
 from tests.engine.tiers import SIZES, Alone, check_empty, tiers
 from tests.tiny import greedy, make_prompt, open_llm
 
+pytestmark = pytest.mark.slow
+
 STEM = make_prompt(70, seed=7)
 PROMPTS = [STEM[: 24 * (at % 4)] + make_prompt(4 + at % 13, seed=at) for at in range(16)]
 LONG = make_prompt(370, seed=8)

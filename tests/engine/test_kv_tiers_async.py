@@ -11,7 +11,7 @@ from tests.engine.test_async_llm import collect
 from tests.engine.tiers import SIZES, Alone, check_empty, tiers
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm, tokens_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 STEM = make_prompt(90, seed=7)
 PROMPTS = [STEM[: 30 * (at % 4)] + make_prompt(4 + at, seed=at) for at in range(10)]

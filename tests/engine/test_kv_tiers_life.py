@@ -21,6 +21,8 @@ from tests.engine.late import drain
 from tests.engine.tiers import SIZES, Alone, check_empty, tiers
 from tests.tiny import greedy, greedy_params, make_config, make_prompt, open_llm
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 FEW = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 16}
 PROMPTS = [make_prompt(length, seed=length) for length in (40, 90, 230)]

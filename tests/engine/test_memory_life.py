@@ -26,6 +26,8 @@ import ctypes, gc, hashlib, json, sys, torch
 from tests.engine.smaps import anonymous_bytes
 from tests.tiny import greedy, make_prompt, open_llm
 
+pytestmark = pytest.mark.slow
+
 folder, keywords, found = sys.argv[1], json.loads(sys.argv[2]), []
 PROMPT = [make_prompt(8, vocab=8000)]
 

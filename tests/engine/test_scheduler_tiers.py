@@ -15,6 +15,8 @@ from engine.kv.content import BlockContent
 from engine.kv.window import num_expired
 from tests.engine.tiers_world import STEMS, Tiers, World
 
+pytestmark = pytest.mark.slow
+
 RATES = SwapRates(store_bytes_s=1.0, load_bytes_s=1.0)
 WEIGHTS = {
     "add": 3,

@@ -15,6 +15,8 @@ from harness.scenarios.kv import KVWatch
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.serve import Load, measure_serve
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     *("model=glass", "model.load_format=dummy", "gpu=cpu", "gpu.memory_gib=0.02"),
     *("engine.max_num_batched_tokens=64", "engine.max_num_seqs=2", "hydra.mode=RUN"),

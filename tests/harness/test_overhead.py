@@ -6,6 +6,8 @@ import pytest
 
 from harness.overhead import BARE, main
 
+pytestmark = pytest.mark.slow
+
 
 def test_figures_of_every_part_and_of_a_known_rate(capsys):
     assert main(["--json", "--repeats", "2"]) == 0

@@ -17,6 +17,8 @@ from harness.forecast.validate_cases import EngineCase, Scale, cut_cases, full_c
 from harness.forecast.validate_engine import measure
 from tests.engine.specs import H200
 
+pytestmark = pytest.mark.slow
+
 SCALE = Scale(
     num_layers=8,
     batches=(1, 16),

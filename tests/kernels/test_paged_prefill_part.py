@@ -10,6 +10,8 @@ from kernels.ref import prefill as ref
 from tests.kernels.cases import in_tiers, paged_cache, randn
 from tests.kernels.tolerances import ATTENTION, assert_close
 
+pytestmark = pytest.mark.slow
+
 PART = ops.PREFILL_PART_KEYS
 NO_BLOCK = 2**30
 NO_ROW = 3

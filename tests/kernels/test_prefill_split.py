@@ -10,6 +10,8 @@ from kernels.workspace import prefill_workspace
 from tests.kernels.cases import fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
 
+pytestmark = pytest.mark.slow
+
 SPLIT = 64
 """Keys of a part at least in these tests, fewer than there are elsewhere."""
 MOST = sizes.PREFILL_SPLIT_MAX_QUERIES

@@ -10,6 +10,8 @@ from tests.kernels.cases import fused_heads, in_tiers, paged_cache
 from tests.kernels.test_rotary_write_kv import table
 from tests.kernels.tolerances import ATTENTION, assert_close
 
+pytestmark = pytest.mark.slow
+
 SPLIT = ops.DECODE_SPLIT_TOKENS
 
 # query heads, KV heads, head size, block size, window, sequence lengths

@@ -14,6 +14,8 @@ from harness.composition import Composer
 from harness.point import run_point
 from reports.record import RunRecord, definition
 
+pytestmark = pytest.mark.slow
+
 LINE = [
     *("model=fake", "scenario=ab", "tracking=none", "scenario.load=null", "gpu=cpu"),
     *("scenario.correctness.enabled=false", "scenario.throughput.num_requests=4"),

@@ -14,6 +14,8 @@ from harness.bench.cases import Asked, Case, Limits, Work, cases, engine_config,
 from harness.bench.kv_cases import KVAsked, kv_cases
 from harness.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     *("--device", "cpu", "--model", "glass", "--batches", "1,2", "--prompt-tokens", "8"),
     *("--prefill-tokens", "16", "--max-num-batched-tokens", "64", "--steps", "4"),

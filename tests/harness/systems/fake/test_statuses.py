@@ -16,6 +16,8 @@ from reports.record import STATUSES, RunRecord
 from tests.harness.cases import SPEC, run_config
 from tests.harness.systems.fake.cases import UNCHECKED, latency, throughput
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"load_s": 0.0}
 
 
