@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "model_type": "llama",
     "vocab_size": 8000,
@@ -25,8 +27,6 @@ LIFE = """
 import ctypes, gc, hashlib, json, sys, torch
 from tests.engine.smaps import anonymous_bytes
 from tests.tiny import greedy, make_prompt, open_llm
-
-pytestmark = pytest.mark.slow
 
 folder, keywords, found = sys.argv[1], json.loads(sys.argv[2]), []
 PROMPT = [make_prompt(8, vocab=8000)]
