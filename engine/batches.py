@@ -170,7 +170,15 @@ class BatchBuilder:
         reads_host: bool = False,
     ) -> Batch:
         """The batch of what is in the input buffers, prompts among it; `send` follows."""
-        inputs, rows = self.inputs, decodes + len(starts) - 1
+        return replace(
+            self._batch(decodes, decodes + len(starts) - 1, longest, reads_host=reads_host),
+            prefill_starts=self.inputs.add(starts, torch.int32),
+            max_prefill_tokens=most_tokens,
+            logits_rows=self.inputs.add(wanted, torch.int64),
+        )
+
+    def _batch(self, decodes: int, rows: int, max_len: int, *, reads_host: bool) -> Batch:
+        inputs = self.inputs
         window_slots, window_tables = self._window_part(rows)
         return Batch(
             input_ids=inputs.ids.device,
@@ -181,10 +189,10 @@ class BatchBuilder:
             window_tables=window_tables,
             seq_lens=inputs.lens.device,
             num_decodes=decodes,
-            max_decode_len=longest,
-            prefill_starts=inputs.add(starts, torch.int32),
-            max_prefill_tokens=most_tokens,
-            logits_rows=inputs.add(wanted, torch.int64),
+            max_decode_len=max_len,
+            prefill_starts=None,
+            max_prefill_tokens=0,
+            logits_rows=None,
             reads_host=reads_host,
         )
 
@@ -196,23 +204,8 @@ class BatchBuilder:
         return slots.device, tables[:rows]
 
     def _decode_batch(self, size: int, max_len: int, *, reads_host: bool) -> Batch:
-        inputs = self.inputs
-        window_slots, window_tables = self._window_part(size)
-        return Batch(
-            input_ids=inputs.ids.device,
-            positions=inputs.positions.device,
-            slots=inputs.slots.device,
-            block_tables=inputs.tables[:size],
-            window_slots=window_slots,
-            window_tables=window_tables,
-            seq_lens=inputs.lens.device,
-            num_decodes=size,
-            max_decode_len=max_len,
-            prefill_starts=None,
-            max_prefill_tokens=0,
-            logits_rows=None,
-            reads_host=reads_host,
-        )
+        """The batch of decodes alone that is in the input buffers."""
+        return self._batch(size, size, max_len, reads_host=reads_host)
 
     def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence], size: int) -> bool:
         """Write the rows of decodes, then padding up to `size` rows.

@@ -65,12 +65,6 @@ class BlockStates:
         """Host blocks that can be handed out to compute."""
         return len(self.cpu_free[0]) + len(self.cpu_spare[0]) + len(self.cpu_only[0])
 
-    @property
-    def num_available_cpu(self) -> int:
-        """Host blocks that can be handed out or stored to."""
-        lists = (*self.cpu_free, *self.cpu_spare, *self.cpu_only)
-        return sum(len(blocks) for blocks in lists)
-
     def copy_of(self, block_id: int) -> int | None:
         """Return the block of the other tier with the same key, if there is one."""
         key = self.keys[block_id]
