@@ -18,7 +18,8 @@ _MEMORY: Final = {
 }
 """Column -> field of /proc/PID/status; summed over the tree."""
 _STAT: Final = {"minor_faults": (7, 8), "major_faults": (9, 10), "cpu_s": (11, 12, 13, 14)}
-"""Column -> fields of /proc/PID/stat after the name, of the process and of its ended children."""
+"""Column -> fields of /proc/PID/stat after the name, of the process and of its ended children; the
+time in ticks."""
 
 
 class ProcessTree:
@@ -58,6 +59,9 @@ class ProcessTree:
             return {}
         names = {name for row in rows for name in row}
         found = {name: _total(row.get(name) for row in rows) for name in names}
+        # Ticks are added before they become seconds: rounding must not let the counter go back.
+        ticks = found["cpu_s"]
+        found["cpu_s"] = None if ticks is None else ticks * _TICK_S
         top = self._open[self._pid].peak_bytes
         return found | {"num_processes": len(rows), "rss_peak_bytes": top}
 
@@ -115,7 +119,7 @@ class _Process:
         return int(fields[1]) * _PAGE_BYTES if len(fields) > 1 and fields[0] != b"0" else None
 
     def read(self) -> dict[str, Number]:
-        """Return its other columns; empty when it ended."""
+        """Return its other columns, the time in ticks; empty when it ended."""
         stat = self._stat.read().rpartition(b")")[2].split()
         if not stat or stat[0] in {b"Z", b"X"}:
             return {}
@@ -123,8 +127,7 @@ class _Process:
         self.peak_bytes = size_of(memory, b"VmHWM")
         row: dict[str, Number] = {name: size_of(memory, key) for name, key in _MEMORY.items()}
         for name, places in _STAT.items():
-            total = sum(int(stat[place]) for place in places)
-            row[name] = total * _TICK_S if name == "cpu_s" else total
+            row[name] = sum(int(stat[place]) for place in places)
         row["read_bytes"] = number_of(self._io.read(), b"read_bytes:")
         return row
 
