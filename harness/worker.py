@@ -147,6 +147,7 @@ class Work:
         if self._llm is not None:
             stats = self._llm.stats()
             self._result["notes"] += stats.pop("notes", [])
+            self._result["reasons"] += stats.pop("reasons", [])
             self._result["effective"]["stats"] = stats
             self._state.enter("close")
             self._llm.close()

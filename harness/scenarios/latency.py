@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from harness.measure.latency import RequestTimes, floor_note, latency_pools, pool_metrics
 from harness.measure.statistics import drift
 from harness.scenarios.drive import Clock, Engine, OnProgress, StepTotals, run_in_turn
-from harness.scenarios.outcome import Outcome, failure_reasons
+from harness.scenarios.outcome import Outcome, failure_reasons, short_reasons
 
 
 def measure_latency(
@@ -28,7 +28,11 @@ def measure_latency(
         pools=pools,
         samples=[request.to_row() for request in requests],
         num_complete=num_complete,
-        reasons=[*failure_reasons("latency", requests), *drift_reasons(requests)],
+        reasons=[
+            *failure_reasons("latency", requests),
+            *short_reasons("latency", requests, output_tokens),
+            *drift_reasons(requests),
+        ],
         notes=[note] if note else [],
     )
     return outcome, totals

@@ -47,6 +47,19 @@ def failure_reasons(part: str, requests: Sequence[RequestTimes]) -> list[str]:
     ]
 
 
+def short_reasons(part: str, requests: Sequence[RequestTimes], output_tokens: int) -> list[str]:
+    """Return one reason when requests of `part` completed with fewer tokens than were asked for."""
+    short = [r for r in requests if r.is_complete and len(r.token_ids) < output_tokens]
+    if not short:
+        return []
+    first = short[0]
+    return [
+        f"{part}: {len(short)} of {len(requests)} requests ended before their length; "
+        f"{first.request_id} after {len(first.token_ids)} of {output_tokens} tokens. Another "
+        "system's figures would be of other work: lower the lengths, or have end tokens ignored."
+    ]
+
+
 def ratio(amount: float, seconds: float) -> float | None:
     """Return amount / seconds, None where either is zero: nothing was measured."""
     return amount / seconds if amount > 0 and seconds > 0 else None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from harness.scenarios.drive import Clock, Engine, OnProgress, StepTotals, run_at_once
-from harness.scenarios.outcome import Outcome, failure_reasons, ratio
+from harness.scenarios.outcome import Outcome, failure_reasons, ratio, short_reasons
 
 
 def measure_throughput(
@@ -54,6 +54,9 @@ def measure_throughput(
             for request in requests
         ],
     }
-    reasons = failure_reasons("throughput", requests)
+    reasons = [
+        *failure_reasons("throughput", requests),
+        *short_reasons("throughput", requests, output_tokens),
+    ]
     outcome = Outcome(metrics=metrics, samples=samples, num_complete=len(done), reasons=reasons)
     return outcome, totals

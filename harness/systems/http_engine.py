@@ -25,6 +25,8 @@ from harness.systems.tokenizer import load_tokenizer
 TIMEOUT_S: Final = 300.0
 MOST_UNREACHED: Final = 10
 """Requests in a row that find no server before the run is given up."""
+MOST_FAILED: Final = 100
+"""Requests in a row that fail in any way before the run is given up."""
 _WAIT_S: Final = 1.0
 OnEvents = Callable[[list[TokenEvent]], None]
 
@@ -66,8 +68,10 @@ class HTTPEngine:
         self.plan = PeerPlan(max_model_len=self.max_model_len, facts=facts)
         self._events: SimpleQueue[list[TokenEvent]] = SimpleQueue()
         self._open: dict[str, Any] = {}
-        self._names, self._unreached = count(), 0
-        self._counts = {"parts": 0, "tokens": 0, "added_tokens": 0, "unknown_ids": 0}
+        self._names, self._unreached, self._failed = count(), 0, 0
+        self._counts = dict.fromkeys(
+            ("parts", "tokens", "added_tokens", "surplus_tokens", "unknown_ids"), 0
+        )
         self._mismatch: tuple[int, int] | None = None
 
     @classmethod
@@ -145,7 +149,10 @@ class HTTPEngine:
             self._note_failure(error)
             on_events([_failure(request, str(error))])
             return
-        self._unreached = 0
+        except Exception as error:  # noqa: BLE001  the edge: a request without an end hangs the run
+            on_events([_failure(request, f"{type(error).__name__}: {error}")])
+            return
+        self._failed = self._unreached = 0
         self._note(request, answer, missing)
         emit(answer, is_last=True)
 
@@ -153,19 +160,25 @@ class HTTPEngine:
         self._counts["parts"] += answer.num_parts
         self._counts["tokens"] += len(answer.token_ids)
         self._counts["added_tokens"] += missing
+        self._counts["surplus_tokens"] += answer.num_surplus
         self._counts["unknown_ids"] += answer.token_ids.count(UNKNOWN_TOKEN)
         own = len(request.prompt_token_ids)
         if answer.prompt_tokens not in {None, own} and self._mismatch is None:
             self._mismatch = (own, int(answer.prompt_tokens or 0))
 
     def _note_failure(self, error: Exception) -> None:
-        if not isinstance(error, ConnectionError):
-            self._unreached = 0
+        self._failed += 1
+        self._unreached = self._unreached + 1 if isinstance(error, ConnectionError) else 0
+        if self.failure is not None:
             return
-        self._unreached += 1
-        if self._unreached >= MOST_UNREACHED and self.failure is None:
+        if self._unreached >= MOST_UNREACHED:
             self.failure = EngineError(
                 f"system.base_url: {self._unreached} requests in a row found no server ({error})."
+            )
+        elif self._failed >= MOST_FAILED:
+            self.failure = EngineError(
+                f"system.base_url: {self._failed} requests in a row failed, the last because "
+                f"{error}. Mend the server, or correct the settings of system."
             )
 
     def step(self) -> list[TokenEvent]:
@@ -202,7 +215,14 @@ class HTTPEngine:
     def stats(self) -> dict[str, Any]:
         """Return totals since the start, and what a reader of the figures must know."""
         counts = self._counts
-        notes = []
+        notes, reasons = [], []
+        if counts["surplus_tokens"]:
+            reasons.append(
+                f"http: the server counted {counts['surplus_tokens']} tokens fewer than it sent "
+                "parts with text, and without token ids each part is taken for a token: rates and "
+                "times per token are wrong. Set system.extensions=true, or have the server send "
+                "token ids or logprobs."
+            )
         if counts["parts"] and counts["tokens"] != counts["parts"]:
             notes.append(
                 f"http: {counts['tokens']} tokens came in {counts['parts']} parts, and those of "
@@ -219,7 +239,7 @@ class HTTPEngine:
                 f"http: a prompt of {own} tokens was counted as {theirs} by the server: lengths "
                 "are not those that were asked for."
             )
-        return {**counts, "notes": notes}
+        return {**counts, "notes": notes, "reasons": reasons}
 
     def memory(self) -> dict[str, Any]:
         """Return nothing: the memory is the server's."""

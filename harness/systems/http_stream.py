@@ -59,15 +59,23 @@ class StreamedAnswer:
         """Take the content of one event.
 
         Raises:
-            ServerError: it is an error, or no JSON object.
+            ServerError: it is an error, no JSON object, or not of the published form.
         """
         if content == "[DONE]":
             self.is_over = True
             return
         part = _parse(content)
+        try:
+            self._take(part, now_s)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"the server sent a part of another form than the published one: {content[:200]!r}"
+            ) from error
+
+    def _take(self, part: dict[str, Any], now_s: float) -> None:
         usage = part.get("usage") or {}
-        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-        self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
+        self.prompt_tokens = _whole(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _whole(usage.get("completion_tokens"), self.completion_tokens)
         for choice in part.get("choices") or ():
             tokens = _tokens(choice)
             self.num_parts += bool(tokens)
@@ -76,6 +84,13 @@ class StreamedAnswer:
             reason = choice.get("finish_reason")
             if reason is not None:
                 self.finish_reason = "length" if reason == "length" else _reason(reason)
+
+    @property
+    def num_surplus(self) -> int:
+        """Parts that were counted as a token each beyond what the server says it generated."""
+        if self.completion_tokens is None:
+            return 0
+        return max(0, self.token_ids.count(UNKNOWN_TOKEN) - self.completion_tokens)
 
     def end(self) -> int:
         """Take the end of the stream; return how many tokens the usage names beyond those seen.
@@ -106,6 +121,11 @@ def _parse(content: str) -> dict[str, Any]:
     if part.get("error"):
         raise ServerError(f"the server sent an error: {part['error']}")
     return part
+
+
+def _whole(value: Any, before: int | None) -> int | None:
+    """Return a count of the server's; `before` where it tells none."""
+    return before if value is None else int(value)
 
 
 def _reason(reason: str) -> FinishReason:

@@ -20,6 +20,8 @@ class Script:
     status: int = 200
     break_after: int | None = None
     error_after: int | None = None
+    raw: str | None = None
+    """Sent in the place of every answer."""
     hang: bool = False
     prompt_offset: int = 0
     finish: str = "length"
@@ -88,6 +90,9 @@ class Server:
         script, prompt = self.script, body["prompt"]
         seed = prompt if isinstance(prompt, list) else [len(prompt)]
         tokens = [next_token(seed, index) for index in range(body["max_tokens"])]
+        if script.raw is not None:
+            await response.write(script.raw.encode())
+            return
         if script.hang:
             await asyncio.sleep(3600)
         for start in range(0, len(tokens), script.tokens_per_part):

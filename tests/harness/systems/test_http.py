@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import pytest
 
@@ -9,8 +10,9 @@ from engine.errors import ConfigError, EngineError, RequestError
 from engine.sampling_params import SamplingParams
 from harness.scenarios.drive import run_at_once
 from harness.system_config import SystemConfig
+from harness.systems.http_client import HTTPClient
 from harness.systems.http_door import HTTPDoor
-from harness.systems.http_engine import MOST_UNREACHED, HTTPEngine, http_door
+from harness.systems.http_engine import MOST_FAILED, MOST_UNREACHED, HTTPEngine, http_door
 from harness.systems.http_stream import EventLines, ServerError, StreamedAnswer
 from harness.traffic.settings import Arrivals
 from harness.worker import Work
@@ -119,6 +121,58 @@ def test_what_is_no_answer_fails_that_request(changes, words):
     requests, _, _ = ask(Script(**changes), PROMPTS[:1])
     assert not requests[0].is_complete
     assert words in requests[0].error
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        '{"choices": ["x"]}',
+        '{"choices": [{"text": "x", "logprobs": [1]}]}',
+        '{"choices": [{"text": "x", "token_ids": ["a"]}]}',
+        '{"choices": [], "usage": [1]}',
+        '{"choices": [], "usage": {"completion_tokens": "many"}}',
+    ],
+)
+def test_a_part_of_another_form_fails_the_request_and_hangs_nothing(part):
+    requests, _, _ = ask(Script(raw=f"data: {part}\n\n"), PROMPTS[:1])
+    assert "another form than the published one" in requests[0].error
+
+
+def test_whatever_goes_wrong_with_an_answer_ends_its_request(monkeypatch):
+    async def break_down(*_):
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(HTTPClient, "complete", break_down)
+    requests, _, _ = ask(Script(), PROMPTS[:1])
+    assert requests[0].error == "KeyError: 'unforeseen'"
+
+
+def test_numbers_that_a_server_writes_as_text_are_numbers():
+    answer = StreamedAnswer()
+    answer.feed('{"choices": [{"text": "a", "finish_reason": "length"}]}', 1.0)
+    answer.feed('{"choices": [], "usage": {"prompt_tokens": "3", "completion_tokens": "2"}}', 2.0)
+    assert (answer.prompt_tokens, answer.end()) == (3, 1)
+
+
+def test_more_parts_than_the_server_counts_tokens_speak_against_the_figures():
+    _, _, stats = ask(Script(with_ids=False, extra_usage=-2), PROMPTS)
+    assert "counted 4 tokens fewer than it sent parts" in stats["reasons"][0]
+    assert ask(Script(), PROMPTS)[2]["reasons"] == []
+
+
+def test_a_server_that_refuses_everything_is_given_up():
+    with Server(Script(status=500)) as server:
+        llm = HTTPEngine(config(), system(server.base_url))
+        try:
+            for _ in range(MOST_FAILED):
+                llm.add_request([1, 2], GREEDY)
+            with contextlib.suppress(EngineError):  # the last ones may have ended before it
+                while llm.has_unfinished():
+                    llm.step()
+            assert "100 requests in a row failed" in str(llm.failure)
+            assert "answered 500" in str(llm.failure)
+        finally:
+            llm.close()
 
 
 def test_silence_beyond_the_limit_fails_the_request():

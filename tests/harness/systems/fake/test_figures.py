@@ -77,6 +77,14 @@ def test_warm_up_takes_its_times_and_is_not_counted(tmp_path):
     assert len(result["samples"]["latency"]) == 11
 
 
+def test_answers_shorter_than_asked_are_a_reason(tmp_path):
+    for part in (latency(2), throughput(2, output=4)):
+        (reason,) = run(tmp_path, job(part, FakeScript(stop_after=3)))["reasons"]
+        name = part.part
+        assert reason.startswith(f"{name}: 2 of 2 requests ended before their length; {name}-0")
+        assert "after 3 of 4 tokens" in reason
+
+
 def test_a_drift_over_the_requests_is_a_reason(tmp_path):
     slower = [5.0] * 45 + [6.0] * 45  # one gap a request
     result = run(tmp_path, job(latency(90, output=2), FakeScript(decode_ms=slower)))
