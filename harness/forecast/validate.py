@@ -1,16 +1,14 @@
 """Hold predicted times against measured ones: `python -m harness.forecast.validate`.
 
-Each engine runs in a process of its own. By default: cuts of 8 layers of two models, resident, uva,
-prefetch and auto, decode steps and prefills at two batches. `--full` adds models of full size.
-`--grid` builds 12 splits by hand and auto on one budget and holds auto against the best of them.
+By default: cuts of 8 layers of two models, resident, uva, prefetch and auto, decode steps and
+prefills at two batches, each engine in a process of its own. `--full` adds models of full size.
+`--grid` builds 12 splits by hand and auto on one budget, one after another in one process, and
+holds auto against the best of them.
 """
 
 import argparse
 import json
-import pickle
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
-from harness.folders import CONF
 from harness.forecast.validate_cases import EngineCase, Scale, cut_cases, full_cases, grid_cases
+from harness.forecast.validate_worker import Workers
 from harness.machine_rates import write_rates
 from harness.measure.nvml import open_gpu
 from reports.record import number, write_text_atomic
@@ -28,9 +26,8 @@ TOLERANCE: Final = 0.15
 """Share by which a predicted decode step may differ from the measured one."""
 LEAST_SHARE: Final = 0.95
 """Of the best split by hand, what auto has to reach."""
-GIVE_UP: Final = 1.5
+GIVE_UP: Final = 1.25
 """A queue that takes so many times the best one's time so far is given up."""
-TIMEOUT_S: Final = 240
 Figures = dict[str, Any]
 Run = Callable[[EngineCase | str], Figures]
 
@@ -42,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, 2 for a bad command line, 3 where a decode step is not within 15 %, auto does not reach
         0.95 of the best split, or an engine failed.
     """
-    return validate(sys.argv[1:] if arguments is None else arguments, in_process)
+    workers = Workers()
+    try:
+        return validate(sys.argv[1:] if arguments is None else arguments, workers.run)
+    finally:
+        workers.close()
 
 
 def validate(arguments: Sequence[str], run: Run) -> int:
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-sequences", type=int, default=16, help="that have room beside the weights")
     add("--full", action="store_true", help="add four engines of full size")
     add("--grid", action="store_true", help="auto against 12 splits instead")
-    add("--freed", default="3,4", help="layers that the budgets of the grid lack, by commas")
+    add("--freed", default="2,4", help="layers that the budgets of the grid lack, by commas")
     add("--requests", type=int, default=200, help="of the grid's queue; 0: latency alone")
     add("--queue-tokens", type=int, default=64, help="prompt and output of each of its requests")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: all is emulated")
@@ -169,31 +170,6 @@ def key_of(case: EngineCase) -> str:
     return "; ".join(part for part in (case.model, case.budget, case.name) if part)
 
 
-def in_process(job: EngineCase | str) -> Figures:
-    """Run a job in a fresh process; `failed` says what it failed of where it did."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder, "job.pickle"), Path(folder, "result.json")
-        source.write_bytes(pickle.dumps(job))
-        module = "harness.forecast.validate_engine"
-        command = [sys.executable, "-m", module, str(source), str(target)]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=CONF.parent,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {TIMEOUT_S} s"}
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            return {"failed": lines[-1] if lines else f"exit code {done.returncode}"}
-        found: Figures = json.loads(target.read_text())
-        return found
-
-
 def point_lines(
     cases: Sequence[EngineCase], found: Mapping[str, Figures]
 ) -> tuple[list[str], bool]:
@@ -236,12 +212,18 @@ def grid_lines(cases: Sequence[EngineCase], found: Mapping[str, Figures]) -> tup
                 if point["what"] in times:
                     times[point["what"]][case.name] = point["measured_s"]
             cells = [_shown(times["decode step"].get(case.name), 1e3)]
-            cells.append(_shown(times["queue"].get(case.name), 1.0))
+            queue_s = times["queue"].get(case.name)
+            given_up = queue_s is None and "queue_given_up_s" in figures
+            cells.append("given up" if given_up else _shown(queue_s, 1.0))
             label = case.name if "points" in figures else f"{case.name} (no fit)"
             is_good = is_good and "failed" not in figures
             lines.append(f"| {label} | {' | '.join(cells)} |")
         for what, name in (("decode step", "auto latency"), ("queue", "auto throughput")):
             text, reached = _reached(what, name, times[what])
+            if what == "queue" and reached and not text and _given_up(members, found):
+                best = f"{number(times['queue'][name])} s" if name in times["queue"] else "none"
+                text = f"{name}: {best}; every split by hand that fits was given up in {what}."
+                reached = name in times["queue"]
             lines += ["", text] if text else []
             is_good = is_good and reached
     return lines[1:], is_good
@@ -257,6 +239,10 @@ def _reached(what: str, name: str, times: Mapping[str, float]) -> tuple[str, boo
         return f"{name}: it has no figures; the best by hand is {best}.", False
     share = hand[best] / times[name]
     return f"{name}: {share:.3f} of the best by hand ({best}) in {what}.", share >= LEAST_SHARE
+
+
+def _given_up(members: Sequence[EngineCase], found: Mapping[str, Figures]) -> bool:
+    return any("queue_given_up_s" in found[key_of(case)] for case in members)
 
 
 def _shown(seconds: float | None, factor: float) -> str:

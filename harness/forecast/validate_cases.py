@@ -19,15 +19,13 @@ from engine.plan import DeviceFacts
 from engine.planner import plan_memory
 from engine.spec import DTYPE_BYTES, ModelSpec
 from harness.bench.cases import read_model
+from harness.forecast.validate_splits import hand_made
 
 UTILIZATION: Final = 0.9
 SLOTS: Final = 2
 """Slots that prefetch with one step ahead, and staging, take beside the resident layers."""
 MARGIN: Final = 1.01
 """A budget is this times what is needed, for the alignment of slabs."""
-EIGHTHS: Final = (4, 5, 6, 8)
-"""Of the layers, what the hand-made splits of a grid move."""
-MLP: Final = ["mlp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +47,8 @@ class EngineCase:
     """A queue that takes longer is given up: it cannot be the best; None: it runs to its end."""
     budget: str = ""
     """What the budget is, in words."""
+    shares_process: bool = False
+    """Whether other engines may have run in its process before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,30 +120,21 @@ def grid_cases(
         queue: prompt and output tokens of each.
     """
     spec = read_model(model, scale.num_layers)
-    total = spec.num_hidden_layers
     memory, words = budget_gib(spec, scale, freed), f"{freed} layers less"
     none = OffloadConfig()
     splits = [
         ("auto latency", none, PlannerConfig(choose=True)),
         ("auto throughput", none, PlannerConfig(choose=True, objective="throughput")),
     ]
-    counts = [max(1, math.ceil(total * part / 8)) for part in EIGHTHS]
-    hand: list[tuple[str, OffloadConfig]] = [
-        (f"prefetch {count} step 1", prefetch(spec, count, 1)) for count in counts
-    ]
-    hand += [(f"prefetch {n} step 2", prefetch(spec, n, 2)) for n in counts[2:]]
-    hand += [
-        (f"prefetch {total} mlp step {step}", prefetch(spec, total, step, params=MLP))
-        for step in (1, 2)
-    ]
-    hand += [(f"uva {n} layers", uva(spec, scale, n)) for n in (counts[0], counts[2], total)]
-    hand.append((f"uva {total} mlp", uva(spec, scale, total, params=MLP)))
+    config = _config(model, spec, scale, memory, none, PlannerConfig())
+    hand = hand_made(config, spec, _any_card(scale))
     splits += [(name, offload, PlannerConfig()) for name, offload in hand]
     return [
         replace(
             _case(name, model, spec, scale, memory, offload, planner, budget=words),
             num_requests=0 if name == "auto latency" else num_requests,
             queue_tokens=queue,
+            shares_process=True,
         )
         for name, offload, planner in splits
     ]
@@ -151,13 +142,7 @@ def grid_cases(
 
 def budget_gib(spec: ModelSpec, scale: Scale, freed: int) -> float:
     """Return the card's memory that holds all but `freed` layers beside KV room, GiB."""
-    facts = DeviceFacts(
-        kind="cpu" if scale.device == "cpu" else "cuda",
-        name="any",
-        total_bytes=2**50,
-        free_bytes=2**50,
-        host_available_bytes=2**50,
-    )
+    facts = _any_card(scale)
     config = _config("any", spec, scale, 2.0**19, OffloadConfig(), PlannerConfig())
     plan = plan_memory(config, spec, facts)
     layer = sum(t.numel for t in spec.layer_tensors(0)) * DTYPE_BYTES[plan.dtype]
@@ -167,25 +152,26 @@ def budget_gib(spec: ModelSpec, scale: Scale, freed: int) -> float:
     return math.ceil(needed / UTILIZATION / GIB * 1e4) / 1e4
 
 
-def uva(
-    spec: ModelSpec, scale: Scale, num_layers: int, params: list[str] | None = None
-) -> OffloadConfig:
-    """Return uva of so many layers, in order."""
-    dtype = "float32" if scale.device == "cpu" else spec.dtype
-    tensors = [t for t in spec.layer_tensors(0) if params is None or ".mlp." in t.name]
-    size = num_layers * sum(t.numel for t in tensors) * DTYPE_BYTES[dtype]
-    return OffloadConfig(
-        uva=UVAOffloadConfig(cpu_offload_gb=(size - 1) / GIB, cpu_offload_params=params or [])
+def _any_card(scale: Scale) -> DeviceFacts:
+    """A machine that lacks nothing."""
+    return DeviceFacts(
+        kind="cpu" if scale.device == "cpu" else "cuda",
+        name="any",
+        total_bytes=2**50,
+        free_bytes=2**50,
+        host_available_bytes=2**50,
     )
 
 
+def uva(spec: ModelSpec, scale: Scale, num_layers: int) -> OffloadConfig:
+    """Return uva of so many layers, in order."""
+    dtype = "float32" if scale.device == "cpu" else spec.dtype
+    size = num_layers * sum(t.numel for t in spec.layer_tensors(0)) * DTYPE_BYTES[dtype]
+    return OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=(size - 1) / GIB))
+
+
 def prefetch(
-    spec: ModelSpec,
-    num_layers: int,
-    step: int,
-    *,
-    group: int | None = None,
-    params: list[str] | None = None,
+    spec: ModelSpec, num_layers: int, step: int, *, group: int | None = None
 ) -> OffloadConfig:
     """Return prefetch of so many layers of the model, the last ones of each group."""
     size = group or spec.num_hidden_layers
@@ -194,7 +180,6 @@ def prefetch(
             offload_group_size=size,
             offload_num_in_group=num_layers * size // spec.num_hidden_layers,
             offload_prefetch_step=step,
-            offload_params=params or [],
         )
     )
 

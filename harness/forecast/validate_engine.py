@@ -1,16 +1,21 @@
-"""Build one engine in a process of its own and time it beside its predictions.
+"""Build engines, one after another, and time each beside its predictions.
 
-`python -m harness.forecast.validate_engine JOB RESULT`; the job is a pickle of the parent's.
+`python -m harness.forecast.validate_engine` reads lines with the file of a job, a pickle of the
+parent's, a tab and the file for its figures; it ends where an engine left memory behind.
 """
 
+import gc
 import json
 import pickle
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from engine import LLM
 from engine.config import OffloadWarning
@@ -20,11 +25,18 @@ from engine.probe_rates import probe_rates
 from engine.rates import Rates
 from engine.referee import SETTLE_STEPS, TIMED_STEPS, Load, run_load
 from harness.forecast.validate_cases import EngineCase
+from harness.forecast.validate_worker import DONE
 from harness.measure.host import process_memory
 from harness.prompts import synthetic_prompts
 from harness.scenarios.drive import run_at_once
 
 GIB = 2**30
+LEFT_BYTES: Final = 2**28
+"""Memory of an engine that may be left when it was closed, on either side."""
+EARLY_SHARE: Final = 0.3
+"""Of a queue's limit, after which its tokens so far say how long it would take."""
+EARLY_FACTOR: Final = 2.0
+"""Times its limit that a queue has to promise then to be given up."""
 
 
 def measure(case: EngineCase) -> dict[str, Any]:
@@ -48,12 +60,15 @@ def _figures(llm: LLM, case: EngineCase) -> dict[str, Any]:
     predicted = plan.predicted or {}
     shape, rates = shape_of(plan, spec), Rates(**predicted["rates"])
     points = [point for batch in case.batches for point in _points(llm, case, batch)]
+    given_up: dict[str, Any] = {}
     if case.num_requests:
         prompt, output = case.queue_tokens
         expected = queue_s(shape, rates, case.num_requests, prompt, output)
         measured_s = _queue_s(llm, case)
         if measured_s is not None:
             points.append(_point("queue", case.num_requests, expected, measured_s))
+        else:
+            given_up = {"queue_given_up_s": case.queue_limit_s}
     memory, host = llm.memory(), process_memory()
     return {
         "chosen": (plan.choice or {}).get("chosen"),
@@ -62,6 +77,7 @@ def _figures(llm: LLM, case: EngineCase) -> dict[str, Any]:
         "bytes_per_step": plan.bytes_per_step(),
         "rates": predicted["rates"],
         "points": points,
+        **given_up,
         "gpu_planned_gib": plan.gpu_total_bytes / GIB,
         "gpu_peak_gib": memory["gpu_peak_bytes"] / GIB,
         "host_planned_gib": plan.host_total_bytes / GIB,
@@ -80,7 +96,8 @@ def _points(llm: LLM, case: EngineCase, batch: int) -> list[dict[str, Any]]:
         return []
     load = Load(batch=batch, prompt_tokens=length, output_tokens=output)
     clock = time.perf_counter
-    run_load(llm, load, spec.vocab_size, clock)  # the first run is not counted
+    first = replace(load, output_tokens=min(output, SETTLE_STEPS + 2))
+    run_load(llm, first, spec.vocab_size, clock)  # not counted
     _drain(llm)
     timing = run_load(llm, load, spec.vocab_size, clock)
     _drain(llm)
@@ -108,9 +125,12 @@ def _queue_s(llm: LLM, case: EngineCase) -> float | None:
     )
     begin_s = time.perf_counter()
 
-    def check(*_: int) -> None:
-        limit_s = case.queue_limit_s
-        if limit_s is not None and time.perf_counter() - begin_s > limit_s:
+    def check(_done: int, _requests: int, num_tokens: int) -> None:
+        if case.queue_limit_s is None:
+            return
+        passed = (time.perf_counter() - begin_s) / case.queue_limit_s
+        share = num_tokens / (case.num_requests * output)
+        if passed > 1 or (passed > EARLY_SHARE and passed > EARLY_FACTOR * share):
             raise _TooLongError
 
     try:
@@ -127,13 +147,27 @@ def _drain(llm: LLM) -> None:
         llm.step()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job of a file, an EngineCase or the device to probe; write its figures."""
-    job_file, result_file = sys.argv[1:] if arguments is None else arguments
-    job = pickle.loads(Path(job_file).read_bytes())  # noqa: S301  written by our parent
-    found = probe_rates(job) if isinstance(job, str) else measure(job)
-    Path(result_file).write_text(json.dumps(found))
+def main(jobs: Iterable[str] = sys.stdin) -> int:
+    """Run jobs, each an EngineCase or the device to probe, and write their figures."""
+    rss_bytes = None
+    for line in jobs:
+        job_file, result_file = line.rstrip("\n").split("\t")
+        job = pickle.loads(Path(job_file).read_bytes())  # noqa: S301  written by our parent
+        found = probe_rates(job) if isinstance(job, str) else measure(job)
+        Path(result_file).write_text(json.dumps(found))
+        sys.stdout.write(DONE)
+        sys.stdout.flush()
+        gc.collect()
+        now_bytes = process_memory()["rss_bytes"] or 0
+        rss_bytes = now_bytes if rss_bytes is None else rss_bytes
+        if _gpu_bytes() > LEFT_BYTES or now_bytes > rss_bytes + LEFT_BYTES:
+            break
     return 0
+
+
+def _gpu_bytes() -> int:
+    """What torch's allocator still holds of the card."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
 if __name__ == "__main__":

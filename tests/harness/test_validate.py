@@ -1,20 +1,25 @@
 """Predictions held against measured times: the flow on a CPU, tables, and what counts as good."""
 
 import json
-import subprocess
-import sys
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.config import OffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
+from harness.bench.cases import read_model
 from harness.forecast import validate as command
+from harness.forecast import validate_engine, validate_worker
 from harness.forecast.validate_cases import EngineCase, Scale, cut_cases, full_cases, grid_cases
 from harness.forecast.validate_engine import measure
+from harness.forecast.validate_splits import hand_made
+from harness.forecast.validate_worker import Workers
 from tests.engine.specs import H200
 
 pytestmark = pytest.mark.slow
@@ -59,23 +64,35 @@ def test_full_size_engines_fit() -> None:
     assert [plan_of(case).kv_tokens >= 512 for case in full_cases(SCALE)] == [True] * 4
 
 
-@pytest.mark.parametrize("freed", [3, 4])
-def test_a_grid_has_twelve_splits_of_which_most_fit(freed: int) -> None:
+def test_the_twelve_splits_of_a_grid_are_as_small_as_its_budget_lets_them_be() -> None:
     scale = replace(SCALE, batches=(1,), prompt_tokens=64, max_model_len=128)
-    cases = grid_cases("olmo7b", scale, freed, 200, (64, 64))
+    cases = grid_cases("mistral_7b", scale, 2, 200, (64, 64))
     assert len(cases) == len({case.name for case in cases}) == 14
-    assert len([case for case in cases if not case.config.planner.choose]) == 12
-    fitting = []
-    for case in cases:
-        try:
-            plan = plan_of(case)
-        except CapacityError:
-            continue
-        fitting.append(case.name)
-        assert plan.offloaded_layers
-    assert {"auto latency", "auto throughput"} <= set(fitting)
     assert [case.num_requests for case in cases] == [0, *[200] * 13]
-    assert len(fitting) >= 6
+    auto, *_ = plans = [plan_of(case) for case in cases]
+    hand = plans[2:]
+    assert all(plan.offloaded_layers for plan in hand)
+    assert min(plan.bytes_per_step() for plan in hand) == auto.bytes_per_step()
+    for need in (32 * 128, 64 * 128):  # room for half of the sequences, and for all
+        assert len([plan for plan in hand if plan.kv_tokens >= need]) >= 2
+    least, roomy = cases[2:4]
+    with pytest.raises(CapacityError):
+        plan_of(with_less_uva(least, 0.3))
+    assert plan_of(with_less_uva(roomy, 0.04)).kv_tokens < 32 * 128
+
+
+def with_less_uva(case: EngineCase, gib: float) -> EngineCase:
+    uva = UVAOffloadConfig(cpu_offload_gb=case.config.offload.uva.cpu_offload_gb - gib)
+    return replace(case, config=replace(case.config, offload=OffloadConfig(uva=uva)))
+
+
+def test_splits_that_cannot_fit_move_all_that_their_sort_can() -> None:
+    (*_, case) = grid_cases("glass", replace(SCALE, device="cpu", max_model_len=16), 2, 4, (8, 8))
+    tiny = replace(case.config, gpu=replace(case.config.gpu, memory_gib=0.01))
+    names = [name for name, _ in hand_made(tiny, read_model("glass", 8), H200)]
+    assert len(names) == 12
+    assert names[3] == "uva mlp of 8 layers"  # its table is tied
+    assert names[6] == "prefetch all of 8 layers, 8/8/1"
 
 
 def test_the_flow_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -128,11 +145,13 @@ def test_a_queue_far_behind_the_best_is_given_up(capsys: pytest.CaptureFixture[s
 
     arguments = [*TINY, "--grid", "--freed", "2,3", "--queue-tokens", "8"]
     command.validate(arguments, run)
-    assert limits == [None, 12.0, *[6.0] * 12, None, *[12.0] * 13]
+    assert limits == [None, 10.0, *[5.0] * 12, None, *[10.0] * 13]
     capsys.readouterr()
     (*_, last) = grid_cases("glass", replace(SCALE, device="cpu", max_model_len=16), 2, 4, (8, 8))
-    case = replace(last, batches=(), queue_limit_s=0.0)
-    assert measure(case)["points"] == []
+    case = replace(last, batches=(), queue_limit_s=1e-9)
+    given_up = measure(case)
+    assert given_up["points"] == []
+    assert given_up["queue_given_up_s"] == 1e-9
     assert len(measure(replace(case, queue_limit_s=60.0))["points"]) == 1
 
 
@@ -200,22 +219,77 @@ def test_a_bad_command_line_is_refused(
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_fresh_process_returns_figures_or_what_it_failed_of(
-    monkeypatch: pytest.MonkeyPatch,
+def test_splits_that_were_all_given_up_are_said_to_be() -> None:
+    cases = [case_of(name) for name in ("auto latency", "auto throughput", "a")]
+    points = [point("decode step", 1.0, 1.0), point("queue", 1.0, 5.0)]
+    found = {f"m; b; {name}": figures_of(*points) for name in ("auto latency", "auto throughput")}
+    found["m; b; a"] = figures_of(points[0]) | {"queue_given_up_s": 6.25}
+    lines, good = command.grid_lines(cases, found)
+    assert good
+    assert "| a | 1,000 | given up |" in lines
+    assert "auto throughput: 5.00 s; every split by hand that fits was given up in queue." in lines
+
+
+JOBS = """import json, os, sys
+for number, line in enumerate(sys.stdin):
+    job, result = line.rstrip("\\n").split("\\t")
+    if {dies}:
+        sys.exit("RuntimeError: y")
+    with open(result, "w") as file:
+        json.dump({"pid": os.getpid()}, file)
+    print("a line of something else")
+    print("job done", flush=True)
+"""
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Workers]:
+    def start(dies: str) -> Workers:
+        (tmp_path / "stand_in.py").write_text(JOBS.replace("{dies}", dies))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(validate_worker, "MODULE", "stand_in")
+        return Workers()
+
+    return start
+
+
+def test_engines_share_a_process_where_they_may(jobs: Callable[[str], Workers]) -> None:
+    alone, shared = case_of("a"), replace(case_of("b"), shares_process=True)
+    workers = jobs("False")
+    pids = [workers.run(job)["pid"] for job in ("cpu", alone, shared, shared, alone, shared)]
+    workers.close()
+    assert pids[2] == pids[3]
+    assert len(set(pids)) == 5
+
+
+def test_a_job_that_fails_in_a_used_process_is_tried_in_a_fresh_one(
+    jobs: Callable[[str], Workers],
 ) -> None:
-    def run(code: int, stderr: str, text: str) -> dict[str, Any]:
-        def fake(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-            assert argv[:3] == [sys.executable, "-m", "harness.forecast.validate_engine"]
-            if text:
-                Path(argv[-1]).write_text(text)
-            return subprocess.CompletedProcess(argv, code, "", stderr)
+    shared = replace(case_of("b"), shares_process=True)
+    workers = jobs("number == 1")
+    pids = [workers.run(shared)["pid"] for _ in range(2)]
+    workers.close()
+    assert pids[0] != pids[1]
+    workers = jobs("True")
+    assert workers.run(shared) == {"failed": "RuntimeError: y"}
+    workers.close()
 
-        monkeypatch.setattr(command.subprocess, "run", fake)
-        return command.in_process("cpu")
 
-    assert run(0, "", '{"a": 1.0}') == {"a": 1.0}
-    assert run(1, "x\nRuntimeError: y\n", "") == {"failed": "RuntimeError: y"}
-    assert run(-9, "", "") == {"failed": "exit code -9"}
+def test_a_process_ends_where_an_engine_leaves_memory_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(validate_engine, "probe_rates", lambda device: {"of": 1.0})
+    job, result = tmp_path / "job", tmp_path / "result"
+    job.write_bytes(pickle.dumps("cpu"))
+    rest = iter([f"{job}\t{result}\n"] * 3)
+    assert validate_engine.main(rest) == 0
+    assert next(rest, None) is None
+    assert json.loads(result.read_text()) == {"of": 1.0}
+    held = iter([0, 2**29])
+    monkeypatch.setattr(validate_engine, "_gpu_bytes", lambda: next(held))
+    rest = iter([f"{job}\t{result}\n"] * 3)
+    validate_engine.main(rest)
+    assert len(list(rest)) == 1
 
 
 @pytest.mark.gpu
