@@ -73,8 +73,9 @@ class EngineCore:
     calls. The tokens that the step behind needs are read on the device. Within a call two steps
     are in flight, and a request that is added between calls waits for one: the step in flight.
 
-    Moves of blocks between the tiers, which a plan decides, are enqueued behind the step before it
-    and before its own work. A call begins by telling the scheduler which moves are done. Where all
+    Moves of blocks between the tiers, which a plan decides, run behind the step before it. Those
+    that the plan's own work waits for are enqueued before it, many others while the host waits for
+    tokens. A call begins by telling the scheduler which moves are done. Where all
     sequences wait for loads, a call waits for one piece of them, and returns no tokens if nothing
     can run then either.
 
@@ -213,6 +214,7 @@ class EngineCore:
         """Wait for the step in flight and commit it; `behind` is in flight then."""
         begin_s = perf_counter()
         try:
+            self.transfers.enqueue_until(flight.mark)
             flight.mark.wait()
             end_s = perf_counter()
             sampled = self._read(flight)
@@ -243,13 +245,12 @@ class EngineCore:
         self._end_s = end_s
         return events
 
-    def _read(self, flight: _Flight) -> dict[int, SampledToken]:
-        """Return the tokens of a step that ran, by seq_id."""
+    def _read(self, flight: _Flight) -> dict[int, SampledToken | None]:
+        """Return the tokens of a step that ran, by seq_id; None where the logits were unusable."""
         if flight.pending is None:
             return {}
         sequences = [item.sequence for item in flight.plan.sampling]
-        ended = {row for row, sequence in enumerate(sequences) if sequence.is_finished}
-        tokens = self._sampler.collect(flight.pending, ended)
+        tokens = self._sampler.collect(flight.pending)
         return {s.seq_id: token for s, token in zip(sequences, tokens, strict=True)}
 
     def _discard(self, num_kept: int) -> None:

@@ -130,6 +130,9 @@ class Mark(Protocol):
     def wait(self) -> None:
         """Block until the work before it is done."""
 
+    def is_done(self) -> bool:
+        """Return whether the work before it is done, without waiting."""
+
 
 class Graph(Protocol):
     """A captured step."""

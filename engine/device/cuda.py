@@ -190,6 +190,10 @@ class CUDAMark:
         """Block until the event is done; other threads may run meanwhile."""
         self._event.synchronize()
 
+    def is_done(self) -> bool:
+        """Return whether the event is done, without waiting."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
 
 class CUDADevice:
     """The current CUDA device."""

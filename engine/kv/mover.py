@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -101,12 +102,14 @@ class _IdSlots:
 class BlockMover:
     """Copies blocks on one stream for each direction.
 
-    Moves of a batch are cut into pieces. A piece is enqueued behind all compute enqueued before
-    `submit` and behind the moves that its moves name; so a store reads what was computed, and a
-    load overwrites nothing that is still read. Neighbouring blocks that stay neighbours and are
-    large enough together go by DMA, the others by one kernel. Nothing waits on the caller's
-    thread, except that a move that names a staged one, or a step that waits for one, does, and
-    that the numbers of a piece of small blocks wait for a place among 64.
+    Moves are enqueued in pieces, in the order of their decision: one piece by `submit`, and those
+    that a step waits for; the others by `enqueue_more`, as enqueuing the thousand blocks of a long
+    prefix at once takes longer than a step. A piece runs behind all compute enqueued before the
+    `submit` that took it and behind the moves that its moves name; so a store reads what was
+    computed, and a load overwrites nothing that is still read. Neighbouring blocks that stay
+    neighbours and are large enough together go by DMA, the others by one kernel. Nothing waits on
+    the caller's thread, except that a move that names a staged one, or a step that waits for one,
+    does, and that the numbers of a piece of small blocks wait for a place among 64.
 
     Args:
         device: Runs the copies.
@@ -142,30 +145,46 @@ class BlockMover:
                     for kind, stream in self._streams.items()
                 }
         self._staging = Staging(device, gpu, host.pageable) if host.num_pageable else None
+        self._queued: dict[int, Move] = {}
+        """Moves that were submitted and not enqueued, oldest first."""
         self._points: dict[int, _Point] = {}
+        """Of moves that were enqueued."""
         self._under_way: dict[str, deque[tuple[_Point, list[int]]]] = {}
 
     def submit(self, batch: MoveBatch) -> None:
-        """Enqueue a batch, and let the compute stream wait for the moves that it names.
+        """Take a batch, and let the compute stream wait for the moves that it names.
 
-        A batch whose submission failed may be submitted again, with nothing submitted, enqueued or
-        polled in between: what is enqueued of it stays so.
+        Enqueues a piece, and what must be before the named moves are. A batch whose submission
+        failed may be submitted again, with nothing submitted or polled in between: what is enqueued
+        of it stays so.
 
         Stream: behind what is enqueued on the current stream; what follows there waits.
         """
-        moves = [move for move in batch.moves if move.move_id not in self._points]
+        known = self._points.keys() | self._queued.keys()
+        moves = {move.move_id: move for move in batch.moves if move.move_id not in known}
         for kind, stream in self._streams.items():
-            if any(move.kind == kind for move in moves):
+            if any(move.kind == kind for move in moves.values()):
                 stream.after_compute()
-        for first in range(0, len(moves), self._piece):
-            for group in _levels(moves[first : first + self._piece]):
-                self._enqueue(group)
+        self._queued.update(moves)
+        self._enqueue_through(batch.waits)
+        if moves:
+            self.enqueue_more()
         points = {id(point): point for point in self._points_of(batch.waits)}
         for point in points.values():
             if isinstance(point, _StreamPoint):
                 point.stream.compute_after(point.event)
             else:
                 point.wait()
+
+    def enqueue_more(self) -> None:
+        """Enqueue the next piece of what was submitted, if any is left.
+
+        Stream: behind what was enqueued on the current stream when it was submitted.
+        """
+        for group in _levels(list(islice(self._queued.values(), self._piece))):
+            self._enqueue(group)
+            for move in group:
+                del self._queued[move.move_id]
 
     def poll(self) -> list[int]:
         """Return moves that were found done, each once; waits for nothing."""
@@ -179,14 +198,17 @@ class BlockMover:
 
     def wait(self, move_ids: Iterable[int]) -> None:
         """Block until moves are done; `poll` then returns them. Unknown ones are done."""
+        move_ids = tuple(move_ids)
+        self._enqueue_through(move_ids)
         for point in self._points_of(move_ids):
             point.wait()
 
     def wait_next(self) -> None:
         """Block until one more piece is done, of loads where any is under way; `poll` returns it.
 
-        Returns at once where nothing is under way.
+        All that was submitted is enqueued first. Returns at once where nothing is under way.
         """
+        self._enqueue_through(self._queued)
         for name in ("load", "staged", "store"):
             queue = self._under_way.get(name)
             if queue:
@@ -209,15 +231,22 @@ class BlockMover:
     @property
     def num_under_way(self) -> int:
         """Moves that `poll` has not returned."""
-        return len(self._points)
+        return len(self._points) + len(self._queued)
+
+    @property
+    def num_queued(self) -> int:
+        """Those of them that are not enqueued yet."""
+        return len(self._queued)
 
     @property
     def is_loading(self) -> bool:
         """Whether some of them may be loads: copies to the GPU, or staged ones."""
-        return bool(self._under_way.get("load") or self._under_way.get("staged"))
+        queued = any(move.kind == "load" for move in self._queued.values())
+        return queued or bool(self._under_way.get("load") or self._under_way.get("staged"))
 
     def close(self) -> None:
-        """Wait for all moves and end the staging thread."""
+        """Wait for all moves that were enqueued, and end the staging thread."""
+        self._queued.clear()
         try:
             self.wait(list(self._points))
         finally:
@@ -225,6 +254,12 @@ class BlockMover:
                 self._staging.close()
             self._points.clear()
             self._under_way.clear()
+
+    def _enqueue_through(self, move_ids: Iterable[int]) -> None:
+        """Enqueue pieces until none of these moves is left."""
+        last = max((move_id for move_id in move_ids if move_id in self._queued), default=None)
+        while last in self._queued:
+            self.enqueue_more()
 
     def _points_of(self, move_ids: Iterable[int]) -> list[_Point]:
         return [self._points[move_id] for move_id in move_ids if move_id in self._points]

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from engine.device.base import Mark
 from engine.errors import EngineError
 from engine.kv.moves import MoveBatch
 
@@ -22,7 +23,14 @@ class Mover(Protocol):
     """Executes the moves of one group; see engine.kv.mover.BlockMover."""
 
     def submit(self, batch: MoveBatch) -> None:
-        """Enqueue a batch."""
+        """Take a batch, and enqueue of it what a step waits for."""
+
+    def enqueue_more(self) -> None:
+        """Enqueue the next piece of what was submitted."""
+
+    @property
+    def num_queued(self) -> int:
+        """Moves that were submitted and not enqueued."""
 
     def poll(self) -> list[int]:
         """Return moves that are done."""
@@ -57,9 +65,10 @@ class Transfers:
         return sum(mover.num_under_way for mover in self._movers if mover is not None)
 
     def submit(self) -> None:
-        """Enqueue all moves decided so far, and let what follows wait for those that it must.
+        """Hand on all moves decided so far, and let what follows wait for those that it must.
 
-        Where it raises, the next call goes on where it stopped.
+        Each call enqueues at least one piece of what is left to each mover, so that all are
+        enqueued in the end. Where it raises, the next call goes on where it stopped.
 
         Raises:
             EngineError: A group without a host tier was to move blocks.
@@ -73,12 +82,25 @@ class Transfers:
             if mover is not None:
                 if batch:
                     mover.submit(batch)
+                elif mover.num_queued:
+                    mover.enqueue_more()
             elif batch:
                 raise EngineError(
                     f"moves: expected none of group {group}, which has no host tier, got "
                     f"{len(batch.moves)}."
                 )
             self._outbox.popleft()
+
+    def enqueue_until(self, mark: Mark) -> None:
+        """Enqueue what is left while the device works, until it passes a mark.
+
+        So a load of many blocks takes host time that would be spent waiting.
+
+        Stream: behind what was enqueued on the current stream when the moves were submitted.
+        """
+        for mover in self._movers:
+            while mover is not None and mover.num_queued and not mark.is_done():
+                mover.enqueue_more()
 
     def poll(self) -> None:
         """Tell the source what is done; waits for nothing."""

@@ -43,6 +43,9 @@ class LateMark:
     def wait(self) -> None:
         self._work.run(self._stop)
 
+    def is_done(self) -> bool:
+        return self._work._done >= self._stop
+
 
 def make_late(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LateWork:
     """Let the device work of an engine run no earlier than it must; no other may run meanwhile."""

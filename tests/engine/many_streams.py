@@ -195,6 +195,10 @@ class _Mark:
     def wait(self) -> None:
         self._streams.until(self._event)
 
+    def is_done(self) -> bool:
+        with self._streams.lock:
+            return self._event.queue.done >= self._event.stop
+
 
 def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines that are built from now on have simulated copy streams."""

@@ -12,6 +12,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineError
+from engine.kv import mover
 from engine.kv.mover import BlockMover
 from engine.kv.moves import MoveBatch
 from engine.kv.pool_view import PoolView
@@ -39,8 +40,9 @@ def alone() -> Alone:
 def open_stormy(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, family: str = "llama", **keywords: Any
 ) -> LLM:
-    """Open an engine on simulated streams, its KV blocks poisoned."""
+    """Open an engine on simulated streams, its KV blocks poisoned, moves in pieces of 3."""
     simulate(monkeypatch)
+    monkeypatch.setattr(mover, "piece_moves", lambda *_: 3)
     given = {"num_window": 24, "pinned": 34, "pageable": 4, "stage_blocks": 16, **keywords}
     tiers(monkeypatch, given.pop("num_gpu", 16), **given)
     llm = open_llm(

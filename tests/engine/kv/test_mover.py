@@ -106,6 +106,26 @@ def test_poll_waits_for_nothing_and_returns_each_move_once():
     mover.close()
 
 
+def test_a_piece_is_enqueued_at_a_time_and_what_is_waited_for_before(monkeypatch):
+    monkeypatch.setattr(mover_module, "piece_moves", lambda *_: 1)
+    mover, gpu, _ = make()
+    mover.submit(batch(*(Move(i, "load", 4 + i, i) for i in range(4))))
+    assert (mover.num_queued, mover.num_under_way, mover.stats.loaded_bytes) == (3, 4, 64)
+    assert mover.is_loading
+    mover.submit(batch(waits=[1]))
+    assert (mover.num_queued, firsts(gpu)) == (2, [100, 101, 2, 3])
+    mover.enqueue_more()
+    assert mover.num_queued == 1
+    mover.wait_next()
+    assert mover.num_queued == 0
+    mover.wait([3])
+    assert sorted(mover.poll()) == [0, 1, 2, 3]
+    assert firsts(gpu) == [100, 101, 102, 103]
+    mover.enqueue_more()
+    assert mover.num_under_way == 0
+    mover.close()
+
+
 def test_pageable_blocks_go_through_staging():
     mover, gpu, host = make(num_pinned=1, num_pageable=3)
     mover.submit(batch(Move(0, "store", 0, 5), Move(1, "store", 1, 4), Move(2, "load", 7, 2)))

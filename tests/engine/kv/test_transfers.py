@@ -5,6 +5,7 @@ import torch
 
 from engine.device.cpu import CPUDevice
 from engine.errors import EngineError
+from engine.kv import mover as mover_module
 from engine.kv.host_blocks import HostBlocks
 from engine.kv.mover import BlockMover
 from engine.kv.moves import Move, MoveBatch
@@ -71,6 +72,34 @@ def test_loads_are_waited_for_before_stores():
     assert sorted(source.done) == [(0, 0), (1, 0), (1, 1)]
     one.close()
     two.close()
+
+
+class CountedMark:
+    def __init__(self, questions):
+        self.questions = questions
+
+    def is_done(self):
+        self.questions -= 1
+        return self.questions < 0
+
+
+def test_pieces_are_enqueued_until_a_mark_and_one_by_each_submission(monkeypatch):
+    monkeypatch.setattr(mover_module, "piece_moves", lambda *_: 1)
+    mover, gpu, host = mover_of(num_gpu=6, num_pinned=6)
+    host.pinned.fill_(9)
+    source = Source((moves(*((i, "load", 6 + i, i) for i in range(6))),))
+    transfers = Transfers(source, [mover])
+    transfers.submit()
+    assert mover.num_queued == 5
+    transfers.enqueue_until(CountedMark(2))
+    assert mover.num_queued == 3
+    transfers.submit()
+    assert (mover.num_queued, transfers.num_under_way) == (2, 6)
+    transfers.enqueue_until(CountedMark(9))
+    assert mover.num_queued == 0
+    transfers.drain()
+    assert sorted(source.done) == [(0, i) for i in range(6)]
+    assert gpu[:, 0].tolist() == [9] * 6
 
 
 def test_a_submission_that_failed_goes_on_where_it_stopped(monkeypatch):
