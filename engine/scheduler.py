@@ -109,6 +109,7 @@ class Scheduler:
             )
         self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
         self._queues.waiting.append(sequence)
+        self._groups.content.prepare(sequence)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End the unfinished sequences of a request with reason abort and return them.
@@ -225,9 +226,7 @@ class Scheduler:
         Raises:
             EngineError: One was completed before, or never taken.
         """
-        pool = self._groups.pools[group]
-        for move_id in move_ids:
-            pool.complete(move_id)
+        self._groups.pools[group].complete(tuple(move_ids))
         self._queues.note_loaded()
 
     @property

@@ -1,7 +1,7 @@
 """What blocks of sequences hold: their keys, what is found of them, and what is kept of them."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from engine.kv.choice import swap_or_recompute
@@ -59,28 +59,34 @@ class BlockContent:
         keys = self._keys(sequence, num_tokens) if self._may_find(sequence) else []
         asked = min(len(keys), (num_tokens - 1) // self.block_size)
         count = asked if limit is None else min(asked, limit)
+        matches = []
         for pool, window in self._groups:
-            if count:
-                count = self._usable(pool, window, keys[:count])
+            if window is None:
+                matches.append(pool.match(keys[:count], count * self.block_size + 1))
+                count = len(matches[-1].blocks)
+            else:
+                findable = pool.findable(keys[:count])
+                count = usable_prefix(findable, window, self.block_size)
         gone = tuple(
             num_expired(count * self.block_size, w, self.block_size) for w in self._windows
         )
-        matches = []
-        for pool, first in zip(self._pools, gone, strict=True):
-            match = pool.match(keys[first:count], (count - first) * self.block_size + 1)
-            missed = asked - count
-            matches.append(replace(match, num_asked=len(match.blocks) + missed))
+        for group, (pool, window) in enumerate(self._groups):
+            first = gone[group]
+            if window is not None:
+                num_tokens = (count - first) * self.block_size + 1
+                matches.insert(group, pool.match(keys[first:count], num_tokens))
+            matches[group] = matches[group].cut(count - first, missed=asked - count)
         return Found(count, gone, tuple(matches))
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Make the keys of a sequence's prompt, so that the step that admits it need not."""
+        if self.policy.prefix_caching:
+            self._keys(sequence, sequence.num_tokens)
 
     def num_shared(self, found: Found) -> tuple[int, ...]:
         """Return for each group how many of the blocks found take no room, as they have owners."""
-        return tuple(
-            sum(
-                block_id < pool.num_gpu_blocks and pool.ref_count(block_id) > 0
-                for block_id in m.blocks
-            )
-            for pool, m in zip(self._pools, found.matches, strict=True)
-        )
+        matches = zip(self._pools, found.matches, strict=True)
+        return tuple(pool.num_owned_gpu(match.blocks) for pool, match in matches)
 
     def can_claim(self, found: Found, in_place: int) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
@@ -209,8 +215,3 @@ class BlockContent:
                 salt = f"request {salt}"
             chain = self._chains[sequence.seq_id] = KeyChain(self._hasher, salt)
         return chain.extend(sequence.tokens, num_tokens)
-
-    def _usable(self, pool: TieredBlockPool, window: int | None, keys: SequenceOf[bytes]) -> int:
-        if window is None:
-            return len(pool.match(keys, len(keys) * self.block_size + 1).blocks)
-        return usable_prefix(pool.findable(keys), window, self.block_size)

@@ -64,10 +64,25 @@ class BlockHasher:
                 f"block hasher: expected {self.block_size} tokens, got {len(token_ids)}. Only full "
                 "blocks have keys."
             )
+        return self.keys(parent, token_ids)[0]
+
+    def keys(self, parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the keys of the full blocks that follow `parent`, in order.
+
+        Args:
+            parent: The key of the block before, or a root.
+            token_ids: What follows that block; of the last block what is there is left out if it is
+                not full.
+        """
         values = array("q", token_ids)
         if byteorder == "big":
             values.byteswap()
-        return hashlib.blake2b(parent + values.tobytes(), digest_size=DIGEST_BYTES).digest()
+        raw, size = values.tobytes(), self.block_size * values.itemsize
+        keys, digest = [], hashlib.blake2b
+        for start in range(0, len(raw) - size + 1, size):
+            parent = digest(parent + raw[start : start + size], digest_size=DIGEST_BYTES).digest()
+            keys.append(parent)
+        return keys
 
 
 class KeyChain:
@@ -92,7 +107,8 @@ class KeyChain:
             num_tokens: How many tokens the sequence has.
         """
         size = self._hasher.block_size
-        for start in range(len(self.keys) * size, num_tokens - size + 1, size):
+        start, stop = len(self.keys) * size, num_tokens - num_tokens % size
+        if stop > start:
             parent = self.keys[-1] if self.keys else self._root
-            self.keys.append(self._hasher.key(parent, tokens(start, start + size)))
+            self.keys += self._hasher.keys(parent, tokens(start, stop))
         return self.keys

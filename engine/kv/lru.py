@@ -1,56 +1,39 @@
 """Lists of block ids in order of arrival, and one clock for all of them."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from itertools import count
 
 
 class Clock:
     """Counts arrivals, so that lists can be compared."""
 
     def __init__(self) -> None:
-        self._now = 0
+        self._ticks = count(1)
 
     def tick(self) -> int:
         """Return a number greater than all before."""
-        self._now += 1
-        return self._now
+        return next(self._ticks)
 
 
-class BlockList:
-    """Block ids, the longest in the list first; any can leave in constant time.
+class BlockList(OrderedDict[int, int]):
+    """Block ids and when they came, the longest in the list first; any can leave at once.
+
+    `del blocks[block_id]` takes a block out, `blocks[block_id]` is its stamp.
 
     Args:
         clock: Stamps arrivals; stamps of one clock can be compared.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._stamps: OrderedDict[int, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._stamps)
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate from the oldest on."""
-        return iter(self._stamps)
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._stamps
+        super().__init__()
+        self._tick = clock.tick
 
     def push(self, block_id: int) -> None:
         """Append a block that is not in the list."""
-        assert block_id not in self._stamps
-        self._stamps[block_id] = self._clock.tick()
-
-    def remove(self, block_id: int) -> None:
-        """Take a block out of the list."""
-        del self._stamps[block_id]
+        assert block_id not in self
+        self[block_id] = self._tick()
 
     @property
     def oldest(self) -> int:
         """The block that came first; the list is not empty."""
-        return next(iter(self._stamps))
-
-    def stamp(self, block_id: int) -> int:
-        """Return when a block of the list came."""
-        return self._stamps[block_id]
+        return next(iter(self))

@@ -1,7 +1,8 @@
 """Copies of blocks between the tiers, from their decision to their completion."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
@@ -50,12 +51,11 @@ class MoveLedger:
     """
 
     def __init__(self) -> None:
-        self._next_id = 0
+        self._next_id = self._first_not_taken = 0
         self._in_flight: dict[int, Move] = {}
         self._outbox: list[Move] = []
-        self._not_taken: set[int] = set()
         self._waits: set[int] = set()
-        self._touching: dict[int, set[int]] = {}
+        self._touching: dict[int, tuple[int, ...]] = {}
         self._incoming: dict[int, int] = {}
 
     @property
@@ -63,44 +63,60 @@ class MoveLedger:
         """Moves that are not complete."""
         return len(self._in_flight)
 
-    def is_in_flight(self, move_id: int) -> bool:
-        """Return whether a move is not complete."""
-        return move_id in self._in_flight
+    def are_done(self, move_ids: Iterable[int]) -> bool:
+        """Return whether all of these moves are complete."""
+        return self._in_flight.keys().isdisjoint(move_ids)
 
     def is_touched(self, block_id: int) -> bool:
         """Return whether a move in flight reads or writes the block."""
         return block_id in self._touching
 
-    def incoming(self, block_id: int) -> int | None:
-        """Return the move in flight that brings the block's content, if one does."""
-        return self._incoming.get(block_id)
+    def incoming_to(self, block_ids: Iterable[int]) -> frozenset[int]:
+        """Return the moves in flight that bring content of these blocks."""
+        return frozenset(map(self._incoming.get, block_ids)) - {None}  # type: ignore[return-value]
 
-    def start(self, kind: MoveKind, src: int, dst: int) -> Move:
-        """Decide a move: after what brings its source and all that touches its target."""
+    def start(self, kind: MoveKind, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Decide moves: each after what brings its source and all that touches its target.
+
+        Args:
+            kind: Of all of them.
+            sources: Blocks to read.
+            targets: Blocks to write, none of them a source.
+        """
         touching, incoming = self._touching, self._incoming
-        before = touching.get(dst)
-        source = incoming.get(src)
-        after: tuple[int, ...] = ()
-        if before or source is not None:
-            after = tuple(sorted({*(before or ()), *(() if source is None else (source,))}))
-        move_id = self._next_id
-        self._next_id += 1
-        move = Move(move_id, kind, src, dst, after)
-        self._in_flight[move_id] = move
-        self._outbox.append(move)
-        self._not_taken.add(move_id)
-        incoming[dst] = move_id
-        for block_id in (src, dst):
-            if block_id in touching:
-                touching[block_id].add(move_id)
-            else:
-                touching[block_id] = {move_id}
-        return move
+        ids = range(self._next_id, self._next_id + len(sources))
+        self._next_id = ids.stop
+        after: Iterable[tuple[int, ...]] = repeat(())
+        alone = list(zip(ids))
+        is_first = touching.keys().isdisjoint
+        if is_first(sources) and is_first(targets):  # as ever so often, and many at once
+            touching.update(zip(sources, alone, strict=True))
+            touching.update(zip(targets, alone, strict=True))
+        else:
+            after = [
+                self._touch(src, dst, own)
+                for src, dst, own in zip(sources, targets, alone, strict=True)
+            ]
+        incoming.update(zip(targets, ids, strict=True))
+        fields = zip(ids, repeat(kind), sources, targets, after, strict=False)
+        moves = [Move._make(each) for each in fields]
+        self._in_flight.update(zip(ids, moves, strict=True))
+        self._outbox += moves
 
-    def hand_out(self, block_id: int) -> None:
-        """Let the next step wait for all that touches a block, which it may write."""
-        self._waits.update(self._touching.get(block_id, ()))
-        self._incoming.pop(block_id, None)
+    def _touch(self, src: int, dst: int, move_id: tuple[int]) -> tuple[int, ...]:
+        """Note that a move touches its blocks; return the moves that it runs after."""
+        touching, source = self._touching, self._incoming.get(src)
+        before = touching.get(dst, ())
+        touching[dst] = before + move_id
+        touching[src] = touching.get(src, ()) + move_id
+        return before if source is None else tuple(sorted({*before, source}))
+
+    def hand_out(self, block_ids: Iterable[int]) -> None:
+        """Let the next step wait for all that touches these blocks, which it may write."""
+        for block_id in block_ids:
+            if block_id in self._touching:
+                self._waits.update(self._touching[block_id])
+            self._incoming.pop(block_id, None)
 
     def require(self, move_ids: Iterable[int]) -> None:
         """Let the next step wait for these moves, where they are not complete."""
@@ -109,28 +125,40 @@ class MoveLedger:
     def take(self) -> MoveBatch:
         """Return what was decided since the last call."""
         batch = MoveBatch(tuple(self._outbox), frozenset(self._waits))
-        self._outbox, self._not_taken, self._waits = [], set(), set()
+        self._outbox, self._waits, self._first_not_taken = [], set(), self._next_id
         return batch
 
-    def finish(self, move_id: int) -> Move:
-        """Forget a move that is done.
+    def finish(self, move_ids: Collection[int]) -> list[Move]:
+        """Forget moves that are done, all or none.
 
         Raises:
-            EngineError: It is not in flight, or was not taken.
+            EngineError: One is not in flight, was not taken, or is named twice.
         """
-        if move_id not in self._in_flight or move_id in self._not_taken:
-            why = "was never taken" if move_id in self._not_taken else "is not in flight"
+        self._check_can_finish(move_ids)
+        touching, incoming, found = self._touching, self._incoming, []
+        self._waits.difference_update(move_ids)
+        for move_id in move_ids:
+            move = self._in_flight.pop(move_id)
+            found.append(move)
+            if incoming.get(move.dst) == move_id:
+                del incoming[move.dst]
+            for block_id in (move.src, move.dst):
+                others = touching[block_id]
+                if len(others) == 1:
+                    del touching[block_id]
+                else:
+                    touching[block_id] = tuple(other for other in others if other != move_id)
+        return found
+
+    def _check_can_finish(self, move_ids: Collection[int]) -> None:
+        seen: set[int] = set()
+        for move_id in move_ids:
+            is_known = move_id in self._in_flight and move_id not in seen
+            if is_known and move_id < self._first_not_taken:
+                seen.add(move_id)
+                continue
+            why = "was never taken" if is_known else "is not in flight"
             raise EngineError(
                 f"block moves: expected a move that was taken and is not complete, got {move_id}, "
                 f"which {why}. Complete each move once."
             )
-        move = self._in_flight.pop(move_id)
-        self._waits.discard(move_id)
-        if self._incoming.get(move.dst) == move_id:
-            del self._incoming[move.dst]
-        for block_id in (move.src, move.dst):
-            touching = self._touching[block_id]
-            touching.discard(move_id)
-            if not touching:
-                del self._touching[block_id]
-        return move

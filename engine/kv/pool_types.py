@@ -21,6 +21,13 @@ class Match:
     """One block for each key, of the GPU where both tiers have it."""
     num_asked: int
     """Blocks that could have been found."""
+    version: int
+    """Counts changes of what is findable; while it stays, so does this."""
+
+    def cut(self, num_blocks: int, *, missed: int) -> "Match":
+        """Return the first blocks of it, with so many that were asked for beside them."""
+        blocks = self.blocks[:num_blocks]
+        return Match(self.keys[:num_blocks], blocks, len(blocks) + missed, self.version)
 
 
 @dataclass(frozen=True, slots=True)

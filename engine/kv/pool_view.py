@@ -38,6 +38,11 @@ class PoolView:
         """Counts GPU blocks that became owned, free or findable."""
         return self._states.num_gpu_changes
 
+    def num_owned_gpu(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks lie on the GPU and have an owner."""
+        owners, first_host = self._states.owners, self.num_gpu_blocks
+        return len([b for b in block_ids if b < first_host and owners[b]])
+
     def num_allocatable(self, room: Room) -> int:
         """Return how many blocks `allocate` can hand out now."""
         gpu = self._states.num_available_gpu if room != "cpu" else 0
@@ -86,11 +91,12 @@ class PoolView:
 
     def findable(self, keys: Iterable[bytes]) -> list[bool]:
         """Return for each key whether a block of either tier has it."""
-        return [key in self._states.gpu_index or key in self._states.cpu_index for key in keys]
+        gpu, cpu = self._states.gpu_index, self._states.cpu_index
+        return [key in gpu or key in cpu for key in keys]
 
     def is_pending(self, move_ids: Iterable[int]) -> bool:
         """Return whether any of these moves is not complete."""
-        return any(self._states.ledger.is_in_flight(move_id) for move_id in move_ids)
+        return not self._states.ledger.are_done(move_ids)
 
     @property
     def num_moves(self) -> int:

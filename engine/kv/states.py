@@ -4,11 +4,11 @@ Ids 0 to num_gpu - 1 lie on the GPU, those from num_gpu on in the host tier. Of 
 first num_in_place blocks can be read and written by compute where they are; the rest only by moves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.errors import EngineError
 from engine.kv.lru import BlockList, Clock
-from engine.kv.moves import MoveLedger
+from engine.kv.moves import MoveKind, MoveLedger
 
 
 class BlockStates:
@@ -36,7 +36,7 @@ class BlockStates:
         self.gpu_index: dict[bytes, int] = {}
         self.cpu_index: dict[bytes, int] = {}
         self.num_owned_gpu = self.num_owned_cpu = 0
-        self.num_gpu_changes = 0
+        self.num_gpu_changes = self.num_key_changes = 0
         clock = Clock()
         self.gpu_free, self.gpu_idle = BlockList(clock), BlockList(clock)
         # Of the host tier: blocks that compute reaches, then the others.
@@ -44,8 +44,7 @@ class BlockStates:
         self.cpu_spare = (BlockList(clock), BlockList(clock))
         self.cpu_only = (BlockList(clock), BlockList(clock))
         self._where: list[BlockList | None] = [None] * (num_gpu + num_cpu)
-        for block_id in range(num_gpu + num_cpu):
-            self.settle(block_id)
+        self.settle(*range(num_gpu + num_cpu))
 
     def is_gpu(self, block_id: int) -> bool:
         """Return whether a block lies on the GPU."""
@@ -84,42 +83,62 @@ class BlockStates:
             found.append(block_id)
         return found
 
-    def own(self, block_id: int) -> None:
-        """Give a block one more owner; the first takes it out of its list."""
-        owners = self.owners
-        owners[block_id] += 1
-        if owners[block_id] > 1:
-            return
-        where = self._where[block_id]
-        if where is not None:
-            where.remove(block_id)
-            self._where[block_id] = None
-        if block_id < self.num_gpu:
-            self.num_owned_gpu += 1
-            self.num_gpu_changes += 1
-        else:
-            self.num_owned_cpu += 1
-
-    def disown(self, block_id: int) -> None:
-        """Take one owner away. After the last one, call `settle`."""
-        owners = self.owners
-        owners[block_id] -= 1
-        if owners[block_id] == 0:
-            if block_id < self.num_gpu:
-                self.num_owned_gpu -= 1
+    def own(self, block_ids: Iterable[int]) -> None:
+        """Give each block one more owner; the first takes it out of its list."""
+        owners, lists, num_gpu = self.owners, self._where, self.num_gpu
+        gpu = cpu = 0
+        for block_id in block_ids:
+            owners[block_id] += 1
+            if owners[block_id] > 1:
+                continue
+            where = lists[block_id]
+            if where is not None:
+                del where[block_id]
+                lists[block_id] = None
+            if block_id < num_gpu:
+                gpu += 1
             else:
-                self.num_owned_cpu -= 1
+                cpu += 1
+        self.num_owned_gpu += gpu
+        self.num_gpu_changes += gpu
+        self.num_owned_cpu += cpu
 
-    def name_moved(self, block_id: int, key: bytes) -> None:
-        """Let a key name a block that a move has just begun to write: it is in no list.
+    def disown(self, block_ids: Iterable[int]) -> list[int]:
+        """Take one owner from each block; return those that lost the last: `settle` them."""
+        owners, idle = self.owners, []
+        for block_id in block_ids:
+            owners[block_id] -= 1
+            if not owners[block_id]:
+                idle.append(block_id)
+        gpu = len([block_id for block_id in idle if block_id < self.num_gpu])
+        self.num_owned_gpu -= gpu
+        self.num_owned_cpu -= len(idle) - gpu
+        return idle
 
-        Its copy, which the move reads, has an owner or lies on the GPU: it stays where it is.
+    def move(self, kind: MoveKind, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Begin to copy blocks with keys to owned blocks of the other tier, found there at once.
+
+        The host blocks lose an owner: the move keeps them out of the lists.
+
+        Args:
+            kind: From the GPU to the host tier, or back.
+            sources: They have an owner or lie on the GPU.
+            targets: Without keys.
         """
-        self.keys[block_id] = key
-        (self.gpu_index if block_id < self.num_gpu else self.cpu_index)[key] = block_id
+        self.ledger.start(kind, sources, targets)
+        keys = self.keys
+        index = self.cpu_index if kind == "store" else self.gpu_index
+        for source, target in zip(sources, targets, strict=True):
+            key = keys[source]
+            assert key is not None
+            keys[target] = key
+            index[key] = target
+        self.num_key_changes += 1
+        self.disown(targets if kind == "store" else sources)
 
     def set_key(self, block_id: int, key: bytes) -> None:
         """Let a key name a block; none of its tier has that key."""
+        self.num_key_changes += 1
         self.keys[block_id] = key
         (self.gpu_index if self.is_gpu(block_id) else self.cpu_index)[key] = block_id
         self._settle_with_copy(block_id)
@@ -130,24 +149,27 @@ class BlockStates:
         if key is None:
             return
         copy = self.copy_of(block_id)
+        self.num_key_changes += 1
         self.keys[block_id] = None
         del (self.gpu_index if self.is_gpu(block_id) else self.cpu_index)[key]
         self.settle(block_id)
         if copy is not None:
             self.settle(copy)
 
-    def settle(self, block_id: int) -> None:
-        """Put a block into the list where it belongs; in the right one it keeps its age."""
-        home, where = self._home(block_id), self._where[block_id]
-        if home is where:
-            return
-        if block_id < self.num_gpu:
-            self.num_gpu_changes += 1
-        if where is not None:
-            where.remove(block_id)
-        if home is not None:
-            home.push(block_id)
-        self._where[block_id] = home
+    def settle(self, *block_ids: int) -> None:
+        """Put blocks into the lists where they belong; in the right one they keep their age."""
+        lists, num_gpu, home_of = self._where, self.num_gpu, self._home
+        for block_id in block_ids:
+            home, where = home_of(block_id), lists[block_id]
+            if home is where:
+                continue
+            if block_id < num_gpu:
+                self.num_gpu_changes += 1
+            if where is not None:
+                del where[block_id]
+            if home is not None:
+                home.push(block_id)
+            lists[block_id] = home
 
     def is_listed_in_place(self, block_id: int) -> bool:
         """Return whether a host block could be handed out to compute."""

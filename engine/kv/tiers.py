@@ -4,8 +4,8 @@ Block ids and decisions only; the moves that it decides are executed elsewhere.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, islice
 
 from engine.errors import EngineError
 from engine.kv.moves import MoveBatch
@@ -89,7 +89,7 @@ class TieredBlockPool(PoolView):
         gpu = min(n, self._states.num_available_gpu) if room != "cpu" else 0
         # Host blocks first: what leaves the GPU must not be stored to them.
         cpu_blocks = [self._victims.take_in_place() for _ in range(n - gpu)]
-        return [self._victims.take_gpu(for_compute=True) for _ in range(gpu)] + cpu_blocks
+        return self._victims.take_gpu(gpu, for_compute=True) + cpu_blocks
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Give each block one more owner.
@@ -99,8 +99,7 @@ class TieredBlockPool(PoolView):
         """
         for block_id in block_ids:
             self._states.check_owned(block_id)
-        for block_id in block_ids:
-            self._states.own(block_id)
+        self._states.own(block_ids)
 
     def free(self, block_ids: Iterable[int], retain: Retain = "demote") -> None:
         """Take one owner from each block of a sequence, given in the order of its table.
@@ -112,23 +111,20 @@ class TieredBlockPool(PoolView):
         Raises:
             EngineError: A block has fewer owners than are taken, or does not exist.
         """
-        ids = list(block_ids)
+        states, ids = self._states, list(block_ids)
         for block_id, times in Counter(ids).items():
-            self._states.check_id(block_id)
-            if self._states.owners[block_id] < times:
+            if not 0 <= block_id < self.num_blocks:
+                states.check_id(block_id)
+            if states.owners[block_id] < times:
                 raise EngineError(
                     f"block pool: expected block {block_id} to have at least {times} owners, got "
-                    f"{self._states.owners[block_id]}. It is freed twice."
+                    f"{states.owners[block_id]}. It is freed twice."
                 )
-        for block_id in ids:
-            self._states.disown(block_id)
-        idle = [block_id for block_id in dict.fromkeys(ids) if not self._states.owners[block_id]]
+        idle = states.disown(ids)
         self._victims.set_retain(idle, retain)
-        for block_id in idle:
-            if self._states.keys[block_id] is None:
-                self._states.settle(block_id)
-        for block_id in reversed(idle):  # the tail is the older
-            self._states.settle(block_id)
+        nameless = [block_id for block_id in idle if states.keys[block_id] is None]
+        states.settle(*nameless)
+        states.settle(*reversed(idle))  # the tail is the older
 
     def register(self, block_id: int, key: bytes) -> bool:
         """Make a full, computed block findable; return whether it is.
@@ -155,7 +151,8 @@ class TieredBlockPool(PoolView):
         """
         asked = min(len(keys), max(0, num_tokens - 1) // self.block_size)
         found = self._states.find(islice(keys, asked))
-        return Match(tuple(keys[: len(found)]), tuple(found), asked)
+        version = self._states.num_key_changes
+        return Match(tuple(keys[: len(found)]), tuple(found), asked, version)
 
     def can_claim(self, match: Match, n: int, room: Room = "gpu", *, in_place: int = 0) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
@@ -185,7 +182,8 @@ class TieredBlockPool(PoolView):
         Raises:
             EngineError: There are not enough blocks (ask `can_claim` first), or the match is old.
         """
-        if self._states.find(match.keys) != list(match.blocks):
+        is_new = match.version == self._states.num_key_changes
+        if not is_new and self._states.find(match.keys) != list(match.blocks):
             raise EngineError(
                 "block pool: expected a match made just now, got one that names other blocks than "
                 "would be found now. Match again."
@@ -198,8 +196,7 @@ class TieredBlockPool(PoolView):
                 f"{self._states.num_available_in_place} CPU blocks. Ask can_claim first."
             )
         states, victims = self._states, self._victims
-        for block_id in match.blocks:
-            states.own(block_id)  # none of them may give way to the others
+        states.own(match.blocks)  # none of them may give way to the others
         first_host = states.num_gpu
         hosts = [b for b in match.blocks if b >= first_host and b not in stay]
         loads = len(hosts)
@@ -210,9 +207,8 @@ class TieredBlockPool(PoolView):
         on_gpu = len(match.blocks) - loads - len(stay)
         missed = match.num_asked - len(match.blocks)
         self.stats.count_claim(on_gpu, loads, len(stay), missed, resumed=resumed)
-        brought = (states.ledger.incoming(block_id) for block_id in table)
-        pending = frozenset(move_id for move_id in brought if move_id is not None)
-        gpu_blocks = [victims.take_gpu(for_compute=True) for _ in range(gpu)]
+        pending = states.ledger.incoming_to(table)
+        gpu_blocks = victims.take_gpu(gpu, for_compute=True)
         return Claim(table + gpu_blocks + cpu_blocks, len(table), pending)
 
     def swap_out(self, table: Sequence[int], keys: Sequence[bytes]) -> int:
@@ -240,7 +236,7 @@ class TieredBlockPool(PoolView):
         lone = [b for b in table if states.keys[b] is not None and states.owners[b] == 1]
         lacking = [b for b in lone if states.is_gpu(b) and states.copy_of(b) is None]
         protect = {copy for b in lone if (copy := states.copy_of(b)) is not None}
-        stored = self._store_all(lacking, protect)
+        stored = self._victims.store(lacking, protect)
         self.stats.stores_skipped += len(lacking) - stored
         self.free(table)
         remaining = len(self._states.find(keys[: len(table)]))
@@ -282,9 +278,7 @@ class TieredBlockPool(PoolView):
     def evict_idle(self) -> None:
         """Take all content without an owner off the GPU, as if its blocks were needed."""
         states = self._states
-        self._store_lacking(list(states.gpu_idle), None)
-        while states.gpu_idle:
-            self._victims.evict(states.gpu_idle.oldest)
+        self._victims.evict(list(states.gpu_idle))
 
     def reset(self, tier: Tier | None = None) -> None:
         """Forget all keys of a tier, or of both; owners keep their blocks, moves go on."""
@@ -297,15 +291,16 @@ class TieredBlockPool(PoolView):
         """Return what is to be copied before the next step, and what that step waits for."""
         return self._states.ledger.take()
 
-    def complete(self, move_id: int) -> None:
-        """Note that a move is done on the device.
+    def complete(self, move_ids: Collection[int]) -> None:
+        """Note that moves are done on the device.
 
         Raises:
-            EngineError: It was completed before, or never taken.
+            EngineError: One was completed before, or never taken.
         """
-        move = self._states.ledger.finish(move_id)
-        self._states.settle(move.src)
-        self._states.settle(move.dst)
+        states = self._states
+        moves = states.ledger.finish(move_ids)
+        blocks = chain.from_iterable([(move.src, move.dst) for move in moves])
+        states.settle(*[b for b in blocks if not states.owners[b]])  # others are in no list
 
     def require(self, move_ids: Iterable[int]) -> None:
         """Let the next step wait for moves on the device, such as a claim's pending ones."""
@@ -314,14 +309,15 @@ class TieredBlockPool(PoolView):
     def _can_claim(self, match: Match, n: int, room: Room, stay: frozenset[int]) -> bool:
         states = self._states
         first_host, owners = states.num_gpu, states.owners
-        gpu, cpu = states.num_available_gpu, states.num_available_in_place
-        for block_id in match.blocks:
-            if block_id >= first_host:
-                gpu -= block_id not in stay
-                cpu -= not owners[block_id] and states.is_listed_in_place(block_id)
-            elif not owners[block_id]:
-                gpu -= 1
-        rooms = {"gpu": gpu, "cpu": cpu, "either": gpu + cpu}
+        idle = [block_id for block_id in match.blocks if not owners[block_id]]
+        loads = len([block_id for block_id in match.blocks if block_id >= first_host]) - len(stay)
+        idle_gpu = len([block_id for block_id in idle if block_id < first_host])
+        gpu = states.num_available_gpu - loads - idle_gpu
+        if room == "gpu":
+            return 0 <= n <= gpu
+        cpu = states.num_available_in_place
+        cpu -= sum(b >= first_host and states.is_listed_in_place(b) for b in idle)
+        rooms = {"cpu": cpu, "either": gpu + cpu}
         return gpu >= 0 and 0 <= n <= rooms[room]
 
     def _stay_in_place(self, match: Match, most: int) -> frozenset[int]:
@@ -337,17 +333,4 @@ class TieredBlockPool(PoolView):
         states = self._states
         protect = {copy for b in idle if (copy := states.copy_of(b)) is not None}
         lacking = [b for b in idle if states.copy_of(b) is None and self._victims.may_store(b)]
-        return self._store_all(lacking[:most], protect)
-
-    def _store_all(self, block_ids: Sequence[int], protect: set[int]) -> int:
-        """Store the first GPU blocks, as many as host blocks can be had for; return how many."""
-        hosts: list[int] = []
-        for _ in block_ids:
-            host = self._victims.take_for_store(protect)
-            if host is None:
-                break
-            hosts.append(host)
-        # Numbers rise together where they can, so that neighbours stay neighbours.
-        for block_id, host in zip(sorted(block_ids[: len(hosts)]), sorted(hosts), strict=True):
-            self._victims.store(block_id, host)
-        return len(hosts)
+        return self._victims.store(lacking[:most], protect)

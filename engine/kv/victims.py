@@ -1,7 +1,8 @@
 """Which block gives way to which, and the moves that save its content."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Sequence
+from heapq import merge
+from itertools import chain, islice
 
 from engine.kv.pool_types import PoolStats, Retain
 from engine.kv.states import BlockStates
@@ -39,22 +40,22 @@ class Victims:
         """Return whether the content of a GPU block is to be stored when the block is taken."""
         return block_id not in self._not_stored
 
-    def take_gpu(self, *, for_compute: bool) -> int:
-        """Hand out a GPU block with one owner; there is one without.
+    def take_gpu(self, n: int, *, for_compute: bool) -> list[int]:
+        """Hand out GPU blocks with one owner each; there are so many without.
 
         Args:
-            for_compute: The next step may write it, and waits for moves that still touch it; a move
-                that writes it waits for them itself.
+            n: How many.
+            for_compute: The next step may write them, and waits for moves that still touch them; a
+                move that writes one waits for them itself.
         """
         states = self._states
-        is_free = len(states.gpu_free) > 0
-        block_id = (states.gpu_free if is_free else states.gpu_idle).oldest
-        states.own(block_id)
-        if not is_free:
-            self.evict(block_id)
+        taken = list(islice(chain(states.gpu_free, states.gpu_idle), n))
+        num_free = min(n, len(states.gpu_free))
+        states.own(taken)
+        self.evict(taken[num_free:])
         if for_compute:
-            states.ledger.hand_out(block_id)
-        return block_id
+            states.ledger.hand_out(taken)
+        return taken
 
     def take_in_place(self) -> int:
         """Hand out a host block that compute reaches, with one owner; there is one without."""
@@ -62,74 +63,77 @@ class Victims:
         lists = (states.cpu_free[0], states.cpu_spare[0], states.cpu_only[0])
         block_id = next(chain.from_iterable(lists))
         self._clear_host(block_id)
-        states.own(block_id)
+        states.own((block_id,))
         return block_id
 
-    def take_for_store(self, protect: Collection[int] = ()) -> int | None:
-        """Hand out a host block without key, with an owner until `store` begins; or None.
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Take the content off GPU blocks that nobody needs any more, the oldest first.
+
+        Those without a copy are stored, as far as host blocks can be had for them.
+        """
+        states, stats = self._states, self._stats
+        copies = [states.copy_of(block_id) for block_id in block_ids]
+        lacking = [
+            block_id
+            for block_id, copy in zip(block_ids, copies, strict=True)
+            if copy is None and self.may_store(block_id)
+        ]
+        stored = self.store(lacking, {copy for copy in copies if copy is not None})
+        if states.num_cpu:
+            stats.stores_skipped += len(lacking) - stored
+        for block_id in block_ids:
+            if states.copy_of(block_id) is None:
+                stats.evicted_lost += 1
+            else:
+                stats.evicted_kept += 1
+            self._not_stored.discard(block_id)
+            states.drop_key(block_id)
+
+    def store(self, block_ids: Sequence[int], protect: Collection[int]) -> int:
+        """Copy the first of some GPU blocks with keys, as many as host blocks can be had for.
+
+        Their content is findable in the host tier at once.
 
         Args:
+            block_ids: Without a copy there.
             protect: Host blocks that must not give way.
+
+        Returns:
+            How many.
+        """
+        hosts = self._take_for_store(len(block_ids), protect)
+        # Numbers rise together where they can, so that neighbours stay neighbours.
+        self._states.move("store", sorted(block_ids[: len(hosts)]), sorted(hosts))
+        self._stats.stores += len(hosts)
+        return len(hosts)
+
+    def _take_for_store(self, n: int, protect: Collection[int]) -> list[int]:
+        """Take up to n host blocks, without keys, with an owner each until the move begins.
+
+        Free ones first, then the oldest copies of what is on the GPU, then the oldest content.
         """
         states = self._states
-        for blocks in states.cpu_free:
-            if blocks:
-                block_id = blocks.oldest
-                states.own(block_id)
-                return block_id
+        if not n:
+            return []
+        taken = list(islice(chain(*states.cpu_free), n))
         for pair in (states.cpu_spare, states.cpu_only):
-            oldest = [
-                (blocks.stamp(block_id), block_id)
-                for blocks in pair
-                for block_id in _first_outside(blocks, protect)
-            ]
-            if oldest:
-                block_id = min(oldest)[1]
-                states.own(block_id)
-                self._clear_host(block_id)
-                return block_id
-        return None
-
-    def evict(self, block_id: int) -> None:
-        """Take the content off a GPU block that nobody needs any more."""
-        states, stats = self._states, self._stats
-        is_kept = states.copy_of(block_id) is not None
-        if not is_kept and self.may_store(block_id):
-            host = self.take_for_store()
-            if host is None:
-                stats.stores_skipped += int(states.num_cpu > 0)
-            else:
-                self.store(block_id, host)
-                is_kept = True
-        if is_kept:
-            stats.evicted_kept += 1
-        else:
-            stats.evicted_lost += 1
-        self._not_stored.discard(block_id)
-        states.drop_key(block_id)
-
-    def store(self, block_id: int, host: int) -> None:
-        """Copy a GPU block with a key to one of `take_for_store`; findable there at once."""
-        states, key = self._states, self._states.keys[block_id]
-        assert key is not None
-        states.ledger.start("store", block_id, host)
-        states.name_moved(host, key)
-        states.disown(host)  # the move keeps it out of the lists
-        self._stats.stores += 1
+            if len(taken) == n:
+                break
+            parts = ((item for item in part.items() if item[0] not in protect) for part in pair)
+            oldest = merge(*parts, key=lambda item: item[1])
+            taken += [block_id for block_id, _ in islice(oldest, n - len(taken))]
+        states.own(taken)
+        for block_id in taken:
+            self._clear_host(block_id)
+        return taken
 
     def load(self, hosts: Sequence[int]) -> list[int]:
         """Copy owned host blocks with keys to new GPU blocks, which take their owners over.
 
         Numbers rise together where they can, so that neighbours stay neighbours.
         """
-        states = self._states
-        blocks = sorted([self.take_gpu(for_compute=False) for _ in hosts])
-        for host, block_id in zip(hosts, blocks, strict=True):
-            key = states.keys[host]
-            assert key is not None
-            states.ledger.start("load", host, block_id)
-            states.name_moved(block_id, key)
-            states.disown(host)  # the move keeps it out of the lists
+        blocks = sorted(self.take_gpu(len(hosts), for_compute=False))
+        self._states.move("load", hosts, blocks)
         self._stats.loads += len(blocks)
         return blocks
 
@@ -141,11 +145,3 @@ class Victims:
         else:
             self._stats.evicted_spare += 1
         self._states.drop_key(block_id)
-
-
-def _first_outside(blocks: Iterable[int], protect: Collection[int]) -> Iterator[int]:
-    """Yield the first block that is not protected, if there is one."""
-    for block_id in blocks:
-        if block_id not in protect:
-            yield block_id
-            return

@@ -36,10 +36,13 @@ def usable_prefix(cached: Sequence[bool], window: int | None, block_size: int) -
     """
     _check(window, block_size)
     longest, last_missing = 0, -1
+    if window is None:
+        return cached.index(False) if False in cached else len(cached)
     for place, there in enumerate(cached):
         if not there:
             last_missing = place
-        if last_missing < num_expired((place + 1) * block_size, window, block_size):
+        # As num_expired at the block's end.
+        if last_missing < max(0, (place + 1) * block_size - window + 1) // block_size:
             longest = place + 1
     return longest
 

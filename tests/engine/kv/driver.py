@@ -173,7 +173,7 @@ class Driver:
             self.world.complete(move_id)
             self.loading.pop(move_id, None)
             with pytest.raises(EngineError, match="Complete each move once"):
-                self.pool.complete(move_id)
+                self.pool.complete([move_id])
 
     def launch(self, *parts):
         batch = self.world.launch(*parts)

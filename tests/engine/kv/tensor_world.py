@@ -72,7 +72,7 @@ class TensorWorld(World):
         if move_id in self.queued:
             self.execute(move_id)
         self.executed.remove(move_id)
-        self.pool.complete(move_id)
+        self.pool.complete([move_id])
 
     def row(self, block_id):
         """The bytes of a block; compute reaches no pageable one."""

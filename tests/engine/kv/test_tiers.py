@@ -391,8 +391,8 @@ def test_moves_are_completed_once_and_after_they_were_taken():
     world.stop(world.run([1, 1]))
     world.pool.evict_idle()
     with pytest.raises(EngineError, match="was never taken"):
-        world.pool.complete(0)
+        world.pool.complete([0])
     (move,) = world.pool.take_moves().moves
-    world.pool.complete(move.move_id)
+    world.pool.complete([move.move_id])
     with pytest.raises(EngineError, match="is not in flight"):
-        world.pool.complete(move.move_id)
+        world.pool.complete([move.move_id])

@@ -85,7 +85,7 @@ class World:
     def complete(self, move_id):
         self.execute(move_id)
         self.executed.discard(move_id)
-        self.pool.complete(move_id)
+        self.pool.complete([move_id])
 
     def complete_all(self):
         self.launch()
