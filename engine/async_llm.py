@@ -137,7 +137,8 @@ class AsyncLLM:
             request_id: None: a name is made.
 
         Raises:
-            RequestError: The request cannot be served, its id is in use, or too many are pending.
+            RequestError: The request cannot be served or failed alone, its id is in use, or too
+                many are pending.
             EngineError: The engine was closed or failed while the request ran.
         """
         answers: dict[int, Answer] = {}
@@ -315,10 +316,15 @@ class AsyncLLM:
             stream = self._streams.get(name)
             if stream is None:
                 continue
-            stream.open_answers -= sum(event.finish_reason is not None for event in mine)
-            stream.put(mine)
-            self._touched.add(stream)
-            if stream.open_answers == 0:
+            failures = [event for event in mine if event.finish_reason == "error"]
+            tokens = [event for event in mine if event.finish_reason != "error"]
+            stream.open_answers -= sum(event.finish_reason is not None for event in tokens)
+            if tokens:
+                stream.put(tokens)
+                self._touched.add(stream)
+            if failures:
+                self._retire(stream, RequestError(str(failures[0].stop_reason)))
+            elif stream.open_answers == 0:
                 self._retire(stream, None)
         if self._streams and not self._llm.has_unfinished():
             why = EngineError("AsyncLLM: the engine finished without ending this request.")

@@ -5,12 +5,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+NO_TOKEN: Final = -1
+"""token_id of an event that says that a request failed."""
 
 
 @dataclass(kw_only=True)
@@ -179,7 +181,10 @@ class SampledToken:
 
 @dataclass(kw_only=True, slots=True)
 class TokenEvent:
-    """One token of one sequence, as it became known."""
+    """One token of one sequence, as it became known; or, with finish_reason "error", its failure.
+
+    No token comes with a failure: token_id is NO_TOKEN, logprob is NaN, stop_reason says why.
+    """
 
     request_id: str
     """Whose token."""
@@ -192,7 +197,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     """Why the sequence ended with this token; None if it goes on."""
     stop_reason: int | str | None = None
-    """The stop token that ended it, if one did."""
+    """The stop token or stop string that ended it, if one did; of a failure why."""
     logprob: float
     """Its log-probability under the model."""
     top_logprobs: dict[int, float] | None = None

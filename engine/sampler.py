@@ -10,7 +10,7 @@ thereby not on the batch; a token 2^40 times less probable than the first is nev
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ class Sampler:
                 for host, view in zip(self._hosts, reached, strict=True)
             ]
 
-    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
         """Choose a token for each row and wait for them; else as `enqueue` and `collect`.
 
         Stream: Waits for the current stream.
@@ -150,20 +150,17 @@ class Sampler:
         self._enqueue(logits_SV, rows, width, target)
         return PendingTokens(rows, width, table)
 
-    def collect(self, pending: PendingTokens, unwanted: Collection[int] = ()) -> list[SampledToken]:
+    def collect(self, pending: PendingTokens) -> list[SampledToken | None]:
         """Read the tokens of `enqueue`, whose work the caller has waited for.
 
         Args:
             pending: What `enqueue` returned.
-            unwanted: Rows whose tokens nobody needs; unusable logits there are no error.
 
         Returns:
-            S tokens with their log-probabilities.
-
-        Raises:
-            EngineError: A row has NaN, +infinity or nothing finite.
+            S tokens with their log-probabilities; None where a row has NaN, +infinity or nothing
+            finite.
         """
-        return _read(pending.table.tolist(), pending.rows, pending.width, unwanted)
+        return _read(pending.table.tolist(), pending.rows, pending.width)
 
     def _enqueue(
         self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int, table: Tensor
@@ -284,7 +281,7 @@ class Sampler:
         kept = top_k.long()
         if any(row.params.min_p > 0 for row in rows):
             enough = (share_DV >= min_p).sum(dim=-1, keepdim=True)
-            # Not below 1: NaN is no share, and `collect` reports it.
+            # Not below 1: NaN is no share, and `collect` returns None for it.
             kept = torch.minimum(kept, enough.clamp_(min=1))
         share_DV *= 2.0**WEIGHT_BITS
         sums_DV = share_DV.long().cumsum(dim=-1)
@@ -375,17 +372,13 @@ def _order_keys(raw_DV: Tensor) -> Tensor:
 
 
 def _read(
-    table: list[list[float]], rows: Sequence[SampleRow], width: int, unwanted: Collection[int]
-) -> list[SampledToken]:
-    bad = [at for at, line in enumerate(table) if not math.isfinite(line[1]) and at not in unwanted]
-    if bad:
-        keys = [rows[at].key.request for at in bad[:8]]
-        raise EngineError(
-            f"sampler: expected finite logits, got NaN, infinity or nothing finite in {len(bad)} "
-            f"of {len(rows)} rows, first of requests {keys}. The weights or a kernel are at fault."
-        )
-    found = []
+    table: list[list[float]], rows: Sequence[SampleRow], width: int
+) -> list[SampledToken | None]:
+    found: list[SampledToken | None] = []
     for line, row in zip(table, rows, strict=True):
+        if not math.isfinite(line[1]):
+            found.append(None)
+            continue
         token_id, logprob = int(line[0]), line[1]
         top = None
         if row.params.logprobs is not None:

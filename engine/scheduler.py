@@ -3,6 +3,7 @@
 Pure bookkeeping over block ids; tensors and devices are elsewhere.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.kv.report import kv_stats
 from engine.outlook import Outlook, Stand
 from engine.queues import Queues
 from engine.request import (
+    NO_TOKEN,
     FinishReason,
     SampledToken,
     Sequence,
@@ -128,13 +130,14 @@ class Scheduler:
     ) -> None:
         """End a sequence and free its blocks; of one that ended already change the reasons only.
 
-        For decisions made outside, such as a stop string in the decoded text.
+        For decisions made outside, such as a stop string in the decoded text. With reason error
+        what its blocks held is forgotten.
 
         Raises:
             EngineError: The sequence was never added.
         """
         if not sequence.is_finished:
-            self._release(sequence)
+            self._release(sequence, is_bad=reason == "error")
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
@@ -264,19 +267,21 @@ class Scheduler:
     def commit(
         self,
         plan: StepPlan,
-        sampled: Mapping[int, SampledToken],
+        sampled: Mapping[int, SampledToken | None],
         eos_token_ids: Collection[int],
     ) -> list[TokenEvent]:
         """Record that a planned step ran, append its tokens and end sequences that are done.
 
         Args:
             plan: The plan in force, the oldest of two.
-            sampled: By seq_id the token of each sequence that samples; those of sequences that
-                ended since the plan was made may be absent and are ignored.
+            sampled: By seq_id the token of each sequence that samples, None where its logits were
+                unusable: its request fails. Those of sequences that ended since the plan was made
+                may be absent and are ignored.
             eos_token_ids: The model's end-of-sequence tokens.
 
         Returns:
-            One event for each appended token, in the order of the plan.
+            One event for each appended token, in the order of the plan, and one with finish_reason
+            "error" for each unfinished sequence of a request that failed.
 
         Raises:
             EngineError: It is not that plan, a token is missing, or one is for a sequence
@@ -298,13 +303,40 @@ class Scheduler:
         for item in plan.scheduled:
             if item.sequence.is_finished:
                 continue
+            token = sampled[item.sequence.seq_id] if item.samples else None
+            if item.samples and token is None:
+                events += self._fail(item.sequence)
+                continue
             self._advance(item)
-            if item.samples:
-                token = sampled[item.sequence.seq_id]
+            if token is not None:
                 events.append(self._append(item.sequence, token, eos_token_ids))
         return events
 
-    def _release(self, sequence: Sequence) -> None:
+    def _fail(self, failed: Sequence) -> list[TokenEvent]:
+        """End a request of which a sequence has unusable logits; nothing of its content is kept."""
+        why = (
+            f"logits: expected finite logits for the token at position {failed.num_tokens} of "
+            f"answer {failed.index}, got NaN, infinity or nothing finite. The weights or a kernel "
+            "are at fault."
+        )
+        sequences = list(self._unfinished[failed.request.request_id])
+        self.stats.num_failed += len(sequences)
+        for sequence in sequences:
+            self.finish(sequence, "error")
+        return [
+            TokenEvent(
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                token_id=NO_TOKEN,
+                position=sequence.num_tokens,
+                finish_reason="error",
+                stop_reason=why,
+                logprob=math.nan,
+            )
+            for sequence in sequences
+        ]
+
+    def _release(self, sequence: Sequence, *, is_bad: bool) -> None:
         """Take a sequence out of its list, mark it finished and free its blocks."""
         request_id = sequence.request.request_id
         siblings = self._unfinished.get(request_id, [])
@@ -317,7 +349,7 @@ class Scheduler:
         if not siblings:
             del self._unfinished[request_id]
         self._queues.remove(sequence)
-        self._groups.release(sequence)
+        self._groups.release(sequence, is_bad=is_bad)
         sequence.status = SequenceStatus.FINISHED
         self.stats.num_finished += 1
 

@@ -72,9 +72,11 @@ class SchedulerStats:
     num_stalls: int = 0
     """Times that a running sequence sat out a step for want of a block."""
     num_finished: int = 0
-    """Sequences that ended, aborted ones included."""
+    """Sequences that ended, aborted and failed ones included."""
     num_aborted: int = 0
     """Sequences that were aborted."""
+    num_failed: int = 0
+    """Sequences of requests that failed for unusable logits."""
     peak_running: int = 0
     """Most sequences that ran at once."""
     peak_blocks: int = 0

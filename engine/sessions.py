@@ -32,6 +32,8 @@ class Session:
     sequences: list[Sequence]
     detokenizers: list[IncrementalDetokenizer | None]
     texts: list[str]
+    error: str | None = None
+    """Why it failed."""
 
     def output(self) -> RequestOutput:
         """Return what the user sees of it."""
@@ -44,7 +46,7 @@ class Session:
                 for sequence, text in zip(self.sequences, self.texts, strict=True)
             ],
             finished=all(sequence.is_finished for sequence in self.sequences),
-            error=None,
+            error=self.error,
         )
 
 
@@ -140,13 +142,23 @@ class Sessions:
         """Decode new tokens, end sequences at stop strings, forget finished requests."""
         found = [(event, self._open.get(event.request_id)) for event in events]
         for event, session in found:
-            if session is not None:
+            if session is not None and event.finish_reason == "error":
+                session.error = str(event.stop_reason)
+                self._flush(session, event)
+            elif session is not None:
                 self._decode(session, event)
         # Only now: several answers of one request may end in the same step.
         for event, session in found:
             if session and all(sequence.is_finished for sequence in session.sequences):
                 self._open.pop(event.request_id, None)
         return events
+
+    def _flush(self, session: Session, event: TokenEvent) -> None:
+        """Show what was held back of a sequence that ends without a token."""
+        decoder = session.detokenizers[event.index]
+        if decoder is not None:
+            event.text = decoder.finish()
+            session.texts[event.index] += event.text
 
     def _decode(self, session: Session, event: TokenEvent) -> None:
         decoder = session.detokenizers[event.index]

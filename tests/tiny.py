@@ -11,6 +11,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig, OffloadWarning
+from engine.errors import EngineError
 from engine.keywords import config_from_keywords
 from engine.request import RequestOutput
 
@@ -181,8 +182,10 @@ def greedy(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """Return each request's first answer in tokens; fail if a request failed."""
-    assert [output.error for output in outputs] == [None] * len(outputs)
+    """Return each request's first answer in tokens; raise if a request failed."""
+    for output in outputs:
+        if output.error is not None:
+            raise EngineError(output.error)
     return [output.outputs[0].token_ids for output in outputs]
 
 

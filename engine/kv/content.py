@@ -182,10 +182,10 @@ class BlockContent:
             pool.swap_out(table[gone:], keys[gone:full])
         return "swap"
 
-    def forget(self, sequence: Sequence) -> None:
-        """Note that a sequence ended; without prefix caching what was kept of it goes."""
+    def forget(self, sequence: Sequence, *, is_bad: bool = False) -> None:
+        """Note that a sequence ended; without prefix caching, or if it is bad, its content goes."""
         chain = self._chains.pop(sequence.seq_id, None)
-        if chain is not None and not self.policy.prefix_caching:
+        if chain is not None and (is_bad or not self.policy.prefix_caching):
             for pool in self._pools:
                 pool.forget(chain.keys)
 

@@ -232,14 +232,14 @@ class BlockGroups:
         self.num_given_back += 1
         return how
 
-    def release(self, sequence: Sequence) -> None:
-        """Give back all blocks of a sequence that ended."""
+    def release(self, sequence: Sequence, *, is_bad: bool = False) -> None:
+        """Give back all blocks of a sequence that ended; if it is bad, forget what they hold."""
         if sequence.block_table:
             for group, pool in enumerate(self.pools):
                 gone = 0 if self.windows[group] is None else sequence.num_gone
                 pool.free(sequence.block_tables[group][gone:], self.content.retain)
             self.num_given_back += 1
-        self.content.forget(sequence)
+        self.content.forget(sequence, is_bad=is_bad)
         sequence.drop_blocks()
 
     def store_ahead(self, num_tokens: int) -> None:

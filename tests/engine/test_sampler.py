@@ -312,7 +312,7 @@ def test_row_of_a_sequence():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_unusable_logits_raise(value):
+def test_unusable_logits_give_no_token_to_their_row_alone(value):
     logits = make_logits(0, 3)
     if value == -math.inf:
         logits[1] = value
@@ -320,8 +320,10 @@ def test_unusable_logits_raise(value):
         logits[1, 5] = value
     for params in ({"temperature": 0}, {}, {"temperature": 0, "logprobs": 1}):
         rows = [make_row(request=at, **params) for at in range(3)]
-        with pytest.raises(EngineError, match=r"1 of 3 rows, first of requests \[1\]"):
-            Sampler(V, "cpu").sample(logits, rows)
+        found = Sampler(V, "cpu").sample(logits, rows)
+        alone = Sampler(V, "cpu").sample(logits[[0, 2]], [rows[0], rows[2]])
+        assert found[1] is None
+        assert [found[0].token_id, found[2].token_id] == [token.token_id for token in alone]
 
 
 def test_misuse_raises():

@@ -140,7 +140,8 @@ def test_blocks_behind_the_window_are_given_back_and_not_read(
     # The negative control: one block more than that is missed.
     right = groups.num_expired
     monkeypatch.setattr(groups, "num_expired", lambda *a: right(*a) + 1)
-    with pytest.raises(EngineError, match="expected finite logits"):
+    said = "expected finite logits|index out of range"  # poison, or a block that is gone
+    with pytest.raises((EngineError, IndexError), match=said):
         greedy(llm, prompts, 30)
     llm.close()
 
