@@ -25,7 +25,7 @@ from harness.errors import EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, ConfigErr
 from harness.folders import CONF
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.keys import unknown_key
-from harness.launchers import BASIC, launch_arguments, make_importable
+from harness.launchers import BASIC, keep_gpus_visible, launch_arguments, make_importable
 from harness.models.home import tightfit_home
 from harness.overview import sweep_lines
 from harness.task import PointTask, SweepPlan, failure_record
@@ -167,6 +167,7 @@ class _Session:
         from harness.sweep import begin_sweep  # noqa: PLC0415  not for --cfg and errors
 
         make_importable()
+        keep_gpus_visible(self._launcher)
         BegunPoints(sweep.folder).claim()
         tracking = self._plan.points[0].config.tracking
         for text in begin_sweep(tracking, sweep.context(0)):

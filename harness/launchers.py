@@ -10,7 +10,14 @@ from typing import Any, Final
 
 from harness.errors import ConfigError, did_you_mean
 
-__all__ = ["BASIC", "LAUNCHERS", "check_launcher", "launch_arguments", "make_importable"]
+__all__ = [
+    "BASIC",
+    "LAUNCHERS",
+    "check_launcher",
+    "keep_gpus_visible",
+    "launch_arguments",
+    "make_importable",
+]
 
 BASIC: Final = "basic"
 LOCAL_JOB_MINUTES: Final = 7 * 24 * 60
@@ -84,6 +91,15 @@ def make_importable(environ: Any = os.environ) -> None:
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
         environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+
+
+def keep_gpus_visible(launcher: str, environ: Any = os.environ) -> None:
+    """Let Ray's processes see the GPUs: a task that reserves none would get an empty list of them.
+
+    Points find a free GPU by its lock. What the user set stays.
+    """
+    if launcher == "ray":
+        environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def _is_installed(module: str) -> bool:

@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -25,8 +25,6 @@ def device_lock_path(gpu_uuid: str | None, home: Path) -> Path:
 def hold(path: Path, *, owner: str, say: Callable[[str], None]) -> Iterator[float]:
     """Hold the lock `path`; while another process has it, wait and say so once.
 
-    The lock ends with the process that holds it, however that ends.
-
     Args:
         path: the lock file; created when absent, never removed.
         owner: what the file says to those who wait.
@@ -35,17 +33,54 @@ def hold(path: Path, *, owner: str, say: Callable[[str], None]) -> Iterator[floa
     Yields:
         Seconds waited.
     """
-    descriptor = _open(path)
-    try:
-        begin_s = time.monotonic()
-        if not _try_lock(descriptor):
-            say(f"waiting for {path.stem}: in use by {_holder(descriptor)}.")
-            while not _try_lock(descriptor):
-                time.sleep(POLL_S)
-        _sign(descriptor, owner)
+    begin_s = time.monotonic()
+    with hold_one([path], owner=owner, say=say):
         yield time.monotonic() - begin_s
+
+
+@contextmanager
+def hold_one(
+    paths: Sequence[Path], *, owner: str, say: Callable[[str], None]
+) -> Iterator[tuple[int, int]]:
+    """Hold the first of several locks that is free; while none is, wait and say so once.
+
+    The lock ends with the process that holds it, however that ends.
+
+    Args:
+        paths: the lock files, the preferred one first; created when absent, never removed.
+        owner: what the file says to those who wait.
+        say: gets one line when there is someone to wait for.
+
+    Yields:
+        Which one, and how many of the others were in use then.
+    """
+    descriptors = [_open(path) for path in paths]
+    try:
+        index = _first_free(descriptors)
+        if index is None:
+            names = " or ".join(path.stem for path in paths)
+            say(f"waiting for {names}: in use by {', '.join(map(_holder, descriptors))}.")
+            while (index := _first_free(descriptors)) is None:
+                time.sleep(POLL_S)
+        _sign(descriptors[index], owner)
+        others = [item for at, item in enumerate(descriptors) if at != index]
+        yield index, sum(_is_held(item) for item in others)
     finally:
-        os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _first_free(descriptors: Sequence[int]) -> int | None:
+    """Take the first lock that nobody has; None where there is none."""
+    return next((at for at, item in enumerate(descriptors) if _try_lock(item)), None)
+
+
+def _is_held(descriptor: int) -> bool:
+    """Return whether another process has a lock; it is not kept."""
+    if not _try_lock(descriptor):
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
 
 
 def _open(path: Path) -> int:

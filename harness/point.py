@@ -15,6 +15,7 @@ import yaml
 
 from harness import describe
 from harness.attempt import Attempt, Findings, PointEndedError, Surroundings
+from harness.devices import OwnDevice, first_gpu, own_device
 from harness.environment import collect
 from harness.failure import classify_exception
 from harness.fingerprint import fingerprint
@@ -22,8 +23,7 @@ from harness.finished import Finished, FinishedPoints, take_over
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.job import JOBS_FOLDER
 from harness.live import LiveView
-from harness.lock import device_lock_path, hold
-from harness.measure.nvml import Gpu, open_gpu
+from harness.measure.nvml import Gpu
 from harness.models.home import tightfit_home
 from harness.plain import plain, read_json
 from harness.process import WORKER_COMMAND
@@ -107,7 +107,7 @@ class _Point:
         self._begin_s = time.monotonic()
         self._run_id = f"{self._started:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         self._name = describe.point_name(config, overrides, sweep)
-        self._gpu: Gpu | None = None if config.gpu.device == "cpu" else open_gpu()
+        self._gpu: Gpu | None = first_gpu(config)
         self._environment = collect(self._gpu)
         self._key = fingerprint(config, self._environment)
         self._ended = FinishedPoints(self._home)
@@ -143,7 +143,15 @@ class _Point:
             with sigterm_as_interrupt():
                 tracker = open_tracker(self._config.tracking, self._home)
                 tracker.start_point(self._facts())
-                self._measure(findings, command, display, tracker)
+                with own_device(
+                    self._config,
+                    self._home,
+                    owner=str(self._run_dir),
+                    say=display.say,
+                    any_gpu=self._sweep is None or not self._sweep.label,
+                ) as device:
+                    self._move_to(device, findings)
+                    self._measure(findings, command, display, tracker)
         except KeyboardInterrupt as error:
             interrupt = error
             state = read_json(self._run_dir / STATE_NAME)
@@ -190,6 +198,18 @@ class _Point:
             sweep=self._sweep,
         )
 
+    def _move_to(self, device: OwnDevice, findings: Findings) -> None:
+        """Take over which GPU it became, and who computes beside it."""
+        if device.gpu is not None and device.gpu.uuid != (self._gpu and self._gpu.uuid):
+            self._gpu = device.gpu
+            self._environment = collect(self._gpu)
+        if device.num_busy:
+            findings.notes.append(
+                f"gpu: other points ran on {device.num_busy} other GPUs of this machine when this "
+                "one began; they share host memory, processor and possibly links with it. Run "
+                "points one after another to compare transfers."
+            )
+
     def _measure(
         self,
         findings: Findings,
@@ -218,9 +238,7 @@ class _Point:
                 display.say(missing)
             attempt.prepare()
             phase = "run"
-            path = device_lock_path(self._gpu.uuid if self._gpu else None, self._home)
-            with hold(path, owner=str(self._run_dir), say=display.say):
-                attempt.run()
+            attempt.run()
         except PointEndedError:
             pass
         except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep

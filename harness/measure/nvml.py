@@ -136,27 +136,50 @@ class Gpu:
 
 def open_gpu(uuid: str | None = None, environ: Mapping[str, str] = os.environ) -> Gpu | None:
     """Return the GPU with this UUID (default: the first that CUDA would show), None without one."""
+    if uuid is not None:
+        return next((gpu for gpu in _all_gpus() if gpu.uuid == uuid), None)
+    return next(iter(visible_gpus(environ)), None)
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Return the GPUs that CUDA would show, in its order: as CUDA_VISIBLE_DEVICES lists them."""
+    gpus, visible = _all_gpus(), environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    found: list[Gpu] = []
+    for item in map(str.strip, visible.split(",")):
+        gpu = _named(item, gpus)
+        if gpu is None or gpu in found:
+            break  # CUDA shows none from here on
+        found.append(gpu)
+    return found
+
+
+def like_the_first(gpus: list[Gpu]) -> list[Gpu]:
+    """Return the GPUs of the first one's kind: its name and memory, so that figures compare."""
+    kinds = [(facts["name"], facts["memory_bytes"]) for facts in map(Gpu.facts, gpus)]
+    others = zip(gpus[1:], kinds[1:], strict=True)
+    return gpus[:1] + [gpu for gpu, kind in others if kind == kinds[0] and gpu.uuid is not None]
+
+
+def _all_gpus() -> list[Gpu]:
+    """Return the GPUs of this machine in NVML's order."""
     nvml = _load_nvml()
     if nvml is None or attempt(nvml.nvmlInit, default=False) is False:
-        return None
+        return []
     count = attempt(nvml.nvmlDeviceGetCount) or 0
-    gpus = [
+    return [
         Gpu(nvml, handle)
         for index in range(count)
         if (handle := attempt(lambda i=index: nvml.nvmlDeviceGetHandleByIndex(i))) is not None  # type: ignore[misc]
     ]
-    if uuid is not None:
-        return next((gpu for gpu in gpus if gpu.uuid == uuid), None)
-    return _first_visible(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _first_visible(gpus: list[Gpu], visible: str | None) -> Gpu | None:
-    if visible is None:
-        return gpus[0] if gpus else None
-    first = visible.split(",")[0].strip()
-    if first.isdecimal():
-        return gpus[int(first)] if int(first) < len(gpus) else None
-    return next((gpu for gpu in gpus if first and (gpu.uuid or "").startswith(first)), None)
+def _named(item: str, gpus: list[Gpu]) -> Gpu | None:
+    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names, None where there is none."""
+    if item.isdecimal():
+        return gpus[int(item)] if int(item) < len(gpus) else None
+    return next((gpu for gpu in gpus if item and (gpu.uuid or "").startswith(item)), None)
 
 
 def _load_nvml() -> Any:

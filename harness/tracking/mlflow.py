@@ -244,6 +244,9 @@ class MlflowTracker:
             "harness.emulated": str(record.environment.get("emulated")).lower(),
             "mlflow.note.content": note(record),
         }
+        uuid = (record.environment.get("gpu") or {}).get("uuid")
+        if uuid is not None:  # which GPU was free was not known when the run was shown
+            tags["gpu.uuid"] = str(uuid)
         if record.error is not None:
             tags["error.type"] = str(record.error["type"])
         batch = [RunTag(key, value[:5000]) for key, value in tags.items()]

@@ -4,7 +4,14 @@ import pytest
 
 from engine.errors import ConfigError
 from harness import launchers
-from harness.launchers import BASIC, LAUNCHERS, check_launcher, launch_arguments, make_importable
+from harness.launchers import (
+    BASIC,
+    LAUNCHERS,
+    check_launcher,
+    keep_gpus_visible,
+    launch_arguments,
+    make_importable,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +57,15 @@ def test_the_code_is_found_by_processes_that_start_elsewhere():
     before = dict(environ)
     make_importable(environ)
     assert environ == before
+
+
+def test_ray_s_processes_see_the_gpus_unless_the_user_says_otherwise():
+    name = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+    environ = {}
+    keep_gpus_visible("joblib", environ)
+    assert environ == {}
+    keep_gpus_visible("ray", environ)
+    assert environ == {name: "0"}
+    own = {name: "1"}
+    keep_gpus_visible("ray", own)
+    assert own == {name: "1"}
