@@ -138,6 +138,8 @@ class _Session:
         self._task = PointTask(
             sweep=self._sweep_plan() if plan.multirun else None, config_dir=config_dir
         )
+        self._is_shown = False
+        """Whether a tracker may show the sweep although no point of it began."""
 
     def run(self) -> int:
         """Let Hydra run every point; return the exit code."""
@@ -170,6 +172,7 @@ class _Session:
         keep_gpus_visible(self._launcher)
         BegunPoints(sweep.folder).claim()
         tracking = self._plan.points[0].config.tracking
+        self._is_shown = True
         for text in begin_sweep(tracking, sweep.context(0)):
             _say(f"warning: {text}")
 
@@ -261,7 +264,7 @@ class _Session:
     ) -> None:
         from harness.sweep import finish_sweep  # noqa: PLC0415  not for --cfg and errors
 
-        if not points and not self._task.folders:
+        if not (points or self._task.folders or self._is_shown):
             return
         context = sweep.context(0)
         folders = [folder for folder, _ in points]

@@ -312,6 +312,19 @@ def test_a_launcher_is_for_sweeps(
     assert points.asked == []
 
 
+def test_ctrl_c_before_a_launcher_began_a_point_ends_the_sweep_in_the_tracker(
+    points: FakePoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(session: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "BASIC", "another")  # so that Hydra's own counts as a launcher
+    monkeypatch.setattr(sweep, "begin_sweep", lambda *_: [])
+    monkeypatch.setattr(app._Session, "_launch", interrupt)
+    assert main(["+model=glass", "-m", "engine.seed=1,2"]) == 130
+    assert points.finished == [([], True)]
+
+
 def test_a_launcher_has_no_effect_on_plans(
     points: FakePoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
