@@ -8,8 +8,9 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,8 @@ FOLDER: Final = ".points"
 STOP_NAME: Final = "stop"
 SESSION: Final = "session"
 POLL_S: Final = 0.2
+WATCH_S: Final = 1.0
+"""Seconds between looks of a launcher's process at whether the sweep's own still lives."""
 END_S: Final = 60.0
 """Seconds that an interrupted point has to write its record before it is killed."""
 EXIT_S: Final = 5.0
@@ -106,6 +109,32 @@ class BegunPoints:
         session = self.owner(SESSION)
         is_orphan = session is not None and session.is_gone
         return is_orphan or (self._folder / STOP_NAME).exists()
+
+    @contextlib.contextmanager
+    def ends_with_session(self, poll_s: float = WATCH_S) -> Iterator[None]:
+        """Interrupt this process meanwhile, as Ctrl-C would, when that of the sweep is gone.
+
+        Only where both run on this host and are not the same.
+        """
+        session = self.owner(SESSION)
+        if session is None or not session.is_alive or session.pid == os.getpid():
+            yield
+            return
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(poll_s):
+                if session.is_gone:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+        watcher = threading.Thread(target=watch, name="session", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
 
     def stop(self) -> None:
         """Let no further point begin."""

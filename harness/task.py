@@ -75,7 +75,9 @@ class PointTask:
         begun.begin(index, folder)
         config = config if config.rerun else replace(config, rerun="failed")
         reason = self._reason_to_skip(config, begun)
-        self.records.append(self._run(job, config, folder, self.sweep.context(index), reason))
+        with begun.ends_with_session():
+            record = self._run(job, config, folder, self.sweep.context(index), reason)
+        self.records.append(record)
 
     def _reason_to_skip(self, config: RunConfig, begun: BegunPoints) -> str | None:
         """Return why this point does not run, from how the others ended; None where it does."""

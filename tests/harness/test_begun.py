@@ -4,9 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+
+import pytest
 
 from harness import begun as module
 from harness.begun import BegunPoints, Owner
+from harness.interrupt import sigterm_as_interrupt
 from reports.record import RESULT_NAME, RunRecord
 
 SLEEP = "import signal, sys; print('ready', flush=True); signal.pause()"
@@ -65,3 +69,31 @@ def test_all_points_that_run_are_ended_and_none_begins(tmp_path, monkeypatch):
     assert -signal.SIGKILL in codes
     points.wait(2)
     assert points.running(2) == []
+
+
+def test_a_launcher_s_process_is_interrupted_when_that_of_the_sweep_is_gone(tmp_path, monkeypatch):
+    points = BegunPoints(tmp_path)
+    session = start(SLEEP)
+    begin_as(points, monkeypatch, "session", tmp_path, session.pid)
+
+    def work():
+        session.kill()
+        session.wait()
+        threading.Event().wait(60)
+
+    with sigterm_as_interrupt():
+        with points.ends_with_session(0.01):
+            pass  # it lives
+        with pytest.raises(KeyboardInterrupt), points.ends_with_session(0.01):
+            work()
+    assert points.is_stopped
+
+
+def test_the_sweep_s_own_process_and_one_of_no_sweep_watch_nobody(tmp_path):
+    points = BegunPoints(tmp_path)
+    with points.ends_with_session():
+        before = {thread.name for thread in threading.enumerate()}
+    points.claim()
+    with points.ends_with_session():
+        assert {thread.name for thread in threading.enumerate()} == before
+    assert "session" not in before
