@@ -13,6 +13,7 @@ from engine.errors import EngineError, RequestError
 from engine.request import RequestOutput, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.streams import Answer, Stream, wake_all
+from engine.tokenizer import encode
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -289,11 +290,11 @@ class AsyncLLM:
 
     def _add(self, stream: Stream) -> None:
         try:
-            self._llm.add_request(stream.prompt, stream.params, stream.request_id)
-            if isinstance(stream.prompt, str):
-                stream.prompt_token_ids = list(self._llm.tokenizer(stream.prompt)["input_ids"])
-            else:
-                stream.prompt_token_ids = list(stream.prompt)
+            prompt = stream.prompt
+            if isinstance(prompt, str):
+                prompt = encode(self._llm.tokenizer, prompt)
+            self._llm.add_request(prompt, stream.params, stream.request_id)
+            stream.prompt_token_ids = list(prompt)
         except RequestError as error:
             self._retire(stream, error)
             return

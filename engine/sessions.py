@@ -19,6 +19,7 @@ from engine.request import (
     check_request,
 )
 from engine.sampling_params import SamplingParams
+from engine.tokenizer import encode
 
 Prompt = str | list[int]
 """Text, or token ids."""
@@ -120,18 +121,7 @@ class Sessions:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError(
-                    "prompt: expected token ids, got text: this model has no tokenizer. "
-                    "Pass a list of token ids."
-                )
-            try:
-                return list(self._tokenizer(prompt)["input_ids"])
-            except (TypeError, ValueError) as error:
-                raise RequestError(
-                    f"prompt: expected text that the tokenizer can encode, got {prompt[:20]!r} "
-                    f"({error}). Remove lone surrogates."
-                ) from error
+            return encode(self._tokenizer, prompt)
         if not isinstance(prompt, list):
             raise RequestError(
                 f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}."

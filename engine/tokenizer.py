@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError, EngineError
+from engine.errors import CheckpointError, EngineError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -30,6 +30,26 @@ def load_tokenizer(folder: Path | None) -> Any | None:
         raise CheckpointError(
             f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}). Fetch "
             "its files again, or remove them and send token ids."
+        ) from error
+
+
+def encode(tokenizer: Any | None, text: str) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Raises:
+        RequestError: There is no tokenizer, or it cannot encode the text.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            "prompt: expected token ids, got text: this model has no tokenizer. "
+            "Pass a list of token ids."
+        )
+    try:
+        return list(tokenizer(text)["input_ids"])
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"prompt: expected text that the tokenizer can encode, got {text[:20]!r} "
+            f"({error}). Remove lone surrogates."
         ) from error
 
 

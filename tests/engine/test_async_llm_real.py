@@ -39,6 +39,34 @@ def test_tokens_and_text_are_those_of_the_synchronous_door(llm: Any) -> None:
     assert found[3].outputs[0].stop_reason == stop
 
 
+def test_a_prompt_is_encoded_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting:
+        def __init__(self, tokenizer: Any) -> None:
+            self._tokenizer, self.texts = tokenizer, []
+
+        def __call__(self, text: str) -> Any:
+            self.texts.append(text)
+            return self._tokenizer(text)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+    counting = Counting(llm.tokenizer)
+    monkeypatch.setattr(type(llm), "tokenizer", counting)
+    monkeypatch.setattr(llm._sessions, "_tokenizer", counting)
+
+    async def main() -> None:
+        door = AsyncLLM(llm)
+        found = await collect(door, "hello there", greedy_params(2))
+        assert found.prompt_token_ids == counting._tokenizer("hello there")["input_ids"]
+        with pytest.raises(RequestError, match="Remove lone surrogates"):
+            await collect(door, "bad \ud800", greedy_params(2))
+        door.release()
+
+    asyncio.run(main())
+    assert counting.texts == ["hello there", "bad \ud800"]
+
+
 def test_blocks_come_back_from_requests_that_were_given_up(llm: Any) -> None:
     async def main() -> None:
         door = AsyncLLM(llm)
