@@ -11,11 +11,14 @@ from engine.errors import ConfigError
 class Sealed:
     """A dataclass base that runs `check` after construction and refuses changes afterwards.
 
-    Frozen dataclasses cannot be filled by OmegaConf, hence this class.
+    Lists and dicts among its fields are copied and refuse changes too. Frozen dataclasses cannot be
+    filled by OmegaConf, hence this class.
     """
 
     def __post_init__(self) -> None:
         self.check()
+        for field in fields(self):  # type: ignore[arg-type]
+            object.__setattr__(self, field.name, _freeze(getattr(self, field.name)))
         object.__setattr__(self, "_sealed", True)
 
     def check(self) -> None:
@@ -27,6 +30,43 @@ class Sealed:
         if name not in {field.name for field in fields(self)}:  # type: ignore[arg-type]
             raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
         super().__setattr__(name, value)
+
+
+def _refuse(self: object, *_: object, **__: object) -> Any:
+    kind = "list" if isinstance(self, list) else "dict"
+    raise TypeError(
+        f"this {kind} belongs to a sealed configuration; cannot change {self!r}. Make another "
+        "configuration with dataclasses.replace."
+    )
+
+
+class SealedList(list[Any]):
+    """A list of a sealed configuration."""
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        return SealedList, (list(self),)
+
+
+class SealedDict(dict[Any, Any]):
+    """A dict of a sealed configuration."""
+
+    update = setdefault = pop = popitem = clear = _refuse
+    __setitem__ = __delitem__ = __ior__ = _refuse
+
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        return SealedDict, (dict(self),)
+
+
+def _freeze(value: Any) -> Any:
+    """Return a copy of a list, dict or set that refuses changes, and anything else as it is."""
+    if isinstance(value, list):
+        return SealedList(_freeze(item) for item in value)
+    if isinstance(value, dict):
+        return SealedDict((key, _freeze(item)) for key, item in value.items())
+    return frozenset(value) if isinstance(value, set) else value
 
 
 def check_number(

@@ -1,6 +1,9 @@
 """EngineConfig and its parts: defaults hold, bounds are refused by name."""
 
+import copy
+import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +103,34 @@ def test_parts_have_defaults_that_hold() -> None:
     assert config.offload == OffloadConfig()
     assert config.to_dict()["kv"]["block_size"] == 16
     assert config.to_dict()["model"]["spec"]["num_hidden_layers"] == 2
+
+
+def test_lists_and_dicts_of_a_configuration_are_sealed() -> None:
+    names = ["mlp", "o_proj"]
+    config = replace(
+        EngineConfig(
+            model=ModelConfig(name="x", path="/x"),
+            offload=OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1, cpu_offload_params=names)),
+        ),
+        measured_rates={"h2d_gb_s": 50.0},
+    )
+    names.append("q_proj")
+    held, rates = config.offload.uva.cpu_offload_params, config.measured_rates
+    changes: list[Callable[[], Any]] = [
+        lambda: held.append("q_proj"),
+        lambda: held.__setitem__(0, "q_proj"),
+        lambda: held.extend(["q_proj"]),
+        lambda: rates.update(h2d_gb_s=1.0),
+        lambda: rates.__setitem__("h2d_gb_s", 1.0),
+    ]
+    for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert copied == config
+        for change in changes:
+            with pytest.raises(TypeError, match="sealed configuration; cannot change"):
+                change()
+        held, rates = copied.offload.uva.cpu_offload_params, copied.measured_rates
+    assert held == ["mlp", "o_proj"]
+    assert json.loads(json.dumps(config.to_dict()))["measured_rates"] == {"h2d_gb_s": 50.0}
 
 
 def test_is_sealed_copied_with_replace_and_pickled() -> None:
