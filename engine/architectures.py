@@ -36,10 +36,16 @@ class Architecture:
     """transformers' default of rope_local_base_freq; None: window layers rotate as the others."""
     tied_default: bool = False
     """transformers' default of tie_word_embeddings."""
-    vocab_default: int | None = None
-    """transformers' default of vocab_size; None: it must be stated."""
-    heads_default: int | None = None
-    """transformers' default of num_attention_heads; None: it must be stated."""
+    vocab_default: int
+    """transformers' default of vocab_size."""
+    hidden_default: int = 4096
+    """transformers' default of hidden_size."""
+    intermediate_default: int
+    """transformers' default of intermediate_size."""
+    layers_default: int = 32
+    """transformers' default of num_hidden_layers."""
+    heads_default: int = 32
+    """transformers' default of num_attention_heads."""
     eps_default: float = 1e-6
     """transformers' default of rms_norm_eps where a config.json leaves it out."""
     kv_heads_default: int | None = None
@@ -51,22 +57,47 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(qkv_bias=None, o_bias=None, mlp_bias=None),
-    "mistral": Architecture(sliding_window="all", kv_heads_default=8, positions_default=131072),
+    "llama": Architecture(
+        qkv_bias=None,
+        o_bias=None,
+        mlp_bias=None,
+        vocab_default=32000,
+        intermediate_default=11008,
+    ),
+    "mistral": Architecture(
+        sliding_window="all",
+        vocab_default=32000,
+        intermediate_default=14336,
+        kv_heads_default=8,
+        positions_default=131072,
+    ),
     "qwen2": Architecture(
-        qkv_bias=True, sliding_window="flag", kv_heads_default=32, positions_default=32768
+        qkv_bias=True,
+        sliding_window="flag",
+        vocab_default=151936,
+        intermediate_default=22016,
+        kv_heads_default=32,
+        positions_default=32768,
     ),
     "qwen3": Architecture(
         qkv_bias=None,
         o_bias=None,
         qk_norm="head",
         sliding_window="flag",
+        vocab_default=151936,
+        intermediate_default=22016,
         kv_heads_default=32,
         head_dim_default=128,
         positions_default=32768,
     ),
     "olmo2": Architecture(
-        qkv_bias=None, o_bias=None, qk_norm="full", norms="post", eps_default=1e-5
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm="full",
+        norms="post",
+        vocab_default=50304,
+        intermediate_default=11008,
+        eps_default=1e-5,
     ),
     "gemma3_text": Architecture(
         qkv_bias=None,
@@ -81,6 +112,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         local_theta_default=1e4,
         tied_default=True,
         vocab_default=262208,
+        hidden_default=2304,
+        intermediate_default=9216,
+        layers_default=26,
         heads_default=8,
         kv_heads_default=4,
         head_dim_default=256,

@@ -20,7 +20,7 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: The architecture, activation or rotary scaling is not supported.
-        KeyError: A size is missing.
+        KeyError: There is no text_config.
         TypeError: A value is of the wrong kind; also ValueError, AttributeError.
     """
     config = _text_part(config)
@@ -34,9 +34,9 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     arch = ARCHITECTURES[kind]
     rope, local_theta = _rope(config, arch)
     _check_supported(config, arch, rope)
-    heads = _size(config, "num_attention_heads", arch.heads_default)
-    hidden = _size(config, "hidden_size")
-    layers = _size(config, "num_hidden_layers")
+    heads = _stated(config, "num_attention_heads", arch.heads_default)
+    hidden = _stated(config, "hidden_size", arch.hidden_default)
+    layers = _stated(config, "num_hidden_layers", arch.layers_default)
     theta = rope.get("rope_theta") or config.get("rope_theta") or arch.theta_default
     # The family's defaults are for a key that is absent; null means as in Llama.
     kv_default = None if "num_key_value_heads" in config else arch.kv_heads_default
@@ -45,9 +45,9 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     scalar = config.get("query_pre_attn_scalar") if arch.scales_embedding else None
     return {
         "model_type": kind,
-        "vocab_size": _size(config, "vocab_size", arch.vocab_default),
+        "vocab_size": _stated(config, "vocab_size", arch.vocab_default),
         "hidden_size": hidden,
-        "intermediate_size": _size(config, "intermediate_size"),
+        "intermediate_size": _stated(config, "intermediate_size", arch.intermediate_default),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _size(config, "num_key_value_heads", kv_default or heads),
@@ -90,11 +90,14 @@ def _scalar(value: Any, arch: Architecture) -> float | None:
     return 256.0 if value is None else float(value)
 
 
+def _stated(config: Mapping[str, Any], name: str, default: int) -> int:
+    """A size that may be absent, and then has the family's default, but not null."""
+    return _size(config if name in config else {name: default}, name)
+
+
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None:
-        if default is None:
-            raise KeyError(name)
+    value = config.get(name, default)
+    if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
         raise CheckpointError(f"config.json: {name}: expected an integer, got {value!r}.")

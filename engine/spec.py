@@ -285,7 +285,7 @@ class ModelSpec(Sealed):
 
         Raises:
             CheckpointError: The architecture, activation or rotary scaling is not supported, or a
-                size is missing.
+                value is of the wrong kind.
         """
         if not isinstance(config, Mapping):
             raise CheckpointError(f"config.json: expected an object, got {type(config).__name__}.")

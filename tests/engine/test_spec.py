@@ -125,7 +125,6 @@ def test_sliding_window(changes: dict[str, Any], window: int | None) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rotary", "yarn"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-        ({"vocab_size": None}, ["vocab_size"]),
         ({"vocab_size": "64"}, ["vocab_size", "an integer", "'64'"]),
         ({"hidden_size": 64.5}, ["hidden_size", "an integer", "64.5"]),
         ({"num_attention_heads": 0}, ["num_attention_heads", ">= 1"]),
@@ -165,6 +164,23 @@ def test_sizes_that_are_left_out_are_those_of_transformers(kind: str) -> None:
     nulls = {"num_key_value_heads": None, "head_dim": None}
     null = ModelSpec.from_hf_config({"model_type": kind} | sizes | nulls)
     assert (null.num_key_value_heads, null.head_dim) == (32, 128)
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_every_key_that_is_left_out_means_what_it_means_to_transformers(kind: str) -> None:
+    whole = AutoConfig.for_model(kind).to_dict()
+    used = {name: value for name, value in whole.items() if name != "model_type"}
+    for left_out in [{name} for name in used] + [set(used)]:
+        kept = {name: value for name, value in used.items() if name not in left_out}
+        theirs = AutoConfig.for_model(kind, **kept).to_dict()
+        ours = ModelSpec.from_hf_config({"model_type": kind} | kept)
+        assert ours == ModelSpec.from_hf_config(theirs), left_out
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_attention_heads"])
+def test_a_size_that_is_null_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}: expected an integer, got None"):
+        ModelSpec.from_hf_config({"model_type": "llama"} | SIZES | {name: None})
 
 
 WINDOW, FULL = "sliding_attention", "full_attention"
