@@ -46,8 +46,13 @@ class Rounds:
             return False
         if not waiting or not 1 < len(running) < self._max_num_seqs:
             return False
-        if self._are_few((*waiting, *running)):
-            return True
+        total = self._little_more((*waiting, *running))
+        if total is not None:
+            # New ones that fit need no place of another.
+            pools = self._groups.pools
+            is_more = any(n > p.num_gpu_blocks for n, p in zip(total, pools, strict=True))
+            if is_more or any(sequence.num_preemptions for sequence in waiting):
+                return True
         self._next_step = step + PAUSE_STEPS
         return False
 
@@ -81,8 +86,11 @@ class Rounds:
             leaving += chosen
         return leaving
 
-    def _are_few(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether all of them are somewhat more than the GPU holds, and none is longer than it."""
+    def _little_more(self, sequences: Iterable[Sequence]) -> list[int] | None:
+        """Blocks of each group that all of them need soon, at most somewhat more than the GPU has.
+
+        None where it is more, or one sequence is longer than the GPU's room.
+        """
         groups = self._groups
         total = [0] * len(groups.pools)
         most = [
@@ -91,9 +99,9 @@ class Rounds:
         ]
         for sequence in sequences:
             if groups.num_over(sequence.num_tokens):
-                return False
+                return None
             for group, need in enumerate(groups.need(sequence.num_tokens + ROUND_STEPS)):
                 total[group] += need
             if any(n > m for n, m in zip(total, most, strict=True)):
-                return False
-        return True
+                return None
+        return total

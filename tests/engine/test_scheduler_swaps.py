@@ -271,6 +271,22 @@ def test_few_sequences_that_exceed_the_gpu_end_together(monkeypatch):
     world.end()
 
 
+def test_a_new_sequence_that_fits_waits_for_no_round(monkeypatch):
+    monkeypatch.setattr(rounds, "ROUND_STEPS", 3)
+    world = world_of(max_len=64, num_gpu=40, num_other=40)
+    for _ in range(2):
+        world.add(length=3, max_tokens=30)
+    for _ in range(6):
+        world.step()
+    new = world.add(length=3, max_tokens=5)
+    ahead = world.seen["ahead"]
+    world.step()
+    assert world.seen["ahead"] == ahead + 1  # the device need not wait for the host's decision
+    assert new.status is SequenceStatus.RUNNING
+    run(world)
+    world.end()
+
+
 def test_a_long_prompt_without_room_is_looked_at_now_and_then():
     """Only what is given back makes the scheduler look at once."""
     world = world_of(num_gpu=100, max_len=400, tokens=300)
