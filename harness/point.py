@@ -29,6 +29,7 @@ from harness.plain import plain, read_json
 from harness.process import WORKER_COMMAND
 from harness.progress import Display, open_display
 from harness.report import build_report
+from harness.request_log import write_parquet
 from harness.schema import RunConfig, SweepContext
 from harness.summary import print_summary
 from harness.telemetry.run import Telemetry
@@ -247,6 +248,7 @@ class _Point:
             view.flush()
             telemetry.close()
             findings.add_telemetry(telemetry)
+            findings.warnings += filter(None, [write_parquet(self._run_dir)])
 
     def _finish(
         self, findings: Findings, tracker: GuardedTracker, *, with_report: bool

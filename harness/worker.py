@@ -32,6 +32,7 @@ from harness.measure.nvml import Gpu, open_gpu
 from harness.parent import die_with_parent
 from harness.plain import plain
 from harness.prompts import encode_rows, special_ids
+from harness.request_log import RequestLog
 from harness.scenarios.drive import Engine, StepTotals, run_in_turn
 from harness.scenarios.kv import KVWatch, kv_link_share
 from harness.scenarios.latency import measure_latency
@@ -88,6 +89,7 @@ class Work:
         self._door = door
         self._spawned_s = spawned_s
         self._state = StateWriter(run_dir, job.name)
+        self._requests = RequestLog(run_dir)
         self._factory: EngineFactory | None = None
         self._llm: Engine | None = None
         self._link = LinkWatch(door, job.engine)
@@ -141,6 +143,7 @@ class Work:
         """Note what the engine has to say and free it; its errors do not undo the result."""
         self._note_host_peak()
         self._tidy("closing the engine", self._close_engine)
+        self._tidy("writing the last requests", self._requests.close)
         self._tidy("writing the last state", self._state.close)
 
     def _close_engine(self) -> None:
@@ -303,6 +306,7 @@ class Work:
                     config.output_tokens,
                     clock=self._door.clock,
                     on_progress=self._state.running,
+                    on_end=self._requests.of(part, number),
                 )
 
             return measure_repeats(
@@ -330,6 +334,7 @@ class Work:
                     clock=self._door.clock,
                     wait=self._door.wait,
                     on_progress=self._state.running,
+                    on_end=self._requests.of("serve", number),
                     open_door=self._door.open_async,
                     run_async=self._door.run_async,
                 ),
@@ -350,6 +355,7 @@ class Work:
         watch = KVWatch(llm, self._door.clock)
         outcome, totals = measure(cast(Engine, watch))
         self._note_window(part, begin_s)
+        self._requests.flush()
         self._note_outcome(part, outcome)
         watch.note(part, self._result)
         self._result["metrics"] |= energy_metrics(energy.total_j(), outcome.num_output_tokens)

@@ -16,6 +16,8 @@ from harness.measure.latency import RequestTimes
 Clock = Callable[[], float]
 OnProgress = Callable[[int, int, int], None]
 """Called with requests done, requests in all, output tokens."""
+OnEnd = Callable[[RequestTimes], None]
+"""Called with each request when nothing more comes of it."""
 
 
 class StepStats(Protocol):
@@ -165,9 +167,10 @@ class StepTotals:
 class Driver:
     """Sends requests and steps the engine until they are done."""
 
-    def __init__(self, llm: Engine, clock: Clock) -> None:
+    def __init__(self, llm: Engine, clock: Clock, on_end: OnEnd | None = None) -> None:
         self._llm = llm
         self._clock = clock
+        self._on_end = on_end
         self._open: dict[str, RequestTimes] = {}
         self.totals = StepTotals()
 
@@ -186,6 +189,7 @@ class Driver:
             self._llm.add_request(list(prompt), params, request_id)
         except RequestError as error:
             times.error = str(error)
+            self._tell(times)
         else:
             self._open[request_id] = times
         return times
@@ -210,13 +214,14 @@ class Driver:
                 on_step(len(events))
         for times in self._open.values():
             times.error = "the engine finished without ending this request"
+            self._tell(times)
         self._open.clear()
 
     def _count(self, event: TokenEvent) -> None:
         times = self._open[event.request_id]
         if event.finish_reason == "error":  # of a server: no token came with it
             times.error = str(event.stop_reason)
-            del self._open[event.request_id]
+            self._end(times)
             return
         times.token_ids.append(event.token_id)
         times.token_times_s.append(event.time_s)
@@ -224,7 +229,15 @@ class Driver:
             times.finish_reason = event.finish_reason
             if event.finish_reason not in {"stop", "length"}:
                 times.error = f"the engine ended it with {event.finish_reason}"
-            del self._open[event.request_id]
+            self._end(times)
+
+    def _end(self, times: RequestTimes) -> None:
+        del self._open[times.request_id]
+        self._tell(times)
+
+    def _tell(self, times: RequestTimes) -> None:
+        if self._on_end is not None:
+            self._on_end(times)
 
 
 def run_in_turn(
@@ -235,9 +248,10 @@ def run_in_turn(
     clock: Clock,
     prefix: str,
     on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
 ) -> tuple[list[RequestTimes], StepTotals]:
     """Run the requests one at a time; return their times and the sums over the steps."""
-    driver = Driver(llm, clock)
+    driver = Driver(llm, clock, on_end)
     requests: list[RequestTimes] = []
     num_tokens = 0
 
@@ -264,9 +278,10 @@ def run_at_once(
     clock: Clock,
     prefix: str,
     on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
 ) -> tuple[list[RequestTimes], StepTotals]:
     """Offer all requests, then step until they are done; return times and sums over the steps."""
-    driver = Driver(llm, clock)
+    driver = Driver(llm, clock, on_end)
     requests = [
         driver.offer(prompt, output_tokens, f"{prefix}-{index}")
         for index, prompt in enumerate(prompts)

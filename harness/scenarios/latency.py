@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from harness.measure.latency import RequestTimes, floor_note, latency_pools, pool_metrics
 from harness.measure.statistics import drift
-from harness.scenarios.drive import Clock, Engine, OnProgress, StepTotals, run_in_turn
+from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals, run_in_turn
 from harness.scenarios.outcome import Outcome, failure_reasons, short_reasons
 
 
@@ -15,10 +15,17 @@ def measure_latency(
     *,
     clock: Clock,
     on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
 ) -> tuple[Outcome, StepTotals]:
     """Run the prompts one after the other; return their figures and the sums over the steps."""
     requests, totals = run_in_turn(
-        llm, prompts, output_tokens, clock=clock, prefix="latency", on_progress=on_progress
+        llm,
+        prompts,
+        output_tokens,
+        clock=clock,
+        prefix="latency",
+        on_progress=on_progress,
+        on_end=on_end,
     )
     num_complete = sum(request.is_complete for request in requests)
     note = floor_note(num_complete)

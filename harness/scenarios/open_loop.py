@@ -11,7 +11,7 @@ from engine.errors import EngineError
 from engine.request import TokenEvent
 from engine.sampling_params import SamplingParams
 from harness.measure.serving import ServedRequest
-from harness.scenarios.drive import Clock, OnProgress
+from harness.scenarios.drive import Clock, OnEnd, OnProgress
 from harness.traffic.schedule import PlannedRequest, Schedule
 
 Wait = Callable[[float], Awaitable[Any]]
@@ -57,6 +57,7 @@ async def run_open_loop(
     clock: Clock,
     wait: Wait = asyncio.sleep,
     on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
     give_up: GiveUp | None = None,
 ) -> list[ServedRequest]:
     """Send a schedule and return what came of every request of it, in the schedule's order.
@@ -68,12 +69,13 @@ async def run_open_loop(
         clock: seconds, the clock of the tokens' times.
         wait: lets time pass on that clock.
         on_progress: called after tokens came.
+        on_end: called with each request when it has ended; with those that never ran at the end.
         give_up: looked at four times a second; what then runs or is to come is cancelled.
 
     Raises:
         BaseException: what the engine failed of.
     """
-    run = _Run(door, schedule, limits, clock, wait, on_progress, give_up)
+    run = _Run(door, schedule, limits, clock, wait, on_progress, on_end, give_up)
     try:
         await run.send_all()
         await run.drain()
@@ -95,6 +97,7 @@ class _Run:
         clock: Clock,
         wait: Wait,
         on_progress: OnProgress | None,
+        on_end: OnEnd | None,
         give_up: GiveUp | None,
     ) -> None:
         self._door, self._limits = door, limits
@@ -103,6 +106,7 @@ class _Run:
         self._conversations = _conversations(schedule)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_done = self._num_tokens = 0
+        self._on_end, self._told = on_end, set[str]()
         self._give_up, self._look_s, self._is_cut_off = give_up, -math.inf, False
         self._begin_s = self._last_arrival_s = clock()
         self.served = {request.request_id: _not_sent(request) for request in schedule.requests}
@@ -145,6 +149,8 @@ class _Run:
         if self._is_cut_off:
             for served in self.served.values():
                 served.error = CUT_OFF if served.is_cancelled else served.error
+        for served in self.served.values():
+            self._tell(served)
         for end in ends:
             if isinstance(end, Exception):
                 raise end
@@ -192,7 +198,13 @@ class _Run:
         if served.error is None and not served.is_complete:
             served.error = f"the engine ended it with {served.finish_reason}"
         self._num_done += 1
+        self._tell(served)
         self._report()
+
+    def _tell(self, served: ServedRequest) -> None:
+        if self._on_end is not None and served.request_id not in self._told:
+            self._told.add(served.request_id)
+            self._on_end(served)
 
     def _note(self, served: ServedRequest, events: list[TokenEvent]) -> None:
         for event in events:

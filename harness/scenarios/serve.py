@@ -20,7 +20,7 @@ from harness.measure.serving import (
 )
 from harness.measure.statistics import drift
 from harness.prompts import synthetic_prompts
-from harness.scenarios.drive import Clock, Driver, Engine, OnProgress, StepTotals
+from harness.scenarios.drive import Clock, Driver, Engine, OnEnd, OnProgress, StepTotals
 from harness.scenarios.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
 from harness.scenarios.outcome import Outcome, failure_reasons
 from harness.scenarios.peak import Peak, search_peak
@@ -127,6 +127,7 @@ def measure_serve(
     clock: Clock,
     wait: Wait = asyncio.sleep,
     on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
     open_door: OpenDoor = AsyncLLM,
     run_async: RunAsync = asyncio.run,
 ) -> tuple[Outcome, StepTotals]:
@@ -138,6 +139,7 @@ def measure_serve(
         clock: seconds, the clock of the tokens' times.
         wait: lets time pass on that clock.
         on_progress: called with requests done, requests in all, output tokens.
+        on_end: called with each request, of every rate of a search, when it has ended.
         open_door: opens the asynchronous door of the engine.
         run_async: runs a coroutine on an event loop in which `wait` lets time pass.
     """
@@ -152,7 +154,7 @@ def measure_serve(
         )
 
     def serve(schedule: Schedule) -> list[ServedRequest]:
-        return run_async(_serve(open_one, schedule, load.config, clock, wait, on_progress))
+        return run_async(_serve(open_one, schedule, load.config, clock, wait, on_progress, on_end))
 
     if load.config.search is None:
         schedule = load.schedule()
@@ -181,6 +183,7 @@ async def _serve(
     clock: Clock,
     wait: Wait,
     on_progress: OnProgress | None,
+    on_end: OnEnd | None,
 ) -> list[ServedRequest]:
     is_trial = config.search is not None
     door = open_one(len(schedule.requests))
@@ -193,6 +196,7 @@ async def _serve(
             clock=clock,
             wait=wait,
             on_progress=on_progress,
+            on_end=on_end,
             give_up=(lambda served, now_s: is_lost(config, served, now_s)) if is_trial else None,
         )
     finally:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harness.scenarios.drive import Clock, Engine, OnProgress, StepTotals, run_at_once
+from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals, run_at_once
 from harness.scenarios.outcome import Outcome, failure_reasons, ratio, short_reasons
 
 
@@ -13,6 +13,7 @@ def measure_throughput(
     *,
     clock: Clock,
     on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
 ) -> tuple[Outcome, StepTotals]:
     """Offer all prompts at once; return their figures and the sums over the steps.
 
@@ -20,7 +21,13 @@ def measure_throughput(
     prefill work, decode that of the steps without; a step that does both counts as prefill.
     """
     requests, totals = run_at_once(
-        llm, prompts, output_tokens, clock=clock, prefix="throughput", on_progress=on_progress
+        llm,
+        prompts,
+        output_tokens,
+        clock=clock,
+        prefix="throughput",
+        on_progress=on_progress,
+        on_end=on_end,
     )
     done = [request for request in requests if request.is_complete]
     prompt_tokens = sum(request.num_prompt_tokens for request in done)

@@ -38,6 +38,8 @@ _ARTIFACTS: Final = (
     "metrics.csv",
     "worker.log",
     "samples.jsonl",
+    "requests.parquet",
+    "requests.jsonl",
     "telemetry.parquet",
     "telemetry.jsonl",
 )
