@@ -20,7 +20,8 @@ from engine.spec import ModelSpec
 from harness.door import EngineDoor
 from harness.fake_config import FakeScript
 from harness.measure.statistics import Interval, interval
-from harness.scenarios.drive import Engine
+from harness.request_log import RequestLog
+from harness.scenarios.drive import Engine, OnEnd, OnProgress
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.serve import Load, measure_serve
 from harness.scenarios.throughput import measure_throughput
@@ -64,6 +65,14 @@ class Cost:
     """Of each further token."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Reports:
+    """What a worker reports to while it measures."""
+
+    on_progress: OnProgress
+    on_end: OnEnd
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -77,10 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.repeats < 2:
         parser.error(f"--repeats: expected at least 2, got {options.repeats}")
     with tempfile.TemporaryDirectory() as folder:
-        state = StateWriter(Path(folder), "overhead")
+        state, log = StateWriter(Path(folder), "overhead"), RequestLog(Path(folder))
+        reports = _Reports(on_progress=state.running, on_end=log.of("overhead", 0))
         parts = [*dict.fromkeys(BARE.values()), *BARE]
-        costs = {part: measure_cost(part, options.repeats, state) for part in parts}
-        known = known_rate(state)
+        costs = {part: measure_cost(part, options.repeats, reports) for part in parts}
+        known = known_rate(reports)
+        log.close()
         state.close()
     if options.json:
         found = {"costs": {part: asdict(cost) for part, cost in costs.items()}, "known_rate": known}
@@ -90,18 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_cost(part: str, repeats: int, state: StateWriter) -> Cost:
+def measure_cost(part: str, repeats: int, reports: _Reports) -> Cost:
     """Return what one part takes, or a bare loop around the engine.
 
     Args:
         part: a key or a value of BARE.
         repeats: at least 2.
-        state: what the worker reports its progress to.
+        reports: what the worker reports to.
     """
     requests, tokens = [], []
     for _ in range(repeats):
-        one_s = _timed(part, 1, state)
-        all_s = _timed(part, NUM_TOKENS, state)
+        one_s = _timed(part, 1, reports)
+        all_s = _timed(part, NUM_TOKENS, reports)
         requests.append(1e6 * one_s / NUM_REQUESTS)
         tokens.append(1e6 * (all_s - one_s) / NUM_REQUESTS / (NUM_TOKENS - 1))
     found = [interval(values) for values in (requests, tokens)]
@@ -110,7 +121,7 @@ def measure_cost(part: str, repeats: int, state: StateWriter) -> Cost:
     return Cost(per_request_us=found[0], per_token_us=found[1])
 
 
-def _timed(part: str, output_tokens: int, state: StateWriter) -> float:
+def _timed(part: str, output_tokens: int, reports: _Reports) -> float:
     """Return the seconds that NUM_REQUESTS of so many tokens take."""
     door, llm = _open(0.0)
     prompts = engine_prompts(llm, NUM_REQUESTS, PROMPT_TOKENS, seed=0, stream="overhead")
@@ -120,11 +131,16 @@ def _timed(part: str, output_tokens: int, state: StateWriter) -> float:
         call = lambda: _bare(llm, prompts, params, in_turn=part == "in turn")  # noqa: E731
     elif part == "serve":
         load = _load(output_tokens, Arrivals(process="at_once"), NUM_REQUESTS)
-        call = lambda: _serve(door, llm, load, state)  # noqa: E731
+        call = lambda: _serve(door, llm, load, reports)  # noqa: E731
     else:
         measure = measure_latency if part == "latency" else measure_throughput
         call = lambda: measure(  # noqa: E731
-            llm, prompts, output_tokens, clock=door.clock, on_progress=state.running
+            llm,
+            prompts,
+            output_tokens,
+            clock=door.clock,
+            on_progress=reports.on_progress,
+            on_end=reports.on_end,
         )
     begin_s = door.clock()
     call()
@@ -164,31 +180,39 @@ def _load(output_tokens: int, arrivals: Arrivals, num_requests: int) -> Load:
     return Load(config=config, vocab_size=_SPEC.vocab_size)
 
 
-def _serve(door: EngineDoor, llm: Engine, load: Load, state: StateWriter) -> Any:
+def _serve(door: EngineDoor, llm: Engine, load: Load, reports: _Reports) -> Any:
     outcome, _ = measure_serve(
         llm,
         load,
         clock=door.clock,
         wait=door.wait,
-        on_progress=state.running,
+        on_progress=reports.on_progress,
+        on_end=reports.on_end,
         open_door=door.open_async,
         run_async=door.run_async,
     )
     return outcome
 
 
-def known_rate(state: StateWriter) -> dict[str, float | None]:
+def known_rate(reports: _Reports) -> dict[str, float | None]:
     """Return what the harness finds of an engine whose every step takes KNOWN_MS.
 
     Args:
-        state: what the worker reports its progress to.
+        reports: what the worker reports to.
     """
     door, llm = _open(KNOWN_MS)
     prompts = engine_prompts(llm, 16, PROMPT_TOKENS, seed=0, stream="known")
-    alone, _ = measure_latency(llm, prompts, 16, clock=door.clock, on_progress=state.running)
+    alone, _ = measure_latency(
+        llm,
+        prompts,
+        16,
+        clock=door.clock,
+        on_progress=reports.on_progress,
+        on_end=reports.on_end,
+    )
     door, llm = _open(KNOWN_MS)
     arrivals = Arrivals(process="constant", rate_per_s=KNOWN_RATE_S)
-    served = _serve(door, llm, _load(4, arrivals, NUM_REQUESTS), state)
+    served = _serve(door, llm, _load(4, arrivals, NUM_REQUESTS), reports)
     names = ("ttft_ms/mean", "tpot_ms/mean", "itl_ms/max")
     lags = ("serve/schedule_lag_ms/mean", "serve/schedule_lag_ms/max", "serve/sent_requests_s")
     return {f"latency/{name}": alone.metrics[f"latency/{name}"] for name in names} | {
