@@ -83,9 +83,10 @@ class EngineSettings(Sealed):
     uva_stage_tokens: int = 65
     """From this many tokens in a step on, uva weights are staged through GPU slots first.
 
-    Measured on an H200: read in place, a step of 64 tokens takes 1 % longer than one of a single
-    token, 128 take 11 %, 256 take 38 %. Staging takes 8 % less than in-place reads even for one
-    token, but leaves nothing to be read in place, as offload_backend=prefetch does; 1 chooses it.
+    On an H200 (`make bench`, docs/performance.md), read in place, a step of 64 tokens takes 1 %
+    longer than one of a single token, 128 take 13 %, 256 take 40 %. Staging takes 8 % less than
+    in-place reads even for one token, but leaves nothing to be read in place, as
+    offload_backend=prefetch does; 1 chooses it.
     """
 
     def check(self) -> None:

@@ -45,7 +45,8 @@ EAGER_LAYER_OVERHEAD_S: Final = 0.9e-3
 """Launches of one layer without graphs: 16 to 400 tokens through 8 layers in 8.3 to 9.6 ms (host of
 an H200). Matters where it is longer than the GPU's work."""
 IN_PLACE_TILE_ROWS: Final = 256
-"""Rows after which a product reads a weight in host memory again (vLLM: 8 times at 2048 rows)."""
+"""Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
+docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
 START_S: Final = 8.0
 """Start of a process until weights are read, and warm-up: 10.4 to 12 s less pinning (H100)."""
 

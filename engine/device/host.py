@@ -64,9 +64,9 @@ def chunks(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int
 class MappedBuffer:
     """Private anonymous memory of an exact size, touched in parallel: every page is present.
 
-    It begins at a multiple of a huge page. Whole huge pages are asked for as such, which makes
-    touching and registering several times faster; the rest is of ordinary pages, so that no more
-    is taken than was asked for. The up to 2 MiB that are mapped for alignment are never touched.
+    It begins at a multiple of a huge page. Whole huge pages are asked for as such, so that fewer
+    pages are touched and registered; the rest is of ordinary pages, so that no more is taken than
+    was asked for. The up to 2 MiB that are mapped for alignment are never touched.
 
     Args:
         num_bytes: How much.
@@ -119,8 +119,6 @@ def _map(num_bytes: int, *, inherit: bool) -> torch.Tensor:
 
 def touch(memory: torch.Tensor) -> None:
     """Make every page of fresh memory present: several threads write a byte of each.
-
-    On a 16-core machine that took a third of the time of MADV_POPULATE_WRITE.
 
     Args:
         memory: uint8 [num_bytes] of zeros, at the beginning of a page.
