@@ -45,9 +45,11 @@ def test_two_stages_fit_a_consumer_card(tokens, product):
 
 def test_few_rows_are_shared_by_programs_with_enough_inputs_each():
     assert linear_tile(1, 12288, 4096).parts == 1
-    assert linear_tile(1, 4096, 4096).parts == 2
-    assert linear_tile(1, 2048, 2048).parts == 4
-    assert linear_tile(1, 576, 1536).parts == 4
+    assert linear_tile(1, 4096, 4096).parts == 1
+    assert linear_tile(1, 4096, 11008).parts == 2
+    assert linear_tile(1, 2048, 8192).parts == 4
+    assert linear_tile(1, 5120, 13824).parts == 1  # enough rows without
+    assert linear_tile(1, 576, 1536).parts == 2
     assert linear_tile(1, 64, 48).parts == 1
     for rows, inputs, _ in PRODUCTS:
         parts = linear_tile(1, rows, inputs).parts
