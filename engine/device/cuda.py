@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from engine.device.allocator import shared_allocator
 from engine.device.base import CopyStream, Graph, HostBuffer
 from engine.device.host import MappedBuffer, capabilities
 from engine.device.nvml import own_bytes
@@ -209,15 +210,14 @@ class CUDADevice:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         torch.cuda.empty_cache()
-        # What other engines of this process hold; not this one's peak, and not its budget.
-        self._earlier = torch.cuda.memory_reserved(index)
-        free, self._total = torch.cuda.mem_get_info(index)
-        outside = self._total - free - torch.cuda.memory_reserved(index)
+        free, total = torch.cuda.mem_get_info(index)
+        outside = total - free - torch.cuda.memory_reserved(index)
         # Where the driver does not count per process: what exceeds a context is other processes'.
         self._others = max(0, outside - CONTEXT_BYTES)
         self._pool: Any = None
         self._can_pin = capabilities()[0]
-        torch.cuda.reset_peak_memory_stats(index)
+        self._allocator = shared_allocator(index)
+        self._allocator.open()
 
     def facts(self) -> DeviceFacts:
         """Return what the card and the host have now."""
@@ -286,9 +286,11 @@ class CUDADevice:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._can_pin)
 
     def enforce_budget(self, num_bytes: int) -> None:
-        """Bound torch's allocator; `num_bytes` leaves out what lies outside it."""
-        share = max(0.0, min(1.0, (self._earlier + num_bytes) / self._total))
-        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+        """Bound torch's allocator; `num_bytes` leaves out what lies outside it.
+
+        Engines of one process share the allocator; together they may take the sum of their bounds.
+        """
+        self._allocator.bound(self, num_bytes)
 
     def _outside_bytes(self) -> int:
         """Memory of this process outside torch's allocator: context, modules, graphs."""
@@ -304,9 +306,11 @@ class CUDADevice:
         """Return at once: the allocator counts what steps take."""
 
     def peak_bytes(self) -> int:
-        """Return the allocator's peak since opening plus what lies outside it."""
-        reserved = torch.cuda.max_memory_reserved(self.torch_device) - self._earlier
-        return reserved + self._outside_bytes()
+        """Return the allocator's peak since opening plus what lies outside it.
+
+        Where several engines of this process are open at once, that of all of them together.
+        """
+        return self._allocator.peak_bytes() + self._outside_bytes()
 
     def allocated_bytes(self) -> int:
         """Return bytes of live tensors."""
@@ -329,5 +333,5 @@ class CUDADevice:
     def close(self) -> None:
         """Give cached memory back and lift the budget."""
         self._pool = None
-        torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+        self._allocator.release(self)
         torch.cuda.empty_cache()

@@ -212,9 +212,13 @@ def test_two_engines_in_one_process(tiny: TinyModels) -> None:
     second = open_gpu(tiny.folder("qwen3"), cpu_offload_gb=1)
     for llm, family in ((first, "llama"), (second, "qwen3"), (first, "llama")):
         assert greedy(llm, PROMPTS, 5) == tiny.greedy(family, PROMPTS, 5)
+    assert first.memory()["gpu_peak_bytes"] == second.memory()["gpu_peak_bytes"]
+    both = torch.cuda.get_per_process_memory_fraction()
     first.close()
+    assert 0 < torch.cuda.get_per_process_memory_fraction() < both < 1
     assert greedy(second, PROMPTS, 5) == tiny.greedy("qwen3", PROMPTS, 5)
     second.close()
+    assert torch.cuda.get_per_process_memory_fraction() == 1
 
 
 # Host memory that the GPU reads in place.
