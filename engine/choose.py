@@ -54,6 +54,8 @@ GRANULES: Final = {
 }
 """What is taken of a layer; nothing named: all of it."""
 NUM_LISTED: Final = 5
+NEAR: Final = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.35, 1.5, 1.75)
+"""Of the KV blocks of the best candidate for a queue, where better ones are looked for."""
 
 
 class Chooser:
@@ -108,7 +110,8 @@ class Chooser:
     def can_fit(self) -> bool:
         """Whether everything fits the GPU, or some candidate does."""
         objective = self._asked.config.planner.objective
-        return self.resident_fits or any(map(self._fits, self._candidates(objective)))
+        found = self._candidates(self._block_targets(objective))
+        return self.resident_fits or any(map(self._fits, found))
 
     @cached_property
     def _base(self) -> Shape:
@@ -121,7 +124,17 @@ class Chooser:
     def ranked(self) -> Iterator[tuple[MemoryPlan, list[Candidate]]]:
         """Yield plans that fit, the best first, each with its candidate and all behind it."""
         objective = self._asked.config.planner.objective
-        ranked = sorted(self._candidates(objective), key=lambda item: item.score(objective))
+
+        def score(item: Candidate) -> tuple[int, int]:
+            return item.score(objective)
+
+        ranked = sorted(self._candidates(self._block_targets(objective)), key=score)
+        if objective == "throughput":
+            best = next(filter(self._fits, ranked), None)
+            near = [] if best is None else self._candidates(self._near(best))
+            known = {item.label for item in ranked}
+            ranked += [item for item in near if item.label not in known]
+            ranked.sort(key=score)
         for index, candidate in enumerate(ranked):
             plan = self._plan_of(candidate)
             if self._is_enough(plan):
@@ -151,12 +164,13 @@ class Chooser:
     def _plan_of(self, candidate: Candidate) -> MemoryPlan:
         return build_plan(self._asked, served(self._asked, candidate.assignment))
 
-    def _candidates(self, objective: str) -> Iterator[Candidate]:
+    def _candidates(self, targets: list[int]) -> Iterator[Candidate]:
+        """Yield what makes room for so many KV blocks each, every placement once."""
         facts, seen = self._asked.facts, set()
         kinds = [Placement.ON_DEMAND]
         if facts.can_pin:
             kinds = [Placement.PREFETCH, *([Placement.UVA] if facts.can_uva else [])]
-        for blocks in self._block_targets(objective):
+        for blocks in targets:
             for outer in self._outer_options():
                 found = False
                 for kind in kinds:
@@ -180,6 +194,12 @@ class Chooser:
         counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
         useful = self.most_kv_tokens // size
         return sorted({min(max(least, count * each), useful) for count in counts})
+
+    def _near(self, best: Candidate) -> list[int]:
+        """KV blocks around those of a candidate, to look at more closely."""
+        blocks, least = best.shape.kv_pools[0], self._least_blocks
+        useful = self.most_kv_tokens // self._base.block_size
+        return sorted({min(max(least, int(share * blocks)), useful) for share in NEAR})
 
     def _outer_options(self) -> list[tuple[str, ...]]:
         """Tensors outside the layers that are read in place; a tied table never is."""

@@ -184,6 +184,16 @@ def test_a_deep_queue_wants_room_for_kv() -> None:
     assert rates[1] > rates[0]
 
 
+def test_a_queue_is_not_slower_than_uva_by_hand() -> None:
+    spec = conf_spec("gemma3_4b")
+    limits = {"max_model_len": 128, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 512}
+    config = configuration(spec, memory_gib=4.346, offload=uva(5.8), **limits)
+    by_hand = plan_memory(config, spec, H200)
+    chosen = choose(spec, 4.346, objective="throughput", **limits)
+    total_s = [(plan.predicted or {})["queue"]["total_s"] for plan in (by_hand, chosen)]
+    assert total_s[1] < total_s[0]
+
+
 def test_the_longest_sequence() -> None:
     spec = conf_spec("llama31_8b")
     with pytest.raises(CapacityError) as error:

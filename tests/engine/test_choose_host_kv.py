@@ -98,6 +98,6 @@ def test_what_fits_is_known_without_a_plan_of_each(
         Asked(config, spec, facts, spec.dtype, length, reference=False),
         rates_for(config.gpu, facts),
     )
-    ranked = list(chooser._candidates(objective))
+    ranked = list(chooser._candidates(chooser._block_targets(objective)))
     planned = [item for item in ranked if chooser._is_enough(chooser._plan_of(item))]
     assert chooser.fitting(ranked) == planned
