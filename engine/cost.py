@@ -20,6 +20,7 @@ from engine.rates import (
     WEIGHT_SHARE,
     Rates,
 )
+from engine.sizes import PREFILL_SEQUENCES
 from engine.spec import DTYPE_BYTES, ModelSpec
 
 CONTEXT_TOKENS: Final = 256
@@ -64,6 +65,8 @@ class Shape:
     is_float32: bool
     is_pinned: bool
     uses_graphs: bool
+    captured_prefills: tuple[tuple[int, int], ...]
+    """Steps with prompts that run as graphs: most decodes and most tokens of prompts of each."""
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
@@ -123,6 +126,7 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         is_float32=size == 4,
         is_pinned=plan.pin,
         uses_graphs=plan.use_graphs,
+        captured_prefills=plan.captured_prefills,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_num_seqs=plan.max_num_seqs,
         max_model_len=plan.max_model_len,
@@ -177,7 +181,7 @@ def step_s(
     in_place = _reads_in_place(shape, tokens)
     tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
     place_rate = rates.in_place_gb_s * 1e9
-    graphed = shape.uses_graphs and not prefill
+    graphed = _is_captured(shape, decodes, prefill, rows or 1)
     is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
 
     def layer_s(resident: int, offloaded: int, limit: int, is_first: bool) -> tuple[float, float]:
@@ -245,6 +249,14 @@ def _run(
     return max(seconds, streamed + shared) if shared else seconds
 
 
+def _is_captured(shape: Shape, decodes: int, prefill: int, prompts: int) -> bool:
+    """Whether a step runs as a graph."""
+    if not prefill:
+        return shape.uses_graphs
+    fits = any(decodes <= d and prefill <= p for d, p in shape.captured_prefills)
+    return fits and prompts <= PREFILL_SEQUENCES
+
+
 def _reads_in_place(shape: Shape, tokens: int) -> bool:
     staged = shape.stage_tokens is not None and tokens >= shape.stage_tokens
     return shape.placement is Placement.UVA and not staged
@@ -299,12 +311,17 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
 def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int) -> float:
     """Return the time of `requests` requests that are offered at once.
 
-    As many run as the KV cache holds at their mean length; finished ones are replaced.
+    As many run as the KV cache holds at their mean length. As they are equally long they end
+    together, and the next ones begin; the last ones, however few, take as many steps.
     """
     batch = min(requests, shape.concurrency(prompt + output / 2))
-    waves = max(1.0, requests / batch)
-    step = decode_step_s(shape, rates, batch, prompt + output / 2)
-    return waves * (prefill_s(shape, rates, prompt, batch) + max(0, output - 1) * step)
+
+    def wave_s(count: int) -> float:
+        step = decode_step_s(shape, rates, count, prompt + output / 2)
+        return prefill_s(shape, rates, prompt, count) + max(0, output - 1) * step
+
+    whole, rest = divmod(requests, batch)
+    return whole * wave_s(batch) + (wave_s(rest) if rest else 0.0)
 
 
 def load_s(shape: Shape, rates: Rates) -> float:

@@ -390,3 +390,20 @@ def test_layers_with_a_slot_of_their_own_do_not_hold_the_link(num: int, step: in
     found = decode_step_s(shared, rates, 1, 60)
     assert found >= (copied + 10**6) / 1e6
     assert found <= (copied + 10**6) / 1e6 + bare - copied / 1e6 + 1e-3
+
+
+def test_prompts_that_run_as_graphs_do_not_wait_for_launches() -> None:
+    shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B)
+    eager = replace(shape, captured_prefills=())
+    launches = OLMO_7B.num_hidden_layers * RATES.eager_layer_overhead_s
+    assert prefill_s(shape, RATES, 256) < 0.5 * launches < prefill_s(eager, RATES, 256)
+    assert prefill_s(shape, RATES, 257) >= launches
+    assert prefill_s(shape, RATES, 16, 5) >= launches  # more prompts than a graph has
+
+
+def test_the_last_of_a_queue_take_as_many_steps_as_the_others() -> None:
+    plan = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=8)
+    shape = shape_of(plan, OLMO_7B)
+    two, three = (queue_s(shape, RATES, count, 32, 64) for count in (16, 17))
+    alone = prefill_s(shape, RATES, 32) + 63 * decode_step_s(shape, RATES, 1, 64)
+    assert three == pytest.approx(two + alone)
