@@ -54,6 +54,7 @@ def run(line: CommandLine) -> int:
         sys.stdout.write("---\n".join(_print_point(point, line) for point in plan.points))
         return EXIT_OK
     _make_home()
+    _check_store(plan)
     modes = {point.config.mode for point in plan.points}
     if len(modes) > 1:
         raise ConfigError("mode: expected run or plan for all points, got both. Run them apart.")
@@ -81,6 +82,18 @@ def _make_home() -> None:
             f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
             f"({error.strerror}). Set TIGHTFIT_HOME to another one."
         ) from error
+
+
+def _check_store(plan: Plan) -> None:
+    """Refuse a home that cannot be written in an address of SQLite."""
+    home = str(tightfit_home())
+    nodes = [point.config.tracking for point in plan.points]
+    if any(node.backend == "mlflow" and node.uri is None for node in nodes) and {*home} & {*"?%"}:
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected a path without ? and %, which the address of MLflow's "
+            f"database cannot hold, got {home}. Set TIGHTFIT_HOME to another one, or choose "
+            "tracking=none."
+        )
 
 
 def _check_planned(plan: Plan) -> None:

@@ -263,7 +263,14 @@ class Composer:
                 f"{several[0].input_line}: several values make a sweep. Add -m, or quote the value "
                 "if the comma belongs to it."
             )
-        params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
+        swept = master.hydra.sweeper.params or {}
+        if "model" in swept and any(item.startswith("+model=") for item in overrides):
+            raise ConfigError(
+                f"model: the experiment sweeps model={swept['model']} and makes no choice that "
+                "these replace, so they would run in the place of the model that was typed. Write "
+                "+model in its hydra.sweeper.params, or /model in its defaults list."
+            )
+        params = [f"{key}={value}" for key, value in swept.items()]
         task = params + list(master.hydra.overrides.task)
         batches = BasicSweeper.split_arguments(self.parse(task), None)
         own = list(master.hydra.overrides.hydra)

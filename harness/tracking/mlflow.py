@@ -55,6 +55,7 @@ _ENVIRONMENT: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
+_DATABASES: Final = ("sqlite", "postgresql", "mysql", "mssql")
 _MAX_BATCH: Final = 1000
 _MAX_PARAM_BATCH: Final = 100
 _TS_FIELDS: Final = {
@@ -81,8 +82,8 @@ class MlflowTracker:
     def __init__(self, config: TrackingConfig, home: Path) -> None:
         self._home = home
         self._experiment = config.experiment
-        self._is_local = config.uri is None
         self._uri = config.uri or f"sqlite:///{home / DATABASE_NAME}"
+        self._artifacts = _artifact_root(self._uri, home)
         self._client: MlflowClient | None = None
         self._experiment_id = ""
         self._run_id: str | None = None
@@ -102,18 +103,31 @@ class MlflowTracker:
             logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("urllib3").setLevel(logging.ERROR)  # it announces every retry
         with self._only_one():
+            self._make_database()
             self._client = MlflowClient(tracking_uri=self._uri)
             found = self._client.get_experiment_by_name(self._experiment)
             if found is None:
-                location = (self._home / "artifacts").as_uri() if self._is_local else None
                 self._experiment_id = self._client.create_experiment(
-                    self._experiment, artifact_location=location
+                    self._experiment, artifact_location=self._artifacts
                 )
             else:
                 if found.lifecycle_stage == "deleted":
                     self._client.restore_experiment(found.experiment_id)
                 self._experiment_id = found.experiment_id
             self._repair()
+
+    def _make_database(self) -> None:
+        """Create an SQLite file that is absent, with MLflow's own experiment beside its files.
+
+        A client would put that experiment's files into the folder of the first command.
+        """
+        path = sqlite_path(self._uri)
+        if path is None or path.exists() or self._artifacts is None:
+            return
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        SqlAlchemyStore(self._uri, self._artifacts)  # type: ignore[no-untyped-call]
 
     def start_sweep(self, sweep: SweepContext) -> None:
         """Create the sweep's run with status RUNNING."""
@@ -281,6 +295,24 @@ class MlflowTracker:
             if str(ticks) != run.data.tags.get("harness.pid_start"):
                 client.set_tag(run.info.run_id, "harness.status", "killed")
                 client.set_terminated(run.info.run_id, "KILLED")
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """Return the file of an SQLite address, None for another kind of address."""
+    scheme, _, rest = uri.partition("?")[0].partition("://")
+    return Path(rest.removeprefix("/")).absolute() if scheme.startswith("sqlite") else None
+
+
+def _artifact_root(uri: str, home: Path) -> str | None:
+    """Return where new experiments keep files; None: where the server says.
+
+    Beside an SQLite file, and in TIGHTFIT_HOME for another database: never in the folder in which a
+    command happens to start.
+    """
+    if not uri.startswith(_DATABASES):
+        return None
+    path = sqlite_path(uri)
+    return ((path.parent if path is not None else home) / "artifacts").as_uri()
 
 
 def _own_tags() -> dict[str, str]:

@@ -122,6 +122,21 @@ def test_one_point_in_a_folder_of_its_own(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["a?b", "50%"])
+def test_a_home_that_an_address_cannot_hold_is_refused(
+    name: str,
+    points: FakePoints,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(home / name))
+    assert main(["+model=glass"]) == 2
+    assert "expected a path without ? and %" in capsys.readouterr().err
+    assert main(["+model=glass", "tracking=none"]) == 0
+    assert len(points.asked) == 1
+
+
 def test_runs_in_the_same_second_do_not_share_a_folder(points: FakePoints) -> None:
     for _ in range(2):
         assert main(["+model=glass"]) == 0

@@ -133,6 +133,14 @@ def mine(tmp_path: Path) -> Path:
             "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
             "  sweeper:\n    params:\n      engine.sed: 1,2\n"
         ),
+        "experiment/models.yaml": (
+            "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
+            "  sweeper:\n    params:\n      model: glass,mine\n"
+        ),
+        "experiment/plus.yaml": (
+            "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
+            "  sweeper:\n    params:\n      +model: glass,mine\n"
+        ),
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -151,6 +159,12 @@ def test_a_user_s_folder_adds_files(mine: Path) -> None:
     found = plan(composer, "+experiment=plain  model=glass")
     assert found.points[0].config.model.name == "glass"
     assert plan(composer, "+experiment=both").points[0].config.model.name == "x"
+    assert [point.config.model.name for point in plan(composer, "+experiment=plus").points] == [
+        "glass",
+        "mine",
+    ]
+    (point,) = plan(composer, "+experiment=plus  model=glass").points
+    assert point.config.model.name == "glass"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +178,8 @@ def test_a_user_s_folder_adds_files(mine: Path) -> None:
         ("+experiment=group", ["experiment/group", "ofload", "Did you mean offload?"]),
         ("+experiment=override", ["experiment/override", "model", "without override"]),
         ("+experiment=swept", ["engine.sed", "Did you mean seed?"]),
+        ("+experiment=models", ["model", "+model in a sweep"]),
+        ("+experiment=models  model=glass", ["sweeps model=glass,mine", "Write +model in its"]),
         ("-m  +experiment=plain,both", ["model", "Run them apart"]),
         ("-m  +experiment=plain,both  model=glass", ["model", "Run them apart"]),
     ],

@@ -118,6 +118,7 @@ def test_eight_processes_create_one_database(database, client):
     assert sorted(run.info.run_name for run in runs) == [f"run-{index}" for index in range(8)]
     root = (home / "artifacts").as_uri()
     assert all(run.info.artifact_uri.startswith(root) for run in runs)
+    assert client.get_experiment("0").artifact_location.startswith(root)  # MLflow's own
     assert not list(home.glob("cwd-*/*"))
 
 
@@ -256,6 +257,27 @@ def test_the_view_command_names_the_database(home):
     remote = MlflowTracker(TrackingConfig(uri="http://server:1/"), home)
     remote._experiment_id = "3"
     assert remote.view_command() == "open http://server:1/#/experiments/3/runs"
+
+
+@pytest.mark.parametrize(
+    ("uri", "root"),
+    [
+        (None, "file:///home/me/artifacts"),
+        ("sqlite:////data/my%20team/runs.db", "file:///data/my%2520team/artifacts"),
+        ("sqlite+pysqlite:////data/runs.db?timeout=3", "file:///data/artifacts"),
+        ("postgresql://host/db", "file:///home/me/artifacts"),
+        ("http://host:5000", None),
+        ("databricks", None),
+    ],
+)
+def test_no_store_keeps_files_where_a_command_starts(uri, root):
+    assert MlflowTracker(TrackingConfig(uri=uri), Path("/home/me"))._artifacts == root
+
+
+def test_a_relative_store_is_found_from_where_the_command_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracker = MlflowTracker(TrackingConfig(uri="sqlite:///sub/runs.db"), Path("/home/me"))
+    assert tracker._artifacts == (tmp_path / "sub" / "artifacts").as_uri()
 
 
 def test_start_ticks_tell_processes_apart():
