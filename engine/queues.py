@@ -29,6 +29,8 @@ class Queues:
         self._admission = Admission(groups, config.max_model_len)
         self._rounds = Rounds(groups, config.max_num_seqs)
         self._is_turn = False
+        self._swapped: set[int] = set()
+        """Those that wait and were swapped out."""
 
     @property
     def is_alone(self) -> bool:
@@ -39,6 +41,7 @@ class Queues:
         """Take a sequence out of its queue."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+            self._swapped.discard(sequence.seq_id)
         else:
             self.running.remove(sequence)
 
@@ -117,8 +120,9 @@ class Queues:
             return None
         self.waiting.popleft()
         self.running.append(sequence)
-        if sequence.num_preemptions and sequence.num_computed:
-            self._stats.num_swaps_in += 1
+        if sequence.seq_id in self._swapped:
+            self._swapped.remove(sequence.seq_id)
+            self._stats.num_swaps_in += sequence.num_computed > 0
         is_pending = self._groups.content.is_pending(sequence)
         sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
         return sequence
@@ -146,6 +150,7 @@ class Queues:
         self.running.remove(sequence)
         if self._groups.preempt(sequence) == "swap":
             self._stats.num_swaps_out += 1
+            self._swapped.add(sequence.seq_id)
         else:
             self._stats.num_recomputes += 1
         sequence.num_preemptions += 1

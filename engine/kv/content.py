@@ -108,6 +108,8 @@ class BlockContent:
         resumed = sequence.num_preemptions > 0
         for group, (pool, match) in enumerate(zip(self._pools, found.matches, strict=True)):
             claim = pool.claim(match, in_place=0 if group else in_place, resumed=resumed)
+            if not resumed:
+                pool.count_unseen(found.num_gone[group], match)
             table = sequence.block_tables[group]
             table.extend([fill] * found.num_gone[group])
             table.extend(claim.blocks)

@@ -64,6 +64,12 @@ class PoolStats:
     """Found in the host tier and brought to the GPU."""
     hits_in_place: int = 0
     """Found in the host tier and read there."""
+    hits_unseen_gpu: int = 0
+    """Of prefixes behind which a sequence begins, blocks that no later token sees, so that they
+    need not be there; those whose first block that is seen was found on the GPU, or that have
+    none."""
+    hits_unseen_cpu: int = 0
+    """Likewise, where that block was found in the host tier."""
     misses: int = 0
     """Asked for and not found."""
     swapped_in_gpu: int = 0
@@ -110,6 +116,11 @@ class PoolStats:
             self.hits_loaded += loaded
             self.hits_in_place += in_place
             self.misses += missed
+
+    @property
+    def hits_cpu(self) -> int:
+        """Found in the host tier."""
+        return self.hits_loaded + self.hits_in_place
 
     def as_dict(self) -> dict[str, int]:
         """Return the counts by name."""

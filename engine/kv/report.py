@@ -11,19 +11,23 @@ def kv_stats(groups: BlockGroups) -> dict[str, Any]:
     """Return the figures of all groups of layers, counts in blocks unless the name says otherwise.
 
     `gpu`, `cpu`, `evictions`, `stores_skipped` and `pool` are sums over the groups, and `groups`
-    has each one's; `prefix` counts tokens of the first group, of sequences that were not preempted.
+    has each one's. `prefix` counts sequences that were not preempted: tokens that need not be
+    computed, by where the first group had them, and bytes of the blocks found in all groups.
     """
     parts = [_of_pool(pool) for pool in groups.pools]
     sums = {name: _sum([part[name] for part in parts]) for name in parts[0]}
     first, size = groups.pools[0].stats, groups.block_size
     block_bytes = groups.content.policy.block_bytes
+    sized = list(zip(groups.pools, block_bytes, strict=False))
     return {
         "block_bytes": block_bytes[0],
         **sums,
         "prefix": {
-            "hits_gpu_tokens": first.hits_gpu * size,
-            "hits_cpu_tokens": (first.hits_loaded + first.hits_in_place) * size,
+            "hits_gpu_tokens": (first.hits_gpu + first.hits_unseen_gpu) * size,
+            "hits_cpu_tokens": (first.hits_cpu + first.hits_unseen_cpu) * size,
             "missed_tokens": first.misses * size,
+            "hits_gpu_bytes": sum(p.stats.hits_gpu * n for p, n in sized),
+            "hits_cpu_bytes": sum(p.stats.hits_cpu * n for p, n in sized),
         },
         "stores_skipped": sums["pool"]["stores_skipped"],
         "groups": [

@@ -211,6 +211,13 @@ class TieredBlockPool(PoolView):
         gpu_blocks = victims.take_gpu(gpu, for_compute=True)
         return Claim(table + gpu_blocks + cpu_blocks, len(table), pending)
 
+    def count_unseen(self, num_blocks: int, match: Match) -> None:
+        """Count blocks before a match that a sequence begins behind and never sees."""
+        if match.blocks and not self._states.is_gpu(match.blocks[0]):
+            self.stats.hits_unseen_cpu += num_blocks
+        else:
+            self.stats.hits_unseen_gpu += num_blocks
+
     def swap_out(self, table: Sequence[int], keys: Sequence[bytes]) -> int:
         """Take a sequence's blocks away and store what the host tier lacks; return how many remain.
 

@@ -45,6 +45,8 @@ COUNTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """Metric -> the engine's counters that it is the sum of."""
 MOVED: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "kv/gpu_hit_gib": "prefix.hits_gpu_bytes",
+        "kv/cpu_hit_gib": "prefix.hits_cpu_bytes",
         "kv/stored_gib": "moved.stored_bytes",
         "kv/loaded_gib": "moved.loaded_bytes",
         "kv/in_place_gib": "in_place_bytes",
@@ -116,10 +118,6 @@ class KVWatch:
             return {}, None
         rose = since(now, self._before)
         metrics = kv_metrics(rose, end_s - self._begin_s)
-        token_bytes = now.get("block_bytes", 0) / self._llm.plan.block_size
-        for tier in ("gpu", "cpu"):
-            tokens = rose.get(f"prefix.hits_{tier}_tokens", 0)
-            metrics[f"kv/{tier}_hit_gib"] = tokens * token_bytes / GIB
         metrics |= self._use(now)
         return metrics, {
             "columns": ["time_s", *COLUMNS],

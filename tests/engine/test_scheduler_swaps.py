@@ -68,6 +68,20 @@ def test_the_cheaper_way_is_taken(token_s, swaps):
     world.end()
 
 
+def test_what_was_dropped_and_is_still_there_is_not_swapped_in():
+    world = world_of(max_len=32, num_gpu=9)
+    world.add(length=3, max_tokens=29)
+    second = world.add(length=3, max_tokens=29)
+    while not second.num_preemptions:
+        world.step()
+    world.scheduler.abort("0")
+    run(world)
+    kv = counts(world)
+    assert (kv["recomputes"], kv["swaps_out"], kv["swaps_in"]) == (1, 0, 0)
+    assert kv["pool"]["swapped_in_gpu"] > 0
+    world.end()
+
+
 @pytest.mark.parametrize("num_host", [0, 1, 2, 3])
 def test_a_host_tier_with_too_few_blocks_keeps_a_part(num_host):
     world = world_of(max_len=32, num_gpu=8, num_other=num_host, prefix_caching=False)
@@ -227,6 +241,10 @@ def test_layers_with_a_window_find_a_prefix_by_its_end(is_alone):
     assert again.block_tables[len(world.pools) - 1][:8] == [GONE] * 8
     assert world.seen["load"] == (2 if is_alone else 12)
     run(world)
+    # Tokens are those that nothing computed again, bytes (1 a block) those of blocks found.
+    found = {"hits_gpu_tokens": 0, "hits_cpu_tokens": 40, "missed_tokens": 40 - 4}
+    found |= {"hits_gpu_bytes": 0, "hits_cpu_bytes": 2 if is_alone else 12}
+    assert counts(world)["prefix"] == found
     world.end()
 
 

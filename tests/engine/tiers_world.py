@@ -316,7 +316,7 @@ class World:
             )
         assert kv["preemptions"] == kv["swaps_out"] + kv["recomputes"]
         assert kv["preemptions"] == sum(s.num_preemptions for s in self.sequences)
-        assert kv["swaps_in"] <= kv["preemptions"]
+        assert kv["swaps_in"] <= kv["swaps_out"]
 
     def check_group(self, group: int, pool: TieredBlockPool, running: tuple[Sequence, ...]) -> None:
         window, most = self.windows[group], pool.num_gpu_blocks

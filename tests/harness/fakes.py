@@ -190,7 +190,12 @@ class FakeLLM:
                 "gpu": {"blocks": 100, "owned": min(steps, 50), "cached": 10, "free": 40},
                 "cpu": {"blocks": 200, "owned": 0, "cached": min(steps, 100), "in_transit": 0},
                 "block_bytes": 1000,
-                "prefix": {"hits_gpu_tokens": 3 * steps, "hits_cpu_tokens": 2 * steps},
+                "prefix": {
+                    "hits_gpu_tokens": 3 * steps,
+                    "hits_cpu_tokens": 2 * steps,
+                    "hits_gpu_bytes": 300 * steps,
+                    "hits_cpu_bytes": 200 * steps,
+                },
                 "evictions": {"gpu_kept": steps, "gpu_lost": steps, "cpu": 0},
                 "swaps_out": 1,
                 "moved": {"stored_bytes": 10 * steps, "loaded_bytes": 20 * steps},

@@ -33,6 +33,8 @@ class Counting:
                     "hits_gpu_tokens": 500 + 16 * count,
                     "hits_cpu_tokens": 8 * count,
                     "missed_tokens": 24 * count,
+                    "hits_gpu_bytes": 3 * GIB + count,
+                    "hits_cpu_bytes": GIB * count // 2,
                 },
                 "evictions": {"gpu_kept": 2 * count, "gpu_lost": count, "cpu": 7},
                 "swaps_out": 3 + count,
@@ -58,7 +60,7 @@ def test_counts_are_those_since_it_was_made():
     metrics, _ = run(10)  # of 0.1 s
     assert metrics["kv/gpu_hit_tokens"] == 160
     assert metrics["kv/hit_share"] == pytest.approx(0.5)
-    assert metrics["kv/cpu_hit_gib"] == 80 / 16
+    assert (metrics["kv/gpu_hit_gib"], metrics["kv/cpu_hit_gib"]) == (10 / GIB, 5)
     assert (metrics["kv/gpu_evictions"], metrics["kv/gpu_evictions_lost"]) == (30, 10)
     assert (metrics["kv/cpu_evictions"], metrics["kv/swaps_out"]) == (0, 10)
     assert (metrics["kv/stored_gib"], metrics["kv/loaded_gib"]) == (10, 20)
