@@ -43,13 +43,16 @@ def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
     """Return a state as a title, the share that is done (None: unknown) and details."""
     phase = str(state.get("phase", ""))
     job = str(state.get("job", ""))
-    title = phase.replace("load:", "load: ") if job == "measure" else f"{job}: {phase}"
+    phase = "load" if phase == "load:load" else phase.replace("load:", "load: ")
+    title = phase if job == "measure" else f"{job}: {phase}"
     progress = state.get("progress")
     if not isinstance(progress, Mapping):
         return title, None, ""
     if "total_bytes" in progress:
         done, total = progress["done_bytes"], progress["total_bytes"]
-        return title, done / total if total else None, f"{done / _GIB:.2f}/{total / _GIB:.2f} GiB"
+        if not total:  # of a peer, which does not say how much it is
+            return title, None, ""
+        return title, done / total, f"{done / _GIB:.2f}/{total / _GIB:.2f} GiB"
     done, total = progress["requests_done"], progress["requests_total"]
     details = f"{done}/{total} requests, {progress['output_tokens']} tokens"
     if progress.get("tokens_s") is not None:

@@ -144,8 +144,11 @@ def _write_pages(page: Page, draws: Mapping[str, Draw], target: Path, stem: str)
     """Draw the figures that the page names, then write PNG and SVG files and both pages."""
     target.mkdir(parents=True, exist_ok=True)
     images, pictures = {}, []
+    lack = _no_drawing()
+    if lack is not None:
+        page = replace(page, banners=(*page.banners, lack))
     for name in [name for section in page.sections for name in section.figures]:
-        if name not in draws:
+        if name not in draws or lack is not None:
             continue
         light = draws[name]("light")
         dark = draws[name]("dark")
@@ -165,6 +168,18 @@ def _write_pages(page: Page, draws: Mapping[str, Draw], target: Path, stem: str)
         write_text_atomic(path, template.render(page=page, images=images, themes=dict(THEMES)))
         paths.append(path)
     return [*paths, *pictures]
+
+
+def _no_drawing() -> str | None:
+    """Return why no figure can be drawn, None where they can."""
+    try:
+        import matplotlib  # noqa: F401  the figures' own package
+    except ImportError as error:
+        return (
+            f"This page has no figures: {error}. Install matplotlib, then python -m reports FOLDER "
+            "draws them."
+        )
+    return None
 
 
 def _has_content(images: Mapping[str, Image], section: Section) -> bool:

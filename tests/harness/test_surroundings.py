@@ -164,6 +164,8 @@ def test_states_in_words():
     assert describe(LOADING) == ("load: read", 0.25, "1.00/4.00 GiB")
     assert describe(RUNNING) == ("throughput", 0.75, "3/4 requests, 60 tokens, 12.5 tokens/s")
     assert describe({"job": "reference", "phase": "build"}) == ("reference: build", None, "")
+    unknown = {"phase": "load:load", "progress": {"done_bytes": 0, "total_bytes": 0}}
+    assert describe({**unknown, "job": "load-warm-1"}) == ("load-warm-1: load", None, "")
 
 
 def test_plain_lines_where_there_is_no_terminal():

@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -232,3 +233,14 @@ def test_out_folder_is_made_and_the_run_folder_left_alone(tmp_path):
 def test_a_folder_without_a_record_is_refused(tmp_path):
     with pytest.raises(RecordError, match=r"result\.json: no such file"):
         write_report(tmp_path)
+
+
+def test_without_matplotlib_the_page_is_there_and_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = write_run(ok_record(), tmp_path / "run")
+    paths = write_report(folder)
+    assert {path.suffix for path in paths} == {".html", ".md", ".csv"}
+    for name in ("report.html", "report.md"):
+        text = (folder / name).read_text()
+        assert "This page has no figures" in text
+        assert "TTFT" in text or "first token" in text

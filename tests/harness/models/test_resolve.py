@@ -76,3 +76,17 @@ def test_the_package_loads_no_heavy_library() -> None:
     code = f"import sys, harness.models.__main__; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_models_of_a_user_s_folder_are_fetched_too(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(f"name: mine\npath: {tmp_path / 'weights'}\n")
+    (tmp_path / "model" / "broken.yaml").write_text("name: [\n")
+    words = ["--config-dir", str(tmp_path)]
+    assert command.main(["fetch", "mine", *words]) == 3
+    assert f"found none at {tmp_path / 'weights'}" in capsys.readouterr().err
+    assert command.main(["fetch", "mime", *words]) == 2
+    assert "Did you mean mine?" in capsys.readouterr().err
+    assert command.main(["fetch", "broken", *words]) == 2
+    assert "expected YAML" in capsys.readouterr().err
+    assert command.main(["fetch", "mine"]) == 2
