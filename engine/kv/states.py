@@ -71,6 +71,11 @@ class BlockStates:
             return None
         return (self.cpu_index if block_id < self.num_gpu else self.gpu_index).get(key)
 
+    def copies_of(self, gpu_ids: Iterable[int]) -> list[int | None]:
+        """Return for each GPU block the host block with the same key, if there is one."""
+        keys, cpu = self.keys, self.cpu_index
+        return [None if (key := keys[block_id]) is None else cpu.get(key) for block_id in gpu_ids]
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest run of leading keys that are findable."""
         gpu, cpu, found = self.gpu_index, self.cpu_index, []
@@ -182,13 +187,17 @@ class BlockStates:
                 f"block pool: expected a block id from 0 to {len(self.owners) - 1}, got {block_id}."
             )
 
-    def check_owned(self, block_id: int) -> None:
-        """Raise EngineError unless a block has an owner."""
-        self.check_id(block_id)
-        if not self.owners[block_id]:
-            raise EngineError(
-                f"block pool: expected a block with an owner, got block {block_id}, which is free."
-            )
+    def check_owned(self, *block_ids: int) -> None:
+        """Raise EngineError unless blocks have an owner each."""
+        owners, count = self.owners, len(self.owners)
+        for block_id in block_ids:
+            if not 0 <= block_id < count:
+                self.check_id(block_id)
+            if not owners[block_id]:
+                raise EngineError(
+                    f"block pool: expected a block with an owner, got block {block_id}, which is "
+                    "free."
+                )
 
     def check_key(self, block_id: int, key: bytes) -> None:
         """Raise EngineError unless a block has an owner, and this key or none."""

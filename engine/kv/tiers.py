@@ -97,8 +97,7 @@ class TieredBlockPool(PoolView):
         Raises:
             EngineError: A block has no owner or does not exist.
         """
-        for block_id in block_ids:
-            self._states.check_owned(block_id)
+        self._states.check_owned(*block_ids)
         self._states.own(block_ids)
 
     def free(self, block_ids: Iterable[int], retain: Retain = "demote") -> None:
@@ -232,18 +231,18 @@ class TieredBlockPool(PoolView):
         Raises:
             EngineError: A block of the table has no owner, or another key.
         """
-        named = list(zip(table, keys, strict=False))
-        for block_id in table:
-            self._states.check_owned(block_id)
-        for block_id, key in named:
-            self._states.check_key(block_id, key)
-        for block_id, key in named:
-            self.register(block_id, key)
         states = self._states
-        lone = [b for b in table if states.keys[b] is not None and states.owners[b] == 1]
-        lacking = [b for b in lone if states.is_gpu(b) and states.copy_of(b) is None]
-        protect = {copy for b in lone if (copy := states.copy_of(b)) is not None}
-        stored = self._victims.store(lacking, protect)
+        known, owners, first_host = states.keys, states.owners, states.num_gpu
+        states.check_owned(*table)
+        new = [pair for pair in zip(table, keys, strict=False) if known[pair[0]] != pair[1]]
+        for block_id, key in new:
+            states.check_key(block_id, key)
+        for block_id, key in new:
+            self.register(block_id, key)
+        lone = [b for b in table if b < first_host and owners[b] == 1 and known[b] is not None]
+        copies = states.copies_of(lone)
+        lacking = [b for b, copy in zip(lone, copies, strict=True) if copy is None]
+        stored = self._victims.store(lacking, set(copies))
         self.stats.stores_skipped += len(lacking) - stored
         self.free(table)
         remaining = len(self._states.find(keys[: len(table)]))
@@ -252,11 +251,9 @@ class TieredBlockPool(PoolView):
 
     def num_lacking(self, block_ids: Iterable[int]) -> int:
         """Return of how many GPU blocks without other owners the host tier has no copy."""
-        states = self._states
-        return sum(
-            states.is_gpu(b) and states.owners[b] == 1 and states.copy_of(b) is None
-            for b in block_ids
-        )
+        owners, first_host = self._states.owners, self._states.num_gpu
+        lone = [b for b in block_ids if b < first_host and owners[b] == 1]
+        return self._states.copies_of(lone).count(None)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let content without an owner be found no more, in both tiers."""
@@ -337,7 +334,6 @@ class TieredBlockPool(PoolView):
 
     def _store_lacking(self, idle: Sequence[int], most: int | None) -> int:
         """Store those of some blocks without owners that have no copy; return how many."""
-        states = self._states
-        protect = {copy for b in idle if (copy := states.copy_of(b)) is not None}
-        lacking = [b for b in idle if states.copy_of(b) is None and self._victims.may_store(b)]
-        return self._victims.store(lacking[:most], protect)
+        copies = list(zip(idle, self._states.copies_of(idle), strict=True))
+        lacking = [b for b, copy in copies if copy is None and self._victims.may_store(b)]
+        return self._victims.store(lacking[:most], {copy for _, copy in copies})

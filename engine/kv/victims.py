@@ -26,11 +26,12 @@ class Victims:
 
     def set_retain(self, idle: Iterable[int], retain: Retain) -> None:
         """Note what becomes of the content of blocks that have no owner any more."""
-        for block_id in idle:
-            self._not_stored.discard(block_id)
-            if retain == "drop":
-                self._not_stored.add(block_id)
-            elif retain == "forget":
+        if retain == "drop":
+            self._not_stored.update(idle)
+            return
+        self._not_stored.difference_update(idle)
+        if retain == "forget":
+            for block_id in idle:
                 copy = self._states.copy_of(block_id)
                 self._states.drop_key(block_id)
                 if copy is not None and not self._states.owners[copy]:
@@ -72,24 +73,23 @@ class Victims:
         Those without a copy are stored, as far as host blocks can be had for them.
         """
         states, stats = self._states, self._stats
-        copies = [states.copy_of(block_id) for block_id in block_ids]
+        copies = states.copies_of(block_ids)
         lacking = [
             block_id
             for block_id, copy in zip(block_ids, copies, strict=True)
             if copy is None and self.may_store(block_id)
         ]
-        stored = self.store(lacking, {copy for copy in copies if copy is not None})
+        stored = self.store(lacking, set(copies))
         if states.num_cpu:
             stats.stores_skipped += len(lacking) - stored
+        lost = states.copies_of(block_ids).count(None)
+        stats.evicted_lost += lost
+        stats.evicted_kept += len(block_ids) - lost
+        self._not_stored.difference_update(block_ids)
         for block_id in block_ids:
-            if states.copy_of(block_id) is None:
-                stats.evicted_lost += 1
-            else:
-                stats.evicted_kept += 1
-            self._not_stored.discard(block_id)
             states.drop_key(block_id)
 
-    def store(self, block_ids: Sequence[int], protect: Collection[int]) -> int:
+    def store(self, block_ids: Sequence[int], protect: Collection[int | None]) -> int:
         """Copy the first of some GPU blocks with keys, as many as host blocks can be had for.
 
         Their content is findable in the host tier at once.
@@ -107,7 +107,7 @@ class Victims:
         self._stats.stores += len(hosts)
         return len(hosts)
 
-    def _take_for_store(self, n: int, protect: Collection[int]) -> list[int]:
+    def _take_for_store(self, n: int, protect: Collection[int | None]) -> list[int]:
         """Take up to n host blocks, without keys, with an owner each until the move begins.
 
         Free ones first, then the oldest copies of what is on the GPU, then the oldest content.

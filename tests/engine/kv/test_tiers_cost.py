@@ -73,3 +73,15 @@ def test_a_long_prefix_in_the_host_tier_costs_few_calls_a_block():
         assert calls[0] < 5 * NUM_BLOCKS
     run(scheduler)
     assert scheduler.stats.num_prefill_tokens == NUM_BLOCKS * SIZE + 2
+
+
+def test_a_long_sequence_is_swapped_out_with_few_calls_a_block():
+    pool = TieredBlockPool(NUM_BLOCKS, NUM_BLOCKS, SIZE)
+    table = pool.allocate(NUM_BLOCKS)
+    keys = [place.to_bytes(32, "big") for place in range(NUM_BLOCKS)]
+    for block_id, key in zip(table, keys, strict=True):
+        pool.register(block_id, key)
+    with counted() as calls:
+        assert pool.swap_out(table, keys) == NUM_BLOCKS
+        assert calls[0] < 6 * NUM_BLOCKS
+    assert len(pool.take_moves().moves) == NUM_BLOCKS
