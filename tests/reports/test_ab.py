@@ -95,7 +95,7 @@ def test_intervals_beyond_the_axis_and_without_noise_are_drawn():
 def test_the_report_of_a_folder_is_that_of_the_comparison(tmp_path):
     folder = write_run(comparison(a=side(overrides=[EVIL])), tmp_path / "ab")
     write_run(ok_record(), folder / "runs" / "00-ab1-a")
-    write_report(folder / "runs" / "00-ab1-a")
+    (folder / "runs" / "00-ab1-a" / "report.html").touch()
     paths = write_report(folder)
     assert folder / "figures" / "ratios.png" in paths
     page = read_html(folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from reports.__main__ import main
-from reports.plan_figure import KINDS, MOST_POINTS, kind_of, plan_figure, short, write_plan_figure
+from reports.plan_figure import KINDS, kind_of, plan_figure, short, write_plan_figure
 from reports.record import RecordError
 
 HEAD = "point,offload,fits,decode_tokens_s,queue_output_tokens_s\n"
@@ -42,9 +42,10 @@ def test_a_file_without_points_is_refused(text: str, tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 2
 
 
-def test_a_long_sweep_is_cut() -> None:
+def test_a_long_sweep_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reports.plan_figure.MOST_POINTS", 4)
     row = {"offload": "none", "fits": "True", "decode_tokens_s": "5", "queue_output_tokens_s": "6"}
-    many = [row | {"point": f"p{index}"} for index in range(MOST_POINTS + 40)]
-    few = many[:MOST_POINTS]
+    many = [row | {"point": f"p{index}"} for index in range(7)]
+    few = many[:4]
     sizes = [int.from_bytes(plan_figure(rows)[20:24], "big") for rows in (many, few)]
     assert sizes[0] == sizes[1]

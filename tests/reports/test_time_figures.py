@@ -65,7 +65,7 @@ def test_emulated_memory_shows_the_host_alone():
 
 
 def test_a_run_with_telemetry_shows_it_and_one_without_has_no_heading(tmp_path):
-    folder = write_run(ok_record(), tmp_path / "run")
+    folder = write_run(ok_record(plan=None, samples={}, metrics={}), tmp_path / "run")
     write_report(folder)
     assert "Over time" not in read_html(folder).words
     table = rows(**USUAL)
