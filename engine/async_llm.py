@@ -203,6 +203,9 @@ class AsyncLLM:
                     f"queue: expected fewer than max_pending={self._max_pending} unfinished "
                     f"requests, got {len(self._pending)}. Send it later, or raise max_pending."
                 )
+            # Copies: the engine's thread reads them later.
+            prompt = list(prompt) if isinstance(prompt, list) else prompt
+            params = params.copied() if isinstance(params, SamplingParams) else params
             stream = Stream(request_id, prompt, params)
             self._pending.add(request_id)
             self._commands.put(_Command("add", stream))
@@ -239,7 +242,7 @@ class AsyncLLM:
     # What follows runs on the engine's thread.
 
     def _run(self) -> None:
-        why = EngineError("AsyncLLM: it was closed before this request ended.")
+        why = "AsyncLLM: it was closed before this request ended."
         try:
             while self._obey():
                 self._wake()
@@ -247,17 +250,23 @@ class AsyncLLM:
                     self._step()
                     self._wake()
         except BaseException as error:  # noqa: BLE001  the edge: carried to every client
-            why = EngineError(f"AsyncLLM: the engine failed: {type(error).__name__}: {error}")
-            why.__cause__ = self._failure = error
-            self._stop(f"{str(why).rstrip('.')}. Build a new one.")
+            why = f"AsyncLLM: the engine failed: {type(error).__name__}: {error}"
+            self._failure = error
+            self._stop(f"{why.rstrip('.')}. Build a new one.")
         for stream in list(self._streams.values()):
-            self._drop(stream, why)
+            self._drop(stream, self._end(why))
         with contextlib.suppress(Empty):
             while True:  # what came too late
                 late = self._commands.get_nowait()
                 if late.kind == "add" and late.stream is not None:
-                    self._retire(late.stream, why)
+                    self._retire(late.stream, self._end(why))
         self._wake()
+
+    def _end(self, why: str) -> EngineError:
+        """Make an error of its own for one client: raising adds to it."""
+        error = EngineError(why)
+        error.__cause__ = self._failure
+        return error
 
     def _stop(self, why: str) -> None:
         with self._lock:
@@ -328,9 +337,10 @@ class AsyncLLM:
             elif stream.open_answers == 0:
                 self._retire(stream, None)
         if self._streams and not self._llm.has_unfinished():
-            why = EngineError("AsyncLLM: the engine finished without ending this request.")
             for stream in list(self._streams.values()):
-                self._retire(stream, why)
+                self._retire(
+                    stream, self._end("AsyncLLM: the engine finished without ending this request.")
+                )
 
     def _drop(self, stream: Stream, why: BaseException | None) -> None:
         """Take a request from the engine before its end."""

@@ -180,7 +180,10 @@ class LLM:
 
         The step behind it is launched before its tokens are waited for, and runs while the caller
         handles them. So a request that is added between calls begins behind the step in flight.
+        Tokens that came while `generate` ran, of requests that were added, come first.
         """
+        if self._requests.has_kept:
+            return self._requests.take_kept()
         return self._requests.apply(self._live.core.step())
 
     def replay_only(self, size: int) -> None:
@@ -198,8 +201,8 @@ class LLM:
         self._live.core.runner.replay_only(size)
 
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running, in the step in flight too."""
-        return self._live.core.scheduler.has_unfinished
+        """Whether a call of `step` has work: a request waits or runs, or its tokens are kept."""
+        return self._live.core.scheduler.has_unfinished or self._requests.has_kept
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown and finished ids are ignored."""

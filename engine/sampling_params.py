@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -76,6 +76,15 @@ class SamplingParams:
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def copied(self) -> "SamplingParams":
+        """Return a copy that later changes of this one do not reach; nothing is checked."""
+        stop, ids = self.stop, self.stop_token_ids
+        return replace(
+            self,
+            stop=list(stop) if isinstance(stop, list) else stop,
+            stop_token_ids=list(ids) if isinstance(ids, list) else ids,
+        )
 
     def check(self) -> None:
         """Return if every value is usable.

@@ -64,6 +64,7 @@ class Sessions:
         self.core = core
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._open: dict[str, Session] = {}
+        self._kept: list[TokenEvent] = []
         self._arrivals, self._seq_ids = count(), count()
 
     def add(
@@ -81,7 +82,10 @@ class Sessions:
                 f"sampling_params: expected SamplingParams, got {params!r}. Pass one for all "
                 "prompts, or a list with one for each."
             )
+        params = params.copied()  # the caller may use it again for other requests
         name = f"request-{arrival}" if request_id is None else request_id
+        while request_id is None and name in self._open:
+            name += "+"
         if name in self._open:
             raise RequestError(f"request_id: expected an unused one, got {name!r}. Choose another.")
         request = Request(
@@ -198,6 +202,16 @@ class Sessions:
         except RequestError as error:
             return _failed(prompt, error)
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether events of requests that were added wait for `take_kept`."""
+        return bool(self._kept)
+
+    def take_kept(self) -> list[TokenEvent]:
+        """Return events that came while `generate` ran, of requests that are not its own."""
+        kept, self._kept = self._kept, []
+        return kept
+
     def _finish(
         self,
         entries: SequenceOf[Session | RequestOutput],
@@ -207,13 +221,17 @@ class Sessions:
     ) -> None:
         """Step until the sessions among the entries are done."""
         waiting = {x.request.request_id for x in entries if isinstance(x, Session)}
-        with _bar(len(entries), use_tqdm) as bar:
-            bar.update(len(entries) - len(waiting))
-            while waiting:
-                step()
-                done = waiting - self._open.keys()
-                bar.update(len(done))
-                waiting -= done
+        own, others = frozenset(waiting), list[TokenEvent]()
+        try:
+            with _bar(len(entries), use_tqdm) as bar:
+                bar.update(len(entries) - len(waiting))
+                while waiting:
+                    others += [event for event in step() if event.request_id not in own]
+                    done = waiting - self._open.keys()
+                    bar.update(len(done))
+                    waiting -= done
+        finally:
+            self._kept += others
 
 
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

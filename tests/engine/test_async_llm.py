@@ -31,6 +31,11 @@ class Gated:
         self.forget = False
         self.is_closed = False
         self.last_step: Any = None
+        self.adds = threading.Event()
+        self.adds.set()
+
+    def hold_adds(self) -> None:
+        self.adds.clear()
 
     def let_go(self, steps: int = 1) -> None:
         assert self._gate is not None
@@ -38,6 +43,7 @@ class Gated:
 
     def add_request(self, prompt: list[int], params: Any, request_id: str | None = None) -> str:
         assert request_id is not None
+        assert self.adds.wait(timeout=20)
         self.threads.add(threading.get_ident())
         if 0 in prompt:
             raise RequestError("prompt: holds a 0. Remove it.")
@@ -201,6 +207,22 @@ def test_a_full_queue_refuses_and_takes_again_when_a_request_ended() -> None:
     asyncio.run(main())
 
 
+def test_what_the_client_changes_after_sending_does_not_count() -> None:
+    async def main() -> None:
+        engine = Gated(tickets=0)
+        async with AsyncLLM(engine) as door:
+            prompt, params = [1], SamplingParams(max_tokens=3)
+            engine.hold_adds()
+            running = asyncio.ensure_future(collect(door, prompt, params))
+            await asyncio.sleep(0)  # it is sent, and not added
+            prompt[0], params.max_tokens = 7, 1
+            engine.adds.set()
+            engine.let_go(20)
+            assert (await running).outputs[0].token_ids == [12, 11, 10]
+
+    asyncio.run(main())
+
+
 def test_an_id_is_used_once_at_a_time() -> None:
     async def main() -> None:
         engine = Gated(tickets=0)
@@ -254,9 +276,12 @@ def test_a_failed_step_reaches_every_request_and_later_ones() -> None:
             await asyncio.sleep(0)
             engine.fail = ValueError("broken")
             engine.let_go()
-            for found in await asyncio.gather(*running, return_exceptions=True):
+            errors = await asyncio.gather(*running, return_exceptions=True)
+            for found in errors:
                 assert isinstance(found, EngineError)
                 assert "the engine failed: ValueError: broken" in str(found)
+                assert found.__cause__ is engine.fail
+            assert errors[0] is not errors[1]  # each gets a traceback of its own
             with pytest.raises(EngineError, match=r"broken\. Build a new one"):
                 await collect(door, [3])
             assert sorted(engine.aborted) == ["async-0", "async-1"]

@@ -195,7 +195,9 @@ def test_a_driver_that_counts_locked_memory_is_refused_with_the_figures(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "probe_pinning", lambda: ("", 64 * MIB))
-    with pytest.raises(CapacityError, match=r"0\.\d+ GiB would be pinned.*leaves 0\.062 GiB.*ulimit"):
+    with pytest.raises(
+        CapacityError, match=r"0\.\d+ GiB would be pinned.*leaves 0\.062 GiB.*ulimit"
+    ):
         open_gpu(shards, dtype="bfloat16", offload_group_size=1)
 
 

@@ -146,6 +146,42 @@ def test_events_carry_positions_and_times(llm: LLM) -> None:
     assert all(math.isfinite(time) for time in times)
 
 
+def test_params_that_change_after_a_request_was_added_do_not_count(llm: LLM) -> None:
+    params = greedy_params(3, stop=["never this"])
+    llm.add_request(PROMPTS[1], params, "a")
+    params.max_tokens, params.logprobs = 9, 50
+    params.stop = 5  # type: ignore[assignment]
+    events = []
+    while llm.has_unfinished():
+        events += llm.step()
+    assert [event.finish_reason for event in events] == [None, None, "length"]
+
+
+def test_a_name_that_is_made_is_one_that_is_free(llm: LLM) -> None:
+    first = llm.add_request(PROMPTS[0], greedy_params(1))
+    following = f"request-{int(first.split('-')[1]) + 2}"
+    llm.add_request(PROMPTS[1], greedy_params(4), following)
+    assert [output.error for output in llm.generate(PROMPTS, greedy_params(2))] == [None] * 3
+    while llm.has_unfinished():
+        llm.step()
+
+
+def test_generate_keeps_tokens_of_other_requests_for_step(llm: LLM, tiny: TinyModels) -> None:
+    wanted = tiny.greedy("llama", PROMPTS, 6)
+    llm.add_request(PROMPTS[1], greedy_params(6), "mine")
+    found = llm.step()
+    assert greedy(llm, [PROMPTS[2]], 4) == [wanted[2][:4]]
+    assert llm.has_unfinished()
+    while llm.has_unfinished():
+        found += llm.step()
+    assert [event.token_id for event in found] == wanted[1]
+    llm.add_request(PROMPTS[1], greedy_params(2), "mine")
+    assert greedy(llm, [PROMPTS[0]], 6) == [wanted[0]]
+    assert llm.has_unfinished()
+    assert [event.token_id for event in llm.step()] == wanted[1][:2]
+    assert not llm.has_unfinished()
+
+
 def test_the_record_of_what_is_used_is_plain_data(llm: LLM) -> None:
     import json
 
