@@ -56,8 +56,10 @@ def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing
     if not sides or not any(side.parts for side in sides):
         return None
     budget = facts.budget_title(record)
-    title = "Planned memory by part" + (f", {budget}" if budget else "")
     note = facts.EMULATED if facts.is_emulated(record) else ""
+    if note and budget:  # said once
+        budget = budget.removesuffix(", emulated on the CPU")
+    title = "Planned memory by part" + (f", {budget}" if budget else "")
     figure = theme.new_figure(colours, 1.15 + 1.3 * len(sides), title, note)
     panels = list(figure.subplots(len(sides), 1, squeeze=False).flat)
     ends = [side.end_bytes for side in sides]
@@ -93,7 +95,7 @@ def _draw_side(axes: "Axes", colours: Theme, side: _Side, end_bytes: float) -> N
     end = end_bytes / unit_bytes * 1.12
     theme.style_axes(axes, colours)
     axes.set_xlim(0, end)
-    axes.set_ylim(-0.62, 0.78)
+    axes.set_ylim(-0.78, 0.78)
     axes.set_yticks([0], [side.label])
     axes.set_xlabel(unit)
     _draw_parts(axes, colours, side, unit_bytes)

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from reports.definitions import STATISTIC_DEFINITIONS, definition
 from reports.page import Table
@@ -63,11 +64,22 @@ def _interval(record: RunRecord, name: str) -> str:
 
 def tree_table(tree: Mapping[str, object], caption: str = "", *, is_folded: bool = False) -> Table:
     """Return nested settings as rows of dotted key and value; bytes are shown in GiB or MiB."""
-    rows = [(key, _value(key, value)) for key, value in flatten(tree)]
+    rows = [(key, _value(key, value)) for key, value in flatten(_numbered(tree))]
     return Table(columns=("key", "value"), rows=rows, caption=caption, is_folded=is_folded)
 
 
+def _numbered(value: object) -> Any:
+    """Return a tree whose lists of settings are settings by their number, so that each has a row."""
+    if isinstance(value, Mapping):
+        return {key: _numbered(item) for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return {str(index): _numbered(item) for index, item in enumerate(value)}
+    return value
+
+
 def _value(key: str, value: object) -> str:
+    if isinstance(value, float) and value != round(value, 4):
+        value = float(f"{value:.5g}")
     is_bytes = "bytes" in key or key.startswith("placements.")
     if is_bytes and isinstance(value, int | float) and not isinstance(value, bool):
         return gib(value)

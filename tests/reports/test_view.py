@@ -3,6 +3,7 @@
 import pytest
 
 from reports import facts
+from reports.tables import tree_table
 from reports.verdict import error_line, status_kind, verdict
 from reports.view import headline, run_page
 from tests.reports.examples import config, gib, no_fit_record, ok_record
@@ -273,3 +274,16 @@ def test_error_line_is_one_line():
 def test_plans_with_missing_or_odd_parts_still_make_a_page(plan):
     page = run_page(ok_record(plan=plan))
     assert page.title == "olmo7b-uva-rtx4080_16gb"
+
+
+def test_lists_of_settings_have_a_row_for_each_and_floats_few_digits():
+    groups = [{"layers": 30, "window": None}, {"layers": 4, "window": 512}]
+    table = tree_table({"kv": {"groups": groups, "max_kept": 26.611328125, "share": 0.9}})
+    assert table.rows == [
+        ("kv.groups.0.layers", "30"),
+        ("kv.groups.0.window", "null"),
+        ("kv.groups.1.layers", "4"),
+        ("kv.groups.1.window", "512"),
+        ("kv.max_kept", "26.611"),
+        ("kv.share", "0.9"),
+    ]
