@@ -1,11 +1,14 @@
 """Predicted times of a plan: decode steps, prefill, first token, load, a queue of requests.
 
 The model: a layer takes the longer of its bytes over the memory's rate and its operations over the
-matrix rate, and a fixed overhead; copies of offloaded layers run beside, in the order of the slot
-ring; what is read in place is waited for. Constants: engine.rates. Pure arithmetic, no torch.
+matrix rate, or both where it has more rows than MAX_SMALL_TOKENS, and a fixed overhead; copies of
+offloaded layers run beside, in the order of the slot ring; what is read in place is waited for.
+Constants: engine.rates. Pure arithmetic, no torch.
 """
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +25,7 @@ from engine.rates import (
 )
 from engine.sizes import PREFILL_SEQUENCES
 from engine.spec import DTYPE_BYTES, ModelSpec
+from kernels.sizes import MAX_SMALL_TOKENS
 
 CONTEXT_TOKENS: Final = 256
 """Context of the sequences in predicted decode steps (less where max_model_len is)."""
@@ -183,6 +187,8 @@ def step_s(
     place_rate = rates.in_place_gb_s * 1e9
     graphed = _is_captured(shape, decodes, prefill, rows or 1)
     is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
+    # Products of few rows read while they compute; those of libraries hide little of their reads.
+    both: Callable[[float, float], float] = max if tokens <= MAX_SMALL_TOKENS else operator.add
 
     def layer_s(resident: int, offloaded: int, limit: int, is_first: bool) -> tuple[float, float]:
         """The time of a layer, and of it what KV in host memory holds the link."""
@@ -197,7 +203,7 @@ def step_s(
         from_gpu = resident if in_place else resident + offloaded
         read = from_gpu / (WEIGHT_SHARE * hbm_rate)
         read += offloaded * tiles / place_rate if in_place else 0.0
-        seconds = max(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
+        seconds = both(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         least = 0.0 if graphed else rates.eager_layer_overhead_s
         return max(seconds, least), far_s + staged_s

@@ -32,18 +32,19 @@ PIN_GB_S: Final = 4.0
 """First touch and registration of slabs: 8.6 GB in 2.3 s (H100)."""
 COPY_OVERHEAD_S: Final = 16e-6
 """Beside the bytes of one copy: 1, 4, 16, 64 MiB at 28.7, 47.4, 52.1, 54.8 GB/s (H200)."""
-WEIGHT_SHARE: Final = 0.875
-"""Products of few rows, bytes of weights read over the copy rate of HBM (H200: a resident step of
-4.08 ms with 32 layers and 1.25 ms with 8)."""
+WEIGHT_SHARE: Final = 1.0
+"""Products of few rows, bytes of weights read over the copy rate of HBM (H200, with
+LAYER_OVERHEAD_S; a copy writes half of its bytes)."""
 KV_SHARE: Final = 0.60
 """Decode attention and what else grows with the batch, KV bytes over the copy rate (H100)."""
-LAYER_OVERHEAD_S: Final = 7e-6
-"""Kernels of one layer beside their bytes, in graphs (H200, as WEIGHT_SHARE)."""
+LAYER_OVERHEAD_S: Final = 23.5e-6
+"""Kernels of one layer beside their bytes, in graphs: beginnings and ends of four products,
+attention of few keys, norms (H200)."""
 STEP_OVERHEAD_S: Final = 0.15e-3
 """One step beside its layers (H200, likewise): sampling, inputs, outputs."""
-EAGER_LAYER_OVERHEAD_S: Final = 0.9e-3
-"""Launches of one layer without graphs: 16 to 400 tokens through 8 layers in 8.3 to 9.6 ms (host of
-an H200). Matters where it is longer than the GPU's work."""
+EAGER_LAYER_OVERHEAD_S: Final = 0.8e-3
+"""Launches of one layer without graphs (hosts of H200s: 8 layers in 5 to 8 ms, 36 in 28). Matters
+where it is longer than the GPU's work."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
