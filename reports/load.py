@@ -29,6 +29,11 @@ def load_run(folder: Path) -> RunRecord:
         RecordError: when the folder or its record is absent or cannot be read.
     """
     _require_folder(folder)
+    if not is_run_folder(folder) and (points := sorted(folder.glob(f"*/{RESULT_NAME}"))):
+        raise RecordError(
+            f"{folder}: expected the folder of a run, got that of a sweep. Give one of its points, "
+            f"such as {points[0].parent}."
+        )
     return RunRecord.read(folder / RESULT_NAME)
 
 

@@ -69,7 +69,7 @@ def tree_table(tree: Mapping[str, object], caption: str = "", *, is_folded: bool
 
 
 def _numbered(value: object) -> Any:
-    """Return a tree whose lists of settings are settings by their number, so that each has a row."""
+    """Return a tree with lists of settings as settings by number, so that each has a row."""
     if isinstance(value, Mapping):
         return {key: _numbered(item) for key, item in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):

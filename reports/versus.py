@@ -43,7 +43,11 @@ NOT_WORK: Final = (
     "model.name",
 )
 """Of these, settings that change nothing that is timed; the sizes say which model it was."""
-IDLE: Final = ("tracking.", "timeout_s", "fail_fast", "rerun", "mode", *NOT_WORK)
+NO_RATIO: Final = "No figure is of the first run and of another one: there is nothing to divide."
+IDLE: Final = (
+    *("tracking.", "timeout_s", "fail_fast", "monotone_stop", "rerun", "mode"),
+    "scenario.correctness.",
+)
 """Settings that no comparison needs to name."""
 MACHINE: Final = ("gpu.name", "driver", "torch", "cpu.name", "host", "git.sha")
 ALT: Final = (
@@ -149,8 +153,11 @@ def versus_page(rows: Sequence[Row], links: Mapping[int, str]) -> Page:
     """
     records = [row.record for row in rows if row.record]
     names = compared_metrics(records)
+    ratios = tuple(_ratio_tables(rows, names))
     sections = (
-        Section(
+        Section(title=f"Ratios to {rows[0].label}", text=(NO_RATIO,))
+        if not ratios
+        else Section(
             title=f"Ratios to {rows[0].label}",
             text=(
                 "Above 1 is more of the figure; green says that it is better, red worse. An"
@@ -158,12 +165,12 @@ def versus_page(rows: Sequence[Row], links: Mapping[int, str]) -> Page:
                 " repeats.",
             ),
             figures=("ratios",),
-            tables=tuple(_ratio_tables(rows, names)),
+            tables=ratios,
         ),
         Section(
             title="Figures",
-            figures=("comparison",),
-            tables=(_runs(rows, links), _values(rows, names)),
+            figures=("comparison",) if names else (),
+            tables=(_runs(rows, links), *([_values(rows, names)] if names else [])),
         ),
         _settings(rows),
         _machines(rows),
@@ -212,6 +219,8 @@ def _ratio_tables(rows: Sequence[Row], names: Sequence[tuple[str, str, bool]]) -
             interval = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
             pair = [metric_text(name, record.metrics[name]) for record in (base, row.record)]
             lines.append((label, f"{value:.3f}", *pair, interval))
+        if not lines:
+            continue
         columns: tuple[str, ...] = ("figure", "ratio", rows[0].label, row.label, "interval")
         if not any(line[-1] for line in lines):
             columns, lines = columns[:-1], [line[:-1] for line in lines]
@@ -344,4 +353,4 @@ def _scenario(record: RunRecord) -> str | None:
 def _definitions(names: Sequence[tuple[str, str, bool]]) -> Section:
     rows = [(name, label, definition(name) or "") for name, label, _ in names]
     table = Table(columns=("metric", "figure", "definition"), rows=rows, wide=frozenset({2}))
-    return Section(title="Definitions", text=CONVENTIONS, tables=(table,))
+    return Section(title="Definitions", text=CONVENTIONS, tables=(table,) if rows else ())

@@ -20,7 +20,7 @@ from reports.versus import (
     versus_rows,
 )
 from tests.reports.conftest import write_run
-from tests.reports.examples import config, ok_record
+from tests.reports.examples import config, no_fit_record, ok_record
 from tests.reports.test_render import read_html
 
 
@@ -126,6 +126,31 @@ def test_runs_that_failed_or_were_not_checked_are_named(tmp_path):
     page = versus_page(rows_of(tmp_path, ok_record(), failed), {})
     assert page.verdict.kind == "bad"
     assert "c: oom. OOM: full" in page.verdict.lines
+
+
+def test_models_of_equal_sizes_are_the_same_work_and_named(tmp_path):
+    one, other = ok_record(config=config()), ok_record(config=config())
+    for record, name in ((one, "first"), (other, "second")):
+        record.config["model"] = {"name": name, "spec": {"hidden_size": 8}}
+    rows = rows_of(tmp_path, one, other)
+    check_alike(rows)
+    assert [line[0] for line in differing_settings(rows)] == ["model.name"]
+
+
+def test_a_run_without_figures_leaves_no_empty_table(tmp_path):
+    page = versus_page(rows_of(tmp_path, ok_record(), no_fit_record(config=config())), {})
+    assert "nothing to divide" in page.sections[0].text[0]
+    assert all(table.rows for section in page.sections for table in section.tables)
+    assert page.verdict.kind == "bad"
+
+
+def test_the_folder_of_a_sweep_is_not_that_of_a_run(tmp_path, capsys):
+    write_run(ok_record(), tmp_path / "sweep" / "0")
+    write_run(ok_record(), tmp_path / "run")
+    assert main(["compare", str(tmp_path / "run"), str(tmp_path / "sweep")]) == 2
+    error = capsys.readouterr().err
+    assert "got that of a sweep" in error
+    assert str(tmp_path / "sweep" / "0") in error
 
 
 def test_metrics_are_those_that_two_runs_have():
