@@ -44,10 +44,8 @@ NOT_WORK: Final = (
 )
 """Of these, settings that change nothing that is timed; the sizes say which model it was."""
 NO_RATIO: Final = "No figure is of the first run and of another one: there is nothing to divide."
-IDLE: Final = (
-    *("tracking.", "timeout_s", "fail_fast", "monotone_stop", "rerun", "mode"),
-    "scenario.correctness.",
-)
+IDLE: Final = ("tracking.", "scenario.correctness.")
+IDLE_ROOTS: Final = frozenset({"timeout_s", "fail_fast", "monotone_stop", "rerun", "mode"})
 """Settings that no comparison needs to name."""
 MACHINE: Final = ("gpu.name", "driver", "torch", "cpu.name", "host", "git.sha")
 ALT: Final = (
@@ -61,14 +59,28 @@ class UnlikeError(RecordError):
 
 
 def versus_rows(points: Sequence[Point]) -> list[Row]:
-    """Return a row for each run, labelled by its name, and by its run's id where names repeat."""
+    """Return a row for each run, labelled by its name, and by its run's id where names repeat.
+
+    Of names that list settings, those that all runs have are left out.
+    """
     names = [point.record.name if point.record else point.folder.name for point in points]
+    names = _distinct_parts(names)
     rows = []
     for place, (point, name) in enumerate(zip(points, names, strict=True)):
         run_id = point.record.run_id if point.record else point.folder.name
         label = name if names.count(name) == 1 else f"{name} {run_id}"
         rows.append(Row(place=place, label=label, point=point))
     return rows
+
+
+def _distinct_parts(names: Sequence[str]) -> list[str]:
+    """Return names such as a=1,b=2 without the settings that all have, where something is left."""
+    parts = [name.split(",") for name in names]
+    shared = set(parts[0]).intersection(*parts[1:])
+    if not all("=" in part for part in shared):  # a comma within a value
+        return list(names)
+    left = [[part for part in own if part not in shared] for own in parts]
+    return [",".join(own) for own in left] if all(left) else list(names)
 
 
 def check_alike(rows: Sequence[Row]) -> None:
@@ -274,7 +286,7 @@ def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     keys = [
         key
         for key in dict.fromkeys(key for config in flat for key in config)
-        if not key.startswith(IDLE)
+        if not key.startswith(IDLE) and key not in IDLE_ROOTS
     ]
     return [
         (key, *(shorten(leaf(config[key]), 40) if key in config else ABSENT for config in flat))

@@ -167,6 +167,20 @@ def test_equal_names_are_told_apart_by_their_run(tmp_path):
     assert [label.split()[-1] for label in labels] == ["r1", "r2"]
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["o=none,g=8", "o=uva,g=8"], ["o=none", "o=uva"]),
+        (["o=none,g=8", "o=uva,g=16"], ["o=none,g=8", "o=uva,g=16"]),
+        (["o=uva,g=8", "o=uva"], ["o=uva,g=8", "o=uva"]),
+        (["v=[1,2],g=1", "v=[3,2],g=1"], ["v=[1,2],g=1", "v=[3,2],g=1"]),
+    ],
+)
+def test_labels_leave_out_settings_that_all_runs_have(tmp_path, names, labels):
+    rows = rows_of(tmp_path, *(ok_record(name=name) for name in names))
+    assert [row.label for row in rows] == labels
+
+
 def test_files_of_a_comparison(tmp_path, capsys):
     folders = [write_run(ok_record(), tmp_path / "a"), write_run(peer_record(), tmp_path / "b")]
     out = tmp_path / "out"
