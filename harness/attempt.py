@@ -34,7 +34,7 @@ from harness.schema import RunConfig
 from harness.system_config import SystemConfig
 from harness.telemetry.run import Telemetry
 from harness.telemetry.window import Span
-from harness.traffic.trace import TraceRow, read_trace
+from harness.traffic.trace import TraceRow, check_lengths, read_trace
 from reports.record import STATE_NAME
 
 COLD_SHARE: Final = 0.05
@@ -136,6 +136,10 @@ class Attempt:
                 self._prompts[node.part] = read_prompts(path, repeats * (node.num_requests or 1))
         if scenario.serve is not None and scenario.serve.trace is not None:
             self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
+            for name, limit in self._config.length_limits().items():
+                check_lengths(
+                    self._trace, scenario.serve.trace, limit_tokens=limit, limit_name=name
+                )
         self._model_path = _resolve_model(self._config, self._around.say)
         load_format = self._config.model.load_format
         self.findings.effective["model"] = (

@@ -277,13 +277,20 @@ class RunConfig(Sealed):
         """What reports call the offload: none, uva, prefetch, or auto where it is chosen."""
         return "auto" if self.planner.choose else self.offload.backend
 
-    def _check_lengths(self) -> None:
-        limits = {"engine.max_model_len": self.engine.max_model_len}
+    def length_limits(self) -> dict[str, int]:
+        """Return the known bounds of prompt plus output in tokens, by what sets them."""
+        limits = {}
+        if self.engine.max_model_len is not None:
+            limits["engine.max_model_len"] = self.engine.max_model_len
         if self.model.spec is not None:
             limits["the model's context"] = self.model.spec.max_position_embeddings
+        return limits
+
+    def _check_lengths(self) -> None:
+        limits = self.length_limits()
         for name, tokens in self.scenario.longest_tokens().items():
             for source, limit in limits.items():
-                if limit is not None and tokens > limit:
+                if tokens > limit:
                     raise ConfigError(
                         f"scenario.{name}: expected prompt and output tokens of at most {limit} "
                         f"in all ({source}), got {tokens}. Lower its lengths of prompts or "

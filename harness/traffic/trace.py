@@ -3,7 +3,8 @@
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness.traffic.settings import NODE, TraceSource
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS: Final = 512
 """Tokens that one entry of hash_ids stands for."""
+_GZIP: Final = b"\x1f\x8b"
 _SHOWN: Final = 5
 _MOST_MS: Final = 1e14
 _MOST_TOKENS: Final = 10**9
@@ -55,9 +57,15 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
     """
     path = Path(str(source.path)).expanduser()
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise TraceError(f"trace {path}: cannot be read: {error}.") from error
+    if data.startswith(_GZIP):
+        raise TraceError(f"trace {path}: expected text, got a file packed with gzip. Unpack it.")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"trace {path}: expected text in UTF-8: {error}.") from error
     parse = _azure if source.kind == "azure" else _mooncake
     problems: list[str] = []
     rows = sorted(parse(text, problems), key=lambda row: row.time_s)
@@ -67,9 +75,11 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
             f"trace {path} ({source.kind}): {' '.join(problems[:_SHOWN])}{more} Correct or remove "
             "these lines."
         )
+    if not rows:
+        raise TraceError(f"trace {path} ({source.kind}): expected rows, got none.")
     if len(rows) < (num_requests or 1):
         raise TraceError(
-            f"trace {path}: expected at least {num_requests or 1} rows, got {len(rows)}. Lower "
+            f"trace {path}: expected at least {num_requests} rows, got {len(rows)}. Lower "
             f"{NODE}.num_requests, or add rows."
         )
     first_s = rows[0].time_s
@@ -83,6 +93,40 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
         )
         for row in rows[:num_requests]
     ]
+
+
+def check_lengths(
+    rows: Sequence[TraceRow], source: TraceSource, *, limit_tokens: int, limit_name: str
+) -> None:
+    """Refuse a trace with requests that are longer than the model takes, before anything loads.
+
+    Args:
+        rows: that will be sent.
+        source: with the factor of their lengths.
+        limit_tokens: longest prompt plus output.
+        limit_name: what sets it.
+
+    Raises:
+        TraceError: naming how many rows are too long, the first of them by line, and a factor with
+            which all fit.
+    """
+    totals = [
+        scaled_tokens(row.prompt_tokens, source.length_scale)
+        + scaled_tokens(row.output_tokens, source.length_scale)
+        for row in rows
+    ]
+    long = [at for at, total in enumerate(totals) if total > limit_tokens]
+    if not long:
+        return
+    first = rows[long[0]]
+    most = max(row.prompt_tokens + row.output_tokens for row in rows)
+    fitting = math.floor(1e4 * (limit_tokens - 1) / most) / 1e4
+    raise TraceError(
+        f"trace {source.path}: {len(long)} of {len(rows)} rows ask for more than "
+        f"{limit_tokens} tokens of prompt and output ({limit_name}), the first in line "
+        f"{first.line}: {totals[long[0]]}. Lower {NODE}.trace.length_scale to at most {fitting:g}, "
+        "or remove these lines."
+    )
 
 
 def _collect(
@@ -167,10 +211,17 @@ def _mooncake_row(line: int, content: str) -> TraceRow:
     hashes = row.get("hash_ids", [])
     if not isinstance(hashes, list) or any(type(item) is not int for item in hashes):
         raise _RowError("hash_ids: expected a list of whole numbers")
+    prompt_tokens = _tokens("input_length", row["input_length"])
+    most = math.ceil(prompt_tokens / MOONCAKE_BLOCK_TOKENS)
+    if len(hashes) > most:
+        raise _RowError(
+            f"hash_ids: expected at most {most} for {prompt_tokens} tokens, one for each "
+            f"{MOONCAKE_BLOCK_TOKENS}, got {len(hashes)}"
+        )
     return TraceRow(
         line=line,
         time_s=when / 1e3,
-        prompt_tokens=_tokens("input_length", row["input_length"]),
+        prompt_tokens=prompt_tokens,
         output_tokens=_tokens("output_length", row["output_length"]),
         hash_ids=tuple(hashes),
     )

@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -5,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.traffic.settings import TraceSource
-from harness.traffic.trace import TraceError, block_lengths, read_trace, scaled_tokens
+from harness.traffic.trace import (
+    TraceError,
+    TraceRow,
+    block_lengths,
+    check_lengths,
+    read_trace,
+    scaled_tokens,
+)
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -112,6 +120,10 @@ def test_azure_without_its_header_is_refused(tmp_path, text):
             '{"timestamp": 1, "input_length": 2, "output_length": 1, "hash_ids": [1.5]}',
             "line 2: hash_ids",
         ),
+        (
+            '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}',
+            "line 2: hash_ids: expected at most 1 for 512 tokens, one for each 512, got 2",
+        ),
     ],
 )
 def test_malformed_mooncake_rows_are_named_by_line(tmp_path, line, words):
@@ -126,11 +138,11 @@ def test_a_file_that_is_not_there_or_not_text_or_short_is_refused(tmp_path):
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(TraceSource(path=str(tmp_path / "none.csv")), None)
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="expected text in UTF-8"):
         read_trace(TraceSource(path=str(tmp_path / "bytes.csv")), None)
     with pytest.raises(TraceError, match="expected at least 4 rows, got 3"):
         read_trace(written(tmp_path, AZURE), 4)
-    with pytest.raises(TraceError, match="expected at least 1 rows, got 0"):
+    with pytest.raises(TraceError, match="expected rows, got none"):
         read_trace(mooncake(tmp_path, []), None)
 
 
@@ -149,3 +161,38 @@ def test_lengths_are_scaled_and_keep_a_token():
     assert block_lengths(130, 3, 0.1) == [51, 51, 28]
     assert block_lengths(10, 3, 1.0) == [10, 0, 0]
     assert sum(block_lengths(2000, 3, 1.0)) == 1536  # the hashes end before the prompt
+
+
+def test_a_packed_file_and_one_in_another_encoding_are_named(tmp_path):
+    packed = tmp_path / "trace.csv"
+    packed.write_bytes(gzip.compress(AZURE.encode()))
+    with pytest.raises(TraceError, match="packed with gzip. Unpack it"):
+        read_trace(TraceSource(path=str(packed)), None)
+    packed.write_bytes(AZURE.encode("utf-16"))
+    with pytest.raises(TraceError, match="expected text in UTF-8"):
+        read_trace(TraceSource(path=str(packed)), None)
+
+
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(1, 200_000), st.integers(1, 5000)), min_size=1, max_size=20
+    ),
+    limit=st.integers(128, 10_000),
+)
+def test_the_factor_that_a_refusal_names_makes_every_row_fit(lengths, limit):
+    rows = [
+        TraceRow(line=line, time_s=0.0, prompt_tokens=prompt, output_tokens=output)
+        for line, (prompt, output) in enumerate(lengths, start=2)
+    ]
+    try:
+        check_lengths(rows, TraceSource(path="a.csv"), limit_tokens=limit, limit_name="a limit")
+    except TraceError as error:
+        text = str(error)
+    else:
+        assert max(map(sum, lengths)) <= limit
+        return
+    first = next(row for row in rows if row.prompt_tokens + row.output_tokens > limit)
+    assert f"the first in line {first.line}:" in text
+    factor = float(text.split("at most ")[1].split(",")[0])
+    scaled = TraceSource(path="a.csv", length_scale=factor)
+    check_lengths(rows, scaled, limit_tokens=limit, limit_name="a limit")
