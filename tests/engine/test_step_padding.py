@@ -64,25 +64,27 @@ def count_graph_steps(llm: LLM) -> list[tuple[int, int, bool]]:
     return steps
 
 
-@pytest.mark.parametrize("use_graphs", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_steps_give_the_same_tokens(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, family: str, use_graphs: bool
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     llm = open_overlap(tiny.folder(family))
     expected = load(llm)
     llm.close()
-    padded(monkeypatch, use_graphs=use_graphs)
-    few_blocks(monkeypatch, FEW)
-    llm = open_overlap(tiny.folder(family))
-    assert llm.effective()["prefill_graphs"] == ([list(s) for s in SIZES] if use_graphs else [])
-    steps = count_graph_steps(llm)
-    assert load(llm) == expected
-    replayed = [(prompt, decodes) for prompt, decodes, used in steps if used]
-    assert any(prompt and decodes for prompt, decodes in replayed) is use_graphs
-    assert all(prompt <= 16 for prompt, _ in replayed)
-    assert any(prompt > 16 and not used for prompt, _, used in steps)
-    llm.close()
+    for use_graphs in (False, True):
+        with monkeypatch.context() as patch:
+            padded(patch, use_graphs=use_graphs)
+            few_blocks(patch, FEW)
+            llm = open_overlap(tiny.folder(family))
+            graphs = [list(size) for size in SIZES] if use_graphs else []
+            assert llm.effective()["prefill_graphs"] == graphs
+            steps = count_graph_steps(llm)
+            assert load(llm) == expected
+        replayed = [(prompt, decodes) for prompt, decodes, used in steps if used]
+        assert any(prompt and decodes for prompt, decodes in replayed) is use_graphs
+        assert all(prompt <= 16 for prompt, _ in replayed)
+        assert any(prompt > 16 and not used for prompt, _, used in steps)
+        llm.close()
 
 
 def test_more_prompts_than_a_graph_holds_run_eagerly(

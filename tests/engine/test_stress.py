@@ -63,10 +63,11 @@ def tokens_on_two_streams(llm: LLM, policy: str, seed: int = 0) -> list[list[int
         return greedy(llm, PROMPTS, MAX_TOKENS)
 
 
-def distinct_splits() -> Iterator[tuple[int, int, int, int]]:
-    """Yield (layers, group, num, step) up to 6 layers, one for each set of layers and slots."""
+def distinct_splits(most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (layers, group, num, step) up to `most` layers, one for each set of those and slots."""
     seen = set()
-    for n, group, num, step in product(range(1, 7), range(1, 7), range(1, 7), range(1, 8)):
+    sizes = range(1, most + 1)
+    for n, group, num, step in product(sizes, sizes, sizes, range(1, most + 2)):
         if num <= group <= n and step <= n + 1:
             node = PrefetchOffloadConfig(
                 offload_group_size=group, offload_num_in_group=num, offload_prefetch_step=step
@@ -96,9 +97,12 @@ def _spec(layers: int) -> Any:
     )
 
 
-def test_prefetch_with_every_split_of_up_to_six_layers(residents: Residents) -> None:
-    splits = list(distinct_splits())
-    assert len(splits) == 71
+@pytest.mark.parametrize(("most", "count"), [(4, 18), pytest.param(6, 71, marks=pytest.mark.slow)])
+def test_prefetch_with_every_split_of_a_few_layers(
+    residents: Residents, most: int, count: int
+) -> None:
+    splits = list(distinct_splits(most))
+    assert len(splits) == count
     for number, (layers, group, num, step) in enumerate(splits):
         llm = residents.open(
             layers,
