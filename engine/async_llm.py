@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
@@ -89,7 +90,7 @@ class AsyncLLM:
         if type(max_pending) is not int or max_pending < 1:
             raise EngineError(f"max_pending: expected an integer >= 1, got {max_pending!r}.")
         self._llm, self._max_pending, self._on_step = llm, max_pending, on_step
-        self._lock = threading.Lock()
+        self._lock, self._owner = threading.Lock(), os.getpid()
         self._pending: set[str] = set()
         self._names = count()
         self._stopped: str | None = None
@@ -186,8 +187,13 @@ class AsyncLLM:
 
         Raises:
             RequestError: The id is in use, or the queue is full.
-            EngineError: The engine is closed or failed.
+            EngineError: The engine is closed or failed, or runs in another process.
         """
+        if os.getpid() != self._owner:
+            raise EngineError(
+                f"AsyncLLM: expected process {self._owner}, which runs the engine's thread, got "
+                f"{os.getpid()}, a fork of it without that thread. Build the engine after the fork."
+            )
         with self._lock:
             if self._stopped is not None:
                 raise EngineError(self._stopped)

@@ -72,17 +72,33 @@ def eos_token_ids(folder: Path | None) -> frozenset[int]:
     """Return the end-of-sequence tokens that generation_config.json or config.json names.
 
     Raises:
-        CheckpointError: A file is not JSON.
+        CheckpointError: A file is not an object in JSON, or names something else than token ids.
     """
     if folder is None:
         return frozenset()
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.is_file():
-            try:
-                value = json.loads(file.read_text()).get("eos_token_id")
-            except json.JSONDecodeError as error:
-                raise CheckpointError(f"{file}: not JSON ({error}).") from error
-            if value is not None:
-                return frozenset(value if isinstance(value, list) else [value])
+            found = _eos_of(file)
+            if found is not None:
+                return found
     return frozenset()
+
+
+def _eos_of(file: Path) -> frozenset[int] | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # bytes that are no text, too
+        raise CheckpointError(f"{file}: not JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected an object, got {type(content).__name__}.")
+    value = content.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if any(type(item) is not int for item in ids):
+        raise CheckpointError(
+            f"{file}: eos_token_id: expected a token id or a list of them, got {value!r}. Fetch it "
+            "again."
+        )
+    return frozenset(ids)

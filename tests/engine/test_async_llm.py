@@ -238,6 +238,20 @@ def test_an_id_is_used_once_at_a_time() -> None:
     asyncio.run(main())
 
 
+def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy has no thread that would answer."""
+
+    async def main() -> None:
+        async with AsyncLLM(Gated()) as door:
+            with monkeypatch.context() as patched:
+                patched.setattr("os.getpid", lambda: 0)
+                with pytest.raises(EngineError, match="Build the engine after the fork"):
+                    await collect(door, [1])
+            assert (await collect(door, [1])).finished
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("way", ["cancel", "leave", "abort"])
 def test_a_request_that_its_client_gives_up_leaves_the_engine(way: str) -> None:
     async def main() -> None:

@@ -47,3 +47,14 @@ def test_another_import_error_is_passed_on(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "version", absent)
     with pytest.raises(ImportError):
         tokenizer.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"eos_token_id": "</s>"}', "\xff", "{"])
+def test_end_tokens_that_are_none_are_refused(tmp_path, content):
+    (tmp_path / "generation_config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: "):
+        tokenizer.eos_token_ids(tmp_path)
+    for value in (True, 2.0, [1, None], [[1]]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(CheckpointError, match="eos_token_id: expected a token id"):
+            tokenizer.eos_token_ids(tmp_path)
