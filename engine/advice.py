@@ -2,14 +2,18 @@
 
 import math
 from dataclasses import replace
+from typing import Final
 
 from engine.accounting import GIB, Asked, build_plan, fits, served
+from engine.auto_fields import with_least_uva
+from engine.changes import host_changes, limit_changes, would_fit
 from engine.choose import Chooser, largest
-from engine.offload_config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
-from engine.placement import Assignment, assign_prefetch, assign_uva
+from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
+from engine.placement import Assignment
 from engine.plan import MemoryPlan
 from engine.rates import rates_for
-from engine.spec import DTYPE_BYTES
+
+FITS_WITH: Final = " Fits with: "
 
 
 def gib(num_bytes: int) -> str:
@@ -59,8 +63,28 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     if not asked.config.planner.choose:
         found += _more_host_kv(asked, plan)
     if not found:
+        found = limit_changes(asked) + host_changes(asked, plan)
+    if not found:
         return f"{text} {_last_resort(asked, plan, fixed + need)}"
-    return text + " Fits with: " + "; or ".join(found) + "."
+    return text + FITS_WITH + "; or ".join(found) + "."
+
+
+def host_refusal(plan: MemoryPlan, asked: Asked) -> str:
+    """Say what host memory was needed, what is there, and the settings that would fit."""
+    items = plan.host_items
+    parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in items.items() if v)
+    text = (
+        f"host memory: {plan.host_total_bytes / GIB:.2f} GiB are needed ({parts}; the largest is "
+        f"{max(items, key=items.__getitem__)}), but {plan.host_limit_bytes / GIB:.2f} GiB are "
+        f"available after a reserve of {asked.config.engine.host_reserve_gib:g} GiB."
+    )
+    found = [] if asked.reference or not plan.offloaded_layers else advice(asked)
+    found += host_changes(asked, plan)
+    if found:
+        return text + FITS_WITH + "; or ".join(found) + "."
+    ways = ["lower the GPU budget (gpu.memory_gib)"] if plan.facts.emulated else []
+    ways += ["offload less"] if plan.offloaded_layers else []
+    return f"{text} No single change makes it fit. {', '.join(['Free memory', *ways])}."
 
 
 def _more_host_kv(asked: Asked, plan: MemoryPlan) -> list[str]:
@@ -164,83 +188,48 @@ def _shorter_with_auto(asked: Asked, prefix: str) -> list[str]:
     return [] if blocks is None else [f"{prefix}engine.max_model_len={blocks * size}"]
 
 
-def _with_memory(asked: Asked, memory_gib: float) -> Asked:
-    gpu = replace(asked.config.gpu, memory_gib=memory_gib)
-    return replace(asked, config=replace(asked.config, gpu=gpu))
-
-
-def _least_memory(asked: Asked, low: int, high: int) -> int:
-    """The least memory, in hundredths of GiB, with which a chosen placement fits."""
-    roomy = replace(asked.facts, free_bytes=2**60)
-
-    def is_short(hundredths: int) -> bool:
-        return not _auto_fits(_with_memory(replace(asked, facts=roomy), hundredths / 100))
-
-    short = largest(low, high, is_short)
-    return low if short is None else short + 1
-
-
 def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
-    """What remains where neither offload nor a shorter length fits: a larger budget."""
-    share = asked.config.engine.gpu_memory_utilization
-    memory = math.ceil(num_bytes / share / GIB * 100 + 1e-6) / 100
-    larger = _with_memory(asked, memory)
-    on_card = plan.facts.emulated or int(memory * GIB) * share <= plan.facts.free_bytes
+    """What is short where no single change of a setting is enough."""
+    roomy = replace(asked, facts=replace(asked.facts, host_available_bytes=2**60))
     if asked.config.planner.choose:
-        least = max(1, math.floor(plan.gpu_budget_bytes / share / GIB * 100))
-        memory = _least_memory(asked, least, max(least, round(memory * 100))) / 100
-        is_here = plan.facts.emulated or int(memory * GIB) * share <= plan.facts.free_bytes
-        if is_here and _auto_fits(_with_memory(asked, memory)):
-            return f"Fits with: gpu.memory_gib={memory:g}."
-        if _auto_fits(replace(asked, facts=replace(asked.facts, host_available_bytes=2**60))):
-            return (
-                f"Host memory is what is short: {gib(plan.host_limit_bytes)} GiB are available "
-                f"after a reserve of {asked.config.engine.host_reserve_gib:g} GiB. Free host "
-                "memory, or lower engine.host_reserve_gib."
-            )
-    elif on_card and fits(larger, Assignment(plan.placements, plan.lookahead)):
-        return f"Fits with: gpu.memory_gib={memory:g}."
-    roomy = advice(replace(asked, facts=replace(asked.facts, host_available_bytes=2**60)))
-    if roomy:
+        found = ["it is"] if would_fit(roomy) else []
+    else:
+        found = advice(roomy)
+    if found and asked.config.planner.choose:
         return (
-            f"It would fit with {'; or '.join(roomy)}, but not in the "
+            f"Host memory is what is short: {gib(plan.host_limit_bytes)} GiB are available after a "
+            f"reserve of {asked.config.engine.host_reserve_gib:g} GiB. Free host memory, or lower "
+            "engine.host_reserve_gib."
+        )
+    if found:
+        return (
+            f"It would fit with {'; or '.join(found)}, but not in the "
             f"{gib(plan.host_limit_bytes)} GiB of host memory that are available here. Free host "
             "memory, or take a machine with more."
         )
+    share = asked.config.engine.gpu_memory_utilization
+    memory = math.ceil(num_bytes / share / GIB * 100 + 1e-6) / 100
     return (
-        f"No offload makes it fit: lower engine.max_num_batched_tokens or engine.max_num_seqs, or "
-        f"use a card of {memory:.2f} GiB."
+        "No single change makes it fit: lower several of engine.max_model_len, "
+        "engine.max_num_batched_tokens and engine.max_num_seqs, or use a card of "
+        f"{memory:.2f} GiB, which needs no offload."
     )
-
-
-def _followed(asked: Asked, offload: OffloadConfig) -> Asked:
-    """The same question with that offload, which leaves all of kv.swap_space to KV blocks."""
-    if "cpu_offload_gb" in asked.config.planner.auto_fields:
-        return asked  # it chooses the size itself
-    return replace(asked, config=replace(asked.config, offload=offload))
 
 
 def advice(asked: Asked) -> list[str]:
     """Return settings with which the plan fits: a chosen placement, then the least of a backend."""
-    spec, found = asked.spec, []
     if asked.config.planner.choose:
         return []
-    if _auto_fits(asked):
-        found.append(_auto_words(asked))
-    layers = spec.num_hidden_layers
-    total = sum(t.numel for i in range(layers) for t in spec.layer_tensors(i))
-    layer_gib = total / layers * DTYPE_BYTES[asked.dtype] / GIB
-    for count in range(1, layers + 1):
-        size = math.ceil(count * layer_gib * 100) / 100
-        uva = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=size))
-        if fits(_followed(asked, uva), assign_uva(spec, uva, asked.dtype)):
-            found.append(f"offload=uva offload.uva.cpu_offload_gb={size:g}")
-            break
-    group = min(8, layers)
+    found = [_auto_words(asked)] if _auto_fits(asked) else []
+    if "cpu_offload_gb" in asked.config.planner.auto_fields:
+        return found  # it chooses the size itself
+    uva = with_least_uva(_with_offload(asked, OffloadConfig()))
+    if uva is not None:
+        found.append(f"offload=uva offload.uva.cpu_offload_gb={uva.offload.uva.cpu_offload_gb:g}")
+    group = min(8, asked.spec.num_hidden_layers)
     for count in range(1, group + 1):
         node = PrefetchOffloadConfig(offload_group_size=group, offload_num_in_group=count)
-        prefetch = OffloadConfig(prefetch=node)
-        if fits(_followed(asked, prefetch), assign_prefetch(spec, prefetch)):
+        if would_fit(_with_offload(asked, OffloadConfig(prefetch=node))):
             found.append(
                 f"offload=prefetch offload.prefetch.offload_group_size={group} "
                 f"offload.prefetch.offload_num_in_group={count} "
@@ -248,3 +237,7 @@ def advice(asked: Asked) -> list[str]:
             )
             break
     return found
+
+
+def _with_offload(asked: Asked, offload: OffloadConfig) -> Asked:
+    return replace(asked, config=replace(asked.config, offload=offload))

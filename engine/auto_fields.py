@@ -15,8 +15,7 @@ from engine.accounting import (
 )
 from engine.choose import Chooser, largest
 from engine.config import EngineConfig
-from engine.offload_config import OffloadConfig
-from engine.placement import Assignment, assign, assign_resident, assign_uva
+from engine.placement import Assignment, assign
 from engine.plan import DeviceFacts
 from engine.rates import rates_for
 from engine.spec import ModelSpec
@@ -43,6 +42,42 @@ def choose_fields(
     return config if found is None else found, search.notes(found)
 
 
+def fields_fit(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> bool:
+    """Whether planner.auto_fields can be chosen so that it fits."""
+    return _Search(config, spec, facts, set(config.planner.auto_fields)).can_fit
+
+
+def with_least_uva(asked: Asked) -> EngineConfig | None:
+    """Return the configuration with the least cpu_offload_gb that fits, to 0.01; None: none does.
+
+    Args:
+        asked: Its uva selectors stay; of 0 GiB, which everything fits with, they are removed.
+    """
+    config, node = asked.config, asked.config.offload.uva
+
+    def moved(hundredths: int) -> Asked:
+        # The backend stays as asked: uva with 0 GiB moves nothing and would be refused.
+        backend = config.offload.offload_backend if hundredths else "auto"
+        selectors = node.cpu_offload_params if hundredths else []
+        uva = replace(node, cpu_offload_gb=hundredths / 100, cpu_offload_params=selectors)
+        offload = replace(config.offload, offload_backend=backend, uva=uva)
+        return replace(asked, config=replace(config, offload=offload))
+
+    def placed(wanted: Asked) -> Assignment:
+        return served(wanted, assign(wanted.spec, wanted.config.offload, wanted.dtype))
+
+    def is_short(hundredths: int) -> bool:
+        wanted = moved(hundredths)
+        return not has_kv_room(build_plan(wanted, placed(wanted)))
+
+    most = math.ceil(asked.spec.weight_bytes(asked.dtype) / GIB * 100)
+    short = largest(0, most, is_short)
+    if short == most:
+        return None
+    found = moved(0 if short is None else short + 1)
+    return found.config if fits(found, placed(found)) else None  # it may lack host memory
+
+
 class _Search:
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, names: set[str]
@@ -67,6 +102,12 @@ class _Search:
             return None
         found = self._offloaded(self._least(length))
         return None if found is None else self._with_kept_seqs(found)
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether the least that may be chosen fits."""
+        length = 2 if "max_model_len" in self._names else self._limit
+        return self._offloaded(self._least(length)) is not None
 
     def notes(self, found: EngineConfig | None) -> list[str]:
         """Return what was chosen in words."""
@@ -100,45 +141,12 @@ class _Search:
         """Return the configuration with the least offload that fits, or None."""
         asked = self._asked(config)
         if "cpu_offload_gb" in self._names:
-            return self._with_least_uva(asked)
+            return with_least_uva(asked)
         if config.planner.choose:
             rates = rates_for(config.gpu, self._facts, config.measured_rates)
             chooser = Chooser(asked, rates)
             return config if chooser.can_fit else None
         return config if fits(asked, assign(self._spec, config.offload, asked.dtype)) else None
-
-    def _with_least_uva(self, asked: Asked) -> EngineConfig | None:
-        config = asked.config
-        node = config.offload.uva
-        total = self._spec.weight_bytes(asked.dtype)
-
-        def offload(hundredths: int) -> OffloadConfig:
-            # The backend stays as asked: uva with 0 GiB moves nothing and would be refused.
-            backend = config.offload.offload_backend if hundredths else "auto"
-            selectors = node.cpu_offload_params if hundredths else []
-            uva = replace(node, cpu_offload_gb=hundredths / 100, cpu_offload_params=selectors)
-            return replace(config.offload, offload_backend=backend, uva=uva)
-
-        def placed(hundredths: int) -> Assignment:
-            if hundredths == 0:
-                return assign_resident(self._spec)
-            return assign_uva(self._spec, offload(hundredths), asked.dtype)
-
-        def has_room(hundredths: int) -> bool:
-            plan = build_plan(asked, served(asked, placed(hundredths)))
-            return has_kv_room(plan)
-
-        low, high = 0, math.ceil(total / GIB * 100)  # low has no room, high has
-        if has_room(low):
-            high = low
-        elif not has_room(high):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if has_room(middle) else (middle, high)
-        if not fits(asked, placed(high)):  # it lacks host memory
-            return None
-        return replace(config, offload=offload(high))
 
     def _with_kept_seqs(self, config: EngineConfig) -> EngineConfig:
         """Lower max_num_seqs to what the KV cache holds at full length, where it is chosen."""

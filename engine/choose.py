@@ -109,8 +109,7 @@ class Chooser:
     @property
     def can_fit(self) -> bool:
         """Whether everything fits the GPU, or some candidate does."""
-        objective = self._asked.config.planner.objective
-        found = self._candidates(self._block_targets(objective))
+        found = self._candidates(self._block_targets("latency"))
         return self.resident_fits or any(map(self._fits, found))
 
     @cached_property
@@ -187,13 +186,14 @@ class Chooser:
     def _block_targets(self, objective: str) -> list[int]:
         """KV blocks to make room for."""
         asked, size, least = self._asked, self._base.block_size, self._least_blocks
+        alone = {least, max(least, self._sequence_blocks)}
         if objective != "throughput":
-            return sorted({least, max(least, self._sequence_blocks)})
+            return sorted(alone)
         most = asked.config.engine.max_num_seqs
         each = self.resident.kv.blocks(sum(queue_of(asked.max_model_len)))[0]
         counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
         useful = self.most_kv_tokens // size
-        return sorted({min(max(least, count * each), useful) for count in counts})
+        return sorted(alone | {min(max(least, count * each), useful) for count in counts})
 
     def _near(self, best: Candidate) -> list[int]:
         """KV blocks around those of a candidate, to look at more closely."""

@@ -3,25 +3,22 @@
 Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
-import math
 from dataclasses import replace
 from itertools import islice
 
 from engine.accounting import (
     GIB,
     Asked,
-    asked_kv_sizes,
     build_plan,
-    has_kv_room,
     plan_fits,
     resolve_dtype,
     resolve_max_model_len,
     served,
     takes_swap_space,
 )
-from engine.advice import refusal
+from engine.advice import host_refusal, refusal
 from engine.auto_fields import choose_fields
-from engine.choose import Chooser, largest, record_of
+from engine.choose import Chooser, record_of
 from engine.config import EngineConfig
 from engine.cost import decode_step_s, predict, shape_of
 from engine.cost_kv import predict_host_kv, with_rates
@@ -33,9 +30,10 @@ from engine.placement import (
     assign_resident,
     assign_spread,
 )
-from engine.plan import DeviceFacts, MemoryPlan, lay_out
+from engine.plan import DeviceFacts, MemoryPlan
 from engine.rates import Rates, rates_for
 from engine.spec import ModelSpec
+from engine.swap_space import least_swap_space, spread_bytes, spread_that_fits, with_swap_space
 from engine.waste import waste_notes
 
 __all__ = ["plan_candidates", "plan_memory", "resolve_dtype", "resolve_max_model_len"]
@@ -182,18 +180,18 @@ def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
 def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> MemoryPlan:
     """Offload as few layers, spread evenly, as make it fit; the rest of swap_space is KV blocks."""
     layers, size = asked.spec.num_hidden_layers, asked.config.kv.swap_space
-    count = _spread_that_fits(asked, int(size * GIB))
+    count = spread_that_fits(asked, int(size * GIB))
     if count is None:
         plan = build_plan(asked, assign_resident(asked.spec))
         text = f"{refusal(plan, asked)} kv.swap_space={size:g} GiB"
-        enough = _least_swap_space(asked)
+        enough = least_swap_space(asked)
         if enough is None:
             text += " does not help: it does not fit with every layer in host memory either."
         else:
-            count = _spread_that_fits(_with_swap_space(asked, enough), int(enough * GIB)) or 0
+            count = spread_that_fits(with_swap_space(asked, enough), int(enough * GIB)) or 0
             text += (
                 f" is not enough: {enough:g} would be, for {count} of {layers} layers, "
-                f"{_spread_bytes(asked, count) / GIB:.3f} GiB, and KV blocks."
+                f"{spread_bytes(asked, count) / GIB:.3f} GiB, and KV blocks."
             )
         raise CapacityError(text, plan.to_dict())
     plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
@@ -209,45 +207,6 @@ def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> Memor
     return replace(plan, notes=(*plan.notes, *notes, note, *waste))
 
 
-def _with_swap_space(asked: Asked, size_gib: float) -> Asked:
-    kv = replace(asked.config.kv, swap_space=size_gib)
-    return replace(asked, config=replace(asked.config, kv=kv))
-
-
-def _least_swap_space(asked: Asked) -> float | None:
-    """The least swap_space, in hundredths of GiB, with which there is room; None: there is none."""
-
-    def is_short(hundredths: int) -> bool:
-        size = hundredths / 100
-        return _spread_that_fits(_with_swap_space(asked, size), int(size * GIB)) is None
-
-    kv_bytes = asked_kv_sizes(asked).sequence_bytes(asked.max_model_len)
-    most = math.ceil(100 * (asked.spec.weight_bytes(asked.dtype) + kv_bytes) / GIB)
-    short = largest(1, most, is_short)
-    return None if short == most else ((short or 0) + 1) / 100
-
-
-def _spread_that_fits(asked: Asked, room: int) -> int | None:
-    """The fewest layers, spread evenly over the host, with which there is room for KV.
-
-    Args:
-        asked: What is asked.
-        room: Of weights in host memory, bytes.
-    """
-    layer_bytes = _spread_bytes(asked, 1)
-    for count in range(asked.spec.num_hidden_layers + 1):
-        if count * layer_bytes > room:
-            return None
-        plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
-        if has_kv_room(plan):
-            return count
-    return None
-
-
-def _spread_bytes(asked: Asked, count: int) -> int:
-    return count * lay_out(asked.spec, assign_spread(asked.spec, 1), asked.dtype).offloaded_bytes
-
-
 def _fit(asked: Asked, assignment: Assignment) -> MemoryPlan:
     plan = build_plan(asked, assignment)
     if not plan.holds_one:
@@ -261,30 +220,4 @@ def _check_host(plan: MemoryPlan, asked: Asked) -> None:
         raise CapacityError(plan.memlock_lack, plan.to_dict())
     if plan.host_total_bytes <= plan.host_limit_bytes:
         return
-    parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in plan.host_items.items() if v)
-    ways = _smaller_tier(plan, asked)
-    if plan.facts.emulated:
-        ways.append("lower the GPU budget (gpu.memory_gib)")
-    elif plan.offloaded_layers:
-        ways.append("offload less")
-    raise CapacityError(
-        f"host memory: {plan.host_total_bytes / GIB:.2f} GiB are needed ({parts}), but "
-        f"{plan.host_limit_bytes / GIB:.2f} GiB are available after a reserve of "
-        f"{asked.config.engine.host_reserve_gib:g} GiB. {', '.join(['Free memory', *ways])}, or "
-        "lower engine.host_reserve_gib.",
-        plan.to_dict(),
-    )
-
-
-def _smaller_tier(plan: MemoryPlan, asked: Asked) -> list[str]:
-    """The largest host tier that there is room for, by the setting that sizes it."""
-    tier, kv = plan.host_kv, plan.kv
-    if tier is None:
-        return []
-    left = plan.host_limit_bytes - plan.host_total_bytes + kv.num_bytes(tier.num_blocks)
-    [name] = asked.config.kv.sizes
-    if name == "num_cpu_blocks":
-        return [f"set kv.num_cpu_blocks={max(0, left // sum(kv.block_bytes))} or less"]
-    if name == "swap_space":
-        left += plan.swap_weights_bytes
-    return [f"set kv.{name}={max(0, math.floor(left / GIB * 100) / 100):g} or less"]
+    raise CapacityError(host_refusal(plan, asked), plan.to_dict())

@@ -1,6 +1,7 @@
 """Plans of one configuration side by side: as set, none, uva, prefetch and auto."""
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 from engine.accounting import Asked
 from engine.accounting import fits as has_room
+from engine.auto_fields import with_least_uva
 from engine.config import (
     EngineConfig,
     ModelConfig,
@@ -187,7 +189,7 @@ def _row(
 
 
 def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
-    """The least uva that fits; where nothing is needed, that of conf/offload."""
+    """The least uva that fits, else all; where nothing is needed, that of conf/offload."""
 
     def at(hundredths: int) -> Row:
         size = hundredths / 100
@@ -198,12 +200,10 @@ def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: b
 
     if fits:
         return at(round(100 * min(PRESET_GB, spec.weight_bytes() / 2**30)))
-    planner = PlannerConfig(auto_fields=["cpu_offload_gb"])
-    found = _row("uva", (), replace(bare, planner=planner), spec, facts)
-    if found.plan is None:
-        return replace(found, overrides=("offload=uva",))
-    [note] = [text for text in found.plan.notes if "cpu_offload_gb=" in text]
-    return at(round(100 * float(note.split("cpu_offload_gb=")[1].rstrip("."))))
+    dtype, length = resolve_dtype(bare, spec, facts.kind), resolve_max_model_len(bare, spec)
+    found = with_least_uva(Asked(bare, spec, facts, dtype, length, reference=False))
+    every = math.ceil(100 * spec.weight_bytes(dtype) / 2**30)
+    return at(every if found is None else round(100 * found.offload.uva.cpu_offload_gb))
 
 
 def _prefetch_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:

@@ -5,10 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig, GPUConfig, OffloadConfig, PlannerConfig
+from engine.config import (
+    EngineConfig,
+    OffloadConfig,
+    PlannerConfig,
+    PrefetchOffloadConfig,
+    UVAOffloadConfig,
+)
 from engine.errors import CapacityError
 from engine.planner import plan_memory
 from engine.spec import ModelSpec
@@ -69,6 +76,9 @@ def test_olmo_7b_prefetch_moves_twenty_layers_a_step() -> None:
 # Figures and advice.
 
 
+OLMO_ON_16_GB = {"gpu_memory_utilization": 0.85, "max_model_len": 4096}
+
+
 def alternatives(text: str) -> list[str]:
     """Return what a refusal says would fit."""
     found = re.search(r"Fits with: (.*?)\.(?: |$)", text)
@@ -78,25 +88,19 @@ def alternatives(text: str) -> list[str]:
 def follow(config: EngineConfig, advice: str) -> EngineConfig:
     """Apply one alternative of a refusal."""
     fields = dict(part.split("=", 1) for part in advice.split())
-    if fields.get("offload") == "auto":
-        planner = PlannerConfig(choose=True)
-        config = replace(config, offload=OffloadConfig(), planner=planner)
-        if len(fields) == 1:
-            return config
-    for name, kind in (("cpu_gib", float), ("num_cpu_blocks", int)):
-        if f"kv.{name}" in fields:
-            return replace(config, kv=replace(config.kv, **{name: kind(fields[f"kv.{name}"])}))
-    if "engine.max_model_len" in fields:
-        length = int(fields["engine.max_model_len"])
-        return replace(config, engine=replace(config.engine, max_model_len=length))
-    if "gpu.memory_gib" in fields:
-        return replace(config, gpu=GPUConfig(memory_gib=float(fields["gpu.memory_gib"])))
-    if fields["offload"] == "uva":
-        return replace(config, offload=uva(float(fields["offload.uva.cpu_offload_gb"])))
-    names = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
-    return replace(
-        config, offload=prefetch(*(int(fields[f"offload.prefetch.{name}"]) for name in names))
-    )
+    kind, parts = fields.pop("offload", ""), dict[str, dict[str, Any]]()
+    for name, value in fields.items():
+        section, _, field = name.rpartition(".")
+        parts.setdefault(section, {})[field] = yaml.safe_load(value)
+    if kind:
+        offload = OffloadConfig(
+            uva=UVAOffloadConfig(**parts.pop("offload.uva", {})),
+            prefetch=PrefetchOffloadConfig(**parts.pop("offload.prefetch", {})),
+        )
+        planner = replace(config.planner, choose=kind == "auto", **parts.pop("planner", {}))
+        config = replace(config, offload=offload, planner=planner)
+    changed = {name: replace(getattr(config, name), **values) for name, values in parts.items()}
+    return replace(config, **changed)
 
 
 @settings(max_examples=30, deadline=None)
@@ -203,11 +207,41 @@ def test_a_larger_card_is_advised_where_nothing_else_helps() -> None:
     config = configuration(spec, memory_gib=1.0)
     with pytest.raises(CapacityError) as error:
         plan_memory(config, spec, H200)
-    [advice] = alternatives(str(error.value))
-    assert advice.startswith("gpu.memory_gib=")
+    found = alternatives(str(error.value))
+    assert [advice.split("=")[0] for advice in found] == ["gpu.memory_gib"]
     smaller = replace(H200, free_bytes=2 * GIB)
-    with pytest.raises(CapacityError, match=r"No offload makes it fit: lower .*use a card of"):
+    with pytest.raises(CapacityError, match=r"No single change makes it fit: lower .*a card of"):
         plan_memory(config, spec, smaller)
+
+
+def test_limits_of_a_step_are_advised_where_no_offload_is_enough() -> None:
+    settings = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    config = configuration(OLMO_7B, memory_gib=2.9, **settings)
+    config = replace(config, planner=PlannerConfig(choose=True))
+    with pytest.raises(CapacityError) as error:
+        plan_memory(config, OLMO_7B, H200)
+    found = alternatives(str(error.value))
+    assert [advice.split("=")[0] for advice in found] == [
+        "engine.max_num_batched_tokens",
+        "engine.gpu_memory_utilization",
+        "gpu.memory_gib",
+    ]
+    for advice, step in zip(found, (16, -0.01, -0.01), strict=True):
+        plan_memory(follow(config, advice), OLMO_7B, H200)
+        name, value = advice.split("=")
+        beyond = round(yaml.safe_load(value) + step, 2)
+        with pytest.raises(CapacityError):
+            plan_memory(follow(config, f"{name}={beyond}"), OLMO_7B, H200)
+
+
+def test_the_least_uva_that_is_advised_is_the_least() -> None:
+    config = configuration(OLMO_7B, memory_gib=15.9921875, **OLMO_ON_16_GB)
+    with pytest.raises(CapacityError) as error:
+        plan_memory(config, OLMO_7B, H200)
+    [least] = [float(x.split("=")[-1]) for x in alternatives(str(error.value)) if "uva" in x]
+    plan_memory(replace(config, offload=uva(least)), OLMO_7B, H200)
+    with pytest.raises(CapacityError):
+        plan_memory(replace(config, offload=uva(round(least - 0.01, 2))), OLMO_7B, H200)
 
 
 def test_kv_room_of_exactly_one_sequence_is_enough_and_a_byte_less_is_not() -> None:

@@ -156,6 +156,8 @@ def test_what_cannot_fit_is_said_with_figures(composer: Composer) -> None:
     text = "\n".join(point_lines(found))
     assert text.count("does not fit: available KV cache memory: -") == 4
     assert text.endswith("Nothing fits.")
+    assert "planner.auto_fields" not in text  # nobody set it
+    assert found.rows[1].label == "uva, 27.51 GiB"
     assert found.minutes(found.rows[0]) == 0
 
 
