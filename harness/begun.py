@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from harness.errors import EXIT_INTERRUPTED
 from harness.measure.host import start_ticks
 from harness.plain import read_json
 from reports.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
@@ -111,10 +112,17 @@ class BegunPoints:
         return is_orphan or (self._folder / STOP_NAME).exists()
 
     @contextlib.contextmanager
-    def ends_with_session(self, poll_s: float = WATCH_S) -> Iterator[None]:
+    def ends_with_session(
+        self, poll_s: float = WATCH_S, exit_now: Callable[[int], object] = os._exit
+    ) -> Iterator[None]:
         """Interrupt this process meanwhile, as Ctrl-C would, when that of the sweep is gone.
 
-        Only where both run on this host and are not the same.
+        Only where both run on this host and are not the same. Then the process ends: a launcher's
+        would wait for more work, and nobody is left to send it.
+
+        Args:
+            poll_s: seconds between looks.
+            exit_now: ends the process.
         """
         session = self.owner(SESSION)
         if session is None or not session.is_alive or session.pid == os.getpid():
@@ -135,6 +143,8 @@ class BegunPoints:
         finally:
             is_over.set()
             watcher.join()
+            if session.is_gone:
+                exit_now(EXIT_INTERRUPTED)
 
     def stop(self) -> None:
         """Let no further point begin."""

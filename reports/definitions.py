@@ -95,6 +95,8 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "memory/gpu_peak_gib": "highest device memory in use by the run",
         "memory/gpu_peak_global_gib": "highest device memory in use by all processes",
+        "memory/gpu_baseline_gib": "device memory in use by all processes before the run began",
+        "memory/gpu_allocated_gib": "device memory of live tensors after the last request",
         "memory/gpu_budget_gib": "device memory the run was allowed",
         "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
         "memory/host_pinned_gib": "host bytes registered with the device (engine's ledger)",

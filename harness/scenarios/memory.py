@@ -17,6 +17,7 @@ def memory_metrics(memory: Mapping[str, Any]) -> tuple[dict[str, float | None], 
         name: None if value is None else value / GIB
         for name, value in (
             ("memory/gpu_peak_gib", peak),
+            ("memory/gpu_allocated_gib", memory.get("gpu_allocated_bytes")),
             ("memory/gpu_budget_gib", budget),
             ("memory/host_pinned_gib", memory.get("host_pinned_bytes")),
         )

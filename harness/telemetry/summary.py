@@ -38,6 +38,10 @@ def peak_metrics(table: Table) -> Metrics:
         values = [value for job, value in cells if job in wanted and value is not None]
         if values:
             found[metric] = max(values) / GIB
+    before = zip(jobs, table["gpu_used_bytes"], strict=True)
+    baseline = next((value for job, value in before if job is None and value is not None), None)
+    if baseline is not None and jobs[0] is None:
+        found["memory/gpu_baseline_gib"] = baseline / GIB
     return found
 
 

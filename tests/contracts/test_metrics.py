@@ -76,7 +76,7 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     row |= {"busy": dict.fromkeys(engine_names("add_busy"), 1.0)}
     starts = [{**row, "start": str(is_cold), "is_cold": is_cold} for is_cold in (False, True)]
     gpu_and_host = {name: 2**30 for name in COLUMNS if name.endswith("_bytes")}
-    rows = table(**gpu_and_host)
+    rows = table(job=lambda k: "measure" if k else None, **gpu_and_host)  # first no worker
     span = Span(part="serve", job="measure", begin_s=100.0, end_s=104.0)
     return {
         *results["measure"]["metrics"],

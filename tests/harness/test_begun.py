@@ -75,6 +75,7 @@ def test_a_launcher_s_process_is_interrupted_when_that_of_the_sweep_is_gone(tmp_
     points = BegunPoints(tmp_path)
     session = start(SLEEP)
     begin_as(points, monkeypatch, "session", tmp_path, session.pid)
+    codes = []
 
     def work():
         session.kill()
@@ -82,10 +83,12 @@ def test_a_launcher_s_process_is_interrupted_when_that_of_the_sweep_is_gone(tmp_
         threading.Event().wait(60)
 
     with sigterm_as_interrupt():
-        with points.ends_with_session(0.01):
+        with points.ends_with_session(0.01, codes.append):
             pass  # it lives
-        with pytest.raises(KeyboardInterrupt), points.ends_with_session(0.01):
+        assert codes == []
+        with pytest.raises(KeyboardInterrupt), points.ends_with_session(0.01, codes.append):
             work()
+    assert codes == [130]
     assert points.is_stopped
 
 

@@ -86,6 +86,8 @@ def test_peaks_are_those_of_the_worker_that_measures():
     }
     rows["job"] = ["load-warm-1", "load-warm-2", None, None]
     assert peak_metrics(rows)["memory/host_tree_peak_gib"] == 8
+    rows["job"] = [None, "measure", "measure", None]
+    assert peak_metrics(rows)["memory/gpu_baseline_gib"] == 9
 
 
 def test_copies_of_known_size_bring_the_counter_to_payload():
