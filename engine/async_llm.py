@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -66,6 +67,12 @@ class _Command(NamedTuple):
     """Of abort, where the client has no stream."""
 
 
+def _end_thread(thread: threading.Thread, commands: "SimpleQueue[_Command]", owner: int) -> None:
+    if os.getpid() == owner:
+        commands.put(_Command("stop"))
+        thread.join()
+
+
 class AsyncLLM:
     """Answers prompts for clients on event loops, while one thread of its own runs the engine.
 
@@ -101,6 +108,10 @@ class AsyncLLM:
         self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        # A program that ends without `close` must not end amid a step.
+        self._at_exit = weakref.finalize(
+            self, _end_thread, self._thread, self._commands, self._owner
+        )
 
     @classmethod
     def from_config(cls, config: "EngineConfig", *, max_pending: int = MAX_PENDING) -> "AsyncLLM":

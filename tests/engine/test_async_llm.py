@@ -238,6 +238,26 @@ def test_an_id_is_used_once_at_a_time() -> None:
     asyncio.run(main())
 
 
+def test_a_program_that_ends_waits_for_the_step() -> None:
+    """A thread that the interpreter kills amid a step aborts the process."""
+
+    async def main() -> None:
+        engine = Gated(tickets=1)
+        door = AsyncLLM(engine)
+        running = asyncio.ensure_future(collect(door, [1]))
+        await asyncio.sleep(0)
+        assert door._at_exit.atexit
+        engine.let_go(20)
+        await asyncio.to_thread(door._at_exit)
+        assert not door._thread.is_alive()
+        await asyncio.wait([running])
+        with contextlib.suppress(EngineError):
+            running.result()
+        await door.close()
+
+    asyncio.run(main())
+
+
 def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy has no thread that would answer."""
 
