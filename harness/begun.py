@@ -31,7 +31,7 @@ WATCH_S: Final = 1.0
 END_S: Final = 60.0
 """Seconds that an interrupted point has to write its record before it is killed."""
 EXIT_S: Final = 5.0
-"""Seconds that are waited for its process then; a launcher may keep that for other work."""
+"""Seconds that its process has to end then, before it is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,10 @@ class BegunPoints:
             time.sleep(POLL_S)
 
     def end_all(self, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Interrupt the points that run on this host; each ends its worker and has a record."""
+        """Interrupt the points that run on this host; each ends its worker and has a record.
+
+        A process that does not end by itself, before its record or after it, is killed.
+        """
         self.stop()
         ending = self.running(total)
         for owner in ending:
@@ -174,7 +177,12 @@ class BegunPoints:
         for owner in left:
             _signal(owner, signal.SIGKILL)
         limit_s = clock() + EXIT_S
-        while any(owner.is_alive for owner in ending) and clock() < limit_s:
+        while (alive := [owner for owner in ending if owner.is_alive]) and clock() < limit_s:
+            time.sleep(POLL_S)
+        for owner in alive:
+            _signal(owner, signal.SIGKILL)
+        limit_s = clock() + EXIT_S
+        while any(owner.is_alive for owner in alive) and clock() < limit_s:
             time.sleep(POLL_S)
 
 

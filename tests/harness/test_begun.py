@@ -1,5 +1,6 @@
 """Points of one sweep in several processes, which meet in the sweep's folder."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -69,6 +70,27 @@ def test_all_points_that_run_are_ended_and_none_begins(tmp_path, monkeypatch):
     assert -signal.SIGKILL in codes
     points.wait(2)
     assert points.running(2) == []
+
+
+def test_a_process_that_stays_after_its_record_is_killed(tmp_path, monkeypatch):
+    points = BegunPoints(tmp_path)
+    process = start(DEAF)
+    begin_as(points, monkeypatch, 0, tmp_path / "0", process.pid)
+    signalled = []
+
+    def note(owner, number):
+        signalled.append(number)
+        if number == signal.SIGTERM:
+            (tmp_path / "0").mkdir()
+            RunRecord(run_id="a", name="a", status="killed").write(tmp_path / "0" / RESULT_NAME)
+        else:
+            process.kill()
+            process.wait()
+
+    monkeypatch.setattr(module, "_signal", note)
+    times = itertools.count(0.0, 10.0)
+    points.end_all(1, clock=lambda: next(times))
+    assert signalled == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_a_launcher_s_process_is_interrupted_when_that_of_the_sweep_is_gone(tmp_path, monkeypatch):
