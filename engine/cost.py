@@ -177,15 +177,17 @@ def step_s(
         before: Tokens of the same prompt that earlier steps computed.
         rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
     """
+    graphed = shape.uses_graphs
+    if prefill:
+        padded = _captured_tokens(shape, decodes, prefill, rows or 1)
+        graphed, prefill = padded is not None, padded or prefill
     tokens = decodes + prefill
     flops = 2.0 * tokens * shape.layer_params
     matrix_rate = _matrix_rate(shape, rates)
     seen = before + prefill / (2 * max(1, rows or 1))
-    hbm_rate = rates.hbm_gb_s * 1e9
+    hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
     in_place = _reads_in_place(shape, tokens)
     tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
-    place_rate = rates.in_place_gb_s * 1e9
-    graphed = _is_captured(shape, decodes, prefill, rows or 1)
     is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
     # Products of few rows read while they compute; those of libraries hide little of their reads.
     both: Callable[[float, float], float] = max if tokens <= MAX_SMALL_TOKENS else operator.add
@@ -255,12 +257,12 @@ def _run(
     return max(seconds, streamed + shared) if shared else seconds
 
 
-def _is_captured(shape: Shape, decodes: int, prefill: int, prompts: int) -> bool:
-    """Whether a step runs as a graph."""
-    if not prefill:
-        return shape.uses_graphs
-    fits = any(decodes <= d and prefill <= p for d, p in shape.captured_prefills)
-    return fits and prompts <= PREFILL_SEQUENCES
+def _captured_tokens(shape: Shape, decodes: int, prefill: int, prompts: int) -> int | None:
+    """To how many tokens of prompts a step is padded; None where it runs without a graph."""
+    if prompts > PREFILL_SEQUENCES:
+        return None
+    sizes = (p for d, p in shape.captured_prefills if decodes <= d and prefill <= p)
+    return min(sizes, default=None)
 
 
 def _reads_in_place(shape: Shape, tokens: int) -> bool:

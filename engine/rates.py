@@ -33,15 +33,15 @@ PIN_GB_S: Final = 4.0
 COPY_OVERHEAD_S: Final = 16e-6
 """Beside the bytes of one copy: 1, 4, 16, 64 MiB at 28.7, 47.4, 52.1, 54.8 GB/s (H200)."""
 WEIGHT_SHARE: Final = 1.0
-"""Products of few rows, bytes of weights read over the copy rate of HBM (H200, with
-LAYER_OVERHEAD_S; a copy writes half of its bytes)."""
+"""Products of few rows, bytes of weights read over the copy rate of HBM, which writes half of its
+bytes. Fitted with LAYER_OVERHEAD_S to cuts of six models, 3B to 14B (H200, within 7 %)."""
 KV_SHARE: Final = 0.60
 """Decode attention and what else grows with the batch, KV bytes over the copy rate (H100)."""
-LAYER_OVERHEAD_S: Final = 23.5e-6
+LAYER_OVERHEAD_S: Final = 28e-6
 """Kernels of one layer beside their bytes, in graphs: beginnings and ends of four products,
-attention of few keys, norms (H200)."""
-STEP_OVERHEAD_S: Final = 0.15e-3
-"""One step beside its layers (H200, likewise): sampling, inputs, outputs."""
+attention of few keys, norms (H200, as WEIGHT_SHARE)."""
+STEP_OVERHEAD_S: Final = 0.1e-3
+"""One step beside its graph (H200: 0.08 to 0.11 ms): sampling, inputs, outputs."""
 EAGER_LAYER_OVERHEAD_S: Final = 0.8e-3
 """Launches of one layer without graphs (hosts of H200s: 8 layers in 5 to 8 ms, 36 in 28). Matters
 where it is longer than the GPU's work."""
