@@ -3,6 +3,7 @@
 `python -m harness.forecast.choosing [FILE]`; without a file the text is printed.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,9 +49,11 @@ HOST_BYTES: Final = 2**50
 
 def main(arguments: Sequence[str]) -> int:
     """Print the page, or write it to the file that is named."""
-    text = page()
-    if arguments:
-        write_text_atomic(Path(arguments[0]), text)
+    parser = argparse.ArgumentParser(prog="python -m harness.forecast.choosing")
+    parser.add_argument("file", type=Path, nargs="?", help="to write; without it, print the page")
+    file, text = parser.parse_args(arguments).file, page()
+    if file is not None:
+        write_text_atomic(file, text)
     else:
         sys.stdout.write(text)
     return 0
@@ -64,7 +67,11 @@ def page() -> str:
 def model_names() -> list[str]:
     """Return the models of conf/ with sizes, the smallest first."""
     found = {path.stem: _node(path.stem) for path in sorted((CONF / "model").glob("*.yaml"))}
-    sized = {name: ModelSpec(**node["spec"]) for name, node in found.items() if "spec" in node}
+    sized = {
+        name: ModelSpec(**node["spec"])
+        for name, node in found.items()
+        if "spec" in node and "fake" not in node
+    }
     return sorted(sized, key=lambda name: sized[name].num_parameters)
 
 
