@@ -186,6 +186,7 @@ def test_a_request_that_loads_can_be_aborted(
             assert not llm.has_unfinished()
         llm.add_request(PROMPTS[0], SamplingParams(temperature=0, max_tokens=2))
         assert greedy(llm, [STEM], TOKENS) == expected
+        assert [event.position for event in llm.step()] == [len(PROMPTS[0]), len(PROMPTS[0]) + 1]
         check_empty(llm)
     llm.close()
 
