@@ -23,7 +23,8 @@ CASES = [
 
 CASES_AND_DTYPES = [
     *[(case, torch.float32) for case in CASES],
-    *[(case, dtype) for case in CASES[2:5] for dtype in (torch.bfloat16, torch.float16)],
+    *[(case, torch.bfloat16) for case in CASES[2:5]],
+    *[pytest.param(case, torch.float16, marks=pytest.mark.slow) for case in CASES[2:5]],
 ]
 
 

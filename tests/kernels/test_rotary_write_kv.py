@@ -15,7 +15,7 @@ SHAPES = [
     (4, 8, 2, 64, 64, 16),
     (1, 1, 1, 16, 2, 8),
     (3, 9, 3, 64, 64, 16),
-    (5, 43, 1, 80, 20, 32),
+    (3, 43, 1, 80, 20, 32),
     (2, 7, 7, 96, 96, 24),
     (0, 2, 1, 16, 16, 8),
 ]
@@ -85,9 +85,9 @@ def test_kernel_matches_twin(shape, norm, dtype, rng):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_kernel_result_of_a_token_is_the_same_in_every_batch(norm, dtype, rng):
-    inputs = Inputs((5, 6, 3, 32, 32, 8), norm, dtype, rng)
+    inputs = Inputs((3, 6, 3, 32, 32, 8), norm, dtype, rng)
     together, cache = inputs.run(kernel)
-    for row in range(5):
+    for row in range(3):
         alone, own = inputs.run(kernel, slice(row, row + 1))
         assert torch.equal(alone[0], together[row])
         written = ~own.isnan()
