@@ -1,6 +1,8 @@
 """LLM: the synchronous door to the engine."""
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
 from typing import Any
@@ -27,7 +29,8 @@ class LLM:
     """Loads a model within a GPU budget and answers prompts.
 
     Use `LLM(model=..., ...)` with the keywords of engine.keywords.config_from_keywords, or
-    `LLM.from_config`. One engine must be used by one thread.
+    `LLM.from_config`. One thread at a time may use it; a second one is refused. AsyncLLM serves
+    many clients.
     """
 
     def __init__(self, model: str, **keywords: Any) -> None:
@@ -91,6 +94,7 @@ class LLM:
 
     def _open(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
+        self._lock = threading.RLock()
         self._sessions = Sessions(engine.core, engine.tokenizer, engine.spec.vocab_size)
 
     @property
@@ -99,6 +103,20 @@ class LLM:
         if engine is None:
             raise EngineError("LLM: it was closed. Build a new one.")
         return engine
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out: two in one engine would mix their steps."""
+        assert self._live is not None
+        if not self._lock.acquire(blocking=False):
+            raise EngineError(
+                "LLM: expected one thread at a time, got a second one. Use AsyncLLM, which many "
+                "clients may share."
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @property
     def config(self) -> EngineConfig:
@@ -155,7 +173,8 @@ class LLM:
         Raises:
             ConfigError: The number of sampling params differs from that of prompts.
         """
-        return self._requests.generate(prompts, sampling_params, self.step, use_tqdm=use_tqdm)
+        with self._alone():
+            return self._requests.generate(prompts, sampling_params, self.step, use_tqdm=use_tqdm)
 
     @property
     def _requests(self) -> Sessions:
@@ -173,7 +192,8 @@ class LLM:
         Raises:
             RequestError: It cannot be served.
         """
-        return self._requests.add(prompt, params, request_id).request.request_id
+        with self._alone():
+            return self._requests.add(prompt, params, request_id).request.request_id
 
     def step(self) -> list[TokenEvent]:
         """Return the tokens of one step of the engine, as they became known.
@@ -182,9 +202,10 @@ class LLM:
         handles them. So a request that is added between calls begins behind the step in flight.
         Tokens that came while `generate` ran, of requests that were added, come first.
         """
-        if self._requests.has_kept:
-            return self._requests.take_kept()
-        return self._requests.apply(self._live.core.step())
+        with self._alone():
+            if self._requests.has_kept:
+                return self._requests.take_kept()
+            return self._requests.apply(self._live.core.step())
 
     def replay_only(self, size: int) -> None:
         """Enqueue the graph of the newest decode step once more: what a step costs without a host.
@@ -206,7 +227,8 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown and finished ids are ignored."""
-        self._requests.abort(request_id)
+        with self._alone():
+            self._requests.abort(request_id)
 
     def effective(self) -> dict[str, Any]:
         """Return what is really used: device, dtype, placements, graphs, fallbacks."""
@@ -285,9 +307,13 @@ class LLM:
 
     def close(self) -> None:
         """Release GPU and host memory; the engine cannot be used afterwards."""
-        engine, self._engine = getattr(self, "_engine", None), None
-        if engine is None:
+        if getattr(self, "_engine", None) is None:
             return
+        with self._alone():
+            self._close()
+
+    def _close(self) -> None:
+        engine, self._engine = self._live, None
         engine.device.synchronize()
         engine.runner.close()
         engine.tier.stop()

@@ -24,7 +24,7 @@ def sampler_workspace_bytes(vocab_size: int) -> int:
     return max(greedy, drawing)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 

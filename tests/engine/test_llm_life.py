@@ -3,6 +3,7 @@
 import gc
 import math
 import shutil
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,29 @@ def test_events_carry_positions_and_times(llm: LLM) -> None:
     times = [event.time_s for event in events]
     assert times == sorted(times)
     assert all(math.isfinite(time) for time in times)
+
+
+def test_a_second_thread_is_refused(llm: LLM, tiny: TinyModels) -> None:
+    refused: list[str] = []
+    step = llm._engine.core.step
+
+    def use() -> None:
+        for call in (llm.step, lambda: llm.add_request([5]), lambda: llm.abort("x"), llm.close):
+            with pytest.raises(EngineError, match="a second one") as error:
+                call()
+            refused.append(str(error.value))
+
+    def step_beside_another() -> Any:
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._engine.core, "step", step_beside_another)
+        found = greedy(llm, PROMPTS[1:2], 2)
+    assert found == [tokens[:2] for tokens in tiny.greedy("llama", PROMPTS[1:2], 2)]
+    assert len(refused) >= 8
 
 
 def test_params_that_change_after_a_request_was_added_do_not_count(llm: LLM) -> None:

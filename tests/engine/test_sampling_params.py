@@ -94,3 +94,8 @@ def test_derived_values():
 def test_only_keyword_arguments():
     with pytest.raises(TypeError):
         SamplingParams(2)
+
+
+def test_a_field_that_there_is_not_cannot_be_set():
+    with pytest.raises(AttributeError, match="max_token"):
+        SamplingParams().max_token = 5
