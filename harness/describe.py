@@ -36,8 +36,14 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
     return "-".join(part for part in parts if part)[:_NAME_CHARS]
 
 
-def flat_params(config: RunConfig) -> dict[str, Any]:
-    """Return what was chosen, flat; a file of prompts where there is one."""
+def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what was chosen, flat; a file of prompts where there is one.
+
+    Args:
+        config: of the point.
+        overrides: as typed; each single setting in them is there too, so that a tracker shows
+            whatever varies.
+    """
     gpu = config.gpu
     params: dict[str, Any] = {
         "model": config.model.name,
@@ -57,15 +63,18 @@ def flat_params(config: RunConfig) -> dict[str, Any]:
         node = asked["scenario"][part] or {}
         chosen = {k: v for k, v in node.items() if k not in _IF_SET or v is not None}
         params |= _leaves(f"scenario.{part}", chosen)
-    return params
+    typed = {item.lstrip("+").partition("=")[0] for item in overrides}
+    every = dict(_leaves("", asked))
+    return params | {key: every[key] for key in sorted(typed & every.keys()) if key not in params}
 
 
 def _leaves(prefix: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
+        name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, Mapping):
-            yield from _leaves(f"{prefix}.{key}", value)
+            yield from _leaves(name, value)
         else:
-            yield f"{prefix}.{key}", value
+            yield name, value
 
 
 def tags(config: RunConfig, environment: Mapping[str, Any]) -> dict[str, str]:

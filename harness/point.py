@@ -194,7 +194,7 @@ class _Point:
         return PointFacts(
             run_id=run_id or self._run_id,
             name=self._name,
-            params=describe.flat_params(self._config),
+            params=describe.flat_params(self._config, self._overrides),
             tags=describe.tags(self._config, self._environment) | own,
             sweep=self._sweep,
         )

@@ -98,6 +98,13 @@ def test_params_are_flat_and_few():
     assert len(params) <= 48
 
 
+def test_a_setting_that_was_typed_is_a_parameter_whatever_it_is():
+    typed = ["+model=tiny", "++planner.objective=context", "timeout_s=5", "offload=none", "gpu=cpu"]
+    config = run_config(timeout_s=5.0)
+    added = {"planner.objective": config.planner.objective, "timeout_s": 5.0}
+    assert flat_params(config, typed) == flat_params(config) | added
+
+
 def test_names_say_what_varies():
     sweep = SweepContext(sweep_id="s", folder=Path(), index=0, total=2, shared=("+model=tiny",))
     overrides = ["+model=tiny", "offload=uva", "+engine.seed=1"]
