@@ -1,6 +1,7 @@
 """Sequences that wait and sequences that have blocks, and how much of each runs in a step."""
 
 from collections import deque
+from itertools import islice
 
 from engine.admission import Admission
 from engine.kv.groups import BlockGroups
@@ -9,6 +10,9 @@ from engine.request import Sequence, SequenceStatus
 from engine.rounds import Rounds
 from engine.scheduler_config import SchedulerConfig, SchedulerStats
 from engine.step_plan import ScheduledSequence
+
+MOST_PREPARED = 4
+"""Prompts whose keys are made before they are asked for."""
 
 
 class Queues:
@@ -44,6 +48,14 @@ class Queues:
             self._swapped.discard(sequence.seq_id)
         else:
             self.running.remove(sequence)
+
+    def prepare(self) -> None:
+        """Make the keys of the prompts that are next, so that the step that admits them need not.
+
+        To be called while the device has work; of many prompts a few at a time.
+        """
+        for sequence in islice(self.waiting, MOST_PREPARED):
+            self._groups.content.prepare(sequence)
 
     def note_loaded(self) -> None:
         """Let sequences run whose content has come."""

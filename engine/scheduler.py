@@ -111,7 +111,7 @@ class Scheduler:
             )
         self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
         self._queues.waiting.append(sequence)
-        self._groups.content.prepare(sequence)
+        self._queues.prepare()
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End the unfinished sequences of a request with reason abort and return them.
@@ -310,6 +310,7 @@ class Scheduler:
             self._advance(item)
             if token is not None:
                 events.append(self._append(item.sequence, token, eos_token_ids))
+        self._queues.prepare()
         return events
 
     def _fail(self, failed: Sequence) -> list[TokenEvent]:

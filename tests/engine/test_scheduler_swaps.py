@@ -6,6 +6,8 @@ from engine import rounds
 from engine.errors import EngineError
 from engine.kv.choice import SwapRates
 from engine.kv.groups import GONE
+from engine.kv.hashing import BlockHasher
+from engine.queues import MOST_PREPARED
 from engine.request import SequenceStatus
 from tests.engine.tiers_world import Tiers, World
 
@@ -346,3 +348,22 @@ def test_figures_of_two_groups_are_summed():
 def test_both_tiers_must_hold_one_sequence():
     with pytest.raises(EngineError, match=r"15 free blocks .*5 on the GPU, 10 in place"):
         Tiers(num_gpu=5, num_in_place=10, max_len=64).make(exact=True)
+
+
+def test_keys_are_made_of_the_prompts_that_are_next(monkeypatch):
+    """Neither at once for a long queue, nor in the step that admits a prompt."""
+    world = world_of(num_gpu=40, seqs=1)
+    made = []
+    keys = BlockHasher.keys
+    monkeypatch.setattr(BlockHasher, "keys", lambda *a: made.append(len(a[2])) or keys(*a))
+    for at in range(9):
+        world.add(length=20, max_tokens=1 + at % 2)
+    assert made == [20] * MOST_PREPARED
+    world.scheduler.plan_step()
+    assert made == [20] * MOST_PREPARED
+    world.scheduler.discard(world.scheduler.planned[0])
+    world.step()
+    assert made == [20] * (MOST_PREPARED + 1)
+    run(world)
+    assert made.count(20) == 9
+    world.end()
