@@ -1,5 +1,6 @@
 """A worker's process tree: its memory, CPU time, page faults and reads."""
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,18 +85,26 @@ def descendants(pid: int, proc: Path = PROC) -> set[int]:
 
 
 def _children(pid: int, proc: Path) -> list[int]:
-    """Return the children that all threads of a process started."""
-    folder = proc / str(pid) / "task"
+    """Return the children that all threads of a process started.
+
+    Without pathlib, which takes three times as long: a worker has a hundred threads.
+    """
+    folder = f"{proc}/{pid}/task"
     try:
-        threads = list(folder.iterdir())
+        threads = os.listdir(folder)  # noqa: PTH208
     except OSError:
         return []
     found: list[int] = []
     for thread in threads:
         try:
-            text = (thread / "children").read_bytes()
+            descriptor = os.open(f"{folder}/{thread}/children", os.O_RDONLY)
         except OSError:
             continue
+        text = b""
+        with contextlib.suppress(OSError):
+            while chunk := os.read(descriptor, 65536):
+                text += chunk
+        os.close(descriptor)
         found += [int(child) for child in text.split()]
     return found
 
