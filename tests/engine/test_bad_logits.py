@@ -93,7 +93,7 @@ def test_generate_returns_the_error_and_the_text_so_far(
 
 
 def test_a_stream_raises_and_others_go_on(cached: LLM, tiny: TinyModels) -> None:
-    wanted = tiny.greedy("llama", PROMPTS, 40)
+    wanted = tiny.greedy("llama", PROMPTS, 12)
 
     async def main() -> None:
         spoiled = asyncio.Event()
@@ -106,11 +106,11 @@ def test_a_stream_raises_and_others_go_on(cached: LLM, tiny: TinyModels) -> None
 
         steps = cached.stats()["steps"]
         door = AsyncLLM(cached, on_step=on_step)
-        other = asyncio.ensure_future(collect(door, PROMPTS[1], greedy_params(40)))
+        other = asyncio.ensure_future(collect(door, PROMPTS[1], greedy_params(12)))
         seen: list[int] = []
 
         async def follow() -> None:
-            async for events in door.tokens(PROMPTS[0], greedy_params(150), "bad"):
+            async for events in door.tokens(PROMPTS[0], greedy_params(30), "bad"):
                 seen.extend(event.token_id for event in events)
 
         with pytest.raises(RequestError, match=WHY):
@@ -119,7 +119,7 @@ def test_a_stream_raises_and_others_go_on(cached: LLM, tiny: TinyModels) -> None
         assert seen[:4] == wanted[0][:4]
         assert NO_TOKEN not in seen
         assert (await other).outputs[0].token_ids == wanted[1]
-        again = await collect(door, PROMPTS[0], greedy_params(40))
+        again = await collect(door, PROMPTS[0], greedy_params(12))
         assert again.outputs[0].token_ids == wanted[0]
         assert door.num_pending == 0
         assert door.failure is None
