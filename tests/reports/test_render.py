@@ -14,7 +14,7 @@ from reports.render import write_report
 from tests.reports.conftest import write_run
 from tests.reports.examples import no_fit_record, ok_record
 
-VOID = {"meta", "img", "source", "br"}
+VOID = {"meta", "img", "source", "br", "wbr"}
 
 
 class Reader(HTMLParser):
@@ -244,3 +244,10 @@ def test_without_matplotlib_the_page_is_there_and_says_what_it_lacks(tmp_path, m
         text = (folder / name).read_text()
         assert "This page has no figures" in text
         assert "TTFT" in text or "first token" in text
+
+
+def test_a_title_breaks_behind_its_commas_and_is_escaped(tmp_path):
+    folder = write_run(ok_record(name="offload=uva,gpu.memory_gib=8,<b>"), tmp_path / "run")
+    write_report(folder)
+    html = (folder / "report.html").read_text()
+    assert "offload=uva,<wbr>gpu.memory_gib=8,<wbr>&lt;b&gt;</h1>" in html
