@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from engine.errors import EngineError, RequestError
-from engine.request import RequestOutput, TokenEvent
+from engine.request import RequestOutput, TokenEvent, check_request_id
 from engine.sampling_params import SamplingParams
 from engine.streams import Answer, Stream, wake_all
 from engine.tokenizer import encode
@@ -197,9 +197,11 @@ class AsyncLLM:
         """Queue a request for the engine's thread.
 
         Raises:
-            RequestError: The id is in use, or the queue is full.
+            RequestError: The id is in use or no text, or the queue is full.
             EngineError: The engine is closed or failed, or runs in another process.
         """
+        if request_id is not None:
+            check_request_id(request_id)
         if os.getpid() != self._owner:
             raise EngineError(
                 f"AsyncLLM: expected process {self._owner}, which runs the engine's thread, got "
@@ -309,8 +311,8 @@ class AsyncLLM:
                 case _Command(kind="abort", stream=Stream() as stream):
                     if self._streams.get(stream.request_id) is stream:
                         self._drop(stream, None)
-                case _Command(request_id=name):
-                    named = self._streams.get(name or "")
+                case _Command(request_id=str(name)):
+                    named = self._streams.get(name)
                     if named is not None:
                         self._drop(named, EngineError("AsyncLLM: the request was aborted."))
 

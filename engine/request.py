@@ -262,6 +262,19 @@ def finish_reason(
     return None, None
 
 
+def check_request_id(request_id: object) -> None:
+    """Return if a caller's name of a request is usable.
+
+    Raises:
+        RequestError: It is no text, or empty.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(
+            f"request_id: expected a string of at least one character, got {request_id!r}. None "
+            "makes a name."
+        )
+
+
 def check_request(
     request: Request,
     max_model_len: int,

@@ -17,6 +17,7 @@ from engine.request import (
     Sequence,
     TokenEvent,
     check_request,
+    check_request_id,
 )
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import encode
@@ -82,6 +83,8 @@ class Sessions:
                 f"sampling_params: expected SamplingParams, got {params!r}. Pass one for all "
                 "prompts, or a list with one for each."
             )
+        if request_id is not None:
+            check_request_id(request_id)
         params = params.copied()  # the caller may use it again for other requests
         name = f"request-{arrival}" if request_id is None else request_id
         while request_id is None and name in self._open:

@@ -207,22 +207,6 @@ def test_a_full_queue_refuses_and_takes_again_when_a_request_ended() -> None:
     asyncio.run(main())
 
 
-def test_what_the_client_changes_after_sending_does_not_count() -> None:
-    async def main() -> None:
-        engine = Gated(tickets=0)
-        async with AsyncLLM(engine) as door:
-            prompt, params = [1], SamplingParams(max_tokens=3)
-            engine.hold_adds()
-            running = asyncio.ensure_future(collect(door, prompt, params))
-            await asyncio.sleep(0)  # it is sent, and not added
-            prompt[0], params.max_tokens = 7, 1
-            engine.adds.set()
-            engine.let_go(20)
-            assert (await running).outputs[0].token_ids == [12, 11, 10]
-
-    asyncio.run(main())
-
-
 def test_an_id_is_used_once_at_a_time() -> None:
     async def main() -> None:
         engine = Gated(tickets=0)
@@ -234,40 +218,6 @@ def test_an_id_is_used_once_at_a_time() -> None:
             engine.let_go(20)
             await running
             assert (await collect(door, [2], THREE, "a")).outputs[0].token_ids == [22, 21, 20]
-
-    asyncio.run(main())
-
-
-def test_a_program_that_ends_waits_for_the_step() -> None:
-    """A thread that the interpreter kills amid a step aborts the process."""
-
-    async def main() -> None:
-        engine = Gated(tickets=1)
-        door = AsyncLLM(engine)
-        running = asyncio.ensure_future(collect(door, [1]))
-        await asyncio.sleep(0)
-        assert door._at_exit.atexit
-        engine.let_go(20)
-        await asyncio.to_thread(door._at_exit)
-        assert not door._thread.is_alive()
-        await asyncio.wait([running])
-        with contextlib.suppress(EngineError):
-            running.result()
-        await door.close()
-
-    asyncio.run(main())
-
-
-def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copy has no thread that would answer."""
-
-    async def main() -> None:
-        async with AsyncLLM(Gated()) as door:
-            with monkeypatch.context() as patched:
-                patched.setattr("os.getpid", lambda: 0)
-                with pytest.raises(EngineError, match="Build the engine after the fork"):
-                    await collect(door, [1])
-            assert (await collect(door, [1])).finished
 
     asyncio.run(main())
 

@@ -35,6 +35,12 @@ def test_params_that_cannot_be_meant_are_refused(llm: LLM, params: Any) -> None:
         llm.generate(PROMPTS[:1], params)
 
 
+@pytest.mark.parametrize("name", [5, "", b"a"])
+def test_names_that_are_no_text_are_refused(llm: LLM, name: Any) -> None:
+    with pytest.raises(RequestError, match="request_id: expected a string"):
+        llm.add_request(PROMPTS[0], greedy_params(1), name)
+
+
 def test_token_ids_of_numpy_are_token_ids(llm: LLM, tiny: TinyModels) -> None:
     outputs = llm.generate(np.array(PROMPTS[1]), greedy_params(4))  # type: ignore[arg-type]
     assert tokens_of(outputs) == tiny.greedy("llama", PROMPTS[1:2], 4)
