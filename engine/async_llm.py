@@ -311,8 +311,8 @@ class AsyncLLM:
                 case _Command(kind="abort", stream=Stream() as stream):
                     if self._streams.get(stream.request_id) is stream:
                         self._drop(stream, None)
-                case _Command(request_id=str(name)):
-                    named = self._streams.get(name)
+                case _Command(request_id=name):
+                    named = self._streams.get(name) if isinstance(name, str) else None
                     if named is not None:
                         self._drop(named, EngineError("AsyncLLM: the request was aborted."))
 
