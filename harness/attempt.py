@@ -171,9 +171,15 @@ class Attempt:
         """Return whether tokens are compared; a peer's dummy weights are not ours."""
         if not self._config.scenario.correctness.enabled:
             return False
-        if self._config.system.kind == "native" or self._config.model.load_format != "dummy":
+        if self._config.system.api == "chat":
+            why = (
+                "correctness: the template of the server's chat makes other prompts, so no tokens "
+                "were compared."
+            )
+        elif self._config.system.kind != "native" and self._config.model.load_format == "dummy":
+            why = "correctness: dummy weights of two systems differ, so no tokens were compared."
+        else:
             return True
-        why = "correctness: dummy weights of two systems differ, so no tokens were compared."
         self.findings.effective["correctness"] = {"checked": False, "why": why}
         self.findings.notes.append(why)
         return False

@@ -8,6 +8,7 @@ from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 
 SYSTEMS: Final = ("native", "accelerate", "vllm", "http")
+APIS: Final = ("completions", "chat")
 PROMPT_FORMS: Final = ("token_ids", "text")
 
 
@@ -23,6 +24,9 @@ class SystemConfig(Sealed):
     """Of http: the name that the server knows the model by; null: the first one that it lists."""
     api_key_env: str | None = None
     """Of http: the environment variable that holds the key; null: no key is sent."""
+    api: str | None = None
+    """Of http: completions (null) | chat: each prompt is the text of a user's turn, to which the
+    server's template is added."""
     prompts: str | None = None
     """Of http: token_ids (null) | text; text is decoded here and encoded again by the server."""
     extensions: bool | None = None
@@ -41,6 +45,12 @@ class SystemConfig(Sealed):
                 "system.base_url: expected the address of a server, such as "
                 f"http://localhost:8000/v1, got {self.base_url!r}."
             )
+        check_choice("system.api", self.api or APIS[0], APIS)
+        if self.api == "chat" and self.prompts == "token_ids":
+            raise ConfigError(
+                "system.prompts: expected null or text with system.api=chat, got token_ids. A chat "
+                "takes text; remove it."
+            )
         check_choice("system.prompts", self.prompts or PROMPT_FORMS[0], PROMPT_FORMS)
         if self.request_timeout_s is not None:
             check_number("system.request_timeout_s", self.request_timeout_s, low=0, low_open=True)
@@ -50,6 +60,7 @@ class SystemConfig(Sealed):
             "base_url",
             "served_model",
             "api_key_env",
+            "api",
             "prompts",
             "extensions",
             "request_timeout_s",

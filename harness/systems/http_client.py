@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, Final
 
 from engine.errors import EngineError
@@ -12,11 +13,19 @@ from harness.systems.http_stream import EventLines, ServerError, StreamedAnswer
 
 CONNECT_S: Final = 30.0
 """Longest wait for a connection."""
-HINT: Final = (
+_FIELDS: Final = (
     ". A server that knows published fields alone wants system.extensions=false, one that takes no "
     "token ids system.prompts=text"
 )
-"""What a refused body may be about."""
+HINTS: Final = MappingProxyType(
+    {
+        400: _FIELDS,
+        422: _FIELDS,
+        404: ". A server that knows chats alone wants system.api=chat",
+        405: ". A server that knows chats alone wants system.api=chat",
+    }
+)
+"""Status of a refusal -> what it may be about."""
 OnPart = Callable[[StreamedAnswer], None]
 
 
@@ -68,10 +77,11 @@ class HTTPClient:
                 "server, or correct the address."
             ) from error
 
-    async def complete(self, body: dict[str, Any], on_part: OnPart) -> StreamedAnswer:
+    async def complete(self, path: str, body: dict[str, Any], on_part: OnPart) -> StreamedAnswer:
         """Send one request and return its whole answer.
 
         Args:
+            path: below the base address.
             body: of the request.
             on_part: called when tokens came, and never after the end.
 
@@ -84,10 +94,10 @@ class HTTPClient:
         session = await self._open()
         answer, lines = StreamedAnswer(), EventLines()
         try:
-            async with session.post(f"{self._base}/completions", json=body) as response:
+            async with session.post(f"{self._base}{path}", json=body) as response:
                 if response.status != 200:
                     text = (await response.text())[:300]
-                    hint = HINT if response.status in {400, 422} else ""
+                    hint = HINTS.get(response.status, "")
                     raise ServerError(f"the server answered {response.status}: {text}{hint}")
                 async for data in response.content.iter_any():
                     now_s, before = time.perf_counter(), len(answer.token_ids)

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineError, RequestError
+from engine.errors import ConfigError, EngineError
 from engine.request import Request, TokenEvent, check_request
 from engine.sampling_params import SamplingParams
 from harness.door import EngineDoor, Progress
@@ -17,6 +17,7 @@ from harness.system_config import SystemConfig
 from harness.systems.agreement import UNKNOWN_TOKEN
 from harness.systems.base import PeerLoad, PeerPlan, no_prediction, no_probe
 from harness.systems.hf_sizes import model_spec
+from harness.systems.http_body import Bodies
 from harness.systems.http_client import HTTPClient
 from harness.systems.http_door import HTTPDoor
 from harness.systems.http_stream import ServerError, StreamedAnswer
@@ -61,6 +62,7 @@ class HTTPEngine:
         except EngineError:
             self._client.close()
             raise
+        self._bodies = Bodies(system, self._model, self.tokenizer)
         told = self._listed.get("max_model_len")
         longest = config.engine.max_model_len or told or self.spec.max_position_embeddings
         self.max_model_len = int(min(longest, told or longest))
@@ -105,29 +107,7 @@ class HTTPEngine:
         """
         request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
         check_request(request, self.max_model_len, self.spec.vocab_size)
-        return self._client.submit(self._run(request, self._body(request), on_events))
-
-    def _body(self, request: Request) -> dict[str, Any]:
-        ids = request.prompt_token_ids
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": ids if self._system.prompts != "text" else self._text(ids),
-            "max_tokens": request.params.max_tokens,
-            "temperature": request.params.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self._system.extensions is not False:
-            body |= {"ignore_eos": request.params.ignore_eos, "return_token_ids": True}
-        return body
-
-    def _text(self, ids: list[int]) -> str:
-        if self.tokenizer is None:
-            raise RequestError(
-                "system.prompts: expected a tokenizer in the model's folder for text, found none. "
-                "Set system.prompts=token_ids."
-            )
-        return str(self.tokenizer.decode(ids))
+        return self._client.submit(self._run(request, self._bodies.of(request), on_events))
 
     async def _run(self, request: Request, body: dict[str, Any], on_events: OnEvents) -> None:
         sent = 0
@@ -143,7 +123,7 @@ class HTTPEngine:
                 on_events(events)
 
         try:
-            answer = await self._client.complete(body, emit)
+            answer = await self._client.complete(self._bodies.path, body, emit)
             missing = answer.end()
         except (ServerError, ConnectionError) as error:
             self._note_failure(error)
@@ -252,7 +232,10 @@ class HTTPEngine:
             "system_version": str(self._listed.get("owned_by") or "unknown"),
             "served_model": self._model,
             "base_url": self._system.base_url,
-            "prompts": self._system.prompts or "token_ids",
+            "api": self._system.api or "completions",
+            "prompts": "text"
+            if self._system.api == "chat"
+            else self._system.prompts or "token_ids",
             "extensions": self._system.extensions is not False,
             "emulated": None,
             "max_model_len": self.max_model_len,

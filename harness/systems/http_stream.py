@@ -3,11 +3,14 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from engine.errors import RequestError
 from engine.request import FinishReason
 from harness.systems.agreement import UNKNOWN_TOKEN
+
+_CHAT_TEXTS: Final = ("content", "reasoning_content", "reasoning")
+"""Where a part of a chat has text; one with a role alone has none."""
 
 
 class ServerError(RequestError):
@@ -36,7 +39,7 @@ class EventLines:
 
 @dataclass(kw_only=True)
 class StreamedAnswer:
-    """One answer of `/completions` with stream=true.
+    """One answer of `/completions` or `/chat/completions` with stream=true.
 
     Tokens are counted by `token_ids` where the server sends them, else by `logprobs`, else every
     part with text counts as one. Where the usage that the server sends at the end says more, the
@@ -138,7 +141,9 @@ def _tokens(choice: dict[str, Any]) -> list[int]:
     """Return the tokens of a part, UNKNOWN_TOKEN for each without an id."""
     if choice.get("token_ids"):
         return [int(token) for token in choice["token_ids"]]
-    known = (choice.get("logprobs") or {}).get("tokens")
+    logprobs, delta = choice.get("logprobs") or {}, choice.get("delta") or {}
+    known = logprobs.get("tokens") or logprobs.get("content")  # of completions, of a chat
     if known:
         return [UNKNOWN_TOKEN] * len(known)
-    return [UNKNOWN_TOKEN] if choice.get("text") else []
+    texts = (choice.get("text"), *(delta.get(name) for name in _CHAT_TEXTS))
+    return [UNKNOWN_TOKEN] if any(texts) else []

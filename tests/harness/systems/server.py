@@ -59,6 +59,7 @@ class Server:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._chat)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -84,6 +85,22 @@ class Server:
         except (asyncio.CancelledError, ConnectionError):
             script.num_cut += 1
             raise
+        return response
+
+    async def _chat(self, request):
+        """Answer a chat: a part with the role alone, then one each token."""
+        body = await request.json()
+        self.script.bodies.append(body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await self._send(response, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for index in range(body["max_tokens"]):
+            finish = "length" if index + 1 == body["max_tokens"] else None
+            name = "reasoning_content" if index == 0 else "content"
+            await self._send(
+                response, {"choices": [{"delta": {name: "x"}, "finish_reason": finish}]}
+            )
+        await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _stream(self, response, body):

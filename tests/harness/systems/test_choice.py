@@ -6,10 +6,11 @@ import time
 import pytest
 
 from engine.errors import ConfigError
+from harness.attempt import Attempt, Findings
 from harness.build import check_settings
 from harness.composition import Composer
 from harness.describe import flat_params, point_name, tags
-from harness.schema import ScenarioConfig
+from harness.schema import ModelNode, ScenarioConfig
 from harness.system_config import SystemConfig
 from harness.systems.choose import door_for
 from harness.systems.http_door import HTTPDoor
@@ -74,6 +75,26 @@ def test_names_parameters_and_tags_say_the_system():
     assert point_name(run_config(), [], None) == "tiny-none-cpu-test"
     assert flat_params(peer)["system"] == "vllm"
     assert tags(peer, {})["system"] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "load_format", "why"),
+    [
+        ({}, "dummy", None),
+        ({"kind": "vllm"}, "dummy", "dummy weights of two systems differ"),
+        ({"kind": "vllm"}, "auto", None),
+        ({"kind": "http", "base_url": "http://h/v1", "api": "chat"}, "auto", "template"),
+    ],
+)
+def test_tokens_are_compared_where_prompts_and_weights_are_the_same(changes, load_format, why):
+    asked = run_config(
+        system=SystemConfig(**changes), model=ModelNode(name="tiny", load_format=load_format)
+    )
+    findings = Findings()
+    attempt = Attempt(asked, None, findings)
+    assert attempt._is_comparable() == (why is None)
+    assert len(findings.notes) == (why is not None)
+    assert why is None or why in findings.notes[0]
 
 
 def test_a_peer_that_is_stepped_serves_a_schedule(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from engine.errors import ConfigError, EngineError, RequestError
 from engine.sampling_params import SamplingParams
 from harness.scenarios.drive import run_at_once
 from harness.system_config import SystemConfig
+from harness.systems import http_engine
 from harness.systems.http_client import HTTPClient
 from harness.systems.http_door import HTTPDoor
 from harness.systems.http_engine import MOST_FAILED, MOST_UNREACHED, HTTPEngine, http_door
@@ -145,6 +147,34 @@ def test_whatever_goes_wrong_with_an_answer_ends_its_request(monkeypatch):
     monkeypatch.setattr(HTTPClient, "complete", break_down)
     requests, _, _ = ask(Script(), PROMPTS[:1])
     assert requests[0].error == "KeyError: 'unforeseen'"
+
+
+def test_a_chat_gets_text_and_its_role_alone_is_no_token(monkeypatch):
+    words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)), all_special_ids=[])
+    monkeypatch.setattr(http_engine, "load_tokenizer", lambda path: words)
+    script = Script()
+    requests, _, stats = ask(script, PROMPTS[:1], api="chat")
+    assert requests[0].token_ids == [-1] * 5
+    assert script.bodies[0]["messages"] == [{"role": "user", "content": "1 2 3"}]
+    assert "prompt" not in script.bodies[0]
+    assert (stats["parts"], stats["tokens"]) == (5, 5)
+
+
+def test_a_chat_s_tokens_are_counted_by_log_probabilities():
+    answer = StreamedAnswer()
+    answer.feed('{"choices": [{"delta": {"content": "ab"}, "logprobs": {"content": [{}, {}]}}]}', 1)
+    assert answer.token_ids == [-1, -1]
+
+
+def test_a_chat_without_a_tokenizer_and_a_server_of_chats_alone_say_what_to_set():
+    with Server(Script()) as server:
+        llm = HTTPEngine(config(), system(server.base_url, api="chat"))
+        with contextlib.closing(llm), pytest.raises(RequestError, match="tokenizer in the model"):
+            llm.add_request([1, 2], GREEDY)
+    requests, _, _ = ask(Script(status=404), PROMPTS[:1])
+    assert "system.api=chat" in requests[0].error
+    with pytest.raises(ConfigError, match="A chat takes text"):
+        system("http://localhost:1/v1", api="chat", prompts="token_ids")
 
 
 def test_numbers_that_a_server_writes_as_text_are_numbers():
