@@ -87,9 +87,8 @@ def test_names_parameters_and_tags_say_the_system():
     ],
 )
 def test_tokens_are_compared_where_prompts_and_weights_are_the_same(changes, load_format, why):
-    asked = run_config(
-        system=SystemConfig(**changes), model=ModelNode(name="tiny", load_format=load_format)
-    )
+    model = ModelNode(name="tiny", path="/weights", load_format=load_format)
+    asked = run_config(system=SystemConfig(**changes), model=model)
     findings = Findings()
     attempt = Attempt(asked, None, findings)
     assert attempt._is_comparable() == (why is None)
