@@ -7,7 +7,8 @@ from engine.outlook import Outlook
 from engine.request import Sequence
 
 LONG_BLOCKS = 64
-"""From so many blocks on, whether a sequence has room is not asked in every step."""
+"""From so many blocks on, whether a sequence has room is not asked in every step, and it does not
+begin beside others before its keys are made."""
 PATIENCE = 8
 """Steps between questions while nothing was given back."""
 FIRST_SHARE = 32

@@ -215,6 +215,8 @@ class EngineCore:
         begin_s = perf_counter()
         try:
             self.transfers.enqueue_until(flight.mark)
+            while not flight.mark.is_done() and self.scheduler.prepare():
+                pass
             flight.mark.wait()
             end_s = perf_counter()
             sampled = self._read(flight)

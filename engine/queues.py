@@ -3,7 +3,7 @@
 from collections import deque
 from itertools import islice
 
-from engine.admission import Admission
+from engine.admission import LONG_BLOCKS, Admission
 from engine.kv.groups import BlockGroups
 from engine.outlook import Outlook, Stand
 from engine.request import Sequence, SequenceStatus
@@ -49,13 +49,18 @@ class Queues:
         else:
             self.running.remove(sequence)
 
-    def prepare(self) -> None:
-        """Make the keys of the prompts that are next, so that the step that admits them need not.
+    def prepare(self) -> bool:
+        """Make the keys of the next prompt that lacks them, ahead of the step that admits it.
 
-        To be called while the device has work; of many prompts a few at a time.
+        Returns:
+            Whether there was one among the first in the queue.
         """
+        content = self._groups.content
         for sequence in islice(self.waiting, MOST_PREPARED):
-            self._groups.content.prepare(sequence)
+            if content.num_unnamed(sequence) > 0:
+                content.prepare(sequence)
+                return True
+        return False
 
     def note_loaded(self) -> None:
         """Let sequences run whose content has come."""
@@ -111,7 +116,8 @@ class Queues:
                 (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
         left = self._config.max_num_batched_tokens - len(decodes)
         left -= sum(item.num_tokens for item in prefills)
-        while left > 0 and (sequence := self._begin_next(outlook)) is not None:
+        is_busy = left < self._config.max_num_batched_tokens
+        while left > 0 and (sequence := self._begin_next(outlook, is_busy=is_busy)) is not None:
             if sequence.status is SequenceStatus.LOADING:
                 continue
             stand = outlook.stand(sequence)
@@ -123,11 +129,18 @@ class Queues:
         self._groups.store_ahead(self._config.max_num_batched_tokens - left)
         return decodes, prefills
 
-    def _begin_next(self, outlook: Outlook) -> Sequence | None:
-        """Let the sequence at the front of the queue begin, if limits and blocks allow."""
+    def _begin_next(self, outlook: Outlook, *, is_busy: bool) -> Sequence | None:
+        """Let the sequence at the front of the queue begin, if limits and blocks allow.
+
+        Args:
+            outlook: Where those that run will stand.
+            is_busy: Others run in this step; they do not wait for the keys of a long prompt.
+        """
         if not self.waiting or len(self.running) >= self._config.max_num_seqs:
             return None
         sequence = self.waiting[0]
+        if is_busy and self._groups.content.num_unnamed(sequence) >= LONG_BLOCKS:
+            return None
         if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
             return None
         self.waiting.popleft()

@@ -1,11 +1,14 @@
 """What a user sends (Request), what the scheduler tracks (Sequence), and what comes back."""
 
 import math
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
 from typing import Any, Final, Literal
+
+import numpy as np
 
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
@@ -313,6 +316,17 @@ def check_request(
         )
 
 
+def _are_ids(token_ids: list[Any], vocab_size: int) -> bool:
+    """Return whether all are plain integers of the vocabulary; some 30 ns a token."""
+    if [*map(type, token_ids)].count(int) != len(token_ids):
+        return False
+    try:
+        ids = array("I", token_ids)
+    except OverflowError:
+        return False
+    return int(np.asarray(ids).max()) < vocab_size
+
+
 def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
     if not isinstance(token_ids, list):
         raise RequestError(
@@ -327,7 +341,7 @@ def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
             f"less one to generate), got {len(token_ids)}. Shorten the prompt or raise "
             "engine.max_model_len."
         )
-    if set(map(type, token_ids)) == {int} and 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+    if _are_ids(token_ids, vocab_size):
         return  # a long prompt is checked a token at a time only for the message
     for position, token_id in enumerate(token_ids):
         ok = not isinstance(token_id, bool) and isinstance(token_id, Integral)

@@ -111,7 +111,6 @@ class Scheduler:
             )
         self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
         self._queues.waiting.append(sequence)
-        self._queues.prepare()
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End the unfinished sequences of a request with reason abort and return them.
@@ -231,6 +230,10 @@ class Scheduler:
         """
         self._groups.pools[group].complete(tuple(move_ids))
         self._queues.note_loaded()
+
+    def prepare(self) -> bool:
+        """While the device works, make the keys of one prompt that waits; return whether any did."""
+        return self._queues.prepare()
 
     @property
     def is_blocked(self) -> bool:

@@ -78,10 +78,17 @@ class BlockContent:
             matches[group] = matches[group].cut(count - first, missed=asked - count)
         return Found(count, gone, tuple(matches))
 
+    def num_unnamed(self, sequence: Sequence) -> int:
+        """Return of how many full blocks of a sequence that waits the keys are still to be made."""
+        if not self.policy.prefix_caching:
+            return 0
+        chain = self._chains.get(sequence.seq_id)
+        known = 0 if chain is None else len(chain.keys)
+        return sequence.num_tokens // self.block_size - known
+
     def prepare(self, sequence: Sequence) -> None:
-        """Make the keys of a sequence's prompt, so that the step that admits it need not."""
-        if self.policy.prefix_caching:
-            self._keys(sequence, sequence.num_tokens)
+        """Make the keys of a sequence's known tokens, so that the step that admits it need not."""
+        self._keys(sequence, sequence.num_tokens)
 
     def num_shared(self, found: Found) -> tuple[int, ...]:
         """Return for each group how many of the blocks found take no room, as they have owners."""

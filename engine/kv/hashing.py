@@ -71,10 +71,10 @@ class BlockHasher:
 
         Args:
             parent: The key of the block before, or a root.
-            token_ids: What follows that block; of the last block what is there is left out if it is
-                not full.
+            token_ids: What follows that block, 0 to 2^32 - 1; of the last block what is there is
+                left out if it is not full.
         """
-        values = array("q", token_ids)
+        values = array("I", token_ids)
         if byteorder == "big":
             values.byteswap()
         raw, size = values.tobytes(), self.block_size * values.itemsize

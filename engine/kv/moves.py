@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple
 
@@ -99,7 +100,7 @@ class MoveLedger:
             ]
         incoming.update(zip(targets, ids, strict=True))
         fields = zip(ids, repeat(kind), sources, targets, after, strict=False)
-        moves = [Move._make(each) for each in fields]
+        moves: list[Move] = list(map(partial(tuple.__new__, Move), fields))  # as _make, sooner
         self._in_flight.update(zip(ids, moves, strict=True))
         self._outbox += moves
 
