@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine import build
+from engine import LLM, build
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.device.host import MappedBuffer
 from engine.errors import PinningError
+from engine.kv.hashing import BlockHasher
 from tests.engine.conftest import TinyModels
-from tests.tiny import open_llm
+from tests.tiny import make_config, open_llm
 
 
 def test_memory_that_could_not_be_pinned_is_free_before_the_next_is_taken(
@@ -53,3 +54,27 @@ def test_what_steps_exchange_with_the_host_is_allocated_by_the_device(
     llm = open_llm(tiny.folder("llama"))
     assert sorted(asked, key=str) == [torch.float64] * 2 + [torch.uint8] * 2
     llm.close()
+
+
+def test_blocks_of_other_weights_dtypes_and_windows_have_other_names(tiny: TinyModels) -> None:
+    def root(variant: str, **keywords: Any) -> bytes:
+        config = make_config(tiny.folder(variant), max_model_len=200, **keywords)
+        spec = build.read_spec(config.model)
+        identity = build._identity(config, spec, LLM.plan_for(config))
+        return BlockHasher(identity, config.kv.block_size).root()
+
+    dummy = {"load_format": "dummy"}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("llama", {}),
+        ("llama_biases", {}),
+        ("llama", {"dtype": "bfloat16"}),
+        ("llama", {"block_size": 32}),
+        ("llama", dummy),
+        ("llama", {**dummy, "seed": 1}),
+        ("mistral_window", {}),
+        ("mistral_window", {"disable_sliding_window": True}),
+    ]
+    roots = [root(variant, **keywords) for variant, keywords in cases]
+    assert len(set(roots)) == len(cases)
+    # Where weights lie and how much of a cache there is changes nothing.
+    assert root("llama", cpu_offload_gb=1, num_cpu_blocks=8, max_num_seqs=4) == roots[0]
