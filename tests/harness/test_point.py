@@ -16,8 +16,6 @@ from harness.point import run_point, skip_point
 from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ModelNode, ModelSource
 from harness.tracking.base import GuardedTracker
 from harness.tracking.none import NoTracker
-from harness.traffic.scenario import ServeScenario
-from harness.traffic.settings import Arrivals, TraceSource
 from reports.record import RunRecord
 from tests.harness.cases import SPEC, fake_command, load_only, run_config, scenario
 from tests.harness.fakes import PLAN, Script
@@ -44,22 +42,6 @@ def run(tmp_path, config=None, name="run", **script):
     record = run_point(config, folder, command=fake_command(tmp_path, Script(**script)))
     assert RunRecord.read(folder / "result.json") == record
     return record
-
-
-def test_a_trace_that_is_too_long_for_the_model_is_refused_before_anything_loads(tmp_path):
-    path = tmp_path / "t.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,500,40\n")
-    part = ServeScenario(
-        num_requests=1, arrivals=Arrivals(process="trace"), trace=TraceSource(path=str(path))
-    )
-    parts = scenario(serve=part, latency=None, throughput=None)
-    record = run(tmp_path, run_config(scenario=parts))
-    assert (record.status, record.error["type"]) == ("failed", "TraceError")
-    assert (
-        "more than 512 tokens of prompt and output (the model's context)"
-        in (record.error["message"])
-    )
-    assert record.error["phase"] == "prepare"
 
 
 def test_a_whole_point(tmp_path, capsys):

@@ -262,21 +262,21 @@ def test_the_view_command_names_the_database(home):
 @pytest.mark.parametrize(
     ("uri", "root"),
     [
-        (None, "file:///home/me/artifacts"),
+        (None, "file:///srv/me/artifacts"),
         ("sqlite:////data/my%20team/runs.db", "file:///data/my%2520team/artifacts"),
         ("sqlite+pysqlite:////data/runs.db?timeout=3", "file:///data/artifacts"),
-        ("postgresql://host/db", "file:///home/me/artifacts"),
+        ("postgresql://host/db", "file:///srv/me/artifacts"),
         ("http://host:5000", None),
         ("databricks", None),
     ],
 )
 def test_no_store_keeps_files_where_a_command_starts(uri, root):
-    assert MlflowTracker(TrackingConfig(uri=uri), Path("/home/me"))._artifacts == root
+    assert MlflowTracker(TrackingConfig(uri=uri), Path("/srv/me"))._artifacts == root
 
 
 def test_a_relative_store_is_found_from_where_the_command_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tracker = MlflowTracker(TrackingConfig(uri="sqlite:///sub/runs.db"), Path("/home/me"))
+    tracker = MlflowTracker(TrackingConfig(uri="sqlite:///sub/runs.db"), Path("/srv/me"))
     assert tracker._artifacts == (tmp_path / "sub" / "artifacts").as_uri()
 
 

@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.traffic.settings import TraceSource
+from harness.attempt import Attempt, Findings
+from harness.schema import ScenarioConfig
+from harness.traffic.scenario import ServeScenario
+from harness.traffic.settings import Arrivals, TraceSource
 from harness.traffic.trace import (
     TraceError,
     TraceRow,
@@ -14,6 +17,7 @@ from harness.traffic.trace import (
     read_trace,
     scaled_tokens,
 )
+from tests.harness.cases import run_config
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -196,3 +200,12 @@ def test_the_factor_that_a_refusal_names_makes_every_row_fit(lengths, limit):
     factor = float(text.partition("at most ")[2].partition(",")[0])
     scaled = TraceSource(path="a.csv", length_scale=factor)
     check_lengths(rows, scaled, limit_tokens=limit, limit_name="a limit")
+
+
+def test_a_trace_that_is_too_long_for_the_model_is_refused_before_anything_loads(tmp_path):
+    source = written(tmp_path, AZURE.replace("879,55", "500,40"))
+    part = ServeScenario(num_requests=3, arrivals=Arrivals(process="trace"), trace=source)
+    asked = run_config(scenario=ScenarioConfig(name="test", serve=part))
+    attempt = Attempt(asked, None, Findings())
+    with pytest.raises(TraceError, match=r"more than 512 tokens .*\(the model's context\)"):
+        attempt.prepare()
