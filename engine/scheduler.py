@@ -232,7 +232,7 @@ class Scheduler:
         self._queues.note_loaded()
 
     def prepare(self) -> bool:
-        """While the device works, make the keys of one prompt that waits; return whether any did."""
+        """While the device works, make the keys of a prompt that waits; return whether one did."""
         return self._queues.prepare()
 
     @property
