@@ -158,10 +158,10 @@ def test_sweeps_in_folders_of_the_same_name_have_ids_of_their_own(
 ) -> None:
     for parent in ("a", "b"):
         folder = tmp_path / parent / "it's"
-        words = ["-m", "engine.seed=1,2", f'hydra.sweep.dir="{folder}"']
+        words = ["-m", "engine.seed=1", f'hydra.sweep.dir="{folder}"']
         assert main(["+model=glass", *words]) == 0
     ids = [asked[3].sweep_id for asked in points.asked if asked[3]]
-    assert ids[0] == ids[1] != ids[2] == ids[3]
+    assert len(ids) == len(set(ids)) == 2
     assert all(re.fullmatch(r"it_s-[0-9a-f]{6}", sweep_id) for sweep_id in ids)
 
 
@@ -287,24 +287,24 @@ def test_an_interrupt_while_composing_is_exit_code_130(monkeypatch: pytest.Monke
 
 
 def test_a_sweep_runs_what_failed_again_and_a_single_point_always(points: FakePoints) -> None:
-    assert main(["+model=glass", "-m", "engine.seed=1,2"]) == 0
-    assert main(["+model=glass", "-m", "engine.seed=1,2", "rerun=all"]) == 0
+    assert main(["+model=glass", "-m", "engine.seed=1"]) == 0
+    assert main(["+model=glass", "-m", "engine.seed=1", "rerun=all"]) == 0
     assert main(["+model=glass"]) == 0
-    assert [asked[0].rerun for asked in points.asked] == ["failed"] * 2 + ["all"] * 2 + [None]
+    assert [asked[0].rerun for asked in points.asked] == ["failed", "all", None]
 
 
-@pytest.mark.parametrize(("stop", "skipped"), [("true", 2), ("false", 0)])
+@pytest.mark.parametrize(("stop", "skipped"), [("true", 1), ("false", 0)])
 def test_points_that_ask_for_more_than_one_without_room_are_skipped(
     points: FakePoints, stop: str, skipped: int, home: Path
 ) -> None:
     points.statuses[0] = "no_fit"
-    words = ["+model=fake", "gpu=cpu", "-m", "gpu.memory_gib=3,2,1,4", f"monotone_stop={stop}"]
+    words = ["+model=fake", "gpu=cpu", "-m", "gpu.memory_gib=3,2,4", f"monotone_stop={stop}"]
     assert main(words) == 3
     assert len(points.reasons) == skipped
     assert all("point 1 had status no_fit" in reason for reason in points.reasons)
     (folder,) = (home / "runs").iterdir()
     assert sorted(path.name for path in (folder / ".points").iterdir()) == [
-        f"{index}.json" for index in range(4)
+        f"{index}.json" for index in range(3)
     ]
 
 
@@ -313,9 +313,9 @@ def test_what_a_sweep_that_was_cut_short_left_does_not_stop_the_next(
 ) -> None:
     (tmp_path / "mine" / ".points").mkdir(parents=True)
     (tmp_path / "mine" / ".points" / "stop").touch()
-    words = ["+model=glass", "-m", "engine.seed=1,2", "hydra.sweep.dir=mine"]
+    words = ["+model=glass", "-m", "engine.seed=1", "hydra.sweep.dir=mine"]
     assert main(words) == 0
-    assert len(points.asked) == 2
+    assert len(points.asked) == 1
 
 
 def test_a_launcher_is_for_sweeps(

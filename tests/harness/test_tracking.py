@@ -23,6 +23,8 @@ from tests.harness.fakes import Script
 # MLflow and SQLAlchemy warn about each other's deprecations.
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).resolve().parents[2]
+SEVERAL = 3
+"""Processes that meet a home without a database."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +36,9 @@ def no_report(monkeypatch):
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """A home whose database eight processes created at once: migrations take seconds."""
+    """A home whose database several processes created at once: migrations take seconds."""
     home = tmp_path_factory.mktemp("home")
-    code = "from tests.harness.test_tracking import eight_at_once; eight_at_once()"
+    code = "from tests.harness.test_tracking import several_at_once; several_at_once()"
     environ = {**os.environ, "TIGHTFIT_HOME": str(home)}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -49,13 +51,13 @@ def database(tmp_path_factory):
     return home, done
 
 
-def eight_at_once():
-    """Open trackers in eight processes at the same moment, on a home without a database."""
+def several_at_once():
+    """Open trackers in several processes at the same moment, on a home without a database."""
     import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  once: the slow part
 
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(8)
-    workers = [context.Process(target=_one_of_eight, args=(barrier, i)) for i in range(8)]
+    barrier = context.Barrier(SEVERAL)
+    workers = [context.Process(target=_one_of_several, args=(barrier, i)) for i in range(SEVERAL)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -63,7 +65,7 @@ def eight_at_once():
     sys.exit(sum(worker.exitcode != 0 for worker in workers))
 
 
-def _one_of_eight(barrier, index):
+def _one_of_several(barrier, index):
     home = Path(os.environ["TIGHTFIT_HOME"])
     folder = home / f"cwd-{index}"
     folder.mkdir()
@@ -110,12 +112,12 @@ def unchecked(request, **changes):
     return run_config(scenario=parts, tracking=tracking(request), **changes)
 
 
-def test_eight_processes_create_one_database(database, client):
+def test_several_processes_create_one_database(database, client):
     home, done = database
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # nothing of the migrations is shown
     runs = runs_of(client, "tightfit")
-    assert sorted(run.info.run_name for run in runs) == [f"run-{index}" for index in range(8)]
+    assert sorted(run.info.run_name for run in runs) == [f"run-{index}" for index in range(SEVERAL)]
     root = (home / "artifacts").as_uri()
     assert all(run.info.artifact_uri.startswith(root) for run in runs)
     assert client.get_experiment("0").artifact_location.startswith(root)  # MLflow's own
