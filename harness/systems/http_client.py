@@ -92,7 +92,7 @@ class HTTPClient:
         from aiohttp import ClientConnectorError, ClientError  # noqa: PLC0415  an extra
 
         session = await self._open()
-        answer, lines = StreamedAnswer(), EventLines()
+        answer, lines, now_s = StreamedAnswer(), EventLines(), 0.0
         try:
             async with session.post(f"{self._base}{path}", json=body) as response:
                 if response.status != 200:
@@ -107,6 +107,8 @@ class HTTPClient:
                         on_part(answer)
                     if answer.is_over:
                         break
+                for content in lines.end():
+                    answer.feed(content, now_s)
         except ClientConnectorError as error:
             raise ConnectionError(_words(error)) from error
         except TimeoutError as error:

@@ -31,6 +31,14 @@ class EventLines:
         """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
+        yield from self._contents(lines)
+
+    def end(self) -> Iterator[str]:
+        """Yield the content of a last line that nothing ended; some servers send it so."""
+        rest, self._rest = self._rest, b""
+        yield from self._contents([rest])
+
+    def _contents(self, lines: list[bytes]) -> Iterator[str]:
         for line in lines:
             text = line.strip()
             if text.startswith(b"data:"):

@@ -305,6 +305,14 @@ def test_lines_are_found_in_any_pieces():
         assert [item for piece in pieces for item in lines.feed(piece)] == ["a", "b"]
 
 
+def test_a_last_line_that_nothing_ended_counts():
+    part = '{"choices": [{"text": "a", "token_ids": [7], "finish_reason": "length"}]}'
+    requests, _, _ = ask(Script(raw=f"data: {part}"), PROMPTS[:1])
+    assert requests[0].is_complete
+    assert requests[0].token_ids == [7]
+    assert requests[0].token_times_s[0] > requests[0].submit_s
+
+
 def test_logprobs_count_tokens_where_ids_are_absent():
     answer = StreamedAnswer()
     answer.feed('{"choices": [{"text": "ab", "logprobs": {"tokens": ["a", "b"]}}]}', 1.0)
