@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, SamplingParams, build
+from engine import LLM, SamplingParams, build, core
 from engine.errors import EngineError
 from engine.inputs import Upload
 from engine.step_graphs import StepShape
@@ -260,3 +260,24 @@ def test_the_same_tokens_whatever_the_torch_seed(tiny: TinyModels) -> None:
         found.append(tokens_of(llm.generate(PROMPTS, params)))
         llm.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("long_step_s", "begins"), [(0.0, True), (1e9, False)])
+def test_a_long_prompt_misses_a_step_only_where_steps_are_short(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, long_step_s: float, begins: bool
+) -> None:
+    """While others run the keys of its blocks are made beside the device's work."""
+    monkeypatch.setattr(core, "LONG_STEP_S", long_step_s)
+    llm = open_llm(
+        tiny.folder("llama"), block_size=8, max_num_batched_tokens=1024, enable_prefix_caching=True
+    )
+    llm.add_request(make_prompt(4), greedy_params(8))
+    llm.step()
+    llm.add_request(make_prompt(64 * 8 + 1), greedy_params(1), "long")
+    llm.step()
+    assert llm._engine is not None
+    planned = llm._engine.core.scheduler.planned[0].prefills
+    assert [item.num_tokens for item in planned] == ([64 * 8 + 1] if begins else [])
+    ended = [event.request_id for event in llm.step()] + [e.request_id for e in llm.step()]
+    assert "long" in ended
+    llm.close()
