@@ -119,11 +119,12 @@ def _ratios(sample: Mapping[str, Any]) -> Section | None:
         label = f"{row['label']} ({unit(metric)})"
         values = (metric_number(metric, row["a"]), metric_number(metric, row["b"]))
         ratio = ABSENT if row["ratio"] is None else f"{row['ratio']:.3f}"
-        cells.append((label, *values, ratio, span, noise, str(row["num_pairs"]), row["verdict"]))
+        cells.append((label, ratio, row["verdict"], *values, span, noise, str(row["num_pairs"])))
+    # What a narrow screen shows without scrolling comes first.
     table = Table(
-        columns=("quantity", "a", "b", "b / a", "95 % interval", "noise", "pairs", "says"),
+        columns=("quantity", "b / a", "says", "a", "b", "95 % interval", "noise", "pairs"),
         rows=cells,
-        numeric=frozenset(range(1, 7)),
+        numeric=frozenset({1, 3, 4, 5, 6, 7}),
         wide=frozenset({0}),
     )
     return Section(title="Ratios", figures=("ratios",), tables=(table,))
