@@ -1,5 +1,6 @@
 """Measure one case in a process of its own: `python -m harness.bench.measure JOB RESULT`."""
 
+import gc
 import json
 import sys
 import time
@@ -114,6 +115,9 @@ def _engine(case: Case, limits: Limits) -> Iterator[tuple[LLM, dict[str, Any]]]:
     begin = time.perf_counter()
     llm = LLM.from_config(engine_config(case, limits, utilization))
     load_s = time.perf_counter() - begin
+    # As in the harness's worker: no full collection of what stays amid the figures.
+    gc.collect()
+    gc.freeze()
     report = llm.load_report
     try:
         yield (
