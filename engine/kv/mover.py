@@ -183,8 +183,6 @@ class BlockMover:
         """
         for group in _levels(list(islice(self._queued.values(), self._piece))):
             self._enqueue(group)
-            for move in group:
-                del self._queued[move.move_id]
 
     def poll(self) -> list[int]:
         """Return moves that were found done, each once; waits for nothing."""
@@ -351,6 +349,8 @@ class BlockMover:
         ids = [move.move_id for move in moves]
         self._under_way.setdefault(queue, deque()).append((point, ids))
         self._points.update(dict.fromkeys(ids, point))
+        for move_id in ids:  # at once, so that what fails after them does not enqueue them again
+            del self._queued[move_id]
 
 
 def _levels(moves: Sequence[Move]) -> list[list[Move]]:

@@ -82,7 +82,7 @@ class Transfers:
             if mover is not None:
                 if batch:
                     mover.submit(batch)
-                elif mover.num_queued:
+                if not batch.moves:
                     mover.enqueue_more()
             elif batch:
                 raise EngineError(

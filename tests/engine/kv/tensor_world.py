@@ -25,6 +25,7 @@ class TensorWorld(World):
         eager: Copies run as early as they may, not as late.
         dma_run_bytes: From this size on copies go by DMA.
         obey_waits: Steps wait for the moves that they should.
+        piece: Moves that are enqueued at a time, where fewer than by their size.
         device: A GPU instead of the emulated one.
     """
 
@@ -38,6 +39,7 @@ class TensorWorld(World):
         eager=False,
         dma_run_bytes=2 * BLOCK_BYTES,
         obey_waits=True,
+        piece=None,
         device=None,
     ):
         device = CPUDevice(eager_copies=eager) if device is None else device
@@ -53,6 +55,7 @@ class TensorWorld(World):
         )
         self.gpu = device.empty(num_gpu * BLOCK_BYTES).view(num_gpu, BLOCK_BYTES)
         self.mover = BlockMover(device, self.gpu, self.host, dma_run_bytes=dma_run_bytes)
+        self.mover._piece = self.mover._piece if piece is None else piece
 
     def launch(self, *parts):
         batch = self.pool.take_moves()

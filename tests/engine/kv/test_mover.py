@@ -22,6 +22,7 @@ WAYS = {
     "dma": {"dma_run_bytes": 1},
     "no uva": {"can_uva": False},
     "early": {"eager": True},
+    "one by one": {"piece": 1},
 }
 
 
@@ -183,6 +184,26 @@ def test_a_staged_copy_that_fails_is_told():
     mover.submit(batch(Move(0, "store", 0, 4)))
     with pytest.raises(RuntimeError, match="size"):
         mover.wait([0])
+
+
+def test_what_was_enqueued_of_a_piece_that_failed_is_not_enqueued_again(monkeypatch):
+    mover, _, host = make(num_pinned=2, num_pageable=2)
+    stage = mover._staging.submit
+
+    def fail_once(*_, **__):
+        monkeypatch.setattr(mover._staging, "submit", stage)
+        raise RuntimeError("no thread")
+
+    monkeypatch.setattr(mover._staging, "submit", fail_once)
+    moves = batch(Move(0, "store", 0, 4), Move(1, "store", 1, 6))
+    with pytest.raises(RuntimeError, match="no thread"):
+        mover.submit(moves)
+    assert mover.num_queued == 1
+    mover.submit(moves)
+    mover.wait([0, 1])
+    assert sorted(mover.poll()) == [0, 1]
+    assert (mover.num_under_way, firsts(host.pinned)[0], firsts(host.pageable)[0]) == (0, 0, 1)
+    mover.close()
 
 
 def test_many_pieces_reuse_the_lists_of_block_numbers(monkeypatch):
