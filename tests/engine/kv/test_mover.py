@@ -232,14 +232,17 @@ def test_any_requests_read_what_they_computed(way, pageable):
         driver.end()
 
 
-def test_negative_control_a_step_that_does_not_wait_spoils_the_store():
+@pytest.mark.parametrize(("count", "piece"), [(1, None), (3, 1)], ids=["all", "a piece"])
+def test_negative_control_a_step_that_does_not_wait_spoils_the_store(count, piece):
     contents = []
     for obey in (True, False):
-        world = TensorWorld(1, 1, obey_waits=obey)
-        world.stop(world.run([1, 1]))
-        world.run([2, 2])
+        world = TensorWorld(count, count, obey_waits=obey, piece=piece)
+        world.stop(world.run([1, 1] * count))
+        world.run([2, 2] * count)
         world.complete_all()
-        contents.append(world.read(1, 0) == world.encode((None, 1)))
+        values = [world.encode((None, *[1] * (2 * place + 1))) for place in range(count)]
+        kept = sorted(world.read(count + place, 0) for place in range(count))
+        contents.append(kept == sorted(values))
         world.close()
     assert contents == [True, False]
 
