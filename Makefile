@@ -5,6 +5,8 @@ PYTHON ?= python3
 PY ?= .venv/bin/python
 JOBS ?= 2
 DEMO := smollm2_135m
+# One thread a process, and sources compiled once: tests start a hundred Python processes.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # One stamp for each content of the two files: an unchanged environment is not touched again.
 INSTALLED := .venv/installed-$(firstword $(shell cat constraints.txt pyproject.toml | cksum))
 
@@ -26,11 +28,11 @@ run: setup ## fetch the demo model once and run it (ARGS="offload=uva" adds choi
 
 test: setup ## run the tests that need no GPU, in JOBS=2 processes of one thread
 	$(PY) -m harness.models fetch glass
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu and not weights and not slow" -n $(JOBS) --dist loadfile $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "not gpu and not weights and not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: setup ## the tests that take longer (storms, interpreted kernels, whole sweeps), likewise
 	$(PY) -m harness.models fetch glass
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu and not weights" -n $(JOBS) --dist loadfile $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not weights" -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types arch test ## everything that must pass before a commit
 
