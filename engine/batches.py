@@ -11,7 +11,7 @@ from engine.device.base import Device
 from engine.inputs import NO_HOST_TIER, Field, StepInputs
 from engine.kv.pieces import PIECE_KEYS
 from engine.plan import MemoryPlan
-from engine.sizes import PREFILL_SEQUENCES, pad_batch
+from engine.sizes import PREFILL_SEQUENCES, pad_batch, padded_prefill
 from engine.step_graphs import StepShape
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.tiered_inputs import StagedItem, TieredInputs
@@ -86,7 +86,8 @@ class BatchBuilder:
         rows, num_tokens = len(plan.decodes), sum(item.num_tokens for item in prefills)
         num_prefills, most_tokens = len(prefills), max(item.num_tokens for item in prefills)
         num_wanted = len(plan.sampling)
-        padded = self._prefill_size(rows, num_tokens, num_prefills)
+        # The same in every placement.
+        padded = padded_prefill(self._plan.prefill_sizes, rows, num_tokens, num_prefills)
         if padded is not None:
             rows, num_tokens = padded
             num_prefills, most_tokens = PREFILL_SEQUENCES, num_tokens
@@ -141,19 +142,6 @@ class BatchBuilder:
         )
         inputs.send(tokens)
         return batch
-
-    def _prefill_size(
-        self, num_decodes: int, num_tokens: int, num_prefills: int
-    ) -> tuple[int, int] | None:
-        """Return what a step is padded to, the same in every placement; None: nothing."""
-        if num_prefills > PREFILL_SEQUENCES:
-            return None
-        holding = (
-            size
-            for size in self._plan.prefill_sizes
-            if size[0] >= num_decodes and size[1] >= num_tokens
-        )
-        return min(holding, default=None)
 
     def _num_wanted(self, decodes: int) -> int:
         """Rows of logits of a captured step with prompts."""

@@ -23,7 +23,7 @@ from engine.rates import (
     WEIGHT_SHARE,
     Rates,
 )
-from engine.sizes import PREFILL_SEQUENCES
+from engine.sizes import padded_prefill
 from engine.spec import DTYPE_BYTES, ModelSpec
 from kernels.sizes import MAX_SMALL_TOKENS
 
@@ -177,11 +177,11 @@ def step_s(
         before: Tokens of the same prompt that earlier steps computed.
         rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
     """
-    graphed = shape.uses_graphs
+    graphed, tokens = shape.uses_graphs, decodes + prefill
     if prefill:
-        padded = _captured_tokens(shape, decodes, prefill, rows or 1)
-        graphed, prefill = padded is not None, padded or prefill
-    tokens = decodes + prefill
+        padded = padded_prefill(shape.captured_prefills, decodes, prefill, rows or 1)
+        graphed = padded is not None
+        prefill, tokens = (padded[1], sum(padded)) if padded else (prefill, tokens)
     flops = 2.0 * tokens * shape.layer_params
     matrix_rate = _matrix_rate(shape, rates)
     seen = before + prefill / (2 * max(1, rows or 1))
@@ -255,14 +255,6 @@ def _run(
     # The link carries all of it, one after the other.
     shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9) + kv_link_s
     return max(seconds, streamed + shared) if shared else seconds
-
-
-def _captured_tokens(shape: Shape, decodes: int, prefill: int, prompts: int) -> int | None:
-    """To how many tokens of prompts a step is padded; None where it runs without a graph."""
-    if prompts > PREFILL_SEQUENCES:
-        return None
-    sizes = (p for d, p in shape.captured_prefills if decodes <= d and prefill <= p)
-    return min(sizes, default=None)
 
 
 def _reads_in_place(shape: Shape, tokens: int) -> bool:

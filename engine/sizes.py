@@ -1,6 +1,7 @@
 """Bytes on the GPU beside weights and KV: activations, logits, sampling, graphs, runtime."""
 
 import math
+from collections.abc import Collection
 
 from engine.config import EngineSettings
 from engine.sampling_params import sampler_workspace_bytes
@@ -44,6 +45,25 @@ def prefill_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[tuple
         for tokens in (few, some - decodes if decodes <= MAX_SMALL_TOKENS // 2 else some, many)
         if decodes + tokens <= max_num_batched_tokens
     )
+
+
+def padded_prefill(
+    sizes: Collection[tuple[int, int]], num_decodes: int, num_tokens: int, num_prompts: int
+) -> tuple[int, int] | None:
+    """Return the decode rows and tokens of prompts that a step is padded to; None: to none.
+
+    The fewest decode rows that hold it come first, then the fewest tokens.
+
+    Args:
+        sizes: What there is, as `prefill_sizes` has them.
+        num_decodes: Of the step.
+        num_tokens: Of prompts in it.
+        num_prompts: That these tokens are of.
+    """
+    if num_prompts > PREFILL_SEQUENCES:
+        return None
+    holding = (s for s in sizes if s[0] >= num_decodes and s[1] >= num_tokens)
+    return min(holding, default=None)
 
 
 def activation_bytes(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import GPUConfig
-from engine.cost import decode_step_s, load_s, predict, prefill_s, queue_s, shape_of
+from engine.cost import Shape, decode_step_s, load_s, predict, prefill_s, queue_s, shape_of, step_s
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
 from engine.rates import (
@@ -313,6 +313,20 @@ def test_prompts_that_run_as_graphs_do_not_wait_for_launches() -> None:
     assert prefill_s(shape, RATES, 256) < 0.5 * launches < prefill_s(eager, RATES, 256)
     assert prefill_s(shape, RATES, 257) >= launches
     assert prefill_s(shape, RATES, 16, 5) >= launches  # more prompts than a graph has
+
+
+def test_prompts_beside_decodes_are_padded_to_what_the_engine_runs() -> None:
+    """57 tokens beside one decode run as 8 + 256; 16 beside nine as 64 + 16."""
+    shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B)
+    bare = replace(shape, captured_prefills=())
+
+    def seconds(shape: Shape, decodes: int, prefill: int) -> float:
+        rates = replace(RATES, eager_layer_overhead_s=0.0, bf16_tflops=10.0)
+        return step_s(shape, rates, decodes=decodes, prefill=prefill)
+
+    assert seconds(shape, 1, 56) < 0.5 * seconds(shape, 1, 57)
+    for decodes, prefill, padded in ((1, 57, 264), (9, 16, 80)):
+        assert seconds(shape, decodes, prefill) == pytest.approx(seconds(bare, 0, padded), rel=0.02)
 
 
 def test_the_last_of_a_queue_take_as_many_steps_as_the_others() -> None:
