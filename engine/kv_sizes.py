@@ -83,7 +83,7 @@ class KVSizes:
         if rest < 0:
             count = min(need[1], room // (size + window_size))
             first = (room - count * window_size) // size
-            return min(max(0, first), useful[0]), max(0, count)
+            return min(max(0, first), need[0]), max(0, count)
         more = rest // (size + window_size)
         if need[1] + more < useful[1]:
             return min(need[0] + more, useful[0]), need[1] + more
