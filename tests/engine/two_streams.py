@@ -192,6 +192,9 @@ class _Mark:
     streams: TwoStreams
     stop: int
 
+    def is_done(self) -> bool:
+        return self.streams._num_computed >= self.stop
+
     def wait(self) -> None:
         self.streams.run(self.stop)
 
