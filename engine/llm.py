@@ -107,7 +107,7 @@ class LLM:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads out: two in one engine would mix their steps."""
-        assert self._live is not None
+        _ = self._live  # raises where it was closed
         if not self._lock.acquire(blocking=False):
             raise EngineError(
                 "LLM: expected one thread at a time, got a second one. Use AsyncLLM, which many "
@@ -219,7 +219,8 @@ class LLM:
         Raises:
             EngineError: There is no such graph, or the newest step launched was another one.
         """
-        self._live.core.runner.replay_only(size)
+        with self._alone():
+            self._live.core.runner.replay_only(size)
 
     def has_unfinished(self) -> bool:
         """Whether a call of `step` has work: a request waits or runs, or its tokens are kept."""
@@ -281,7 +282,8 @@ class LLM:
         """
         if tier not in {None, "gpu", "cpu"}:
             raise EngineError(f"reset_cache: expected tier gpu, cpu or None, got {tier!r}.")
-        self._live.core.scheduler.reset_cache(tier)
+        with self._alone():
+            self._live.core.scheduler.reset_cache(tier)
 
     def evict_gpu_cache(self) -> None:
         """Take content that no sequence uses off the GPU, to the host tier where that has room.
@@ -289,9 +291,10 @@ class LLM:
         For measurement, between calls of `step`: what is found afterwards is found in the host
         tier. Blocks until it is stored.
         """
-        core = self._live.core
-        core.scheduler.evict_gpu_cache()
-        core.transfers.drain()
+        with self._alone():
+            core = self._live.core
+            core.scheduler.evict_gpu_cache()
+            core.transfers.drain()
 
     def memory(self) -> dict[str, int]:
         """Return bytes on both sides, from the engine's own ledger and the device."""
