@@ -1,14 +1,22 @@
-"""The gate of GPU tests, and Triton's interpreter on machines without a GPU."""
+"""The gate of GPU tests, one set of examples, and Triton's interpreter where there is no GPU."""
 
 import ctypes
 import functools
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.conftest_models"]
 
 NO_DEVICE = "no CUDA device"
+
+# The same examples each time, however loaded the machine is; --hypothesis-profile=default draws
+# others.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 @functools.cache

@@ -108,7 +108,7 @@ def test_emoji_is_held_back_until_its_last_byte(byte_level):
     assert pieces == ["", "", "", "\ufffd"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_add_up_to_the_whole(byte_level, byte_fallback, data, skip):
     tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
@@ -139,7 +139,7 @@ def test_any_text_survives(byte_level, byte_fallback, text):
         assert "".join(pieces) == decode(tokenizer, ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),
     line=st.sampled_from(LINES),

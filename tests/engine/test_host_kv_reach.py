@@ -24,7 +24,7 @@ def groups_of(plan: MemoryPlan) -> BlockGroups:
     return BlockGroups(first, second, plan.window, plan.max_num_batched_tokens)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     spec=model_specs(),
     on_gpu=st.floats(0.05, 1.2),

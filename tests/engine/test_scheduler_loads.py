@@ -160,7 +160,7 @@ class World:
                 assert self.memory[slot] == (s.seq_id, position, s.token_ids[position])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(load=loads())
 def test_every_load_is_served(load):
     world = World(*load)

@@ -89,7 +89,7 @@ def outcome(world):
     return [(s.output_token_ids, s.finish_reason) for s in world.sequences]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(load=loads(), window=st.integers(1, 12), extra=st.integers(0, 8), is_alone=st.booleans())
 def test_every_load_is_served(load, window, extra, is_alone):
     world = WindowWorld(load, window, extra, is_alone=is_alone)
