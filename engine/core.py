@@ -48,7 +48,8 @@ class StepStats:
     launch_s: float
     """Host time from its plan to the last of its work enqueued."""
     wait_s: float
-    """Host time spent waiting for its tokens; near zero where the host is the slower side."""
+    """Host time until its tokens came, what the host did meanwhile included; near zero where the
+    host is the slower side."""
 
 
 @dataclass(frozen=True, slots=True)

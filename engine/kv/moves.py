@@ -28,12 +28,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoveBatch:
-    """What a mover enqueues between two steps.
+    """What a mover takes between two steps.
 
-    Each move runs after all compute that was enqueued before the batch (which wrote its source,
-    or read what its target held before) and after the moves that it names; those of one batch
-    otherwise run in any order. The next step runs after the moves in `waits`: it writes a block
-    that such a move still reads or writes.
+    Each move runs, whenever it is enqueued, after all compute that was enqueued before the batch
+    was taken (which wrote its source, or read what its target held before) and after the moves that
+    it names; those of one batch otherwise run in any order. The next step runs after the moves in
+    `waits`: it writes a block that such a move still reads or writes.
     """
 
     moves: tuple[Move, ...]
