@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.begun import BegunPoints
+from harness.measure.host import process_memory
 from harness.plain import read_json
 from reports.record import RESULT_NAME, RunRecord
 
@@ -89,8 +90,12 @@ def statuses(folder):
     return {name: record.status for name, record in records(folder).items()}
 
 
-def is_running(pid):
-    return Path(f"/proc/{pid}").exists()
+def wait_for_end(pid):
+    """Return when a process is gone, or is a zombie that its parent has yet to collect."""
+    limit_s = time.monotonic() + LIMIT_S
+    while process_memory(pid)["rss_bytes"] is not None:
+        assert time.monotonic() < limit_s, f"process {pid} goes on"
+        time.sleep(0.05)
 
 
 def hanging_worker(run_dir):
@@ -117,14 +122,20 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_worker(environ, tmp_path, launc
     folder = tmp_path / "sweep"
     words = [f"hydra/launcher={launcher}", f"hydra.sweep.dir={folder}", "tracking=none"]
     process = start(environ, tmp_path, "model.fake.fail=none,hang", *words)
-    wait_for(lambda: "0" in records(folder) and hanging_worker(folder / "1"), process)
+    # A launcher starts both points, and either may have the device first; then the other waits.
+    is_basic = launcher == "basic"
+    wait_for(
+        lambda: hanging_worker(folder / "1") and ("0" in records(folder) or not is_basic), process
+    )
     worker = hanging_worker(folder / "1")
     owner = BegunPoints(folder).owner(1)
     process.send_signal(signal.SIGINT)
     assert process.wait(LIMIT_S) == 130
-    assert statuses(folder) == {"0": "ok", "1": "killed"}
+    found = statuses(folder)
+    assert found["1"] == "killed"
+    assert found.get("0", "killed") in ({"ok"} if is_basic else {"ok", "killed"})
     assert records(folder)["1"].error["type"] == "Interrupted"
-    assert not is_running(worker)
+    wait_for_end(worker)
     assert owner is not None
     assert not owner.is_alive
 
@@ -142,7 +153,7 @@ def test_what_a_killed_sweep_leaves_is_mended_and_not_run_again(environ, tmp_pat
     second = tmp_path / "second"
     done = run(environ, *words, "timeout_s=1", f"hydra.sweep.dir={second}")
     assert done.returncode == 3, done.stderr
-    assert not is_running(worker)
+    wait_for_end(worker)
     assert statuses(first) == {"0": "ok"}
     assert statuses(second) == {"0": "ok", "1": "timeout"}
     assert f"as it ended in {first}/0" in done.stdout
