@@ -224,6 +224,8 @@ def advice(asked: Asked) -> list[str]:
     if "cpu_offload_gb" in asked.config.planner.auto_fields:
         return found  # it chooses the size itself
     uva = with_least_uva(_with_offload(asked, OffloadConfig()))
+    if uva is not None and not uva.offload.uva.cpu_offload_gb:
+        return [*found, "offload=none"]  # host memory alone is short
     if uva is not None:
         found.append(f"offload=uva offload.uva.cpu_offload_gb={uva.offload.uva.cpu_offload_gb:g}")
     group = min(8, asked.spec.num_hidden_layers)

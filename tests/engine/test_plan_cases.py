@@ -155,6 +155,6 @@ def test_a_budget_walked_down_keeps_its_plan_until_it_is_refused(
         assert peak <= budget
         assert peak == pytest.approx(planned, rel=0.03)
         budget -= step
-    assert re.search(r"Fits with: |would fit with |No offload makes it fit", refused)
+    assert re.search(r"Fits with: |would fit with |No single change makes it fit", refused)
     assert held
     assert held == sorted(held, reverse=True) or name == "auto"

@@ -94,6 +94,7 @@ def follow(config: EngineConfig, advice: str) -> EngineConfig:
         parts.setdefault(section, {})[field] = yaml.safe_load(value)
     if kind:
         offload = OffloadConfig(
+            offload_backend="auto" if kind == "none" else kind,
             uva=UVAOffloadConfig(**parts.pop("offload.uva", {})),
             prefetch=PrefetchOffloadConfig(**parts.pop("offload.prefetch", {})),
         )
@@ -101,6 +102,16 @@ def follow(config: EngineConfig, advice: str) -> EngineConfig:
         config = replace(config, offload=offload, planner=planner)
     changed = {name: replace(getattr(config, name), **values) for name, values in parts.items()}
     return replace(config, **changed)
+
+
+def test_a_refusal_for_host_memory_says_that_nothing_need_be_moved() -> None:
+    facts = replace(H200, host_available_bytes=8 * GIB)
+    config = configuration(OLMO_7B, memory_gib=40, offload=prefetch(1))
+    with pytest.raises(CapacityError, match="host memory") as error:
+        plan_memory(config, OLMO_7B, facts)
+    assert alternatives(str(error.value)) == ["offload=auto", "offload=none"]
+    for advice in alternatives(str(error.value)):
+        assert not plan_memory(follow(config, advice), OLMO_7B, facts).offloaded_layers
 
 
 @settings(max_examples=30, deadline=None)
