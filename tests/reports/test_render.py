@@ -247,7 +247,9 @@ def test_without_matplotlib_the_page_is_there_and_says_what_it_lacks(tmp_path, m
 
 
 def test_a_title_breaks_behind_its_commas_and_is_escaped(tmp_path):
-    folder = write_run(ok_record(name="offload=uva,gpu.memory_gib=8,<b>"), tmp_path / "run")
+    name = "offload=uva,gpu.memory_gib=8,<b>"
+    record = ok_record(name=name, plan=None, metrics={}, samples={})
+    folder = write_run(record, tmp_path / "run")
     write_report(folder)
     html = (folder / "report.html").read_text()
     assert "offload=uva,<wbr>gpu.memory_gib=8,<wbr>&lt;b&gt;</h1>" in html
