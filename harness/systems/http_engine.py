@@ -130,6 +130,7 @@ class HTTPEngine:
             on_events([_failure(request, str(error))])
             return
         except Exception as error:  # noqa: BLE001  the edge: a request without an end hangs the run
+            self._note_failure(error)
             on_events([_failure(request, f"{type(error).__name__}: {error}")])
             return
         self._failed = self._unreached = 0

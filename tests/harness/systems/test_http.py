@@ -147,6 +147,17 @@ def test_whatever_goes_wrong_with_an_answer_ends_its_request(monkeypatch):
     monkeypatch.setattr(HTTPClient, "complete", break_down)
     requests, _, _ = ask(Script(), PROMPTS[:1])
     assert requests[0].error == "KeyError: 'unforeseen'"
+    monkeypatch.setattr(http_engine, "MOST_FAILED", 2)
+    with (
+        Server(Script()) as server,
+        contextlib.closing(HTTPEngine(config(), system(server.base_url))) as llm,
+    ):
+        for prompt in PROMPTS:
+            llm.add_request(prompt, GREEDY)
+        with contextlib.suppress(EngineError):  # both may have ended before it
+            while llm.has_unfinished():
+                llm.step()
+        assert "2 requests in a row failed" in str(llm.failure)
 
 
 def test_a_chat_gets_text_and_its_role_alone_is_no_token(monkeypatch):
