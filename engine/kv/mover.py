@@ -160,8 +160,8 @@ class BlockMover:
 
         Stream: behind what is enqueued on the current stream; what follows there waits.
         """
-        known = self._points.keys() | self._queued.keys()
-        moves = {move.move_id: move for move in batch.moves if move.move_id not in known}
+        new = (m for m in batch.moves if m.move_id not in self._points)
+        moves = {move.move_id: move for move in new if move.move_id not in self._queued}
         for kind, stream in self._streams.items():
             if any(move.kind == kind for move in moves.values()):
                 stream.after_compute()
