@@ -31,6 +31,7 @@ from harness.prompts import PromptRow, read_prompts
 from harness.scenarios.load import summarise_loads
 from harness.scenarios.predicted import differences
 from harness.schema import RunConfig
+from harness.silence import Silence
 from harness.system_config import SystemConfig
 from harness.telemetry.run import Telemetry
 from harness.telemetry.window import Span
@@ -325,7 +326,11 @@ class Attempt:
         visible = {"CUDA_VISIBLE_DEVICES": job.gpu_uuid} if job.gpu_uuid else {}
         worker = start_worker(run_dir, job.name, command=around.command, environ=visible)
         around.on_start(worker.pid, job.name)
-        ended = worker.wait(deadline_s=self._deadline_s, on_tick=around.on_tick)
+        ended = worker.wait(
+            deadline_s=self._deadline_s,
+            silence=Silence(run_dir / STATE_NAME, self._config.silence_s),
+            on_tick=around.on_tick,
+        )
         around.on_end()
         result = read_json(result_path(run_dir, job.name))
         for path in (job_path(run_dir, job.name), result_path(run_dir, job.name)):
@@ -342,6 +347,7 @@ class Attempt:
             state=read_json(run_dir / STATE_NAME),
             num_oom_kills=num_new_kills(kills, oom_kills()),
             timeout_s=self._config.timeout_s,
+            silence_s=self._config.silence_s,
             log=run_dir / WORKER_LOG_NAME,
         )
         return status, error, result

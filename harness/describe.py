@@ -7,7 +7,15 @@ from typing import Any, Final
 
 from harness.schema import RunConfig, SweepContext
 
-NOT_IDENTITY: Final = ("mode", "rerun", "fail_fast", "monotone_stop", "timeout_s", "tracking")
+NOT_IDENTITY: Final = (
+    "mode",
+    "rerun",
+    "fail_fast",
+    "monotone_stop",
+    "timeout_s",
+    "silence_s",
+    "tracking",
+)
 """Settings that change no result."""
 _NAME_CHARS: Final = 200
 _IF_SET: Final = ("prompts_file", "prompt", "output", "trace", "search")

@@ -59,6 +59,7 @@ def classify_exit(
     state: Mapping[str, Any],
     num_oom_kills: int,
     timeout_s: float | None,
+    silence_s: float | None,
     log: Path,
 ) -> tuple[str, ErrorFacts]:
     """Return status and error of a worker that ended without a result.
@@ -69,12 +70,20 @@ def classify_exit(
         state: its last state.json.
         num_oom_kills: kills that the kernel's out-of-memory counters rose by meanwhile.
         timeout_s: the point's limit.
+        silence_s: the limit of a worker that says nothing.
         log: the worker's output.
     """
     phase = str(state.get("phase") or "start")
     where = f"worker {job} in phase {phase}"
     status, kind = "failed", "WorkerExit"
-    if ended.timed_out:
+    if ended.is_silent:
+        status, kind = "timeout", "Silence"
+        message = (
+            f"{where}: nothing was done for silence_s={silence_s:g} s, so it was stopped; the "
+            f"stacks of its threads are in {log}. Raise silence_s if a step or a pause may take "
+            "so long."
+        )
+    elif ended.timed_out:
         status, kind = "timeout", "Timeout"
         message = (
             f"{where}: the point took longer than timeout_s={timeout_s:g} s and was stopped. Raise "

@@ -61,6 +61,7 @@ ROOT_KEYS: Final = {
     "fail_fast=false": "true: stop a sweep at the first point that is not ok",
     "monotone_stop=true": "skip points of a sweep that ask for more room than one that had none",
     "timeout_s=null": "seconds that a point may take",
+    "silence_s=1800.0": "seconds without a sign of work after which a point is stopped",
     "engine.*": "limits and switches of the engine; --cfg job --package engine lists them",
     "ab.*": "with scenario=ab: overrides of sides a and b, pairs, aa_pairs",
     "planner.*": "what is chosen by predicted times: objective, auto_fields, referee",

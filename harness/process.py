@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.job import WORKER_LOG_NAME
+from harness.silence import Silence
 
 WORKER_COMMAND: Final = (sys.executable, "-m", "harness.worker")
 GRACE_S: Final = 5.0
@@ -26,6 +27,9 @@ class Exit:
     returncode: int
     """Negative: the number of the signal that ended it."""
     timed_out: bool = False
+    """It was ended, at its deadline or for its silence."""
+    is_silent: bool = False
+    """It was ended because it said nothing for too long."""
 
 
 class WorkerProcess:
@@ -47,14 +51,16 @@ class WorkerProcess:
         self,
         *,
         deadline_s: float | None = None,
+        silence: Silence | None = None,
         on_tick: Callable[[], None] | None = None,
         tick_s: float = 0.5,
         grace_s: float = GRACE_S,
     ) -> Exit:
-        """Wait until the worker ends, or end it at the deadline.
+        """Wait until the worker ends, or end it at the deadline or for its silence.
 
         Args:
             deadline_s: time.monotonic() at which the worker is ended; None: never.
+            silence: says when the worker has done nothing for too long; None: never.
             on_tick: called about every `tick_s` seconds meanwhile.
             tick_s: seconds.
             grace_s: seconds that the worker has to end itself after SIGTERM.
@@ -68,6 +74,8 @@ class WorkerProcess:
                     return Exit(returncode=self._reap())
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     return Exit(returncode=self.stop(grace_s), timed_out=True)
+                if silence is not None and silence.is_over():
+                    return Exit(returncode=self.stop(grace_s), timed_out=True, is_silent=True)
                 if on_tick is not None:
                     on_tick()
         except BaseException:

@@ -232,6 +232,9 @@ class RunConfig(Sealed):
     """Skip points of a sweep that cannot fit because one that asks for less did not."""
     timeout_s: float | None = None
     """Seconds that a point may take before it is stopped with status timeout; null: no limit."""
+    silence_s: float | None = 1800.0
+    """Seconds without a sign of work after which a worker is stopped with status timeout; null: no
+    limit."""
     model: ModelNode
     """What runs."""
     system: SystemConfig = field(default_factory=SystemConfig)
@@ -260,6 +263,8 @@ class RunConfig(Sealed):
             check_choice("rerun", self.rerun, ("all", "failed", "none"))
         if self.timeout_s is not None:
             check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
+        if self.silence_s is not None:
+            check_number("silence_s", self.silence_s, low=0, low_open=True, hint="In seconds.")
         if self.model.fake is not None and self.mode == "plan":
             raise ConfigError(
                 "mode: expected run with model=fake, whose memory is scripted, got plan. Choose a "

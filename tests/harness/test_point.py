@@ -185,6 +185,14 @@ def test_a_worker_that_hangs_times_out_and_leaves_its_stack(tmp_path):
     assert not _alive(tmp_path / "run")
 
 
+def test_a_worker_that_does_nothing_is_stopped_without_a_limit_for_the_point(tmp_path):
+    config = run_config(scenario=scenario(correctness=UNCHECKED), silence_s=3)
+    record = run(tmp_path, config, fail_at="step", failure="hang")
+    assert (record.status, record.error["type"]) == ("timeout", "Silence")
+    assert "nothing was done for silence_s=3 s" in record.error["message"]
+    assert "in _hang" in record.error["traceback"]
+
+
 def test_one_bad_point_does_not_change_the_next(tmp_path):
     assert run(tmp_path, name="0", fail_at="step", failure="sigkill").status == "killed"
     assert run(tmp_path, name="1").status == "ok"

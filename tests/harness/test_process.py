@@ -76,6 +76,7 @@ def classify(returncode, *, kills=0, timed_out=False, tmp_path, state=None):
         state=state or {"phase": "latency", "memory": {"rss_peak_bytes": 2**30}},
         num_oom_kills=kills,
         timeout_s=5.0,
+        silence_s=9.0,
         log=tmp_path / "worker.log",
     )
 
