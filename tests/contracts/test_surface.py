@@ -30,4 +30,4 @@ def test_defaults_in_help_are_the_schema_s() -> None:
         name, equals, value = text.partition("=")
         if equals:
             default = RunConfig.__dataclass_fields__[name].default
-            assert value == {None: "null", False: "false", True: "true"}.get(default, default)
+            assert value == {None: "null", False: "false", True: "true"}.get(default, str(default))
