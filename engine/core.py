@@ -21,8 +21,8 @@ from engine.scheduler_config import SchedulerConfig
 from engine.step_plan import StepPlan
 
 LONG_STEP_S: Final = 0.02
-"""In steps as long as this the device has work while the keys of any prompt are made: 0.1 ms for
-1,000 tokens (2 cores of a Xeon)."""
+"""Of steps as long as this the keys of a prompt take little: 0.1 ms for 1,000 tokens (2 cores of a
+Xeon)."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Queues:
             self.running.remove(sequence)
 
     def prepare(self) -> bool:
-        """Make the keys of the next prompt that lacks them, ahead of the step that admits it.
+        """Make some keys of the next prompt that lacks them, ahead of the step that admits it.
 
         Returns:
             Whether there was one among the first in the queue.

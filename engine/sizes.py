@@ -52,7 +52,7 @@ def padded_prefill(
 ) -> tuple[int, int] | None:
     """Return the decode rows and tokens of prompts that a step is padded to; None: to none.
 
-    The fewest decode rows that hold it come first, then the fewest tokens.
+    The fewest rows in all that hold it; decode rows cost no more than tokens of prompts do.
 
     Args:
         sizes: What there is, as `prefill_sizes` has them.
@@ -63,7 +63,7 @@ def padded_prefill(
     if num_prompts > PREFILL_SEQUENCES:
         return None
     holding = (s for s in sizes if s[0] >= num_decodes and s[1] >= num_tokens)
-    return min(holding, default=None)
+    return min(holding, key=lambda size: (sum(size), size), default=None)
 
 
 def activation_bytes(

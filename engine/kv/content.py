@@ -12,6 +12,9 @@ from engine.kv.tiers import TieredBlockPool
 from engine.kv.window import num_expired, usable_prefix
 from engine.request import Sequence
 
+PREPARE_TOKENS = 4096
+"""Tokens whose keys are made at a time ahead of need."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -87,8 +90,12 @@ class BlockContent:
         return sequence.num_tokens // self.block_size - known
 
     def prepare(self, sequence: Sequence) -> None:
-        """Make the keys of a sequence's known tokens, so that the step that admits it need not."""
-        self._keys(sequence, sequence.num_tokens)
+        """Make the next keys of a sequence's known tokens, so that no step has to.
+
+        Those of PREPARE_TOKENS tokens, as all of a very long prompt take longer than a step.
+        """
+        named = self.block_size * len(self._keys(sequence, 0))
+        self._keys(sequence, min(sequence.num_tokens, named + PREPARE_TOKENS))
 
     def num_shared(self, found: Found) -> tuple[int, ...]:
         """Return for each group how many of the blocks found take no room, as they have owners."""

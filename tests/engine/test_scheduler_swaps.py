@@ -3,11 +3,9 @@
 import pytest
 
 from engine import rounds
-from engine.admission import LONG_BLOCKS
 from engine.errors import EngineError
 from engine.kv.choice import SwapRates
 from engine.kv.groups import GONE
-from engine.kv.hashing import BlockHasher
 from engine.request import SequenceStatus
 from tests.engine.tiers_world import Tiers, World
 
@@ -348,40 +346,3 @@ def test_figures_of_two_groups_are_summed():
 def test_both_tiers_must_hold_one_sequence():
     with pytest.raises(EngineError, match=r"15 free blocks .*5 on the GPU, 10 in place"):
         Tiers(num_gpu=5, num_in_place=10, max_len=64).make(exact=True)
-
-
-def test_running_sequences_do_not_wait_for_the_keys_of_a_long_prompt(monkeypatch):
-    world = world_of(block_size=1, max_len=100, tokens=200, num_gpu=400)
-    world.add(length=4, max_tokens=20)
-    world.step()
-    made = []
-    keys = BlockHasher.keys
-    monkeypatch.setattr(BlockHasher, "keys", lambda *a: made.append(len(a[2])) or keys(*a))
-    long = [world.add(length=LONG_BLOCKS + 9, max_tokens=2) for _ in range(3)]
-    assert long[0] in world.scheduler.waiting
-    assert not made
-    world.step()  # plans, then commits the step before
-    assert long[0] in world.scheduler.waiting
-    assert made.count(LONG_BLOCKS + 9) == 1
-    assert world.scheduler.prepare()
-    world.step()
-    assert world.scheduler.running[1:] == tuple(long[:2])
-    run(world)
-    assert made.count(LONG_BLOCKS + 9) == 3
-    assert not world.scheduler.prepare()
-    world.end()
-
-
-def test_a_long_prompt_begins_at_once_where_nothing_runs():
-    world = world_of(block_size=1, max_len=100, tokens=200, num_gpu=400)
-    long = [world.add(length=LONG_BLOCKS + 9, max_tokens=2) for _ in range(2)]
-    world.scheduler.plan_step()
-    assert world.scheduler.running == tuple(long)
-
-
-def test_without_prefix_caching_no_keys_are_made():
-    world = world_of(num_gpu=40, prefix_caching=False)
-    world.add(length=20, max_tokens=1)
-    assert not world.scheduler.prepare()
-    run(world)
-    world.end()
