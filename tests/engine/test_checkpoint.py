@@ -292,6 +292,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_no_second_copy_of_the_model_while_loading(tmp_path: Path) -> None:
     """The resident set grows by the weights, the slots and bounded buffers, nothing else."""
     from engine.spec import ModelSpec

@@ -183,6 +183,7 @@ def test_any_size_of_host_tier(
     llm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["TIGHTFIT_DISABLE_UVA", "TIGHTFIT_DISABLE_PIN_MEMORY"])
 def test_without_in_place_reads_and_without_pinning(
     tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, switch: str

@@ -153,6 +153,7 @@ def test_a_folder_with_records_is_refused_before_anything_runs(
     assert "expected a folder without records" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sweeps_in_folders_of_the_same_name_have_ids_of_their_own(
     points: FakePoints, tmp_path: Path
 ) -> None:

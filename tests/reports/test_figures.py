@@ -129,6 +129,7 @@ def test_rates_far_apart_get_a_logarithmic_axis():
     assert bars > 5 * dots > 0
 
 
+@pytest.mark.slow
 def test_names_of_any_kind_can_be_drawn(tmp_path):
     name = "a$b$ \u6f22\u5b57 \x07 new\nline <b> \\frac{1} " + "x" * 300
     record = ok_record(name=name, overrides=[f"offload={name}"])

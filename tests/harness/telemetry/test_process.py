@@ -148,6 +148,7 @@ def test_a_worker_that_ends_badly_leaves_its_telemetry(tmp_path, failure, status
     assert "measure" in found["job"]
 
 
+@pytest.mark.slow
 def test_a_timeout_leaves_no_sampler(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.process.GRACE_S", 0.1)
     config = run_config(scenario=UNCHECKED, timeout_s=3)
