@@ -73,6 +73,7 @@ def point_lines(found: Forecast) -> list[str]:
     for row in found.rows:
         if not row.fits:
             lines.append(f"  {row.label} does not fit: {row.error}")
+        lines += _staging(row)
     if best is None:
         lines.append("  Nothing fits.")
         return lines
@@ -94,6 +95,18 @@ def point_lines(found: Forecast) -> list[str]:
         command = " ".join(item for item in found.overrides if not item.startswith("mode="))
     lines.append(f"  run it: python -m harness {command} (about {found.minutes(best):.1f} min)")
     return lines
+
+
+def _staging(row: Row) -> Iterator[str]:
+    """What the slots for staged prompts take from KV, and the setting that gives it back."""
+    plan = row.plan
+    size = plan.gpu_items["staging_slots"] if plan is not None else 0
+    if plan is not None and size:
+        yield (
+            f"  {row.label}: prompts are copied through slots of {size / GIB:.2f} GiB, which KV "
+            f"lacks; engine.uva_stage_tokens={plan.max_num_batched_tokens + 1} reads prompts in "
+            "place too, which is slower, and gives it to KV."
+        )
 
 
 def _probed(found: Forecast) -> str:

@@ -138,6 +138,16 @@ def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
     ]
     assert found.chosen is found.rows[0]
     assert found.rows[0].bytes["placements"]["uva"] >= 5 * GIB
+    slots = [line for line in point_lines(found) if "slots of" in line]
+    assert len(slots) == 1
+    assert "slots of 0.75 GiB" in slots[0]
+    switch = slots[0].split("engine.")[1].split(" ")[0]
+    other = found_of(
+        composer, *OLMO, "offload=uva", "offload.uva.cpu_offload_gb=5", f"engine.{switch}"
+    )
+    freed = other.rows[0].bytes["kv"]["tokens"] - found.rows[0].bytes["kv"]["tokens"]
+    assert freed * 2**19 == pytest.approx(0.75 * GIB, rel=0.05)
+    assert not [line for line in point_lines(other) if "slots of" in line]
     assert shown(found) is found.rows[0]
 
 
