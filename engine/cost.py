@@ -356,6 +356,8 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
         "full_batch": full,
         "decode_step_full_ms": full_s * 1e3,
         "decode_tokens_full_s": full / full_s,
+        "long_context_tokens": plan.max_model_len,
+        "decode_step_long_ms": decode_step_s(shape, rates, 1, plan.max_model_len) * 1e3,
         "prefill_tokens": prefill,
         "prefill_ms": prefill_time_s * 1e3,
         "ttft_ms": prefill_s(shape, rates, prompt) * 1e3,

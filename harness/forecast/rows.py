@@ -42,6 +42,10 @@ PRESET_STEP: Final = 2
 """The choices of conf/offload, taken where the model fits without any."""
 
 
+WITHOUT_HOST_KV: Final = "kv=gpu, auto"
+"""The row without a host tier of KV blocks, where one sequence would read some in place."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One way to place the weights."""
@@ -171,6 +175,12 @@ def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[R
     if auto.kv_tokens is not None:
         overrides.append(f"planner.kv_tokens={auto.kv_tokens}")
     yield _row("auto", tuple(overrides), replace(bare, planner=auto), spec, facts)
+    if none.plan is not None and (none.predicted["host_kv"] or {}).get("in_place_bytes"):
+        # Keys and values that a long sequence reads over the link each step may cost more than
+        # weights that leave them room.
+        without = replace(base.kv, num_cpu_blocks=None, cpu_gib=None, swap_space=0.0)
+        config = replace(bare, planner=auto, kv=replace(without, pin_limit_gib=None))
+        yield _row(WITHOUT_HOST_KV, ("kv=gpu", *overrides), config, spec, facts)
 
 
 def _row(

@@ -6,7 +6,7 @@ from typing import Any, Final
 from engine.cost import CONTEXT_TOKENS
 from harness.capacity import capacity_lines
 from harness.forecast.machine import UNKNOWN_HOST_BYTES
-from harness.forecast.rows import Forecast, Row
+from harness.forecast.rows import WITHOUT_HOST_KV, Forecast, Row
 from reports.record import number
 
 __all__ = ["CSV_COLUMNS", "csv_row", "point_lines", "sweep_table"]
@@ -70,6 +70,7 @@ def point_lines(found: Forecast) -> list[str]:
         "  max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with",
         f"  {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens).",
     ]
+    lines += _longest(found.rows)
     for row in found.rows:
         if not row.fits:
             lines.append(f"  {row.label} does not fit: {row.error}")
@@ -95,6 +96,20 @@ def point_lines(found: Forecast) -> list[str]:
         command = " ".join(item for item in found.overrides if not item.startswith("mode="))
     lines.append(f"  run it: python -m harness {command} (about {found.minutes(best):.1f} min)")
     return lines
+
+
+def _longest(rows: Sequence[Row]) -> Iterator[str]:
+    """What a token of one sequence of max_model_len tokens takes, for each way that fits."""
+    fitting = [row for row in rows if row.plan is not None]
+    if fitting:
+        times = (f"{row.label} {row.predicted['decode_step_long_ms']:.4g}" for row in fitting)
+        tokens = fitting[0].predicted["long_context_tokens"]
+        yield f"  ms a token of one sequence of {tokens:,} tokens: {', '.join(times)}."
+    other = next((row for row in fitting if row.label == WITHOUT_HOST_KV), None)
+    if other is not None:
+        least = min(row.predicted["decode_step_long_ms"] for row in fitting)
+        if other.predicted["decode_step_long_ms"] == least:
+            yield f"  Shortest for such a sequence: {' '.join(other.overrides)} instead of kv=cpu."
 
 
 def _staging(row: Row) -> Iterator[str]:

@@ -82,7 +82,9 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
         "kv.num_cpu_blocks=8192",
         "engine.max_model_len=52000",
     )
-    assert [row.fits for row in found.rows] == [True] * 4
+    assert [row.fits for row in found.rows] == [True] * 5
+    assert found.rows[-1].label == "kv=gpu, auto"
+    assert found.rows[-1].bytes["kv"]["tokens"] >= 52_000
     assert found.recommended is found.rows[0]
     plan = found.rows[0].plan
     assert plan is not None
@@ -94,6 +96,8 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     assert "longest sequence 131,072 tokens (max_model_len 52,000)" in text
     assert "of 52,000 tokens 1.0 run at once, 3.3 are kept" in text
     assert "a sequence of 52,000 tokens: " in text
+    # Some weights over the link each step instead of more KV.
+    assert "Shortest for such a sequence: kv=gpu offload=auto instead of kv=cpu." in text
     assert "GiB of KV read in place; a prefix of 8,192 comes from the host in " in text
     [bar] = [line for line in lines if line.strip().startswith("host [")]
     assert bar.count("a") == pytest.approx(50 * 16 / 17.3, abs=2)
@@ -105,6 +109,8 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     alone = found_of(composer, "+model=llama31_8b", "gpu=rtx4090_24gb", "engine.max_model_len=9000")
     text = "\n".join(point_lines(alone))
     assert "host, pinned" not in text
+    assert "kv=gpu, auto" not in text
+    assert "ms a token of one sequence of 9,000 tokens: none " in text
     assert "from the host" not in text
     assert csv_row(alone, alone.rows[0], "x")["host_kv_tokens"] == 0
     refused = found_of(
