@@ -34,6 +34,8 @@ from reports.record import RESULT_NAME, RecordError, RunRecord
 __all__ = ["run"]
 
 _ABSENT: Final = object()
+_ROOM_BYTES: Final = 16 << 20
+"""What has to be free before a run: its records, its report, its entry in the database."""
 
 
 def run(line: CommandLine) -> int:
@@ -63,6 +65,7 @@ def run(line: CommandLine) -> int:
         from harness.forecast.command import show_plans  # noqa: PLC0415  not for runs
 
         return show_plans(plan)
+    _check_room()
     _check_folder(plan)
     check_comparisons(plan, line.config_dir)
     return _Session(plan, line.config_dir).run()
@@ -82,6 +85,17 @@ def _make_home() -> None:
             f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
             f"({error.strerror}). Set TIGHTFIT_HOME to another one."
         ) from error
+
+
+def _check_room() -> None:
+    """Refuse a full disk, on which a run would be measured and then lost."""
+    free_bytes = shutil.disk_usage(tightfit_home()).free
+    if free_bytes < _ROOM_BYTES:
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected {_ROOM_BYTES >> 20} MiB free for the records of a run, got "
+            f"{free_bytes >> 20} MiB on the disk of {tightfit_home()}. Free some, or set "
+            "TIGHTFIT_HOME to a folder on another disk."
+        )
 
 
 def _check_store(plan: Plan) -> None:

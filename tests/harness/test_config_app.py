@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,16 @@ def test_a_home_that_an_address_cannot_hold_is_refused(
     assert "expected a path without ? and %" in capsys.readouterr().err
     assert main(["+model=glass", "tracking=none"]) == 0
     assert len(points.asked) == 1
+
+
+def test_a_full_disk_is_told_before_anything_runs(
+    points: FakePoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage(Path.cwd())._replace(free=3 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage)
+    assert main(["+model=glass"]) == 2
+    assert "expected 16 MiB free for the records of a run, got 3 MiB" in capsys.readouterr().err
+    assert points.asked == []
 
 
 def test_runs_in_the_same_second_do_not_share_a_folder(points: FakePoints) -> None:
