@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from harness.measure.latency import RequestTimes
 from harness.measure.serving import ServedRequest
+from harness.parquet import replace_spool
 from reports.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, request_rows
 
 if TYPE_CHECKING:
@@ -108,25 +109,8 @@ def write_parquet(run_dir: Path) -> str | None:
     spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
     if not spool.is_file():
         return None
-    temporary = target.with_name(f".{PARQUET_NAME}.tmp")
-    try:
-        import pyarrow.parquet as pq  # noqa: PLC0415  takes a third of a second
-
-        table_schema = schema()
-        with pq.ParquetWriter(temporary, table_schema, compression="zstd") as writer:
-            batch: list[dict[str, Any]] = []
-            for row in request_rows(spool):
-                batch.append(row)
-                if len(batch) == _BATCH_ROWS:
-                    writer.write_table(_table(batch, table_schema))
-                    batch = []
-            writer.write_table(_table(batch, table_schema))
-        temporary.replace(target)
-    except (ImportError, OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-        temporary.unlink(missing_ok=True)
-        return f"requests: {PARQUET_NAME} was not written: {error}. The rows are in {SPOOL_NAME}."
-    spool.unlink()
-    return None
+    lack = replace_spool(spool, target, request_rows(spool), schema, _BATCH_ROWS)
+    return None if lack is None else f"requests: {lack}"
 
 
 def schema() -> "pyarrow.Schema":
@@ -141,9 +125,3 @@ def schema() -> "pyarrow.Schema":
         "floats": pa.list_(pa.float64()),
     }
     return pa.schema([(name, types[kind]) for name, (kind, _) in COLUMNS.items()])
-
-
-def _table(rows: list[dict[str, Any]], table_schema: "pyarrow.Schema") -> "pyarrow.Table":
-    import pyarrow as pa  # noqa: PLC0415
-
-    return pa.Table.from_pylist(rows, schema=table_schema)

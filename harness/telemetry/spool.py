@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from harness.parquet import replace_spool
 from reports.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, spool_rows
 
 if TYPE_CHECKING:
@@ -55,30 +56,8 @@ def write_parquet(run_dir: Path) -> str | None:
     spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
     if not spool.is_file():
         return "telemetry: the sampler wrote no row."
-    try:
-        import pyarrow.parquet as pq  # noqa: PLC0415  takes a third of a second
-    except ImportError as error:
-        return (
-            f"telemetry: {PARQUET_NAME} was not written: {error}. The rows are in {SPOOL_NAME}. "
-            "Install pyarrow to get Parquet files."
-        )
-    temporary = target.with_name(f".{PARQUET_NAME}.tmp")
-    try:
-        table_schema = schema()
-        with pq.ParquetWriter(temporary, table_schema, compression="zstd") as writer:
-            batch: list[dict[str, Any]] = []
-            for row in spool_rows(spool):
-                batch.append(row)
-                if len(batch) == _BATCH_ROWS:
-                    writer.write_table(_table(batch, table_schema))
-                    batch = []
-            writer.write_table(_table(batch, table_schema))
-        temporary.replace(target)
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-        temporary.unlink(missing_ok=True)
-        return f"telemetry: {PARQUET_NAME} was not written: {error}. The rows are in {SPOOL_NAME}."
-    spool.unlink()
-    return None
+    lack = replace_spool(spool, target, spool_rows(spool), schema, _BATCH_ROWS)
+    return None if lack is None else f"telemetry: {lack}"
 
 
 def schema() -> "pyarrow.Schema":
@@ -87,9 +66,3 @@ def schema() -> "pyarrow.Schema":
 
     types = {"float": pa.float64(), "int": pa.int64(), "text": pa.string()}
     return pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])
-
-
-def _table(rows: list[dict[str, Any]], table_schema: "pyarrow.Schema") -> "pyarrow.Table":
-    import pyarrow as pa  # noqa: PLC0415
-
-    return pa.Table.from_pylist(rows, schema=table_schema)
