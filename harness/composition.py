@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from engine.offload_config import OffloadWarning
 from harness.ab_config import quote_sides
 from harness.build import check_settings
+from harness.chosen import check_chosen
 from harness.complaints import explain
 from harness.errors import ConfigError
 from harness.folders import CONF
@@ -288,6 +289,7 @@ class Composer:
         for own, config in composed:
             try:
                 run, messages = to_run_config(config)
+                check_chosen(run, own)
             except ConfigError as error:
                 where = f" (point {len(points)} of the sweep: {' '.join(own)})" if multirun else ""
                 raise ConfigError(f"{error}{where}") from error

@@ -40,7 +40,7 @@ def test_the_default_size_gives_way(
 
 def test_sizes_beside_the_gpu_tier_alone(composer: Composer) -> None:
     assert not kv_of(composer).has_host_tier
-    found = kv_of(composer, "kv=gpu", "kv.cpu_gib=3")
+    found = kv_of(composer, "kv.cpu_gib=3")
     assert (found.sizes, found.enable_prefix_caching) == ({"cpu_gib": 3.0}, False)
 
 
