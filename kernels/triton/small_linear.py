@@ -19,15 +19,6 @@ _INTERPRETED_SHARED_BYTES = 99 * 1024
 
 
 @triton.jit
-def _dot(weights, tokens, acc, WEIGHT_FIRST: tl.constexpr):
-    if WEIGHT_FIRST:
-        acc = tl.dot(weights, tl.trans(tokens), acc)
-    else:
-        acc = tl.dot(tokens, tl.trans(weights), acc)
-    return acc
-
-
-@triton.jit
 def _load_inputs(at, inputs, first, K, WHOLE_K: tl.constexpr):
     if WHOLE_K:
         values = tl.load(at + first)
@@ -79,7 +70,6 @@ def _linear_kernel(
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
-    WEIGHT_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -96,10 +86,7 @@ def _linear_kernel(
     share = tl.cdiv(tl.cdiv(K, PART_UNIT), PARTS) * PART_UNIT
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, K)
-    if WEIGHT_FIRST:
-        acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
     up_acc = acc
     up_at = weight + (rows + N)[:, None] * stride_weight + inputs[None, :]
 
@@ -111,14 +98,13 @@ def _linear_kernel(
             x_mask = x_mask & (inputs < K - first)[None, :]
         values = tl.load(x_at + first, mask=x_mask, other=0.0)
         weights = _load_inputs(weight_at, inputs, first, K, WHOLE_K)
-        acc = _dot(weights, values, acc, WEIGHT_FIRST)
+        acc = tl.dot(weights, tl.trans(values), acc)
         if IS_GATED:
             weights = _load_inputs(up_at, inputs, first, K, WHOLE_K)
-            up_acc = _dot(weights, values, up_acc, WEIGHT_FIRST)
+            up_acc = tl.dot(weights, tl.trans(values), up_acc)
 
-    if WEIGHT_FIRST:
-        acc = tl.trans(acc)
-        up_acc = tl.trans(up_acc)
+    acc = tl.trans(acc)
+    up_acc = tl.trans(up_acc)
     out_rows = tokens.to(tl.int64)
     mask = is_token & (columns < N)[None, :]
     is_last = True
@@ -227,7 +213,6 @@ def launch(
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
         IS_GELU=is_gelu,
-        WEIGHT_FIRST=tile.weight_first,
         num_warps=tile.num_warps,
         num_stages=_num_stages(tile, x_TK.device, is_gated=is_gated),
         **launch_options(x_TK.device),

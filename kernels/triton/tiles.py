@@ -96,7 +96,6 @@ class LinearTile:
         num_warps: warps of a program.
         num_stages: iterations whose loads are in flight, where the card has room for them; the
             result does not depend on it.
-        weight_first: multiply weight by tokens rather than tokens by weight.
     """
 
     block_t: int
@@ -105,7 +104,6 @@ class LinearTile:
     parts: int
     num_warps: int
     num_stages: int
-    weight_first: bool
 
 
 _MOST_SPLIT_ROWS = 8192
@@ -134,12 +132,12 @@ def linear_tile(
     block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     if is_gated:
         block_k, stages = (64 if block_t == 64 else 128), (4 if block_t == 16 else 6)
-        return LinearTile(block_t, 64, block_k, 1, 4, stages, weight_first=True)
+        return LinearTile(block_t, 64, block_k, 1, 4, stages)
     parts = 1
     most = min(size_in, _MOST_SPLIT_ROWS)
     while 2 * parts * num_rows <= most and size_in >= 2 * parts * PART_INPUTS:
         parts *= 2
     if block_t == 16 and num_rows < _MOST_SPLIT_ROWS:
         # One program a multiprocessor: where two fit, few programs would lie on half of them.
-        return LinearTile(block_t, 64, 256, parts, 4, 4, weight_first=True)
-    return LinearTile(block_t, 64, 128, parts, 4, 5, weight_first=True)
+        return LinearTile(block_t, 64, 256, parts, 4, 4)
+    return LinearTile(block_t, 64, 128, parts, 4, 5)
