@@ -44,7 +44,9 @@ def _check_options(override: Override, options: Sequence[str]) -> None:
         )
     for value in values:
         if value not in options:
-            hint = did_you_mean(str(value), options)
+            is_folder = group == "model" and "/" in str(value)
+            local = f" A folder is +model=local model.path={value}."
+            hint = local if is_folder else did_you_mean(str(value), options)
             raise ConfigError(f"{group}: expected one of {listed}, got {value!r}.{hint}")
 
 

@@ -1,5 +1,6 @@
 """One door: the source of a model, as the configuration states it, to a checkpoint folder."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -64,7 +65,22 @@ def _field(source: Mapping[str, Any], key: str) -> str:
 def _check_folder(name: str, folder: Path) -> Path:
     if not folder.is_dir():
         raise unavailable(name, f"model.path: expected a folder, found none at {folder}")
+    if fault := _config_fault(folder / "config.json"):
+        raise ModelUnavailableError(
+            f"model {name}: {folder}: expected a config.json with the model's sizes, {fault}. Mend "
+            "it, or point model.path=FOLDER at another folder; model.load_format=dummy reads it too."
+        )
     lacking = missing_files(folder)
     if lacking:
         raise unavailable(name, f"{folder} lacks {', '.join(lacking)}")
     return folder.resolve()
+
+
+def _config_fault(file: Path) -> str | None:
+    if not file.is_file():
+        return "found none"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"got a file that cannot be read ({error})"
+    return None if isinstance(content, dict) else f"got a {type(content).__name__} in it"

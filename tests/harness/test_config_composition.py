@@ -216,6 +216,7 @@ def test_mistakes_in_a_user_s_files_are_named(command: str, words: list[str], mi
         ("offload=null", ["offload", "none, prefetch, uva"]),
         ("offload={offload_backend: uva}", ["offload", "none, prefetch, uva"]),
         ("model=nosuch", ["model", "olmo7b", "'nosuch'"]),
+        ("+model=/a/folder", ["A folder is +model=local model.path=/a/folder."]),
         ("-m  offload=none,uvaa", ["offload", "'uvaa'", "Did you mean uva?"]),
         ("-m  model=glob(x*)", ["no option of model", "olmo7b"]),
         ("engine.seed=abc", ["engine.seed", "an integer", "'abc'"]),

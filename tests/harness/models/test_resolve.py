@@ -25,6 +25,25 @@ def test_a_folder_that_lacks_files_names_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, "found none"),
+        ('{"model_type": ', "cannot be read (Expecting value"),
+        ("[]", "got a list in it"),
+    ],
+)
+def test_an_unusable_config_is_told_before_weights_are_looked_for(
+    content: str | None, fault: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelUnavailableError, match="expected a config.json with") as error:
+        ensure_model("mine", {"kind": "folder", "path": str(tmp_path)})
+    assert fault in str(error.value)
+    assert "*.safetensors" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("name", "source", "message"),
     [
         ("../x", {"kind": "folder", "path": "/"}, "model name: expected letters"),
