@@ -146,7 +146,6 @@ def build_engine(
     with clock.phase("tokenizer"):
         folder = None if config.model.path is None else Path(config.model.path)
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder)
-    device.enforce_budget(plan.allocator_bytes)
     with contextlib.ExitStack() as undo:
         undo.callback(device.close)
         plan, store, tier = _place(config, spec, device, plan, clock, reference=reference)
@@ -246,6 +245,7 @@ def _place(
 
 def _allocate(plan: MemoryPlan, device: Device, clock: PhaseClock) -> tuple[WeightStore, HostTier]:
     """Allocate the weights' places on both sides, and host blocks; pinned as planned."""
+    device.enforce_budget(plan.allocator_bytes)
     with clock.phase("allocate"):
         store = WeightStore(plan, device)
         _note_host(clock, store.host_seconds(), store.host_bytes())

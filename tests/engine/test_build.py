@@ -20,7 +20,7 @@ def test_memory_that_could_not_be_pinned_is_free_before_the_next_is_taken(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[weakref.ref[Any]] = []
-    alive = []
+    alive, bounds = [], []
 
     class NoPinning(CPUDevice):
         def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
@@ -31,11 +31,18 @@ def test_memory_that_could_not_be_pinned_is_free_before_the_next_is_taken(
             alive.extend(found() for found in refused)
             return super().host_buffer(num_bytes, pin=pin)
 
+        def enforce_budget(self, num_bytes: int) -> None:
+            bounds.append(num_bytes)
+            super().enforce_budget(num_bytes)
+
     monkeypatch.setattr(build, "open_device", lambda _: NoPinning())
     llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
     assert llm.memory()["host_pageable_bytes"] > 0
     assert len(refused) == 1
     assert alive == [None]
+    # Without graphs, which cannot copy pageable memory, the second plan has another bound on a GPU.
+    assert len(bounds) == 2
+    assert bounds[1] == llm.plan.allocator_bytes
     llm.close()
 
 
