@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final
 
 from engine.errors import ConfigError
 from engine.offload_config import OffloadConfig
@@ -22,9 +21,6 @@ class Placement(StrEnum):
     """In pinned host memory, copied ahead into a slot."""
     ON_DEMAND = "on_demand"
     """In host memory, copied when its layer runs."""
-
-
-_STEP: Final = "offload.prefetch.offload_prefetch_step"
 
 
 @dataclass(frozen=True)
@@ -165,15 +161,8 @@ def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
         )
     placements = assign_resident(spec).placements
     placements |= {tensor.name: Placement.PREFETCH for tensor in tensors}
-    step = node.offload_prefetch_step
     notes = _widened_notes(setting, tensors, selectors)
-    if step + 1 >= len(layers):
-        notes.append(
-            f"{_STEP}={step} gives {len(layers)} slots for "
-            f"{len(layers)} offloaded layers: all of them stay on the GPU after the load, so "
-            "nothing is streamed and no GPU memory is saved."
-        )
-    return Assignment(placements, lookahead=step, notes=notes)
+    return Assignment(placements, lookahead=node.offload_prefetch_step, notes=notes)
 
 
 def spread_layers(total: int, count: int) -> list[int]:
@@ -224,9 +213,7 @@ def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: s
         name: Placement.ON_DEMAND if name in changed else place
         for name, place in assignment.placements.items()
     }
-    # Nothing is copied ahead any more, so what was said of slots does not hold.
-    kept = [text for text in assignment.notes if not text.startswith(_STEP)]
-    return Assignment(placements, assignment.lookahead, [*kept, note])
+    return Assignment(placements, assignment.lookahead, [*assignment.notes, note])
 
 
 def _is_tied_embedding(spec: ModelSpec, tensor: TensorSpec) -> bool:

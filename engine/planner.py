@@ -143,11 +143,17 @@ def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
         return []
     shapes = [shape_of(item, asked.spec) for item in (plan, resident)]
     with_ms, without_ms = (decode_step_s(shape, rates, 1, 0) * 1e3 for shape in shapes)
+    moved = plan.bytes_per_step()
+    cost = (
+        f"Each decode step takes about {with_ms:.3g} ms instead of {without_ms:.3g} ms at batch 1 "
+        f"(predicted; {rates.source}), as {moved / GIB:.2f} GiB cross the link for nothing."
+        if moved
+        else f"Slots hold all of the {len(plan.offloaded_layers)} offloaded layers, so nothing is "
+        "streamed, and host memory keeps what nobody reads again."
+    )
     return [
         f"offload={asked.config.offload.backend} is not needed: everything fits the GPU budget of "
-        f"{plan.gpu_budget_bytes / GIB:.2f} GiB. Each decode step takes about {with_ms:.3g} ms "
-        f"instead of {without_ms:.3g} ms at batch 1 (predicted; {rates.source}), as "
-        f"{plan.bytes_per_step() / GIB:.2f} GiB cross the link for nothing. Set offload=none."
+        f"{plan.gpu_budget_bytes / GIB:.2f} GiB. {cost} Set offload=none."
     ]
 
 

@@ -48,8 +48,6 @@ def _slots(plan: MemoryPlan, asked: Asked, rates: Rates) -> list[str]:
     is_prefetch = any(x.placement is Placement.PREFETCH for x in plan.offloaded_layers)
     if not is_prefetch or plan.num_slots <= 2 or asked.config.planner.choose:
         return []
-    if plan.num_slots == len(plan.offloaded_layers):
-        return []  # nothing is streamed, which the placement's own note says
     shape = shape_of(plan, asked.spec)
     now = _steps_s(shape, rates)
     enough = next(

@@ -91,12 +91,6 @@ def test_prefetch_that_moves_nothing_is_refused() -> None:
         assign_prefetch(small_spec(), prefetch(4, 1, 1, "layers.0.mlp"))
 
 
-def test_prefetch_where_all_layers_fit_the_slots_says_so() -> None:
-    assert assign_prefetch(small_spec(), prefetch(4, 1, 1)).notes
-    assert "2 slots for 2 offloaded layers" in assign_prefetch(small_spec(), prefetch(4)).notes[0]
-    assert assign_prefetch(small_spec(), prefetch(2, 1, 2)).notes == []
-
-
 def test_uva_takes_tensors_in_layer_order_and_overshoots_by_at_most_one() -> None:
     spec = small_spec()
     first = spec.layer_tensors(0)
@@ -244,10 +238,3 @@ def test_fallbacks() -> None:
     assert places(in_place, can_pin=False, can_uva=False) == {"resident", "on_demand"}
     assert places(ahead, can_pin=True, can_uva=False) == {"resident", "prefetch"}
     assert places(ahead, can_pin=False, can_uva=False) == {"resident", "on_demand"}
-
-
-def test_a_fallback_drops_what_was_said_of_slots() -> None:
-    all_in_slots = assign_prefetch(small_spec(), prefetch(4, step=7))
-    assert "stay on the GPU" in all_in_slots.notes[-1]
-    (note,) = fall_back(all_in_slots, can_pin=False, can_uva=False, reason="because").notes
-    assert note.startswith("fallback: prefetch is not possible (because)")

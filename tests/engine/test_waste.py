@@ -35,6 +35,13 @@ def test_slots_that_make_no_step_shorter_are_named_with_what_fewer_would_free() 
     assert [text.split(":")[0] for text in fewer] == ["offload=prefetch is not needed"]
 
 
+def test_slots_for_all_offloaded_layers_are_said_once_and_without_a_time() -> None:
+    [note] = notes(prefetch(16, 1, 2), memory_gib=100, max_num_seqs=512)
+    assert note.startswith("offload=prefetch is not needed: everything fits")
+    assert "Slots hold all of the 2 offloaded layers, so nothing is streamed" in note
+    assert " ms" not in note
+
+
 @pytest.mark.parametrize(("most", "is_said"), [(150, False), (256, True)])
 def test_sequences_beyond_the_blocks_never_run(most: int, is_said: bool) -> None:
     settings = {"max_num_seqs": most, "max_model_len": 128}
