@@ -28,13 +28,16 @@ class EngineFactory(Protocol):
         """Construct an engine; `reference` asks for every layer on demand, eager."""
         ...
 
-    def plan_for(self, config: EngineConfig) -> Any:
-        """Plan an engine without allocating anything.
 
-        Raises:
-            CapacityError: it does not fit.
-        """
-        ...
+def _plan_engine(config: EngineConfig) -> Any:
+    """Plan the project's engine without allocating anything.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    from engine import LLM  # noqa: PLC0415  imports torch
+
+    return LLM.plan_for(config)
 
 
 def _stream_engine_link(config: EngineConfig, seconds: float) -> tuple[int, float, float]:
@@ -54,6 +57,8 @@ class EngineDoor:
     """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
     stream: Callable[[EngineConfig, float], tuple[int, float, float]] = _stream_engine_link
     """Copies host to device for so many seconds; returns bytes, begin and end on `clock`."""
+    plan_for: Callable[[EngineConfig], Any] = _plan_engine
+    """Plans an engine without allocating anything; raises CapacityError where it does not fit."""
     predict: Callable[[Any, Any, ScenarioConfig], dict[str, float | None]] = predicted_times
     """Returns what a plan of a model predicts of a scenario, by metric."""
     clock: Callable[[], float] = time.perf_counter

@@ -195,7 +195,7 @@ class Work:
         if self._job.under_test is not None:
             # A point that does not fit needs no reference, and should not wait for one.
             self._state.enter(PLAN_PHASE)
-            self._code().plan_for(self._job.under_test)
+            self._door.plan_for(self._job.under_test)
         llm = self._build(reference=True)
         config = self._job.scenario.correctness
         prompts = check_prompts(

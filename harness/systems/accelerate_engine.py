@@ -91,17 +91,6 @@ class AccelerateEngine:
         )
         return cls(config, spec, device, sizes, placed, load)
 
-    @classmethod
-    def plan_for(cls, config: EngineConfig) -> dict[str, Any]:
-        """Return where the layers would go; nothing is loaded.
-
-        Raises:
-            CapacityError: What is asked does not fit the GPU budget.
-        """
-        spec = model_spec(config.model)
-        sizes = _sizes(config, spec, open_peer_device(config))
-        return {"host_layers": host_layers(sizes, config), "dtype": sizes.dtype}
-
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
     ) -> str:

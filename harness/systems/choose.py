@@ -1,7 +1,7 @@
 """Which door a job goes through: the one place that knows every system.
 
-A system is a class with `from_config` and `plan_for` (harness.door.EngineFactory) whose instances
-are a harness.scenarios.drive.Engine. `harness.systems.base` has the parts that such an engine may
+A system is a class with `from_config` (harness.door.EngineFactory) whose instances are a
+harness.scenarios.drive.Engine. `harness.systems.base` has the parts that such an engine may
 lack: a plan, a load report, counts of a step. A system is imported where it is chosen, so that the
 worker of another starts without it.
 """

@@ -76,12 +76,6 @@ class HTTPEngine:
         )
         self._mismatch: tuple[int, int] | None = None
 
-    @classmethod
-    def plan_for(cls, config: EngineConfig) -> dict[str, Any]:
-        """Return nothing: the server was started by others."""
-        del config
-        return {}
-
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
     ) -> str:
@@ -271,10 +265,6 @@ class HTTPFactory:
             raise EngineError("http: expected no reference of it; the reference is native.")
         progress("connect", 0, 0)
         return HTTPEngine(config, self._system)
-
-    def plan_for(self, config: EngineConfig) -> dict[str, Any]:
-        """Return nothing: the server was started by others."""
-        return HTTPEngine.plan_for(config)
 
 
 def http_door(system: SystemConfig) -> EngineDoor:

@@ -11,7 +11,6 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from engine.accounting import resolve_max_model_len
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.request import TokenEvent
@@ -100,15 +99,6 @@ class VLLMEngine:
             check_arguments(arguments, [item.name for item in fields(EngineArgs)], __version__)
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         return cls(config, spec, device, arguments, engine, load)
-
-    @classmethod
-    def plan_for(cls, config: EngineConfig) -> dict[str, Any]:
-        """Return the arguments that vLLM would be told; it plans only while it loads."""
-        device, spec = open_peer_device(config), model_spec(config.model)
-        resolve_max_model_len(config, spec)
-        return vllm_arguments(
-            config, str(config.model.path), device.budget_bytes / device.card_bytes
-        )
 
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None

@@ -250,6 +250,7 @@ def fake_door(script, clock=None):
     door = EngineDoor(
         load_code=lambda: factory,
         probe=lambda config: {"h2d_gb_s": 0.00002, "d2h_gb_s": None},
+        plan_for=factory.plan_for,
         predict=lambda plan, spec, scenario: {"predicted/tpot_ms": 250.0},
         clock=clock,
         wait=wait,

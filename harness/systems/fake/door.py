@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from engine.config import EngineConfig
@@ -10,7 +11,6 @@ from harness.fake_config import FakeScript
 from harness.systems.base import no_prediction, no_probe
 from harness.systems.fake.clock import FakeClock, RealClock, ScriptedClock
 from harness.systems.fake.engine import FakeLLM, plan_of
-from harness.systems.fake.memory import FakePlan
 from harness.systems.fake.server import ScriptedServer
 
 
@@ -29,22 +29,16 @@ class FakeFactory:
         """Return an engine; see FakeLLM."""
         return FakeLLM(self._script, config, self._clock, progress=progress, reference=reference)
 
-    def plan_for(self, config: EngineConfig) -> FakePlan:
-        """Return the plan of an engine.
-
-        Raises:
-            CapacityError: it does not fit, or the script says so.
-        """
-        return plan_of(self._script, config, reference=False)
-
 
 def fake_door(script: FakeScript) -> EngineDoor:
     """Return a door to an engine that pretends what the script says."""
+    plan = partial(plan_of, script, reference=False)
     if script.clock == "real":
         real = RealClock()
         return EngineDoor(
             load_code=lambda: FakeFactory(script, real),
             probe=no_probe,
+            plan_for=plan,
             predict=no_prediction,
             clock=real,
         )
@@ -58,6 +52,7 @@ def fake_door(script: FakeScript) -> EngineDoor:
     return EngineDoor(
         load_code=lambda: FakeFactory(script, clock),
         probe=no_probe,
+        plan_for=plan,
         predict=no_prediction,
         clock=clock,
         wait=asyncio.sleep,
