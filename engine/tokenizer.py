@@ -10,14 +10,14 @@ from engine.errors import CheckpointError, EngineError, RequestError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(folder: Path | None) -> Any | None:
+def load_tokenizer(folder: Path | str | None) -> Any | None:
     """Return the folder's transformers tokenizer, or None if it has no tokenizer files.
 
     Raises:
         EngineError: transformers cannot be imported beside an installed package named kernels.
         CheckpointError: The tokenizer's files are damaged.
     """
-    if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if folder is None or not any(Path(folder, name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
         from transformers import AutoTokenizer  # slow, and not needed for ids

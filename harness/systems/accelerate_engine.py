@@ -13,13 +13,13 @@ from engine.errors import EngineError, RequestError
 from engine.request import Request, TokenEvent, check_request
 from engine.sampling_params import SamplingParams
 from engine.spec import ModelSpec
+from engine.tokenizer import load_tokenizer
 from harness.door import EngineDoor, Progress, probe_engine_link
 from harness.systems.accelerate_model import PlacedModel, load_model
 from harness.systems.accelerate_plan import Sizes, host_layers, largest_batch
 from harness.systems.base import PeerLoad, PeerPlan, StepCounts, no_prediction
 from harness.systems.hf_sizes import model_spec
 from harness.systems.static_batch import Row, StaticBatch
-from harness.systems.tokenizer import load_tokenizer
 from harness.systems.torch_device import PeerDevice, open_peer_device
 
 

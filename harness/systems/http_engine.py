@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.request import Request, TokenEvent, check_request
 from engine.sampling_params import SamplingParams
+from engine.tokenizer import load_tokenizer
 from harness.door import EngineDoor, Progress
 from harness.system_config import SystemConfig
 from harness.systems.agreement import UNKNOWN_TOKEN
@@ -21,7 +22,6 @@ from harness.systems.http_body import Bodies
 from harness.systems.http_client import HTTPClient
 from harness.systems.http_door import HTTPDoor
 from harness.systems.http_stream import ServerError, StreamedAnswer
-from harness.systems.tokenizer import load_tokenizer
 
 TIMEOUT_S: Final = 300.0
 MOST_UNREACHED: Final = 10

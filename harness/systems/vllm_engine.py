@@ -16,10 +16,10 @@ from engine.errors import EngineError, RequestError
 from engine.request import TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.spec import ModelSpec
+from engine.tokenizer import load_tokenizer
 from harness.door import EngineDoor, Progress, probe_engine_link
 from harness.systems.base import PeerLoad, PeerPlan, StepCounts, no_prediction
 from harness.systems.hf_sizes import config_json, model_spec
-from harness.systems.tokenizer import load_tokenizer
 from harness.systems.torch_device import PeerDevice, open_peer_device
 from harness.systems.vllm_arguments import check_arguments, vllm_arguments
 
