@@ -22,23 +22,6 @@ def device_lock_path(gpu_uuid: str | None, home: Path) -> Path:
 
 
 @contextmanager
-def hold(path: Path, *, owner: str, say: Callable[[str], None]) -> Iterator[float]:
-    """Hold the lock `path`; while another process has it, wait and say so once.
-
-    Args:
-        path: the lock file; created when absent, never removed.
-        owner: what the file says to those who wait.
-        say: gets one line when there is someone to wait for.
-
-    Yields:
-        Seconds waited.
-    """
-    begin_s = time.monotonic()
-    with hold_one([path], owner=owner, say=say):
-        yield time.monotonic() - begin_s
-
-
-@contextmanager
 def hold_one(
     paths: Sequence[Path], *, owner: str, say: Callable[[str], None]
 ) -> Iterator[tuple[int, int]]:

@@ -4,11 +4,9 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from reports.record import SAMPLE_FLOORS, summarise
-
-QUANTITIES: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 
 
 @dataclass(kw_only=True)
@@ -79,16 +77,6 @@ class RequestTimes:
         }
 
 
-def latency_metrics(
-    requests: Sequence[RequestTimes], area: str = "latency"
-) -> dict[str, float | None]:
-    """Return `AREA/QUANTITY/STATISTIC` over the requests that completed.
-
-    A statistic below its sample floor is None.
-    """
-    return pool_metrics(latency_pools(requests, area))
-
-
 def latency_pools(
     requests: Sequence[RequestTimes], area: str = "latency"
 ) -> dict[str, list[float]]:
@@ -106,7 +94,10 @@ def latency_pools(
 
 
 def pool_metrics(pools: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """Return `AREA/QUANTITY/STATISTIC` of samples by `AREA/QUANTITY`."""
+    """Return `AREA/QUANTITY/STATISTIC` of samples by `AREA/QUANTITY`.
+
+    A statistic below its sample floor is None.
+    """
     return {
         f"{base}/{statistic}": value
         for base, values in pools.items()

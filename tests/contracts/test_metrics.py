@@ -8,7 +8,7 @@ import pytest
 from engine.config import EngineConfig, ModelConfig
 from engine.probe import probe_link
 from harness.job import WorkerJob
-from harness.measure.latency import QUANTITIES
+from harness.measure.latency import latency_pools
 from harness.scenarios.load import summarise_loads
 from harness.scenarios.predicted import differences, predicted_times
 from harness.schema import LatencyScenario, ThroughputScenario
@@ -108,7 +108,7 @@ def test_nothing_is_defined_that_is_not_produced(produced: set[str]) -> None:
     assert single == {*summarise([1.0]), "repeat_std", "ci95_low", "ci95_high"}
     assert repeated == {"std", "ci95_low", "ci95_high"}
     assert single | repeated == set(STATISTIC_DEFINITIONS)
-    assert {f"latency/{name}" for name in QUANTITIES} <= set(METRIC_DEFINITIONS)
+    assert set(latency_pools([])) <= set(METRIC_DEFINITIONS)
 
 
 def test_names_in_the_sources_are_defined() -> None:

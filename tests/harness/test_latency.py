@@ -1,6 +1,6 @@
 import pytest
 
-from harness.measure.latency import RequestTimes, floor_note, latency_metrics
+from harness.measure.latency import RequestTimes, floor_note, latency_pools, pool_metrics
 
 
 def request(*times_s, submit_s=10.0, **changes):
@@ -39,7 +39,7 @@ def test_no_token_has_no_times():
 def test_metrics_pool_gaps_and_leave_out_what_failed():
     slow, fast = request(10.5, 11.5), request(10.1, 10.2, 10.3, 10.4)
     failed = request(99.0, error="refused", finish_reason=None)
-    metrics = latency_metrics([slow, fast, failed])
+    metrics = pool_metrics(latency_pools([slow, fast, failed]))
     assert metrics["latency/ttft_ms/mean"] == pytest.approx(300)
     assert metrics["latency/tpot_ms/mean"] == pytest.approx((1000 + 100) / 2)
     assert metrics["latency/itl_ms/mean"] == pytest.approx((1000 + 3 * 100) / 4)
@@ -48,7 +48,7 @@ def test_metrics_pool_gaps_and_leave_out_what_failed():
 
 
 def test_tpot_statistics_are_none_when_every_request_has_one_token():
-    metrics = latency_metrics([request(10.5) for _ in range(20)])
+    metrics = pool_metrics(latency_pools([request(10.5) for _ in range(20)]))
     assert metrics["latency/ttft_ms/p50"] == 500
     assert {metrics[f"latency/tpot_ms/{name}"] for name in ("mean", "p50", "min", "std")} == {None}
     assert metrics["latency/itl_ms/mean"] is None
