@@ -19,7 +19,7 @@ from engine.plan import (
 from engine.sizes import (
     HOST_DECODES,
     activation_bytes,
-    graph_bytes,
+    captured_bytes,
     graph_sizes,
     logits_bytes,
     prefill_sizes,
@@ -110,18 +110,18 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     prefills: tuple[tuple[int, int], ...] = ()
     if sizes:
         prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
-    graph_pool, graph_nodes = graph_bytes(spec, sizes if use_graphs else (), prefills, size)
-    workspace, runtime = runtime_bytes(facts.kind)
+    offloads = any(layer.offloaded.num_bytes for layer in layout.layers)
+    captured = prefills if use_graphs and not offloads else ()
+    decodes = sizes if use_graphs else ()
+    captured_pool, graph_nodes = captured_bytes(spec, facts.kind, decodes, captured, size)
     items = {
         "weights": layout.resident_bytes,
         "prefetch_slots": 0 if stage is not None else slots * slot_bytes,
         "staging_slots": (slots * slot_bytes if stage is not None else 0) + outer_slot,
-        "activations": activation_bytes(spec, settings, size, asked.max_model_len)
-        + graph_pool
-        + workspace,
+        "activations": activation_bytes(spec, settings, size, asked.max_model_len) + captured_pool,
         "logits": logits_bytes(spec, settings, size),
         "graphs": graph_nodes,
-        "runtime": runtime,
+        "runtime": runtime_bytes(facts.kind),
     }
     kv = asked_kv_sizes(asked)
     tier = asked_tier(asked, kv, layout.offloaded_bytes)
@@ -129,7 +129,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         items["kv_moves"] = tier.ids_bytes
         if use_graphs:
             again = tuple(count for count in sizes if count <= HOST_DECODES)
-            items["graphs"] += graph_bytes(spec, again, (), size)[1]
+            items["graphs"] += captured_bytes(spec, facts.kind, again, (), size)[1]
     room = budget - sum(items.values())
     pools, in_place = tier.share_out(kv, room)
     if in_place:
@@ -168,6 +168,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         graph_sizes=sizes,
         prefill_sizes=prefills,
+        captured_prefills=captured,
         use_graphs=use_graphs,
         pin=pinned,
         gpu_budget_bytes=budget,
@@ -182,6 +183,17 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
         facts=facts,
     )
+
+
+def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
+    """GPU bytes that a plan without offloaded layers takes to capture steps with prompts."""
+    sizes = plan.graph_sizes if plan.use_graphs else ()
+    size, kind = DTYPE_BYTES[asked.dtype], asked.facts.kind
+    with_prompts, without = (
+        sum(captured_bytes(asked.spec, kind, sizes, prefills, size))
+        for prefills in (plan.captured_prefills, ())
+    )
+    return with_prompts - without
 
 
 def asked_kv_sizes(asked: Asked) -> KVSizes:

@@ -19,6 +19,7 @@ from engine.accounting import (
     build_plan,
     has_kv_room,
     plan_fits,
+    prefill_graph_bytes,
     served,
     step_blocks,
 )
@@ -79,6 +80,7 @@ class Chooser:
         self._outer = {t.name: align(t.numel * self._size) for t in asked.spec.outer_tensors()}
         self.resident = build_plan(asked, assign_resident(asked.spec))
         self._tier = asked_tier(asked, self.resident.kv, 0)
+        self._prefill_graphs = prefill_graph_bytes(asked, self.resident)
 
     @cached_property
     def _least_blocks(self) -> int:
@@ -216,6 +218,9 @@ class Chooser:
         other -= plan.gpu_items.get("kv_stages", 0)
         freed = sum(self._outer[item] for item in outer)
         need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
+        if need > 0:  # steps with prompts are captured only where no layer is moved
+            other -= self._prefill_graphs
+            need = max(1, need - self._prefill_graphs)
         taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
         if taken is None:
             return None
@@ -307,6 +312,7 @@ class Chooser:
             head_in_place_bytes=head,
             embed_row_bytes=self._spec.hidden_size * self._size if EMBED in outer else 0,
             uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
+            captured_prefills=() if any(sizes) else base.captured_prefills,
             is_pinned=self._asked.facts.can_pin,
             kv_pools=pools,
             in_place_blocks=self._tier.reach if in_place else 0,

@@ -126,6 +126,9 @@ class MemoryPlan:
     """Decode batch sizes captured as CUDA graphs; both graph and eager steps pad to them."""
     prefill_sizes: tuple[tuple[int, int], ...] = ()
     """Decode rows and tokens of prompts that steps with prompts are padded to, where they fit."""
+    captured_prefills: tuple[tuple[int, int], ...] = ()
+    """Those of `prefill_sizes` that run as graphs: none where layers are offloaded, as the link
+    takes longer than the launches that it would save."""
     use_graphs: bool
     """Decode runs in CUDA graphs."""
     pin: bool
@@ -199,15 +202,6 @@ class MemoryPlan:
             for tensor in slab.tensors:
                 totals[self.placements[tensor.name].value] += tensor.numel * size
         return totals
-
-    @property
-    def captured_prefills(self) -> tuple[tuple[int, int], ...]:
-        """Those of `prefill_sizes` that run as graphs.
-
-        None where layers are offloaded: the link takes longer than the launches that it would save.
-        Their memory is counted all the same, so that what is moved changes no other figure.
-        """
-        return self.prefill_sizes if self.use_graphs and not self.offloaded_layers else ()
 
     @property
     def offloaded_layers(self) -> tuple[LayerPlan, ...]:

@@ -30,8 +30,13 @@ class SharedAllocator:
         self._apply()
 
     def release(self, owner: object) -> None:
-        """Forget an engine; the bound is that of the others, none without any."""
+        """Forget an engine; the bound is that of the others, none without any.
+
+        With the last one go cuBLAS's workspaces, which torch keeps for each stream that called it.
+        """
         self._bounds.pop(owner, None)
+        if not self._bounds:
+            torch._C._cuda_clearCublasWorkspaces()
         self._apply()
 
     def peak_bytes(self) -> int:

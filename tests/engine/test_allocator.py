@@ -15,6 +15,10 @@ class Card:
     def __init__(self, reserved: int) -> None:
         self.reserved = self.peak = reserved
         self.share = 1.0
+        self.clears = 0
+
+    def clear_workspaces(self) -> None:
+        self.clears += 1
 
     def take(self, num_bytes: int) -> None:
         self.reserved += num_bytes
@@ -44,8 +48,10 @@ class Engine:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card(reserved=100)
     for name in vars(Card):
-        if not name.startswith("_") and name != "take":
+        if not name.startswith("_") and name not in ("take", "clear_workspaces"):
             monkeypatch.setattr(torch.cuda, name, getattr(card, name))
+    clear = "_cuda_clearCublasWorkspaces"  # absent where torch is built for CPUs
+    monkeypatch.setattr(torch._C, clear, card.clear_workspaces, raising=False)
     return card
 
 

@@ -253,4 +253,4 @@ def test_what_is_closed_is_given_back(tiny: TinyModels, monkeypatch: pytest.Monk
         greedy(llm, PROMPTS, 4)
         llm.evict_gpu_cache()
         llm.close()
-        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() <= before

@@ -92,6 +92,28 @@ def test_layers_that_take_long_to_copy(
     llm.close()
 
 
+@pytest.mark.parametrize("keywords", [{}, {"offload_group_size": 1}], ids=["resident", "prefetch"])
+def test_the_largest_steps_fit_what_is_planned_exactly(
+    tmp_path: Path, keywords: dict[str, Any]
+) -> None:
+    """Nothing is left beside the plan: activations of 112 MiB leave holes that smaller ones fill."""
+    wide = LARGE | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    wide |= {"num_hidden_layers": 3, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    asked = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 16, **keywords}
+    asked |= {"max_num_batched_tokens": 2048, "gpu_memory_gib": 8.0}
+    llm = open_gpu(tmp_path, **asked)
+    planned, share = llm.plan.gpu_total_bytes, llm.memory()["gpu_budget_bytes"] / (8 * GIB)
+    llm.close()
+    llm = open_gpu(tmp_path, **asked | {"gpu_memory_gib": (planned + MIB) / GIB / share})
+    prompts = [make_prompt(length, seed=8, vocab=32000) for length in (2000, 1500, 700, 3)]
+    assert greedy(llm, prompts, 4) == greedy(llm, prompts, 4)
+    memory = llm.memory()
+    assert planned - max(0.03 * planned, 150 * MIB) <= memory["gpu_peak_bytes"]
+    assert memory["gpu_peak_bytes"] <= memory["gpu_budget_bytes"]
+    llm.close()
+
+
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_control_a_skipped_wait_changes_tokens(
     large: Path, large_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch, eager: bool

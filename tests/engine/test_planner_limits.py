@@ -60,7 +60,7 @@ def test_a_refusal_names_offloads_that_only_host_memory_rules_out() -> None:
 
 def test_small_lacks_are_seen_in_the_figures() -> None:
     with pytest.raises(CapacityError) as error:
-        plan_small(memory_gib=0.0019)
+        plan_small(memory_gib=0.0018)
     found = re.search(r"memory: ([\d.]+) GiB; .* needs ([\d.]+) GiB", str(error.value))
     assert found is not None
     assert 0 < float(found[1]) < float(found[2])
