@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from reports.record import RunRecord
 CALL_TIMEOUT_S: Final = 60.0
 OPEN_TIMEOUT_S: Final = 300.0
 """The first start of eight processes creates the database, one after the other."""
+_Call = tuple[str, Callable[[], None], threading.Event]
+"""Name, what is called, and what is set when it returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ class Tracker(Protocol):
 class GuardedTracker:
     """Runs a tracker in a thread of its own; what fails or hangs becomes a warning.
 
-    After a call that hung, no further call is made.
+    After a call that hung, no further call is made. The thread ends with this object.
     """
 
     def __init__(
@@ -87,14 +90,13 @@ class GuardedTracker:
     ) -> None:
         self._tracker = tracker
         self._timeout_s = timeout_s
-        self._calls: queue.SimpleQueue[tuple[str, Callable[[], None], threading.Event]] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._is_stuck = False
-        self._is_broken = False
+        self._is_broken = threading.Event()
         self.warnings: list[str] = []
-        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
-        self._thread.start()
+        work = (self._calls, self.warnings, self._is_broken)
+        threading.Thread(target=_work, args=work, name="tracking", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
         self._call("open", tracker.open, timeout_s=open_timeout_s)
 
     def start_sweep(self, sweep: SweepContext) -> None:
@@ -123,7 +125,8 @@ class GuardedTracker:
 
     def view_command(self) -> str | None:
         """See Tracker; None when the tracker does not work."""
-        return None if self._is_broken or self._is_stuck else self._tracker.view_command()
+        is_usable = not (self._is_broken.is_set() or self._is_stuck)
+        return self._tracker.view_command() if is_usable else None
 
     def _call(
         self,
@@ -133,7 +136,7 @@ class GuardedTracker:
         wait: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        if self._is_stuck or self._is_broken:
+        if self._is_stuck or self._is_broken.is_set():
             return
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         done = threading.Event()
@@ -145,18 +148,27 @@ class GuardedTracker:
                 "files in the run's folder are complete; choose tracking=none if this repeats."
             )
 
-    def _work(self) -> None:
-        while True:
-            name, call, done = self._calls.get()
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001  the edge: tracking never costs a run
-                if name == "open":
-                    self._is_broken = True
-                reason = f"{type(error).__name__}: {error}".rstrip(".")
-                self.warnings.append(
-                    f"tracking: {name} failed: {reason}. The files in the run's folder are "
-                    "complete; choose tracking=none if this repeats."
-                )
-            finally:
-                done.set()
+
+def _work(
+    calls: "queue.SimpleQueue[_Call | None]", warnings: list[str], is_broken: threading.Event
+) -> None:
+    """Make calls in order until None comes."""
+    while (item := calls.get()) is not None:
+        _make(item, warnings, is_broken)
+        del item  # the call holds the tracker, with which this thread is to end
+
+
+def _make(item: _Call, warnings: list[str], is_broken: threading.Event) -> None:
+    name, call, done = item
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the edge: tracking never costs a run
+        if name == "open":
+            is_broken.set()
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        warnings.append(
+            f"tracking: {name} failed: {reason}. The files in the run's folder are complete; "
+            "choose tracking=none if this repeats."
+        )
+    finally:
+        done.set()

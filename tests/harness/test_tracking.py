@@ -232,6 +232,17 @@ def test_a_tracker_that_hangs_is_given_up(tmp_path):
     assert "start_point took longer than 0.1 s" in warning
 
 
+def test_the_thread_of_a_tracker_ends_with_it(tmp_path):
+    before = set(threading.enumerate())
+    tracker = GuardedTracker(NoTracker())
+    (thread,) = set(threading.enumerate()) - before
+    tracker.start_sweep(SweepContext(sweep_id="s", folder=tmp_path, index=0, total=1))
+    assert thread.is_alive()
+    del tracker
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_tracking_none_works_without_mlflow(tmp_path, monkeypatch):
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
     monkeypatch.setitem(sys.modules, "mlflow", None)
