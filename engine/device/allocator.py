@@ -36,7 +36,7 @@ class SharedAllocator:
         """
         self._bounds.pop(owner, None)
         if not self._bounds:
-            torch._C._cuda_clearCublasWorkspaces()
+            torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
         self._apply()
 
     def peak_bytes(self) -> int:

@@ -96,7 +96,7 @@ def test_layers_that_take_long_to_copy(
 def test_the_largest_steps_fit_what_is_planned_exactly(
     tmp_path: Path, keywords: dict[str, Any]
 ) -> None:
-    """Nothing is left beside the plan: activations of 112 MiB leave holes that smaller ones fill."""
+    """Nothing is left beside the plan, and activations of 112 MiB leave holes that others fill."""
     wide = LARGE | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
     wide |= {"num_hidden_layers": 3, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(wide))

@@ -123,7 +123,7 @@ def test_planned_sizes_on_a_gpu() -> None:
     offloaded = plan_olmo(offload=uva(8), max_model_len=512, max_num_seqs=64)
     assert offloaded.prefill_sizes == plan.prefill_sizes
     assert offloaded.captured_prefills == ()
-    for item, least in (("graphs", 12 * 32 * 2**16), ("activations", 2**25)):
+    for item, least in (("graphs", 9 * 32 * 2**16), ("activations", 2**25)):
         assert plan.gpu_items[item] - offloaded.gpu_items[item] >= least
     eager = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64, enforce_eager=True)
     assert eager.prefill_sizes == plan.prefill_sizes
