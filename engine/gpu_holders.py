@@ -25,12 +25,12 @@ def gpu_holders(uuid: str | None, module: Any = None) -> tuple[str, ...]:
         return ()
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        found = [(p.usedGpuMemory or 0, p.pid) for p in _processes(nvml, handle)]
+        found = {p.pid: p.usedGpuMemory or 0 for p in _processes(nvml, handle)}
     except Exception:  # noqa: BLE001 - NVML raises one class per code
         return ()
     finally:
         nvml.nvmlShutdown()
-    others = sorted((size, pid) for size, pid in found if pid != os.getpid())
+    others = sorted((size, pid) for pid, size in found.items() if pid != os.getpid())
     return tuple(_words(size, pid) for size, pid in reversed(others))
 
 
@@ -41,6 +41,7 @@ def _pynvml() -> Any:
 
 
 def _processes(nvml: Any, handle: Any) -> list[Any]:
+    """Those that compute and those that draw; one that does both is in twice."""
     return [
         *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
         *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),

@@ -19,8 +19,10 @@ ABSENT_PID = 2**22 + 1
 
 
 class Nvml:
-    def __init__(self, *processes: tuple[int, int | None], error: str = "") -> None:
-        self._processes, self._error = processes, error
+    def __init__(
+        self, *processes: tuple[int, int | None], error: str = "", drawing: tuple[int, ...] = ()
+    ) -> None:
+        self._processes, self._error, self._drawing = processes, error, drawing
         self.is_open = False
 
     def nvmlInit(self) -> None:
@@ -40,7 +42,15 @@ class Nvml:
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self._processes]
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> list[Any]:
-        return []
+        return [SimpleNamespace(pid=pid, usedGpuMemory=GIB) for pid in self._drawing]
+
+
+def test_a_process_that_computes_and_draws_is_named_once() -> None:
+    nvml = Nvml((ABSENT_PID, GIB), drawing=(ABSENT_PID, ABSENT_PID + 1))
+    assert gpu_holders("GPU-1", nvml) == (
+        f"process {ABSENT_PID + 1} 1.00 GiB",
+        f"process {ABSENT_PID} 1.00 GiB",
+    )
 
 
 def test_other_processes_are_named_the_largest_first() -> None:
