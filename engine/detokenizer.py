@@ -47,15 +47,14 @@ class Tokenizer(Protocol):
 class IncrementalDetokenizer:
     """Decodes one sequence token by token and looks for stop strings in its text.
 
-    The pieces together equal `tokenizer.decode` of all tokens (without the clean-up of spaces,
-    which rewrites text that was shown before), up to the stop string if one occurs. Held back are:
-    the bytes of an unfinished character; a run of byte tokens, because one bad byte breaks the
-    whole run; and text that may be the beginning of a stop string.
+    The pieces together equal `tokenizer.decode` of all tokens without special ones (and without the
+    clean-up of spaces, which rewrites text that was shown before), up to the stop string if one
+    occurs. Held back are: the bytes of an unfinished character; a run of byte tokens, because one
+    bad byte breaks the whole run; and text that may be the beginning of a stop string.
 
     Args:
         tokenizer: A transformers tokenizer.
         stop: Strings that end the text, none empty.
-        skip_special_tokens: Leave special tokens out of the text.
         min_tokens: A stop string counts only if it ends in the text of a later token than the
             first min_tokens - 1.
     """
@@ -65,13 +64,11 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         *,
-        skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = _StopFinder(stop)
-        self._skip = skip_special_tokens
-        self._special = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._special = _special_ids(tokenizer)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -173,7 +170,7 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
 
