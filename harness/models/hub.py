@@ -29,13 +29,19 @@ class HubSource:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return what a checkpoint folder lacks: config.json, and every safetensors file it needs."""
+    """Return what a checkpoint folder lacks: config.json, and every safetensors file it needs.
+
+    An index that is no such thing counts as lacking.
+    """
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-        return lacking + [shard for shard in shards if not (folder / shard).is_file()]
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted(set(weight_map.values()))
+            return lacking + [shard for shard in shards if not (folder / shard).is_file()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return [*lacking, f"a weight_map of file names in {index.name}"]
     if not any(folder.glob("*.safetensors")):
         lacking.append("*.safetensors")
     return lacking

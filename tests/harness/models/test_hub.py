@@ -88,6 +88,14 @@ def test_missing_files_names_absent_shards(tmp_path: Path) -> None:
     assert missing_files(tmp_path) == ["config.json", "*.safetensors"]
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"weight_map": ["a"]}', "\ufeff{"])
+def test_an_index_that_is_none_is_lacking(tmp_path: Path, content: str) -> None:
+    folder = _snapshot(tmp_path / "a", absent=1)
+    (folder / "model.safetensors.index.json").write_text(content)
+    (lacking,) = missing_files(folder)
+    assert "model.safetensors.index.json" in lacking
+
+
 @pytest.mark.parametrize("where", ["ours", "theirs"])
 def test_a_complete_snapshot_in_either_cache_is_used(hub: Hub, tmp_path: Path, where: str) -> None:
     hub.cached[where] = _snapshot(tmp_path / "snap")
