@@ -57,9 +57,10 @@ class FakeScript(Sealed):
     fail_after_steps: int = 0
     """Steps of warm-ups and timed requests before a failure at step."""
     refuse_every: int | None = None
-    """Every so manieth timed request is refused; null: none."""
+    """Of timed requests every one whose number it divides is refused; null: none."""
     break_every: int | None = None
-    """Every so manieth timed request ends with an error after its first token; null: none."""
+    """Of timed requests every one whose number it divides ends with an error after its first token;
+    null: none."""
     stop_after: int | None = None
     """Tokens after which an answer stops by itself, if it is longer; null: at its full length."""
     wrong_token_at: int | None = None
