@@ -67,8 +67,9 @@ def _check_folder(name: str, folder: Path) -> Path:
         raise unavailable(name, f"model.path: expected a folder, found none at {folder}")
     if fault := _config_fault(folder / "config.json"):
         raise ModelUnavailableError(
-            f"model {name}: {folder}: expected a config.json with the model's sizes, {fault}. Mend "
-            "it, or point model.path=FOLDER at another folder; model.load_format=dummy reads it too."
+            f"model {name}: {folder}: expected a config.json with the model's sizes, {fault}. "
+            "Mend it, or point model.path=FOLDER at another folder; model.load_format=dummy reads "
+            "it too."
         )
     lacking = missing_files(folder)
     if lacking:

@@ -37,7 +37,7 @@ def test_an_unusable_config_is_told_before_weights_are_looked_for(
 ) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelUnavailableError, match="expected a config.json with") as error:
+    with pytest.raises(ModelUnavailableError, match=r"expected a config\.json with") as error:
         ensure_model("mine", {"kind": "folder", "path": str(tmp_path)})
     assert fault in str(error.value)
     assert "*.safetensors" not in str(error.value)
