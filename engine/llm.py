@@ -14,6 +14,7 @@ from engine.core import StepStats
 from engine.device.select import open_device
 from engine.effective import describe
 from engine.errors import EngineError
+from engine.interrupt import interrupt_afterwards
 from engine.keywords import config_from_keywords
 from engine.kv.pool_types import Tier
 from engine.plan import MemoryPlan
@@ -118,6 +119,12 @@ class LLM:
         finally:
             self._lock.release()
 
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Likewise, and let Ctrl-C wait: what it cuts short might not go on."""
+        with self._alone(), interrupt_afterwards():
+            yield
+
     @property
     def config(self) -> EngineConfig:
         """What was asked."""
@@ -192,7 +199,7 @@ class LLM:
         Raises:
             RequestError: It cannot be served.
         """
-        with self._alone():
+        with self._whole():
             return self._requests.add(prompt, params, request_id).request.request_id
 
     def step(self) -> list[TokenEvent]:
@@ -201,11 +208,17 @@ class LLM:
         The step behind it is launched before its tokens are waited for, and runs while the caller
         handles them. So a request that is added between calls begins behind the step in flight.
         Tokens that came while `generate` ran, of requests that were added, come first.
+        Ctrl-C is raised behind the step, and the next call returns its tokens; a second one is
+        raised at once, and the engine may have to be built anew.
         """
-        with self._alone():
-            if self._requests.has_kept:
-                return self._requests.take_kept()
-            return self._requests.apply(self._live.core.step())
+        requests, events = self._requests, list[TokenEvent]()
+        try:
+            with self._whole():
+                events += requests.take_kept() or requests.apply(self._live.core.step())
+        except KeyboardInterrupt:
+            requests.keep(events)
+            raise
+        return events
 
     def replay_only(self, size: int) -> None:
         """Enqueue the graph of the newest decode step once more: what a step costs without a host.
@@ -228,7 +241,7 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown and finished ids are ignored."""
-        with self._alone():
+        with self._whole():
             self._requests.abort(request_id)
 
     def effective(self) -> dict[str, Any]:
@@ -282,7 +295,7 @@ class LLM:
         """
         if tier not in {None, "gpu", "cpu"}:
             raise EngineError(f"reset_cache: expected tier gpu, cpu or None, got {tier!r}.")
-        with self._alone():
+        with self._whole():
             self._live.core.scheduler.reset_cache(tier)
 
     def evict_gpu_cache(self) -> None:
@@ -291,7 +304,7 @@ class LLM:
         For measurement, between calls of `step`: what is found afterwards is found in the host
         tier. Blocks until it is stored.
         """
-        with self._alone():
+        with self._whole():
             core = self._live.core
             core.scheduler.evict_gpu_cache()
             core.transfers.drain()

@@ -214,13 +214,18 @@ class Scheduler:
         self._plans.append(plan)
         return plan
 
-    def take_moves(self) -> tuple[MoveBatch, ...]:
+    def decided_moves(self) -> tuple[MoveBatch, ...]:
         """Return for each group what is to be copied before the next step, and what it waits for.
 
         Call it after each planning, also where that returned None; every batch is to be submitted,
-        whether or not the plan runs.
+        whether or not the plan runs. It returns the same and more until `note_taken`.
         """
-        return tuple(pool.take_moves() for pool in self._groups.pools)
+        return tuple(pool.decided_moves() for pool in self._groups.pools)
+
+    def note_taken(self) -> None:
+        """Note that the moves decided so far were submitted."""
+        for pool in self._groups.pools:
+            pool.note_taken()
 
     def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
         """Note that moves of a group are done on the device.

@@ -10,6 +10,7 @@ from typing import Any
 from engine.core import EngineCore
 from engine.detokenizer import IncrementalDetokenizer
 from engine.errors import ConfigError, RequestError
+from engine.interrupt import interrupt_afterwards
 from engine.request import (
     CompletionOutput,
     Request,
@@ -172,7 +173,8 @@ class Sessions:
             self.core.scheduler.finish(sequence, "stop", hit)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request."""
+        """Drop a request, and what is kept of its tokens."""
+        self._kept = [event for event in self._kept if event.request_id != request_id]
         if self._open.pop(request_id, None) is not None:
             self.core.scheduler.abort(request_id)
 
@@ -190,12 +192,14 @@ class Sessions:
         entries: list[Session | RequestOutput] = []
         try:
             for prompt, each in zip(many, params, strict=True):
-                entries.append(self._add_or_fail(prompt, each))
+                with interrupt_afterwards():
+                    entries.append(self._add_or_fail(prompt, each))
             self._finish(entries, step, use_tqdm=use_tqdm)
         except BaseException:
-            for entry in entries:
-                if isinstance(entry, Session):
-                    self.abort(entry.request.request_id)
+            with interrupt_afterwards():
+                for entry in entries:
+                    if isinstance(entry, Session):
+                        self.abort(entry.request.request_id)
             raise
         return [x.output() if isinstance(x, Session) else x for x in entries]
 
@@ -207,11 +211,18 @@ class Sessions:
 
     @property
     def has_kept(self) -> bool:
-        """Whether events of requests that were added wait for `take_kept`."""
+        """Whether events wait for `take_kept`."""
         return bool(self._kept)
 
+    def keep(self, events: list[TokenEvent]) -> None:
+        """Keep events that could not be returned; they come before what is kept already."""
+        self._kept = events + self._kept
+
     def take_kept(self) -> list[TokenEvent]:
-        """Return events that came while `generate` ran, of requests that are not its own."""
+        """Return events that could not be returned when they came.
+
+        They came while `generate` ran, of requests that are not its own, or with Ctrl-C.
+        """
         kept, self._kept = self._kept, []
         return kept
 
@@ -229,12 +240,13 @@ class Sessions:
             with _bar(len(entries), use_tqdm) as bar:
                 bar.update(len(entries) - len(waiting))
                 while waiting:
-                    others += [event for event in step() if event.request_id not in own]
+                    with interrupt_afterwards():
+                        others += [event for event in step() if event.request_id not in own]
                     done = waiting - self._open.keys()
                     bar.update(len(done))
                     waiting -= done
         finally:
-            self._kept += others
+            self.keep(others)
 
 
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

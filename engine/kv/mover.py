@@ -155,8 +155,8 @@ class BlockMover:
         """Take a batch, and let the compute stream wait for the moves that it names.
 
         Enqueues a piece, and what must be before the named moves are. A batch whose submission
-        failed may be submitted again, with nothing submitted or polled in between: what is enqueued
-        of it stays so.
+        failed may be submitted again, or one with more moves beside them, with nothing submitted or
+        polled in between: what is enqueued of it stays so.
 
         Stream: behind what is enqueued on the current stream; what follows there waits.
         """

@@ -119,15 +119,13 @@ class MoveLedger:
                 self._waits.update(self._touching[block_id])
             self._incoming.pop(block_id, None)
 
-    def require(self, move_ids: Iterable[int]) -> None:
-        """Let the next step wait for these moves, where they are not complete."""
-        self._waits.update(move_id for move_id in move_ids if move_id in self._in_flight)
+    def decided(self) -> MoveBatch:
+        """Return what was decided and not taken."""
+        return MoveBatch(tuple(self._outbox), frozenset(self._waits))
 
-    def take(self) -> MoveBatch:
-        """Return what was decided since the last call."""
-        batch = MoveBatch(tuple(self._outbox), frozenset(self._waits))
+    def note_taken(self) -> None:
+        """Note that all that was decided is taken."""
         self._outbox, self._waits, self._first_not_taken = [], set(), self._next_id
-        return batch
 
     def finish(self, move_ids: Collection[int]) -> list[Move]:
         """Forget moves that are done, all or none.

@@ -32,7 +32,7 @@ class TieredBlockPool(PoolView):
 
     Moves take time. A host block that one reads or writes is not handed out before `complete`. A
     GPU block is, and the move that brings it new content, or the next step, waits for those that
-    still touch it. `take_moves` is called once for each step, after the compute of the step
+    still touch it. `decided_moves` are taken once for each step, after the compute of the step
     before has been enqueued.
 
     A method that raises has changed nothing.
@@ -291,9 +291,16 @@ class TieredBlockPool(PoolView):
                 for block_id in list(index.values()):
                     self._states.drop_key(block_id)
 
-    def take_moves(self) -> MoveBatch:
-        """Return what is to be copied before the next step, and what that step waits for."""
-        return self._states.ledger.take()
+    def decided_moves(self) -> MoveBatch:
+        """Return what is to be copied before the next step, and what that step waits for.
+
+        The same and more until `note_taken`.
+        """
+        return self._states.ledger.decided()
+
+    def note_taken(self) -> None:
+        """Note that the moves decided so far are in somebody's hands."""
+        self._states.ledger.note_taken()
 
     def complete(self, move_ids: Collection[int]) -> None:
         """Note that moves are done on the device.
@@ -305,10 +312,6 @@ class TieredBlockPool(PoolView):
         moves = states.ledger.finish(move_ids)
         blocks = chain.from_iterable([(move.src, move.dst) for move in moves])
         states.settle(*[b for b in blocks if not states.owners[b]])  # others are in no list
-
-    def require(self, move_ids: Iterable[int]) -> None:
-        """Let the next step wait for moves on the device, such as a claim's pending ones."""
-        self._states.ledger.require(move_ids)
 
     def _can_claim(self, match: Match, n: int, room: Room, stay: frozenset[int]) -> bool:
         states = self._states

@@ -1,6 +1,5 @@
 """Transfers: the moves that a scheduler decides go to the movers, and what is done comes back."""
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -12,8 +11,11 @@ from engine.kv.moves import MoveBatch
 class MoveSource(Protocol):
     """Decides moves, for each group of layers."""
 
-    def take_moves(self) -> tuple[MoveBatch, ...]:
-        """Return for each group what was decided since the last call."""
+    def decided_moves(self) -> tuple[MoveBatch, ...]:
+        """Return for each group what was decided and is not taken."""
+
+    def note_taken(self) -> None:
+        """Note that all of it is taken."""
 
     def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
         """Note that moves are done."""
@@ -57,7 +59,7 @@ class Transfers:
 
     def __init__(self, source: MoveSource, movers: Sequence[Mover | None]) -> None:
         self._source, self._movers = source, tuple(movers)
-        self._outbox: deque[tuple[int, MoveBatch]] = deque()
+        self._is_cut_short = False
 
     @property
     def num_under_way(self) -> int:
@@ -68,16 +70,16 @@ class Transfers:
         """Hand on all moves decided so far, and let what follows wait for those that it must.
 
         Each call enqueues at least one piece of what is left to each mover, so that all are
-        enqueued in the end. Where it raises, the next call goes on where it stopped.
+        enqueued in the end. The source keeps them until all are submitted: where it raises, the
+        next call goes on where it stopped.
 
         Raises:
             EngineError: A group without a host tier was to move blocks.
 
         Stream: behind what is enqueued on the current stream, which waits.
         """
-        self._outbox.extend(enumerate(self._source.take_moves()))
-        while self._outbox:
-            group, batch = self._outbox[0]
+        self._is_cut_short = True
+        for group, batch in enumerate(self._source.decided_moves()):
             mover = self._movers[group] if group < len(self._movers) else None
             if mover is not None:
                 if batch:
@@ -89,7 +91,8 @@ class Transfers:
                     f"moves: expected none of group {group}, which has no host tier, got "
                     f"{len(batch.moves)}."
                 )
-            self._outbox.popleft()
+        self._source.note_taken()
+        self._is_cut_short = False
 
     def enqueue_until(self, mark: Mark) -> None:
         """Enqueue what is left while the device works, until it passes a mark.
@@ -104,7 +107,7 @@ class Transfers:
 
     def poll(self) -> None:
         """Tell the source what is done; waits for nothing."""
-        if self._outbox:  # the last submission failed; before anything else is done about it
+        if self._is_cut_short:  # the last submission; before anything else is done about it
             self.submit()
         for group, mover in enumerate(self._movers):
             if mover is not None and mover.num_under_way:

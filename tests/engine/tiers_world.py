@@ -17,6 +17,7 @@ from engine.kv.window import num_expired, num_held
 from engine.request import Request, SampledToken, Sequence, SequenceStatus
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.kv.world import take
 
 EOS = 1
 STEMS = 3
@@ -162,7 +163,7 @@ class World:
 
     def submit(self) -> None:
         """Take the moves, and run those that the next step waits for."""
-        for group, batch in enumerate(self.scheduler.take_moves()):
+        for group, batch in enumerate(take(self.scheduler)):
             for move in batch.moves:
                 assert all(before < move.move_id for before in move.after)
                 assert (move.src < self.pools[group].num_gpu_blocks) is (move.kind == "store")

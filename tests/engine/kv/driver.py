@@ -104,7 +104,10 @@ class Driver:
         if self.pool.is_pending(track.pending):
             if self.choose((False, True)):
                 return
-            self.pool.require(track.pending)
+            self.launch()
+            self.world.bring(track)
+            for move_id in track.pending:
+                self.loading.pop(move_id, None)
         room = self.choose(ROOMS)
         count = min(self.choose(range(1, 7)), len(track.tokens) - track.computed)
         need = max(0, self.pool.blocks_for(track.computed + count) - len(track.table))

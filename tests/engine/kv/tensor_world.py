@@ -8,7 +8,7 @@ import torch
 from engine.device.cpu import CPUDevice
 from engine.kv.host_blocks import HostBlocks
 from engine.kv.mover import BlockMover
-from tests.engine.kv.world import P, World
+from tests.engine.kv.world import P, World, take
 
 VALUE_BYTES = 32
 BLOCK_BYTES = P * VALUE_BYTES
@@ -58,7 +58,7 @@ class TensorWorld(World):
         self.mover._piece = self.mover._piece if piece is None else piece
 
     def launch(self, *parts):
-        batch = self.pool.take_moves()
+        batch = take(self.pool)
         self.queued.update({move.move_id: move for move in batch.moves})
         self.mover.submit(batch if self.obey_waits else replace(batch, waits=frozenset()))
         for track, count in parts:

@@ -5,7 +5,7 @@ import pytest
 from engine.errors import EngineError
 from engine.kv.tiers import TieredBlockPool
 from engine.kv.window import num_expired, usable_prefix
-from tests.engine.kv.world import P, Track, World
+from tests.engine.kv.world import P, Track, World, take
 
 
 def names(world, tokens, salt=None):
@@ -38,7 +38,7 @@ def test_without_keys_it_is_the_pool_of_one_tier():
         pool.allocate(1)
     with pytest.raises(EngineError, match=r"from 0 to 4, got 5"):
         pool.share([5])
-    assert not pool.take_moves()
+    assert not take(pool)
 
 
 def test_a_prefix_is_found_but_never_the_whole_prompt():
@@ -94,7 +94,7 @@ def test_nothing_is_evicted_in_vain():
     with pytest.raises(EngineError, match="at most 3 blocks"):
         world.pool.allocate(4)
     assert [len(ids) for ids in names(world, [1, 1, 2, 2])] == [1, 1]
-    assert not world.pool.take_moves()
+    assert not take(world.pool)
     assert world.pool.can_claim(match, 1)
 
 
@@ -256,8 +256,8 @@ def test_swap_out_keeps_the_head_as_far_as_there_is_room(num_cpu):
     match = world.pool.match(track.keys, 7)
     assert len(match.blocks) == min(3, num_cpu)
     world.stop(other)
-    claim = world.start(track, resumed=True)
-    world.pool.require(claim.pending)
+    world.start(track, resumed=True)
+    world.bring(track)
     world.launch((track, 7 - track.computed))
     stats = world.pool.stats
     assert (stats.swapped_out, stats.swapped_in_loaded) == (3, min(3, num_cpu))
@@ -337,7 +337,7 @@ def test_store_ahead_makes_the_next_victims_free_of_waits():
     assert [world.pool.store_ahead(2, most=1) for _ in range(3)] == [1, 1, 0]
     world.complete_all()
     world.pool.allocate(2)
-    assert not world.pool.take_moves()
+    assert not take(world.pool)
     world.pool.allocate(1)
     batch = world.launch()
     assert batch.waits == {move.move_id for move in batch.moves}
@@ -357,7 +357,7 @@ def test_what_is_to_be_dropped_or_forgotten_is_not_stored():
     world.stop(world.run([2, 2]), "forget")
     assert [len(names(world, [n, n])[0]) for n in (1, 2)] == [1, 0]
     world.pool.allocate(2)
-    assert not world.pool.take_moves()
+    assert not take(world.pool)
     assert world.pool.stats.evicted_lost == 1
 
 
@@ -383,7 +383,7 @@ def test_a_full_host_tier_in_use_skips_stores():
     world.stop(world.run([1, 1, 2, 2]))
     world.pool.allocate(2)
     assert world.pool.stats.stores_skipped == world.pool.stats.evicted_lost == 2
-    assert not world.pool.take_moves()
+    assert not take(world.pool)
 
 
 def test_moves_are_completed_once_and_after_they_were_taken():
@@ -392,7 +392,7 @@ def test_moves_are_completed_once_and_after_they_were_taken():
     world.pool.evict_idle()
     with pytest.raises(EngineError, match="was never taken"):
         world.pool.complete([0])
-    (move,) = world.pool.take_moves().moves
+    (move,) = take(world.pool).moves
     world.pool.complete([move.move_id])
     with pytest.raises(EngineError, match="is not in flight"):
         world.pool.complete([move.move_id])

@@ -9,6 +9,7 @@ from engine.kv.tiers import TieredBlockPool
 from engine.request import Request, SampledToken, Sequence
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.kv.world import take
 
 NUM_BLOCKS, SIZE = 512, 16
 
@@ -37,7 +38,7 @@ def sequence(seq_id, tokens):
 def run(scheduler):
     """Plan and commit a step, with all its moves."""
     plan = scheduler.plan_step()
-    complete(scheduler, scheduler.take_moves())
+    complete(scheduler, take(scheduler))
     if plan is not None:
         tokens = {item.sequence.seq_id: SampledToken(7, 0.0) for item in plan.sampling}
         scheduler.commit(plan, tokens, ())
@@ -61,11 +62,11 @@ def test_a_long_prefix_in_the_host_tier_costs_few_calls_a_block():
     while scheduler.has_unfinished:
         run(scheduler)
     scheduler.evict_gpu_cache()
-    complete(scheduler, scheduler.take_moves())
+    complete(scheduler, take(scheduler))
     scheduler.add(sequence(1, [*prefix, 2]))
     with counted() as calls:
         assert scheduler.plan_step() is None
-        batches = scheduler.take_moves()
+        batches = take(scheduler)
         assert calls[0] < 2 * NUM_BLOCKS
     assert [move.kind for move in batches[0].moves] == ["load"] * NUM_BLOCKS
     with counted() as calls:
@@ -84,4 +85,4 @@ def test_a_long_sequence_is_swapped_out_with_few_calls_a_block():
     with counted() as calls:
         assert pool.swap_out(table, keys) == NUM_BLOCKS
         assert calls[0] < 6 * NUM_BLOCKS
-    assert len(pool.take_moves().moves) == NUM_BLOCKS
+    assert len(take(pool).moves) == NUM_BLOCKS

@@ -1,5 +1,9 @@
 """Moves go to the movers of their groups, once each, and back to the scheduler when done."""
 
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ from engine.kv import mover as mover_module
 from engine.kv.host_blocks import HostBlocks
 from engine.kv.mover import BlockMover
 from engine.kv.moves import Move, MoveBatch
+from engine.kv.tiers import TieredBlockPool
 from engine.kv.transfers import Transfers
 
 NONE = MoveBatch((), frozenset())
@@ -18,8 +23,11 @@ class Source:
     def __init__(self, *batches):
         self.batches, self.done = list(batches), []
 
-    def take_moves(self):
-        return self.batches.pop(0) if self.batches else (NONE, NONE)
+    def decided_moves(self):
+        return self.batches[0] if self.batches else (NONE, NONE)
+
+    def note_taken(self):
+        del self.batches[:1]
 
     def complete_moves(self, group, move_ids):
         self.done += [(group, move_id) for move_id in move_ids]
@@ -27,6 +35,35 @@ class Source:
 
 def moves(*given, waits=()):
     return MoveBatch(tuple(Move(*each) for each in given), frozenset(waits))
+
+
+@contextmanager
+def interrupt_at(number, names):
+    """Raise KeyboardInterrupt where so many lines of files of these names ran; yield a list.
+
+    It holds something when there were so many.
+    """
+    came, seen = [], 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if Path(frame.f_code.co_filename).name not in names:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                came.append(1)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield came
+    except KeyboardInterrupt:
+        assert came
+    finally:
+        sys.settrace(before)
 
 
 def mover_of(num_gpu=4, num_pinned=4, num_pageable=0):
@@ -136,3 +173,34 @@ def test_moves_without_a_host_tier_and_waits_for_nothing_are_faults():
     transfers.drain()
     with pytest.raises(EngineError, match="expected one under way"):
         transfers.wait_next()
+
+
+class Pool(TieredBlockPool):
+    """The only pool of a source."""
+
+    def decided_moves(self):
+        return (super().decided_moves(),)
+
+    def complete_moves(self, group, move_ids):
+        self.complete(move_ids)
+
+
+def test_an_interrupt_of_a_submission_loses_no_moves_wherever_it_comes():
+    """At each line in turn; the next poll submits what is left."""
+    number, is_cut = 0, True
+    while is_cut:
+        number += 1
+        mover, gpu, host = mover_of()
+        pool = Pool(4, 4, 16)
+        table = pool.allocate(2)
+        for block_id in table:
+            pool.register(block_id, bytes([block_id]))
+        pool.swap_out(table, [bytes([block_id]) for block_id in table])
+        transfers = Transfers(pool, [mover])
+        with interrupt_at(number, {"transfers.py", "moves.py", "tiers.py"}) as is_cut:
+            transfers.submit()
+        transfers.poll()
+        transfers.drain()
+        assert (pool.num_moves, pool.use("cpu").cached) == (0, 2)
+        assert host.pinned[:2, 0].tolist() == gpu[:2, 0].tolist()
+    assert number > 12

@@ -9,6 +9,13 @@ P = 2
 HASHER = BlockHasher(("tiny", "float32"), P)
 
 
+def take(source):
+    """Take what a pool or a scheduler decided to move."""
+    decided = source.decided_moves()
+    source.note_taken()
+    return decided
+
+
 @dataclass(eq=False)
 class Track:
     """One sequence as a scheduler would see it."""
@@ -49,7 +56,7 @@ class World:
 
     def launch(self, *parts):
         """Take the moves, then run a step: (sequence, number of tokens) for each part."""
-        batch = self.pool.take_moves()
+        batch = take(self.pool)
         for move in batch.moves:
             assert all(before < move.move_id for before in move.after)
             self.queued[move.move_id] = move
@@ -92,6 +99,13 @@ class World:
         for move_id in sorted([*self.queued, *self.executed]):
             self.complete(move_id)
 
+    def bring(self, track):
+        """Wait for the content that a sequence begins behind."""
+        self.launch()
+        for move_id in sorted(track.pending):
+            if self.pool.is_pending([move_id]):
+                self.complete(move_id)
+
     def compute(self, track, count):
         """Write the next tokens, check all that attention would read, and register full blocks."""
         for position in range(track.computed, track.computed + count):
@@ -117,8 +131,8 @@ class World:
     def run(self, tokens, room="gpu", *, in_place=0, salt=None):
         """Start a sequence, wait for its moves, compute all of it."""
         track = Track(list(tokens), salt)
-        claim = self.start(track, room, in_place=in_place)
-        self.pool.require(claim.pending)
+        self.start(track, room, in_place=in_place)
+        self.bring(track)
         self.launch((track, len(tokens) - track.computed))
         return track
 
