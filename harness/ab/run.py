@@ -17,6 +17,7 @@ from harness.ab.order import Step, is_needed, steps
 from harness.ab.result import comparison, result_lines
 from harness.ab.sides import Side, compose_sides
 from harness.ab_config import AbConfig
+from harness.interrupt import interrupt_afterwards
 from harness.models.home import tightfit_home
 from harness.plain import plain
 from harness.report import build_report
@@ -96,8 +97,9 @@ class _Comparison:
                     self._run_step(step, run_one)
         except KeyboardInterrupt as error:
             interrupt = error
-        record = self._finish(is_interrupted=interrupt is not None)
-        sys.stdout.write("\n".join(result_lines(record, self._run_dir)) + "\n")
+        with interrupt_afterwards():
+            record = self._finish(is_interrupted=interrupt is not None)
+            sys.stdout.write("\n".join(result_lines(record, self._run_dir)) + "\n")
         if interrupt is not None:
             raise interrupt
         return record

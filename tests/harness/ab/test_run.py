@@ -1,6 +1,7 @@
 """Comparisons from start to record: order, sides that fail, figures of known engines."""
 
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -166,6 +167,18 @@ def test_a_reason_of_runs_is_told_once_with_their_names(tmp_path):
     why = {"valid": False, "reasons": ["gpu: hot."]}
     record = compare(tmp_path, "ab.pairs=2", "ab.aa_pairs=0", run_one=fake_run({"b": ("ok", why)}))
     assert (record.valid, record.reasons) == (False, ["ab1-b, ab2-b: gpu: hot."])
+
+
+def test_ctrl_c_amid_the_report_waits_for_the_record(tmp_path, monkeypatch):
+    def interrupted(folder):
+        signal.raise_signal(signal.SIGINT)
+        return ["told"]
+
+    monkeypatch.setattr(ab_run, "build_report", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare(tmp_path, "ab.b=[offload=uva]", run_one=fake_run({}))
+    record = RunRecord.read(tmp_path / "ab" / "result.json")
+    assert (record.status, record.effective["warnings"]) == ("ok", ["told"])
 
 
 def test_ctrl_c_keeps_what_ran(tmp_path):
