@@ -10,7 +10,19 @@ from harness.errors import ConfigError
 from harness.schema import RunConfig
 from harness.systems.mapping import check_system
 
-__all__ = ["check_settings", "engine_config", "reference_config"]
+__all__ = ["check_settings", "engine_config", "reference_config", "with_model"]
+
+
+def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
+    """Return the configuration of an engine of this model under a run's settings."""
+    return EngineConfig(
+        model=model,
+        gpu=config.gpu,
+        offload=config.offload,
+        kv=config.kv,
+        engine=config.engine,
+        planner=config.planner,
+    )
 
 
 def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
@@ -29,14 +41,7 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
         load_format=config.model.load_format,
         spec=config.model.spec,
     )
-    return EngineConfig(
-        model=model,
-        gpu=config.gpu,
-        offload=config.offload,
-        kv=config.kv,
-        engine=config.engine,
-        planner=config.planner,
-    )
+    return with_model(config, model)
 
 
 def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
@@ -85,14 +90,7 @@ def check_settings(config: RunConfig) -> None:
     if spec is None:
         return
     sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
-    asked = EngineConfig(
-        model=sizes,
-        gpu=config.gpu,
-        offload=config.offload,
-        kv=config.kv,
-        engine=config.engine,
-        planner=config.planner,
-    )
+    asked = with_model(config, sizes)
     resolve_max_model_len(asked, spec)
     # Only whether anything moves matters here, and that is the same in every dtype.
     assign(spec, config.offload, resolve_dtype(asked, spec, "cuda"))

@@ -12,10 +12,9 @@ from typing import Final
 from harness.plain import read_json
 from reports.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
-__all__ = ["FOLDER", "RERUN", "Finished", "FinishedPoints", "take_over"]
+__all__ = ["FOLDER", "Finished", "FinishedPoints", "take_over"]
 
 FOLDER: Final = "points"
-RERUN: Final = ("all", "failed", "none")
 TAKEN_FROM: Final = "taken_from"
 """Key of `effective`: the folder in which the point ran."""
 _OWN: Final = ("config.yaml", "overrides.yaml", "harness.log", RESULT_NAME, ".hydra")

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import ModelConfig
 from engine.errors import CapacityError, EngineError
 from engine.planner import plan_memory
+from harness.build import with_model
 from harness.describe import NOT_IDENTITY
 from harness.forecast.machine import machine_facts
 from harness.forecast.rows import read_spec
@@ -73,7 +74,7 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
     try:
         spec = read_spec(config)
         model = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
-        engine = _engine(config, model)
+        engine = with_model(config, model)
         if config.model.fake is not None:
             plan_fake(config.model.fake, engine)
         else:
@@ -83,17 +84,6 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
     except EngineError:
         return None  # the point itself will say what is wrong
     return None
-
-
-def _engine(config: RunConfig, model: ModelConfig) -> EngineConfig:
-    return EngineConfig(
-        model=model,
-        gpu=config.gpu,
-        offload=config.offload,
-        kv=config.kv,
-        engine=config.engine,
-        planner=config.planner,
-    )
 
 
 def _is_proof(record: RunRecord) -> bool:

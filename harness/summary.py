@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from harness.capacity import capacity_lines
 from reports.record import PREDICTED, RunRecord, number
@@ -46,18 +46,11 @@ SHOWN: Final = (
 _MAX_REASONS: Final = 8
 
 
-def print_summary(
-    record: RunRecord,
-    run_dir: Path,
-    *,
-    view_command: str | None,
-    stream: TextIO | None = None,
-) -> None:
-    """Write the summary of one point to `stream` (default: stdout)."""
+def print_summary(record: RunRecord, run_dir: Path, *, view_command: str | None) -> None:
+    """Write the summary of one point to standard output."""
     lines = summary_lines(record, run_dir, view_command=view_command)
-    target = sys.stdout if stream is None else stream
-    target.write("\n".join(lines) + "\n")
-    target.flush()
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None) -> list[str]:

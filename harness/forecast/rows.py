@@ -28,6 +28,7 @@ from engine.plan import DeviceFacts, MemoryPlan
 from engine.planner import plan_memory, resolve_dtype, resolve_max_model_len
 from engine.rates import rates_for
 from engine.spec import ModelSpec
+from harness.build import with_model
 from harness.errors import ConfigError
 from harness.forecast.duration import run_s
 from harness.forecast.machine import machine_facts
@@ -140,15 +141,8 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     spec = read_spec(config)
     facts, probed = machine_facts(config)
     model = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
-    base = EngineConfig(
-        model=model,
-        gpu=config.gpu,
-        offload=config.offload,
-        kv=config.kv,
-        engine=config.engine,
-        planner=config.planner,
-        measured_rates={} if probed is None else probed.rates,
-    )
+    rates = {} if probed is None else probed.rates
+    base = replace(with_model(config, model), measured_rates=rates)
     rows = tuple(_rows(base, spec, facts))
     return Forecast(
         config=config, spec=spec, facts=facts, probed=probed, overrides=overrides, rows=rows
