@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from harness.cli_args import parse_command_line
-from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from harness.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_ALL_OK,
+    EXIT_OK,
+    ConfigError,
+)
+from harness.full_disk import DiskFullError
 
 __all__ = ["main"]
 
@@ -28,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_CONFIG
+    except DiskFullError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_NOT_ALL_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

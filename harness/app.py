@@ -23,6 +23,7 @@ from harness.composition import CONFIG_NAME, DEMO_MODEL, Composer, Plan, Point
 from harness.describe import point_name
 from harness.errors import EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.folders import CONF
+from harness.full_disk import DiskFullError, full_disk_ends, require_room
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.keys import unknown_key
 from harness.launchers import BASIC, keep_gpus_visible, launch_arguments, make_importable
@@ -34,8 +35,6 @@ from reports.record import RESULT_NAME, RecordError, RunRecord
 __all__ = ["run"]
 
 _ABSENT: Final = object()
-_ROOM_BYTES: Final = 16 << 20
-"""What has to be free before a run: its records, its report, its entry in the database."""
 
 
 def run(line: CommandLine) -> int:
@@ -43,6 +42,7 @@ def run(line: CommandLine) -> int:
 
     Raises:
         ConfigError: something in the command line or a file is wrong; nothing was run.
+        DiskFullError: there is no room for records, or none is left; points that ended have theirs.
     """
     plan = Composer(line.config_dir).plan(line.overrides, multirun=line.multirun)
     if plan.is_demo:
@@ -65,10 +65,11 @@ def run(line: CommandLine) -> int:
         from harness.forecast.command import show_plans  # noqa: PLC0415  not for runs
 
         return show_plans(plan)
-    _check_room()
+    require_room(tightfit_home())
     _check_folder(plan)
     check_comparisons(plan, line.config_dir)
-    return _Session(plan, line.config_dir).run()
+    with full_disk_ends():
+        return _Session(plan, line.config_dir).run()
 
 
 def _say(text: str) -> None:
@@ -85,17 +86,6 @@ def _make_home() -> None:
             f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
             f"({error.strerror}). Set TIGHTFIT_HOME to another one."
         ) from error
-
-
-def _check_room() -> None:
-    """Refuse a full disk, on which a run would be measured and then lost."""
-    free_bytes = shutil.disk_usage(tightfit_home()).free
-    if free_bytes < _ROOM_BYTES:
-        raise ConfigError(
-            f"TIGHTFIT_HOME: expected {_ROOM_BYTES >> 20} MiB free for the records of a run, got "
-            f"{free_bytes >> 20} MiB on the disk of {tightfit_home()}. Free some, or set "
-            "TIGHTFIT_HOME to a folder on another disk."
-        )
 
 
 def _check_store(plan: Plan) -> None:
@@ -173,18 +163,22 @@ class _Session:
         sweep = self._task.sweep
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
+        interrupted, full = False, None
         try:
-            with sigterm_as_interrupt():
+            with sigterm_as_interrupt(), full_disk_ends():
                 if sweep is not None and self._launcher != BASIC:
                     self._prepare_launch(sweep)
                 self._launch()
                 records = self._records(sweep)
-            interrupted = False
         except KeyboardInterrupt:
             records, interrupted = self._interrupted(sweep), True
+        except DiskFullError as error:
+            records, full = self._interrupted(sweep), error
         if sweep is not None:
             with interrupt_afterwards():
                 self._finish_sweep(sweep, records, interrupted=interrupted)
+        if full is not None:
+            raise full
         if interrupted:
             return EXIT_INTERRUPTED
         all_ran = len(records) == len(self._plan.points)

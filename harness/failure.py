@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from engine.errors import CapacityError, EngineError
 from harness.correctness import WrongTokensError
+from harness.full_disk import is_full
 from harness.models.errors import ModelUnavailableError
 from harness.process import Exit
 from harness.prompts import PromptError
@@ -30,7 +31,7 @@ def classify_exception(error: BaseException, phase: str) -> tuple[str, ErrorFact
         status = "no_fit"
     elif _is_out_of_memory(error):
         status = "oom"
-    is_clean = isinstance(error, CLEAN_ERRORS)
+    is_clean = isinstance(error, CLEAN_ERRORS) or is_full(error)
     lines = None if is_clean else "".join(traceback.format_exception(error))
     message = str(error) or f"{type(error).__name__} without a message"
     kind = getattr(error, "kind", None)

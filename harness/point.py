@@ -259,7 +259,12 @@ class _Point:
         then is the record written once more.
         """
         record = self._record(findings)
-        record.write(self._run_dir / RESULT_NAME)
+        try:
+            record.write(self._run_dir / RESULT_NAME)
+        except OSError as error:
+            findings.fail(*classify_exception(error, "record"))
+            tracker.finish_point(self._record(findings), self._run_dir)
+            raise
         self._ended.note(self._key, self._run_dir, record)
         self._note_end(record.status)
         tracker.settle()

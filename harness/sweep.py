@@ -47,7 +47,10 @@ def finish_sweep(
     if interrupted:
         status = "killed"
     warnings = build_report(sweep.folder) if records and not interrupted else []
-    _write_failures(sweep, records)
+    try:
+        _write_failures(sweep, records)
+    except OSError as error:
+        warnings.append(f"{FAILURES_NAME}: not written: {error}.")
     tracker = open_tracker(tracking, tightfit_home())
     tracker.finish_sweep(SweepFacts(context=sweep, status=status, counts=dict(counts)))
     return warnings + tracker.warnings

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from harness.begun import BegunPoints
 from harness.composition import register, to_run_config
 from harness.describe import point_name
+from harness.full_disk import full_disk_ends, is_full, require_room
 from harness.interrupt import sigterm_as_interrupt
 from harness.schema import RunConfig, SweepContext
 from reports.record import RESULT_NAME, RunRecord
@@ -57,9 +58,17 @@ class PointTask:
     """Of the points that ended in this process, in order."""
 
     def __call__(self, composed: DictConfig) -> None:
-        """Run the point that Hydra has composed."""
-        with sigterm_as_interrupt():
-            self._begin(composed, HydraConfig.get())
+        """Run the point that Hydra has composed.
+
+        Raises:
+            DiskFullError: there is no room for its record, or none for what comes after it.
+        """
+        job = HydraConfig.get()
+        with sigterm_as_interrupt(), full_disk_ends():
+            require_room(Path(job.runtime.output_dir))
+            self._begin(composed, job)
+            if self.sweep is not None and int(job.job.num) + 1 < self.sweep.total:
+                require_room(self.sweep.folder)  # Hydra writes before the next one is asked
 
     def _begin(self, composed: DictConfig, job: HydraConf) -> None:
         folder = Path(job.runtime.output_dir)
@@ -114,7 +123,9 @@ class PointTask:
                     config, folder, overrides, run_one=run_point, config_dir=self.config_dir
                 )
             return run_point(config, folder, overrides, sweep)
-        except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep
+        except Exception as error:
+            if is_full(error):
+                raise
             traceback.print_exc()
             facts = {
                 "type": type(error).__name__,

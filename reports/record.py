@@ -185,7 +185,11 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Write bytes to `path` through a temporary file beside it and one rename."""
+    """Write bytes to `path` through a temporary file beside it and one rename.
+
+    Raises:
+        OSError: it cannot be written; names `path` and the size.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -193,6 +197,9 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        what = f"{error.strerror} for {len(data):,} bytes"
+        raise OSError(error.errno, what, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

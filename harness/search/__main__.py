@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from harness.composition import Composer
 from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
+from harness.full_disk import DiskFullError, full_disk_ends
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.schema import RunConfig, SweepContext
 from harness.search.best import searches_folder, write_best
@@ -31,11 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(HELP)
             return EXIT_OK
         require_optuna()
-        with sigterm_as_interrupt():
+        with sigterm_as_interrupt(), full_disk_ends():
             return search(request)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_CONFIG
+    except DiskFullError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_NOT_ALL_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.composition import Composer
 from harness.errors import ConfigError
+from harness.full_disk import is_full, require_room
 from harness.monotone import planned_shortage
 from harness.schema import RunConfig, SweepContext, TrackingConfig
 from harness.search.goal import Goal, check_measured
@@ -73,13 +74,16 @@ class TrialRunner:
 
         folder = sweep.folder / str(sweep.index)
         self.tracking = config.tracking
+        require_room(sweep.folder)
         try:
             record = run_point(replace(config, rerun="failed"), folder, spelled, sweep)
         except KeyboardInterrupt:
             if (folder / RESULT_NAME).is_file():
                 self.records.append(RunRecord.read(folder / RESULT_NAME))
             raise
-        except Exception as error:  # noqa: BLE001  the edge: a trial never ends a search
+        except Exception as error:
+            if is_full(error):
+                raise
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"
             return Outcome(status="failed", reason=reason, folder=folder)

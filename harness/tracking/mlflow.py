@@ -102,6 +102,8 @@ class MlflowTracker:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("urllib3").setLevel(logging.ERROR)  # it announces every retry
+        # It prints the traceback of what it raises, which becomes a warning here.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         with self._only_one():
             self._make_database()
             self._client = MlflowClient(tracking_uri=self._uri)

@@ -1,6 +1,8 @@
 """From a command line to records and an exit code, with points that end as a test says."""
 
+import errno
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -143,9 +145,23 @@ def test_a_full_disk_is_told_before_anything_runs(
 ) -> None:
     usage = shutil.disk_usage(Path.cwd())._replace(free=3 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage)
-    assert main(["+model=glass"]) == 2
-    assert "expected 16 MiB free for the records of a run, got 3 MiB" in capsys.readouterr().err
+    assert main(["+model=glass"]) == 3
+    assert "expected 16 MiB free on its disk" in capsys.readouterr().err
     assert points.asked == []
+
+
+def test_a_disk_that_fills_ends_the_sweep_and_keeps_what_ended(
+    points: FakePoints, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(home / "result.json")
+    points.statuses[1] = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+    assert main(["+model=glass", "-m", "engine.seed=1,2,3"]) == 3
+    assert len(points.asked) == 2
+    assert points.finished == [(["ok"], False)]
+    found = capsys.readouterr()
+    assert "1 of 3 points" in found.out
+    (line,) = found.err.splitlines()
+    assert line.startswith(f"error: {target}: No space left on device, ")
 
 
 def test_runs_in_the_same_second_do_not_share_a_folder(points: FakePoints) -> None:
