@@ -1,6 +1,6 @@
 """From a placement to a MemoryPlan: every byte on both sides. Pure arithmetic, no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
@@ -102,7 +102,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
     budget = gpu_budget_bytes(config, facts)
     notes = list(assignment.notes)
-    use_graphs = bool(sizes) and not settings.enforce_eager and not asked.reference
+    use_graphs = bool(_captured_decodes(asked))
     if use_graphs and layout.offloaded_bytes and not facts.can_pin:
         use_graphs = False
         notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
@@ -127,13 +127,11 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     tier = asked_tier(asked, kv, layout.offloaded_bytes)
     if tier.num_blocks:
         items["kv_moves"] = tier.ids_bytes
-        if use_graphs:
-            again = tuple(count for count in sizes if count <= HOST_DECODES)
-            items["graphs"] += captured_bytes(spec, facts.kind, again, (), size)[1]
     room = budget - sum(items.values())
     pools, in_place = tier.share_out(kv, room)
     if in_place:
         items["kv_stages"] = tier.stage_bytes(room)
+        items["graphs"] += tier.graph_bytes
     items["kv_cache"] = kv.num_bytes(pools)
     pinned = facts.can_pin
     host = {
@@ -207,12 +205,13 @@ def asked_kv_sizes(asked: Asked) -> KVSizes:
         max_model_len=asked.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         step_tokens=settings.max_num_batched_tokens,
+        keeps_idle=asked.config.kv.enable_prefix_caching,
     )
 
 
 def asked_tier(asked: Asked, kv: KVSizes, offloaded_bytes: int) -> HostTierSizes:
     """Return the host tier that is asked for, beside so many bytes of weights in host memory."""
-    return host_tier_sizes(
+    tier = host_tier_sizes(
         asked.config.kv,
         kv,
         moved_bytes=_swap_weights_bytes(asked, offloaded_bytes),
@@ -221,6 +220,18 @@ def asked_tier(asked: Asked, kv: KVSizes, offloaded_bytes: int) -> HostTierSizes
         num_heads=asked.spec.num_attention_heads,
         head_dim=asked.spec.head_dim,
     )
+    again = tuple(count for count in _captured_decodes(asked) if count <= HOST_DECODES)
+    size = DTYPE_BYTES[asked.dtype]
+    return replace(
+        tier, graph_bytes=captured_bytes(asked.spec, asked.facts.kind, again, (), size)[1]
+    )
+
+
+def _captured_decodes(asked: Asked) -> tuple[int, ...]:
+    """Decode batches that run as graphs where memory can be pinned; on a CPU none."""
+    settings = asked.config.engine
+    is_eager = asked.facts.emulated or settings.enforce_eager or asked.reference
+    return () if is_eager else graph_sizes(settings.max_num_seqs)
 
 
 def step_blocks(kv: KVSizes) -> int:
@@ -302,7 +313,7 @@ def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> 
     on_gpu = kv.longest(room, 0, limit)
     if on_gpu == limit or not tier.reach:
         return on_gpu
-    return max(on_gpu, kv.longest(room - tier.stage_bytes(room), tier.reach, limit))
+    return max(on_gpu, kv.longest(room - tier.in_place_bytes(room), tier.reach, limit))
 
 
 def _window_notes(asked: Asked) -> list[str]:

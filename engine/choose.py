@@ -96,8 +96,8 @@ class Chooser:
 
     @property
     def most_kv_tokens(self) -> int:
-        """Tokens of KV that max_num_seqs sequences can use."""
-        return self.resident.kv.useful[0] * self.resident.block_size
+        """Tokens of KV that have a use: of max_num_seqs sequences, unless prefixes are kept."""
+        return self.resident.kv.most[0] * self.resident.block_size
 
     def _is_enough(self, plan: MemoryPlan) -> bool:
         has_room = has_kv_room(plan) and plan.num_gpu_blocks >= self._least_blocks
@@ -187,21 +187,21 @@ class Chooser:
 
     def _block_targets(self, objective: str) -> list[int]:
         """KV blocks to make room for."""
-        asked, size, least = self._asked, self._base.block_size, self._least_blocks
+        asked, least = self._asked, self._least_blocks
         alone = {least, max(least, self._sequence_blocks)}
         if objective != "throughput":
             return sorted(alone)
         most = asked.config.engine.max_num_seqs
         each = self.resident.kv.blocks(sum(queue_of(asked.max_model_len)))[0]
         counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-        useful = self.most_kv_tokens // size
-        return sorted(alone | {min(max(least, count * each), useful) for count in counts})
+        useful = self.resident.kv.useful[0]
+        return sorted(alone | {max(least, min(count * each, useful)) for count in counts})
 
     def _near(self, best: Candidate) -> list[int]:
         """KV blocks around those of a candidate, to look at more closely."""
         blocks, least = best.shape.kv_pools[0], self._least_blocks
-        useful = self.most_kv_tokens // self._base.block_size
-        return sorted({min(max(least, int(share * blocks)), useful) for share in NEAR})
+        useful = self.resident.kv.useful[0]
+        return sorted({max(least, min(int(share * blocks), useful)) for share in NEAR})
 
     def _outer_options(self) -> list[tuple[str, ...]]:
         """Tensors outside the layers that are read in place; a tied table never is."""
@@ -215,7 +215,8 @@ class Chooser:
         """Return the least offload of one sort that leaves the blocks free, or None."""
         plan, tier = self.resident, self._tier
         other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
-        other -= plan.gpu_items.get("kv_stages", 0)
+        if "kv_stages" in plan.gpu_items:
+            other -= plan.gpu_items["kv_stages"] + self._tier.graph_bytes
         freed = sum(self._outer[item] for item in outer)
         need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
         if need > 0:  # steps with prompts are captured only where no layer is moved
@@ -248,7 +249,7 @@ class Chooser:
             return kv.room(blocks)
         room = least = kv.room(blocks, tier.reach)
         for _ in range(4):  # buffers are a small share of the room that they are part of
-            room = least + tier.stage_bytes(room)
+            room = least + tier.in_place_bytes(room)
         return room + 2 * tier.layer_bytes
 
     def _num_slots(self, kind: Placement, lookahead: int) -> int:

@@ -56,6 +56,8 @@ class HostTierSizes:
     """Block numbers of moves on the GPU, and once more in pinned memory."""
     staging_bytes: int
     """Pinned memory through which blocks of pageable memory go."""
+    graph_bytes: int = 0
+    """Of graphs for decodes that read host blocks in place, on the GPU."""
     swap_bytes: int = 0
     """Of kv.swap_space, what is left for KV blocks."""
 
@@ -74,6 +76,10 @@ class HostTierSizes:
         blocks = self.stage_blocks(room)
         return blocks * (NUM_STAGES * self.layer_bytes + _SLOT_BYTES) + self.state_bytes
 
+    def in_place_bytes(self, room: int) -> int:
+        """Return what host blocks in place take on the GPU: `stage_bytes`, and graphs."""
+        return self.stage_bytes(room) + self.graph_bytes
+
     def share_out(self, kv: KVSizes, room: int) -> tuple[tuple[int, ...], bool]:
         """Return the GPU's blocks of each group, and whether sequences use host blocks in place.
 
@@ -81,12 +87,12 @@ class HostTierSizes:
 
         Args:
             kv: Sizes of blocks and sequences.
-            room: Bytes on the GPU for blocks, and for the stages where those are needed.
+            room: Bytes on the GPU for blocks, and for `in_place_bytes` where those are needed.
         """
         pools, need = kv.fit(max(0, room)), kv.blocks(kv.max_model_len)
         if not self.reach or need[0] <= pools[0]:
             return pools, False
-        return kv.fit(max(0, room - self.stage_bytes(room)), self.reach), True
+        return kv.fit(max(0, room - self.in_place_bytes(room)), self.reach), True
 
 
 NO_HOST_TIER: Final = HostTierSizes(
@@ -138,7 +144,7 @@ def host_tier_sizes(
     least = -(-PREFILL_PART_KEYS // kv.block_size)
     ids = 0
     if pinned and can_uva:
-        sizes = zip(kv.block_bytes, kv.useful, strict=True)
+        sizes = zip(kv.block_bytes, kv.most, strict=True)
         ids = sum(ids_bytes(size, min(count, most)) for size, most in sizes)
     staging = sum(staging_blocks(size) * size for size in kv.block_bytes)
     return HostTierSizes(

@@ -5,9 +5,11 @@ one kind of layer has one group. Of a window a sequence holds what a step of it 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from engine.spec import ModelSpec
+
+NO_LIMIT: Final = 2**60
 
 
 def num_held(max_tokens: int, window: int | None, step_tokens: int, block_size: int) -> int:
@@ -40,6 +42,8 @@ class KVSizes:
     max_num_seqs: int
     step_tokens: int
     """Most tokens of a step."""
+    keeps_idle: bool = False
+    """Blocks that no sequence uses hold prefixes: any number has a use."""
 
     def blocks(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that one sequence of so many tokens takes at once."""
@@ -58,6 +62,11 @@ class KVSizes:
             found.append(min(self.max_num_seqs * each + more, self.max_num_seqs * whole))
         return tuple(found)
 
+    @property
+    def most(self) -> tuple[int, ...]:
+        """The most blocks of each group that are planned on the GPU, where it has room for them."""
+        return (NO_LIMIT,) * len(self.windows) if self.keeps_idle else self.useful
+
     def num_bytes(self, pools: tuple[int, ...]) -> int:
         """Return the bytes of so many blocks of each group."""
         return sum(n * size for n, size in zip(pools, self.block_bytes, strict=True))
@@ -70,24 +79,24 @@ class KVSizes:
         """Return the blocks of each group that bytes are shared out to.
 
         First one sequence of max_model_len gets its blocks; then both groups get equally many
-        more, so that short sequences lack neither, until the windows have all that is of use.
+        more, so that short sequences lack neither, until the windows have `most`.
 
         Args:
             room: Bytes.
             in_place: Of that sequence's blocks in the first group, how many can lie elsewhere.
         """
         if len(self.windows) == 1:
-            return (min(room // self.block_bytes[0], self.useful[0]),)
-        need, useful, (size, window_size) = self._least(in_place), self.useful, self.block_bytes
+            return (min(room // self.block_bytes[0], self.most[0]),)
+        need, most, (size, window_size) = self._least(in_place), self.most, self.block_bytes
         rest = room - self.num_bytes(need)
         if rest < 0:
             count = min(need[1], room // (size + window_size))
             first = (room - count * window_size) // size
             return min(max(0, first), need[0]), max(0, count)
         more = rest // (size + window_size)
-        if need[1] + more < useful[1]:
-            return min(need[0] + more, useful[0]), need[1] + more
-        return min((room - useful[1] * window_size) // size, useful[0]), useful[1]
+        if need[1] + more < most[1]:
+            return min(need[0] + more, most[0]), need[1] + more
+        return min((room - most[1] * window_size) // size, most[0]), most[1]
 
     def room(self, num_blocks: int, in_place: int = 0) -> int:
         """Return the least bytes with which `fit` gives the first group so many blocks."""
@@ -95,7 +104,7 @@ class KVSizes:
             return num_blocks * self.block_bytes[0]
         need, (size, window_size) = self._least(in_place), self.block_bytes
         more = max(0, num_blocks - need[0])
-        windows = min(need[1] + more, self.useful[1])
+        windows = min(need[1] + more, self.most[1])
         return (need[0] + more) * size + windows * window_size
 
     def _least(self, in_place: int) -> tuple[int, ...]:
@@ -161,6 +170,7 @@ def kv_sizes(
     max_model_len: int,
     max_num_seqs: int,
     step_tokens: int,
+    keeps_idle: bool,
 ) -> KVSizes:
     """Return the sizes of a model's KV cache.
 
@@ -172,6 +182,7 @@ def kv_sizes(
         max_model_len: Longest sequence.
         max_num_seqs: Sequences that run at once.
         step_tokens: Most tokens of a step.
+        keeps_idle: Whether blocks that no sequence uses hold prefixes.
     """
     count = spec.num_hidden_layers
     some = () if window is None else spec.window_layers
@@ -187,4 +198,5 @@ def kv_sizes(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         step_tokens=step_tokens,
+        keeps_idle=keeps_idle,
     )

@@ -157,8 +157,8 @@ class CPUDevice:
         return torch.zeros(shape, dtype=dtype)
 
     def enforce_budget(self, num_bytes: int) -> None:
-        """Make allocations beyond the budget fail."""
-        self._budget = num_bytes
+        """Make allocations beyond the budget fail; what was allocated before is released."""
+        self._budget, self._allocated = num_bytes, 0
 
     def count_working(self, num_bytes: int) -> None:
         """Count emulated GPU memory that is not allocated through `empty`.

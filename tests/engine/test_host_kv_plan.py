@@ -122,6 +122,9 @@ def test_stages_and_numbers_of_moves_are_counted_where_they_are_needed() -> None
     buffers = 2 * long.host_kv.stage_blocks * layer_bytes
     assert 64 * MIB <= buffers <= 128 * MIB
     assert buffers + state_bytes <= long.gpu_items["kv_stages"] < buffers + state_bytes + MIB
+    # Decodes of up to 8 sequences have a second graph where they read host blocks in place.
+    assert gpu.gpu_items["graphs"] == parked.gpu_items["graphs"]
+    assert long.gpu_items["graphs"] - gpu.gpu_items["graphs"] == 4 * 32 * MIB // 16
     # Blocks of 2 MiB go by DMA and need no numbers; smaller ones do.
     assert long.gpu_items["kv_moves"] == 0
     small = plan_llama(52_000, kv={"cpu_gib": 16, "block_size": 8})

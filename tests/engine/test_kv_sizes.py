@@ -33,6 +33,7 @@ def sizes(draw: st.DrawFn) -> KVSizes:
         max_model_len=draw(st.integers(2, 300)),
         max_num_seqs=draw(st.integers(1, 6)),
         step_tokens=draw(st.integers(6, 64)),
+        keeps_idle=draw(st.booleans()),
     )
 
 
@@ -56,12 +57,12 @@ def test_bytes_are_shared_out(kv: KVSizes, room: int) -> None:
     holds_one = all(n >= least for n, least in zip(pools, need, strict=True))
     assert holds_one == (kv.sequence_bytes(kv.max_model_len) <= room)
     assert (kv.sequences(pools, kv.max_model_len) >= 1) == holds_one
-    assert all(0 <= n <= most for n, most in zip(pools, kv.useful, strict=True))
+    assert all(0 <= n <= most for n, most in zip(pools, kv.most, strict=True))
     more = kv.fit(room + 1000)
     assert all(n >= before for n, before in zip(more, pools, strict=True))
-    if kv.sequence_bytes(kv.max_model_len) <= room and pools != kv.useful:
+    if kv.sequence_bytes(kv.max_model_len) <= room and pools != kv.most:
         # What is left is less than one block of each group.
-        assert room - kv.num_bytes(pools) < sum(kv.block_bytes) or pools[0] == kv.useful[0]
+        assert room - kv.num_bytes(pools) < sum(kv.block_bytes) or pools[0] == kv.most[0]
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,6 +83,19 @@ def test_the_longest_sequence(kv: KVSizes, room: int) -> None:
     assert length == 0 or kv.sequence_bytes(length) <= room
     if length < kv.max_model_len:
         assert kv.sequence_bytes(length + kv.block_size) > room
+
+
+def test_kept_prefixes_have_a_use_for_every_block_and_a_limit_of_sequences_caps_nothing() -> None:
+    spec = small_spec()
+    asked: dict[str, Any] = {"memory_gib": 0.5, "max_num_seqs": 2, "max_model_len": 256}
+    kept, bare = (
+        plan_memory(configuration(spec, kv={"enable_prefix_caching": value}, **asked), spec, CPU)
+        for value in (True, False)
+    )
+    assert bare.num_gpu_blocks == 2 * 256 / 16
+    assert kept.gpu_budget_bytes - kept.gpu_total_bytes < kept.block_bytes
+    mixed = plan_mixed(kv={"enable_prefix_caching": True})
+    assert mixed.gpu_budget_bytes - mixed.gpu_total_bytes < sum(mixed.kv.block_bytes)
 
 
 def plan_mixed(memory_gib: float = 1.0, **changes: Any) -> MemoryPlan:
