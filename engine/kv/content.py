@@ -105,7 +105,7 @@ class BlockContent:
     def can_claim(self, found: Found, in_place: int) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
         return all(
-            pool.can_claim(match, 0, in_place=0 if group else in_place)
+            pool.can_claim(match, in_place=0 if group else in_place)
             for group, (pool, match) in enumerate(zip(self._pools, found.matches, strict=True))
         )
 

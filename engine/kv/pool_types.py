@@ -5,7 +5,7 @@ from typing import Literal
 
 Tier = Literal["gpu", "cpu"]
 """Where a block lies."""
-Room = Literal["gpu", "cpu", "either"]
+Room = Literal["gpu", "either"]
 """Where new blocks may come from; either: from the host tier what the GPU has not."""
 Retain = Literal["demote", "drop", "forget"]
 """What becomes of content without an owner: findable, and stored when its GPU block is taken;
@@ -35,9 +35,7 @@ class Claim:
     """Blocks of a sequence that begins or goes on."""
 
     blocks: list[int]
-    """Its block table: the blocks found, then new ones."""
-    num_found: int
-    """How many of them hold content."""
+    """Its block table: the blocks found."""
     pending: frozenset[int]
     """Moves in flight that bring this content; until they are complete it must not be read."""
 

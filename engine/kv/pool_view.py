@@ -45,8 +45,8 @@ class PoolView:
 
     def num_allocatable(self, room: Room) -> int:
         """Return how many blocks `allocate` can hand out now."""
-        gpu = self._states.num_available_gpu if room != "cpu" else 0
-        return gpu + (self._states.num_available_in_place if room != "gpu" else 0)
+        host = self._states.num_available_in_place if room == "either" else 0
+        return self._states.num_available_gpu + host
 
     def use(self, tier: Tier) -> TierUse:
         """Return how a tier is used."""
@@ -57,19 +57,6 @@ class PoolView:
         cached = sum(len(blocks) for blocks in (*states.cpu_spare, *states.cpu_only))
         owned = states.num_owned_cpu
         return TierUse(owned, cached, free, self.num_cpu_blocks - owned - cached - free)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def tier_of(self, block_id: int) -> Tier:
-        """Return where a block lies.
-
-        Raises:
-            EngineError: There is no such block.
-        """
-        self._states.check_id(block_id)
-        return "gpu" if self._states.is_gpu(block_id) else "cpu"
 
     def ref_count(self, block_id: int) -> int:
         """Return the number of owners of a block.

@@ -176,10 +176,6 @@ class BlockStates:
                 home.push(block_id)
             lists[block_id] = home
 
-    def is_listed_in_place(self, block_id: int) -> bool:
-        """Return whether a host block could be handed out to compute."""
-        return self.is_in_place(block_id) and self._where[block_id] is not None
-
     def check_id(self, block_id: int) -> None:
         """Raise EngineError if there is no such block."""
         if not 0 <= block_id < len(self.owners):

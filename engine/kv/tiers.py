@@ -67,10 +67,6 @@ class TieredBlockPool(PoolView):
         self.stats = PoolStats()
         self._victims = Victims(self._states, self.stats)
 
-    def can_allocate(self, n: int, room: Room = "gpu") -> bool:
-        """Return whether `allocate(n, room)` would succeed."""
-        return 0 <= n <= self.num_allocatable(room)
-
     def allocate(self, n: int, room: Room = "gpu") -> list[int]:
         """Take `n` blocks, each with one owner, all or none; nothing is evicted in vain.
 
@@ -79,26 +75,17 @@ class TieredBlockPool(PoolView):
             room: With "either" those on the GPU come first.
 
         Raises:
-            EngineError: There are not so many; ask `can_allocate` first.
+            EngineError: There are not so many; ask `num_allocatable` first.
         """
-        if not self.can_allocate(n, room):
+        if not 0 <= n <= self.num_allocatable(room):
             raise EngineError(
                 f"block pool: expected at most {self.num_allocatable(room)} blocks ({room}), got "
-                f"a demand for {n}. Ask can_allocate first."
+                f"a demand for {n}. Ask num_allocatable first."
             )
-        gpu = min(n, self._states.num_available_gpu) if room != "cpu" else 0
+        gpu = min(n, self._states.num_available_gpu)
         # Host blocks first: what leaves the GPU must not be stored to them.
         cpu_blocks = [self._victims.take_in_place() for _ in range(n - gpu)]
         return self._victims.take_gpu(gpu, for_compute=True) + cpu_blocks
-
-    def share(self, block_ids: Sequence[int]) -> None:
-        """Give each block one more owner.
-
-        Raises:
-            EngineError: A block has no owner or does not exist.
-        """
-        self._states.check_owned(*block_ids)
-        self._states.own(block_ids)
 
     def free(self, block_ids: Iterable[int], retain: Retain = "demote") -> None:
         """Take one owner from each block of a sequence, given in the order of its table.
@@ -153,27 +140,17 @@ class TieredBlockPool(PoolView):
         version = self._states.num_key_changes
         return Match(tuple(keys[: len(found)]), tuple(found), asked, version)
 
-    def can_claim(self, match: Match, n: int, room: Room = "gpu", *, in_place: int = 0) -> bool:
+    def can_claim(self, match: Match, *, in_place: int = 0) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
-        return self._can_claim(match, n, room, self._stay_in_place(match, in_place))
+        return self._can_claim(match, self._stay_in_place(match, in_place))
 
-    def claim(
-        self,
-        match: Match,
-        n: int = 0,
-        room: Room = "gpu",
-        *,
-        in_place: int = 0,
-        resumed: bool = False,
-    ) -> Claim:
-        """Take the blocks found and `n` new ones, all or none.
+    def claim(self, match: Match, *, in_place: int = 0, resumed: bool = False) -> Claim:
+        """Take the blocks found, all or none.
 
         Host blocks are loaded: once, for whoever asks until the content is gone.
 
         Args:
             match: From `match`, with nothing changed since.
-            n: New blocks.
-            room: Where new blocks may come from.
             in_place: Of the host blocks found how many to use where they are, at most: the last
                 that compute can reach. For a sequence that is longer than the GPU has room.
             resumed: The sequence goes on after a preemption; only the counts differ.
@@ -188,27 +165,21 @@ class TieredBlockPool(PoolView):
                 "would be found now. Match again."
             )
         stay = self._stay_in_place(match, in_place)
-        if not self._can_claim(match, n, room, stay):
+        if not self._can_claim(match, stay):
             raise EngineError(
-                f"block pool: expected room for {len(match.blocks)} blocks found and {n} new ones "
-                f"({room}), got {self.num_free} GPU blocks and "
-                f"{self._states.num_available_in_place} CPU blocks. Ask can_claim first."
+                f"block pool: expected room for {len(match.blocks)} blocks found, got "
+                f"{self.num_free} GPU blocks. Ask can_claim first."
             )
-        states, victims = self._states, self._victims
+        states = self._states
         states.own(match.blocks)  # none of them may give way to the others
         first_host = states.num_gpu
         hosts = [b for b in match.blocks if b >= first_host and b not in stay]
-        loads = len(hosts)
-        gpu = min(n, states.num_available_gpu - loads) if room != "cpu" else 0
-        cpu_blocks = [victims.take_in_place() for _ in range(n - gpu)]  # first, as in `allocate`
-        loaded = dict(zip(hosts, victims.load(hosts), strict=True))
+        loaded = dict(zip(hosts, self._victims.load(hosts), strict=True))
         table = [loaded.get(block_id, block_id) for block_id in match.blocks]
-        on_gpu = len(match.blocks) - loads - len(stay)
+        on_gpu = len(match.blocks) - len(hosts) - len(stay)
         missed = match.num_asked - len(match.blocks)
-        self.stats.count_claim(on_gpu, loads, len(stay), missed, resumed=resumed)
-        pending = states.ledger.incoming_to(table)
-        gpu_blocks = victims.take_gpu(gpu, for_compute=True)
-        return Claim(table + gpu_blocks + cpu_blocks, len(table), pending)
+        self.stats.count_claim(on_gpu, len(hosts), len(stay), missed, resumed=resumed)
+        return Claim(table, states.ledger.incoming_to(table))
 
     def count_unseen(self, num_blocks: int, match: Match) -> None:
         """Count blocks before a match that a sequence begins behind and never sees."""
@@ -313,19 +284,11 @@ class TieredBlockPool(PoolView):
         blocks = chain.from_iterable([(move.src, move.dst) for move in moves])
         states.settle(*[b for b in blocks if not states.owners[b]])  # others are in no list
 
-    def _can_claim(self, match: Match, n: int, room: Room, stay: frozenset[int]) -> bool:
-        states = self._states
-        first_host, owners = states.num_gpu, states.owners
-        idle = [block_id for block_id in match.blocks if not owners[block_id]]
-        loads = len([block_id for block_id in match.blocks if block_id >= first_host]) - len(stay)
-        idle_gpu = len([block_id for block_id in idle if block_id < first_host])
-        gpu = states.num_available_gpu - loads - idle_gpu
-        if room == "gpu":
-            return 0 <= n <= gpu
-        cpu = states.num_available_in_place
-        cpu -= sum(b >= first_host and states.is_listed_in_place(b) for b in idle)
-        rooms = {"cpu": cpu, "either": gpu + cpu}
-        return gpu >= 0 and 0 <= n <= rooms[room]
+    def _can_claim(self, match: Match, stay: frozenset[int]) -> bool:
+        first_host, owners = self._states.num_gpu, self._states.owners
+        loads = len([b for b in match.blocks if b >= first_host]) - len(stay)
+        idle = len([b for b in match.blocks if b < first_host and not owners[b]])
+        return loads + idle <= self._states.num_available_gpu
 
     def _stay_in_place(self, match: Match, most: int) -> frozenset[int]:
         """Return the host blocks of a match that are not loaded."""

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from engine.errors import EngineError
-from tests.engine.kv.world import P, Track
+from tests.engine.kv.world import P, Track, num_blocks
 
 MOST_TOKENS = 20
-ROOMS = ("gpu", "cpu", "either")
+ROOMS = ("gpu", "either")
 # Prompts begin alike, so that prefixes are shared.
 STEMS = ((0,) * MOST_TOKENS, (1,) * MOST_TOKENS)
 
@@ -73,28 +73,42 @@ class Driver:
         track = self.pick(holds=False)
         if track is None:
             return
-        room, in_place = self.choose(ROOMS), self.choose((0, 0, 1, 3))
+        in_place = self.choose((0, 0, 1, 3))
         match = self.pool.match(track.keys, len(track.tokens))
         assert len(match.blocks) * P < len(track.tokens)
-        rest = self.pool.blocks_for(len(track.tokens)) - len(match.blocks)
-        n = self.choose((0, 1, rest))
-        if not self.pool.can_claim(match, n, room, in_place=in_place):
+        if not self.pool.can_claim(match, in_place=in_place):
             before = self.snapshot()
             with pytest.raises(EngineError, match="Ask can_claim first"):
-                self.pool.claim(match, n, room, in_place=in_place)
+                self.pool.claim(match, in_place=in_place)
             assert self.snapshot() == before
             return
         self.note()
         on_gpu = [block_id for block_id in match.blocks if block_id < self.sizes["gpu"]]
         self.idle = [block_id for block_id in self.idle if block_id not in on_gpu]
         resumed = self.choose((False, True))
-        claim = self.world.start(track, room, in_place=in_place, n=n, resumed=resumed)
+        claim = self.world.start(track, in_place=in_place, n=0, resumed=resumed)
         self.taken(sum(b < self.sizes["gpu"] and b not in on_gpu for b in claim.blocks))
-        assert len(claim.blocks) == len(match.blocks) + n
-        staying = [b for b in claim.blocks[: claim.num_found] if b >= self.sizes["gpu"]]
-        assert len(staying) <= in_place
-        if room != "either":
-            assert all(self.pool.tier_of(b) == room for b in claim.blocks[claim.num_found :])
+        assert len(claim.blocks) == len(match.blocks)
+        assert len([b for b in claim.blocks if b >= self.sizes["gpu"]]) <= in_place
+        rest = num_blocks(len(track.tokens)) - len(claim.blocks)
+        self.take(track, self.choose((0, 1, rest)), self.choose(ROOMS))
+
+    def take(self, track, count, room):
+        """Add new blocks to a table, or find that there are not so many."""
+        if count > self.pool.num_allocatable(room):
+            before = self.snapshot()
+            with pytest.raises(EngineError, match="Ask num_allocatable first"):
+                self.pool.allocate(count, room)
+            assert self.snapshot() == before
+            return False
+        self.note()
+        new = self.pool.allocate(count, room)
+        on_gpu = sum(block_id < self.sizes["gpu"] for block_id in new)
+        assert len(new) == count
+        assert on_gpu == count or room == "either"
+        self.taken(on_gpu)
+        track.table += new
+        return True
 
     def step(self):
         track = self.pick(holds=True)
@@ -108,20 +122,10 @@ class Driver:
             self.world.bring(track)
             for move_id in track.pending:
                 self.loading.pop(move_id, None)
-        room = self.choose(ROOMS)
         count = min(self.choose(range(1, 7)), len(track.tokens) - track.computed)
-        need = max(0, self.pool.blocks_for(track.computed + count) - len(track.table))
-        if not self.pool.can_allocate(need, room):
-            before = self.snapshot()
-            with pytest.raises(EngineError, match="Ask can_allocate first"):
-                self.pool.allocate(need, room)
-            assert self.snapshot() == before
-            return
-        self.note()
-        new = self.pool.allocate(need, room)
-        self.taken(sum(block_id < self.sizes["gpu"] for block_id in new))
-        track.table += new
-        self.launch((track, count))
+        need = max(0, num_blocks(track.computed + count) - len(track.table))
+        if self.take(track, need, self.choose(ROOMS)):
+            self.launch((track, count))
 
     def grow(self):
         track = self.pick(holds=True)

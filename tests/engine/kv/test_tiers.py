@@ -28,16 +28,14 @@ def test_without_keys_it_is_the_pool_of_one_tier():
     assert pool.allocate(3) == [0, 1, 2]
     pool.free([2, 0])
     assert pool.allocate(4) == [3, 4, 2, 0]
-    assert (pool.num_free, pool.num_used, pool.blocks_for(33)) == (0, 5, 3)
-    pool.share([1, 1])
-    pool.free([1, 1])
+    assert (pool.num_free, pool.num_used) == (0, 5)
     with pytest.raises(EngineError, match="freed twice"):
         pool.free([1, 1])
     assert pool.ref_count(1) == 1
     with pytest.raises(EngineError, match="at most 0 blocks"):
         pool.allocate(1)
     with pytest.raises(EngineError, match=r"from 0 to 4, got 5"):
-        pool.share([5])
+        pool.free([5])
     assert not take(pool)
 
 
@@ -88,14 +86,14 @@ def test_nothing_is_evicted_in_vain():
     world.run([9, 9])
     world.stop(world.run([1, 1, 2, 2, 3]))
     match = world.pool.match(Track([1, 1, 2, 2, 7]).keys, 5)
-    assert not world.pool.can_claim(match, 2)  # two found and one other are without owner
-    with pytest.raises(EngineError, match="2 blocks found and 2 new ones"):
-        world.pool.claim(match, 2)
     with pytest.raises(EngineError, match="at most 3 blocks"):
         world.pool.allocate(4)
+    world.pool.claim(match)  # the third is another block without an owner
+    with pytest.raises(EngineError, match="at most 1 blocks"):
+        world.pool.allocate(2)
     assert [len(ids) for ids in names(world, [1, 1, 2, 2])] == [1, 1]
     assert not take(world.pool)
-    assert world.pool.can_claim(match, 1)
+    world.pool.allocate(1)
 
 
 def test_an_old_match_is_refused():
@@ -104,7 +102,7 @@ def test_an_old_match_is_refused():
     match = world.pool.match(Track([1, 1, 2]).keys, 3)
     world.pool.evict_idle()  # now it is in the host tier
     with pytest.raises(EngineError, match="Match again"):
-        world.pool.claim(match, 1)
+        world.pool.claim(match)
 
 
 def test_of_equal_blocks_the_first_is_findable_and_the_other_private():
@@ -214,7 +212,7 @@ def test_a_sequence_longer_than_the_gpu_runs_and_is_found_again():
     world = World(3, 5)
     tokens = list(range(11))
     track = world.run(tokens, "either")
-    assert [world.pool.tier_of(b) for b in track.table] == ["gpu"] * 3 + ["cpu"] * 3
+    assert [b < world.pool.num_gpu_blocks for b in track.table] == [True] * 3 + [False] * 3
     split = list(track.table)
     track.tokens.append(11)
     world.launch((track, 1))
@@ -223,8 +221,10 @@ def test_a_sequence_longer_than_the_gpu_runs_and_is_found_again():
     again = Track([*range(12), 12])
     match = world.pool.match(again.keys, 13)
     assert len(match.blocks) == 6
-    assert not world.pool.can_claim(match, 1, "either")  # three to load, no GPU block left
-    assert world.pool.can_claim(match, 1, "either", in_place=3)
+    assert not world.pool.can_claim(match)  # three to load, no GPU block left
+    with pytest.raises(EngineError, match="room for 6 blocks found, got 3 GPU blocks"):
+        world.pool.claim(match)
+    assert world.pool.can_claim(match, in_place=3)
     claim = world.start(again, "either", in_place=3)
     assert claim.blocks[:6] == split
     assert not claim.pending
@@ -235,8 +235,8 @@ def test_a_sequence_longer_than_the_gpu_runs_and_is_found_again():
 def test_host_blocks_that_compute_cannot_reach_are_never_owned():
     world = World(2, 4, num_in_place=1)
     assert world.pool.num_allocatable("either") == 3
-    with pytest.raises(EngineError, match="at most 1 blocks"):
-        world.pool.allocate(2, "cpu")
+    with pytest.raises(EngineError, match="at most 3 blocks"):
+        world.pool.allocate(4, "either")
     for n in range(4):
         world.stop(world.run([n, n]))
     world.pool.evict_idle()
@@ -326,7 +326,7 @@ def test_reset_of_the_gpu_tier_leaves_the_host_tier():
     world.complete_all()
     world.pool.reset("gpu")
     track = Track([1, 1, 2])
-    assert world.start(track).num_found == 1
+    assert len(world.start(track).blocks) == 1
     assert world.pool.stats.hits_loaded == 1
 
 
@@ -379,7 +379,8 @@ def test_content_without_an_owner_is_forgotten_in_both_tiers():
 
 def test_a_full_host_tier_in_use_skips_stores():
     world = World(2, 1)
-    world.pool.allocate(1, "cpu")
+    blocks = world.pool.allocate(3, "either")
+    world.pool.free(blocks[:2])
     world.stop(world.run([1, 1, 2, 2]))
     world.pool.allocate(2)
     assert world.pool.stats.stores_skipped == world.pool.stats.evicted_lost == 2

@@ -9,6 +9,10 @@ P = 2
 HASHER = BlockHasher(("tiny", "float32"), P)
 
 
+def num_blocks(num_tokens):
+    return -(-num_tokens // P)
+
+
 def take(source):
     """Take what a pool or a scheduler decided to move."""
     decided = source.decided_moves()
@@ -119,13 +123,13 @@ class World:
                 self.pool.register(block_id, key)
 
     def start(self, track, room="gpu", *, in_place=0, n=None, resumed=False):
-        """Match, claim and note the result; room for all tokens unless n says otherwise."""
+        """Match, claim and take n new blocks, those for all tokens unless told otherwise."""
         match = self.pool.match(track.keys, len(track.tokens))
+        claim = self.pool.claim(match, in_place=in_place, resumed=resumed)
+        track.pending, track.holds, track.computed = claim.pending, True, len(claim.blocks) * P
         if n is None:
-            n = self.pool.blocks_for(len(track.tokens)) - len(match.blocks)
-        claim = self.pool.claim(match, n, room, in_place=in_place, resumed=resumed)
-        track.table, track.pending, track.holds = claim.blocks, claim.pending, True
-        track.computed = claim.num_found * P
+            n = num_blocks(len(track.tokens)) - len(claim.blocks)
+        track.table = claim.blocks + self.pool.allocate(n, room)
         return claim
 
     def run(self, tokens, room="gpu", *, in_place=0, salt=None):
