@@ -13,6 +13,7 @@ from harness.errors import (
     ConfigError,
 )
 from harness.full_disk import DiskFullError
+from harness.streams import outlive_readers
 
 __all__ = ["main"]
 
@@ -50,4 +51,5 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main())

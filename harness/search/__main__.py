@@ -17,6 +17,7 @@ from harness.search.request import HELP, SearchRequest, parse_request
 from harness.search.space import Proposal, overrides_of
 from harness.search.study import Study, facts_of, open_study, require_optuna
 from harness.search.trial import Outcome, TrialRunner
+from harness.streams import outlive_readers
 from reports.record import number, write_text_atomic
 
 __all__ = ["main", "search"]
@@ -163,4 +164,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main())
