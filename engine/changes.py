@@ -155,6 +155,8 @@ def _smaller_budget(asked: Asked, plan: MemoryPlan) -> str | None:
     memory = asked.config.gpu.memory_gib or plan.facts.total_bytes / GIB
     share = asked.config.engine.gpu_memory_utilization
     over = (plan.host_total_bytes - plan.host_limit_bytes) / GIB
+    if over <= 0:
+        return None
     size = math.floor((min(memory, plan.gpu_total_bytes / share / GIB) - over / share) * 100) / 100
     if size <= 0 or not would_fit(changed(asked, "gpu", memory_gib=size)):
         return None

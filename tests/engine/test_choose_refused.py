@@ -40,3 +40,14 @@ def test_advice_to_choose_placements_can_be_followed_beside_a_chosen_size() -> N
     config = configuration(OLMO_7B, memory_gib=4, **OLMO)
     with pytest.raises(CapacityError, match=wanted + " engine.max_model_len=2"):
         plan_memory(replace(config, planner=planner), OLMO_7B, H200)
+
+
+def test_where_no_host_memory_is_short_no_smaller_card_is_advised() -> None:
+    tiny = replace(
+        OLMO_7B, num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=96
+    )
+    limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    config = configuration(tiny, memory_gib=0.0001, **limits)
+    with pytest.raises(CapacityError) as error:
+        plan_memory(config, tiny, CPU)
+    assert str(error.value).count("gpu.memory_gib=") == 1
