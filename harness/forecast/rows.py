@@ -14,6 +14,7 @@ from engine.accounting import fits as has_room
 from engine.auto_fields import with_least_uva
 from engine.config import (
     EngineConfig,
+    KVConfig,
     ModelConfig,
     OffloadConfig,
     PlannerConfig,
@@ -45,6 +46,8 @@ PRESET_STEP: Final = 2
 
 WITHOUT_HOST_KV: Final = "kv=gpu, auto"
 """The row without a host tier of KV blocks, where one sequence would read some in place."""
+HOST_KV_FIELDS: Final = ("num_cpu_blocks", "cpu_gib", "swap_space", "pin_limit_gib")
+"""Settings of kv that are about the host tier alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,11 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     """
     spec = read_spec(config)
     facts, probed = machine_facts(config)
-    model = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
+    # Where files will be read from is of no account here, but that they will be.
+    path = config.model.path or (None if config.model.load_format == "dummy" else ".")
+    model = ModelConfig(
+        name=config.model.name, path=path, load_format=config.model.load_format, spec=spec
+    )
     rates = {} if probed is None else probed.rates
     base = replace(with_model(config, model), measured_rates=rates)
     rows = tuple(_rows(base, spec, facts))
@@ -155,7 +162,9 @@ def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[R
     none = _row("none", ("offload=none",), bare, spec, facts)
     is_set = base.offload.backend != "none" or bool(base.planner.auto_fields)
     if is_set:
-        yield _row(f"{base.offload.backend} (as set)", (), base, spec, facts)
+        is_sized = "cpu_offload_gb" in base.planner.auto_fields
+        backend = "uva" if is_sized else base.offload.backend
+        yield _row(f"{backend} (as set)", (), base, spec, facts)
     yield none
     if base.offload.backend != "uva":
         yield _uva_row(bare, spec, facts, fits=none.fits)
@@ -172,8 +181,9 @@ def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[R
     if none.plan is not None and (none.predicted["host_kv"] or {}).get("in_place_bytes"):
         # Keys and values that a long sequence reads over the link each step may cost more than
         # weights that leave them room.
-        without = replace(base.kv, num_cpu_blocks=None, cpu_gib=None, swap_space=0.0)
-        config = replace(bare, planner=auto, kv=replace(without, pin_limit_gib=None))
+        default = KVConfig()
+        without = replace(base.kv, **{name: getattr(default, name) for name in HOST_KV_FIELDS})
+        config = replace(bare, planner=auto, kv=without)
         yield _row(WITHOUT_HOST_KV, ("kv=gpu", *overrides), config, spec, facts)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 from engine.cost import CONTEXT_TOKENS
 from harness.capacity import capacity_lines
 from harness.forecast.machine import UNKNOWN_HOST_BYTES
-from harness.forecast.rows import WITHOUT_HOST_KV, Forecast, Row
+from harness.forecast.rows import HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
 from reports.record import number
 
 __all__ = ["CSV_COLUMNS", "csv_row", "point_lines", "sweep_table"]
@@ -70,7 +70,7 @@ def point_lines(found: Forecast) -> list[str]:
         "  max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with",
         f"  {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens).",
     ]
-    lines += _longest(found.rows)
+    lines += _longest(found)
     for row in found.rows:
         if not row.fits:
             lines.append(f"  {row.label} does not fit: {row.error}")
@@ -88,19 +88,24 @@ def point_lines(found: Forecast) -> list[str]:
         "host", best.bytes["host"]["items"], 0 if limit > UNKNOWN_HOST_BYTES / 2 else limit
     )
     lines.append(f"  rates: {best.predicted['rates']['source']}{_probed(found)}")
-    kept = [
-        item for item in found.overrides if not item.startswith(("mode=", "offload", "planner."))
-    ]
-    command = " ".join([*kept, *best.overrides])
-    if best is found.chosen:
-        command = " ".join(item for item in found.overrides if not item.startswith("mode="))
-    lines.append(f"  run it: python -m harness {command} (about {found.minutes(best):.1f} min)")
+    lines.append(f"  run it: {_command(found, best)} (about {found.minutes(best):.1f} min)")
     return lines
 
 
-def _longest(rows: Sequence[Row]) -> Iterator[str]:
+def _command(found: Forecast, row: Row) -> str:
+    """Return the command that runs a row: what was typed, less what the row has instead."""
+    gone: tuple[str, ...] = ("mode=",)
+    if row is not found.chosen:
+        gone += ("offload", "planner.")
+    if row.label == WITHOUT_HOST_KV:
+        gone += ("kv=", *(f"kv.{name}=" for name in HOST_KV_FIELDS))
+    kept = (item for item in found.overrides if not item.startswith(gone))
+    return " ".join(["python -m harness", *kept, *row.overrides])
+
+
+def _longest(found: Forecast) -> Iterator[str]:
     """What a token of one sequence of max_model_len tokens takes, for each way that fits."""
-    fitting = [row for row in rows if row.plan is not None]
+    fitting = [row for row in found.rows if row.plan is not None]
     if fitting:
         times = (f"{row.label} {row.predicted['decode_step_long_ms']:.4g}" for row in fitting)
         tokens = fitting[0].predicted["long_context_tokens"]
@@ -109,7 +114,7 @@ def _longest(rows: Sequence[Row]) -> Iterator[str]:
     if other is not None:
         least = min(row.predicted["decode_step_long_ms"] for row in fitting)
         if other.predicted["decode_step_long_ms"] == least:
-            yield f"  Shortest for such a sequence: {' '.join(other.overrides)} instead of kv=cpu."
+            yield f"  Shortest for such a sequence, without kv=cpu: {_command(found, other)}"
 
 
 def _staging(row: Row) -> Iterator[str]:

@@ -97,7 +97,8 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     assert "of 52,000 tokens 1.0 run at once, 3.3 are kept" in text
     assert "a sequence of 52,000 tokens: " in text
     # Some weights over the link each step instead of more KV.
-    assert "Shortest for such a sequence: kv=gpu offload=auto instead of kv=cpu." in text
+    shortest = "+model=llama31_8b gpu=rtx4090_24gb engine.max_model_len=52000 kv=gpu offload=auto"
+    assert f"Shortest for such a sequence, without kv=cpu: python -m harness {shortest}\n" in text
     assert "GiB of KV read in place; a prefix of 8,192 comes from the host in " in text
     [bar] = [line for line in lines if line.strip().startswith("host [")]
     assert bar.count("a") == pytest.approx(50 * 16 / 17.3, abs=2)
@@ -155,6 +156,9 @@ def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
     assert freed * 2**19 == pytest.approx(0.75 * GIB, rel=0.05)
     assert not [line for line in point_lines(other) if "slots of" in line]
     assert shown(found) is found.rows[0]
+    sized = found_of(composer, *OLMO, "planner.auto_fields=[cpu_offload_gb]")
+    assert sized.rows[0].label == "uva (as set)"
+    assert sized.rows[0].bytes["placements"]["uva"] > 0
 
 
 def test_a_model_that_fits_needs_no_offload(composer: Composer) -> None:
