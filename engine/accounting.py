@@ -9,7 +9,6 @@ from engine.host_kv_sizes import HostTierSizes, host_tier_sizes
 from engine.kv_sizes import KVSizes, kv_sizes
 from engine.placement import Assignment, Placement, fall_back
 from engine.plan import (
-    LOAD_STAGING_BYTES,
     DeviceFacts,
     MemoryPlan,
     WeightLayout,
@@ -21,17 +20,19 @@ from engine.sizes import (
     activation_bytes,
     captured_bytes,
     graph_sizes,
+    load_staging_bytes,
     logits_bytes,
     prefill_sizes,
     runtime_bytes,
+    tokenizer_bytes,
 )
 from engine.spec import DTYPE_BYTES, ModelSpec
 
 GIB = 2**30
 CUDA_PROCESS_BYTES = int(1.07 * GIB)
-CPU_PROCESS_BYTES = int(0.4 * GIB)
-"""Host memory of the process itself: interpreter, libraries, driver, tokenizer. Beside an H200
-1.06 to 1.07 GiB (docs/performance.md); on a CPU, resident memory with the model glass, 0.32."""
+CPU_PROCESS_BYTES = int(0.26 * GIB)
+"""Host memory of the process itself: interpreter, libraries, driver. Beside an H200 1.06 to 1.07
+GiB (docs/performance.md); on a CPU 0.25 to 0.26 beside cuts of three models."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     host = {
         "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
         **_host_kv_items(tier, kv),
-        "load_staging": 0 if config.model.load_format == "dummy" else LOAD_STAGING_BYTES,
+        "load_staging": 0
+        if config.model.load_format == "dummy"
+        else load_staging_bytes(spec.weight_bytes(), facts.num_threads),
+        "tokenizer": 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size),
         "process": CPU_PROCESS_BYTES if facts.emulated else CUDA_PROCESS_BYTES,
     }
     if facts.emulated:

@@ -1,14 +1,22 @@
 """Host memory that may be taken and pinned: free memory, cgroups, RLIMIT_MEMLOCK. No torch."""
 
 import contextlib
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from engine.sizes import MAX_LOAD_THREADS
+
 CAP_IPC_LOCK = 14
 """The bit of the capability that lifts RLIMIT_MEMLOCK."""
+
+
+def num_threads() -> int:
+    """Return how many threads host memory work uses: the cores this process may run on."""
+    return min(MAX_LOAD_THREADS, len(os.sched_getaffinity(0)))
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

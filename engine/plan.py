@@ -8,12 +8,11 @@ from typing import Any
 from engine.host_kv import HostKVPlan
 from engine.kv_sizes import KVSizes
 from engine.placement import Assignment, Placement
-from engine.sizes import pad_batch
+from engine.sizes import MAX_LOAD_THREADS, pad_batch
 from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
-    "LOAD_STAGING_BYTES",
     "DeviceFacts",
     "HostKVPlan",
     "LayerPlan",
@@ -26,8 +25,6 @@ __all__ = [
 
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this, bytes."""
-LOAD_STAGING_BYTES = 256 * 2**20
-"""Host buffers that checkpoint files are read through where they cannot be read into place."""
 
 
 def align(num_bytes: int) -> int:
@@ -54,6 +51,8 @@ class DeviceFacts:
     """Why pinning or in-place reads are not possible."""
     pin_limit_bytes: int | None = None
     """Host memory that may be pinned where a limit on locked memory binds the driver."""
+    num_threads: int = MAX_LOAD_THREADS
+    """That read weights."""
     holders: tuple[str, ...] = ()
     """Other processes with memory of the card, in words."""
 

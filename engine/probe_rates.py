@@ -12,9 +12,10 @@ from time import perf_counter
 import torch
 
 from engine.device.base import Device, HostBuffer
-from engine.device.host import num_threads, worker_pool
+from engine.device.host import worker_pool
 from engine.device.select import open_device
 from engine.errors import PinningError
+from engine.host_limits import num_threads
 from engine.probe import probe_link
 
 REPEATS = 10

@@ -19,6 +19,17 @@ PREFILL_TOKENS = (16, 64, 256)
 """Tokens of prompts that captured steps are padded to."""
 
 
+MAX_LOAD_THREADS = 16
+"""That read weights, at most."""
+PIECE_BYTES = 8 * MIB
+"""Most bytes of one read. With 16 threads, 14.6 GB in page cache came onto an H200 at 23 GB/s; with
+pieces of 4 MiB at 13, of 2 MiB at 7."""
+RUN_BYTES = 32 * MIB
+"""What a thread reads of one file before it takes what is next, so that reads are sequential."""
+BUFFERS_PER_THREAD = 2
+"""One is read into while the other is copied to the GPU."""
+
+
 def pad_batch(size: int) -> int:
     """Round a decode batch up to the sizes that are captured: 1, 2, 4, then multiples of 8."""
     if size <= 4:
@@ -151,3 +162,21 @@ def runtime_bytes(kind: str) -> int:
     Measured on an H100 with driver 580 and CUDA 13: 746 MiB.
     """
     return 0 if kind == "cpu" else 780 * MIB
+
+
+def load_staging_bytes(num_bytes: int, num_threads: int) -> int:
+    """Bytes of host buffers that checkpoint files are read through where not into place.
+
+    Args:
+        num_bytes: Of the files.
+        num_threads: That may read.
+    """
+    return min(num_threads, -(-num_bytes // RUN_BYTES)) * BUFFERS_PER_THREAD * PIECE_BYTES
+
+
+def tokenizer_bytes(vocab_size: int) -> int:
+    """Host memory of a tokenizer and the library that reads it.
+
+    Measured beside two: 0.08 GiB of 512 tokens, 0.12 of 49152.
+    """
+    return 70 * MIB + 1000 * vocab_size

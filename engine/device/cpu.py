@@ -14,7 +14,7 @@ import torch
 from engine.device.base import CopyStream, Graph, HostBuffer
 from engine.device.host import MappedBuffer, capabilities
 from engine.errors import CapacityError, EngineError
-from engine.host_limits import available_bytes
+from engine.host_limits import available_bytes, num_threads
 from engine.plan import DeviceFacts
 
 
@@ -119,6 +119,7 @@ class CPUDevice:
             can_pin=can_pin,
             can_uva=can_uva,
             reason=reason,
+            num_threads=num_threads(),
         )
 
     def empty(self, num_bytes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from engine.device.host import MappedBuffer, capabilities
 from engine.device.nvml import own_bytes
 from engine.errors import CapacityError, ConfigError, PinningError
 from engine.gpu_holders import gpu_holders
-from engine.host_limits import available_bytes, memlock_room
+from engine.host_limits import available_bytes, memlock_room, num_threads
 from engine.plan import DeviceFacts
 
 CONTEXT_BYTES = 640 * 2**20
@@ -240,6 +240,7 @@ class CUDADevice:
             can_uva=can_uva,
             reason=reason,
             pin_limit_bytes=limit,
+            num_threads=num_threads(),
             holders=gpu_holders(f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"),
         )
 

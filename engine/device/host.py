@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 
 from engine.errors import CapacityError
+from engine.host_limits import num_threads
 
 GIB = 2**30
 CHUNK_BYTES = 64 * 2**20
@@ -28,11 +29,6 @@ def capabilities() -> tuple[bool, bool, str]:
     if disabled("UVA"):
         return True, False, "TIGHTFIT_DISABLE_UVA is set"
     return True, True, ""
-
-
-def num_threads() -> int:
-    """Return how many threads host memory work uses: the cores this process may run on."""
-    return min(16, len(os.sched_getaffinity(0)))
 
 
 @contextlib.contextmanager

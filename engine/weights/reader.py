@@ -18,22 +18,17 @@ import torch
 
 from engine.clock import PhaseClock
 from engine.device.base import CopyStream, Device, HostBuffer
-from engine.device.host import chunks, num_threads, worker_pool
+from engine.device.host import chunks, worker_pool
 from engine.errors import CheckpointError, PinningError
+from engine.host_limits import num_threads
 from engine.offload_config import OffloadWarning
-from engine.plan import ALIGNMENT, LOAD_STAGING_BYTES
+from engine.plan import ALIGNMENT
+from engine.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 from engine.spec import ParamSpec
 from engine.weights.checkpoint import StoredTensor
 
-PIECE_BYTES = 8 * 2**20
-"""Most bytes of one read. With 16 threads, 14.6 GB in page cache came onto an H200 at 23 GB/s; with
-pieces of 4 MiB at 13, of 2 MiB at 7."""
-RUN_BYTES = 32 * 2**20
-"""What a thread reads of one file before it takes what is next, so that reads are sequential."""
 PROGRESS_S = 0.05
 """Time between two reports of progress."""
-BUFFERS_PER_THREAD = 2
-"""One is read into while the other is copied to the GPU."""
 
 
 @dataclass(frozen=True)
@@ -229,8 +224,7 @@ class CheckpointReader:
             CheckpointError: A file cannot be read to its end.
         """
         count = num_threads()
-        room = min(PIECE_BYTES, LOAD_STAGING_BYTES // (BUFFERS_PER_THREAD * count))
-        piece_bytes = max(1, room // ALIGNMENT) * ALIGNMENT
+        piece_bytes = max(1, PIECE_BYTES // ALIGNMENT) * ALIGNMENT
         pieces = list(_pieces(parameters, stored, piece_bytes))
         shared = _Shared(deque(_runs(pieces)))
         count = max(1, min(count, len(shared.runs)))

@@ -2,7 +2,7 @@
 
 from engine.config import GPUConfig
 from engine.gpu_holders import gpu_holders
-from engine.host_limits import available_bytes
+from engine.host_limits import available_bytes, num_threads
 from engine.plan import DeviceFacts
 from engine.rates import CARDS
 from harness.machine_rates import Probed, read_rates
@@ -42,7 +42,12 @@ def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
         return card, None
     host = available_bytes()
     facts = DeviceFacts(
-        kind="cpu", name="CPU", total_bytes=host // 2, free_bytes=host, host_available_bytes=host
+        kind="cpu",
+        name="CPU",
+        total_bytes=host // 2,
+        free_bytes=host,
+        host_available_bytes=host,
+        num_threads=num_threads(),
     )
     return facts, read_rates(None)
 
@@ -69,5 +74,6 @@ def _facts_here(here: Gpu) -> DeviceFacts | None:
         total_bytes=int(memory),
         free_bytes=int(memory) - int(used),
         host_available_bytes=available_bytes(),
+        num_threads=num_threads(),
         holders=gpu_holders(here.uuid),
     )

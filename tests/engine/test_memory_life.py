@@ -101,3 +101,30 @@ def test_engines_come_and_go_in_one_process(tmp_path: Path, keywords: dict[str, 
         assert found["weights"] > WEIGHTS_BYTES
         assert found["held"] > 0.99 * found["weights"]
         assert found["after"] <= 1.02 * found["before"], found
+
+
+MEASURED = """
+import json, sys
+from engine import LLM, SamplingParams
+from harness.measure.host import process_memory
+
+llm = LLM(sys.argv[1], load_format="dummy", max_num_batched_tokens=64, max_num_seqs=4, device="cpu",
+          dtype="bfloat16", **json.loads(sys.argv[2]))
+prompts = [[7 * n + k for k in range(56)] for n in range(4)]
+llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+print(json.dumps([process_memory()["rss_peak_bytes"], llm.plan.host_total_bytes]))
+"""
+
+
+@pytest.mark.parametrize("keywords", [{}, {"cpu_offload_gb": 0.02}, {"cpu_gib": 0.05}])
+def test_host_memory_is_as_planned(tmp_path: Path, keywords: dict[str, float]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path), json.dumps(keywords)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    measured, planned = json.loads(done.stdout.splitlines()[-1])
+    assert abs(measured - planned) <= max(0.05 * planned, 100 * 2**20)

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from engine.config import OffloadConfig
+from engine.config import EngineConfig, ModelConfig, OffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.plan import DeviceFacts, align
 from engine.planner import plan_memory, resolve_dtype
+from engine.spec import ModelSpec
 from tests.engine.specs import (
     CPU,
     GIB,
     H200,
+    MIB,
     NO_PIN,
     NO_UVA,
     OLMO_7B,
@@ -244,3 +246,17 @@ def test_a_plan_becomes_plain_data() -> None:
     assert data["gpu"]["free_bytes"] == data["gpu"]["budget_bytes"] - data["gpu"]["total_bytes"]
     assert data["kv"]["tokens"] == data["kv"]["num_gpu_blocks"] * data["kv"]["block_size"]
     assert data["offloaded_layers"][:3] == [3, 4, 5]
+
+
+def test_files_take_buffers_of_the_threads_that_read_them_and_a_tokenizer() -> None:
+    config = configuration(OLMO_7B, memory_gib=20, offload=uva(8), max_model_len=512)
+    files = replace(config, model=ModelConfig(name="test", path=".", spec=OLMO_7B))
+
+    def host(asked: EngineConfig, spec: ModelSpec, threads: int) -> dict[str, int]:
+        return plan_memory(asked, spec, replace(H200, num_threads=threads)).host_items
+
+    made = host(config, OLMO_7B, 16)
+    assert made["load_staging"] == made["tokenizer"] == 0
+    assert host(files, OLMO_7B, 16)["load_staging"] == 256 * MIB
+    assert host(files, OLMO_7B, 2)["load_staging"] == 32 * MIB
+    assert 0.12 * GIB < host(files, OLMO_7B, 2)["tokenizer"] < 0.2 * GIB
