@@ -10,11 +10,13 @@ import pytest
 
 from engine.plan import DeviceFacts
 from harness.__main__ import main
+from harness.capacity import capacity_lines
 from harness.composition import Composer
 from harness.errors import ConfigError
 from harness.forecast import machine
 from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
+from tests.contracts.project import ROOT
 
 GIB = 2**30
 
@@ -100,6 +102,15 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     shortest = "+model=llama31_8b gpu=rtx4090_24gb engine.max_model_len=52000 kv=gpu offload=auto"
     assert f"Shortest for such a sequence, without kv=cpu: python -m harness {shortest}\n" in text
     assert "GiB of KV read in place; a prefix of 8,192 comes from the host in " in text
+    page = (ROOT / "docs/kv_cache.md").read_text(encoding="utf-8")  # the same command's figures
+    for line in capacity_lines(found.rows[0].bytes["kv"]):
+        assert f"    {line.strip()}\n" in page
+    ms = [round(row.predicted["decode_step_long_ms"]) for row in (found.rows[-1], found.rows[0])]
+    gib = found.rows[0].predicted["host_kv"]["in_place_bytes"] / GIB
+    weights = sum(found.rows[-1].bytes["placements"].values()) / GIB
+    weights -= found.rows[-1].bytes["placements"]["resident"] / GIB
+    assert f"{ms[0]} ms with {weights:.1f} GiB of weights in host memory and" in page
+    assert f"{ms[1]} ms with {gib:.1f} GiB of KV." in page
     [bar] = [line for line in lines if line.strip().startswith("host [")]
     assert bar.count("a") == pytest.approx(50 * 16 / 17.3, abs=2)
     assert "a pinned_kv 16.00" in text
