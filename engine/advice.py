@@ -6,7 +6,7 @@ from typing import Final
 
 from engine.accounting import GIB, Asked, build_plan, fits, served
 from engine.auto_fields import with_least_uva
-from engine.changes import host_changes, limit_changes, would_fit
+from engine.changes import chosen_anywhere, host_changes, limit_changes, would_fit
 from engine.choose import Chooser, largest
 from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
 from engine.placement import Assignment
@@ -40,8 +40,8 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     if more is not None and more > wanted:
         wanted, who = more, f"planner.kv_tokens={more}"
     need = plan.kv.room(_first_blocks(plan, wanted))
-    reach = plan.reach[0] - plan.num_gpu_blocks
-    elsewhere = f", {gib(reach * plan.block_bytes)} GiB of it in host memory" if reach else ""
+    reach = min(plan.reach[0] - plan.num_gpu_blocks, _first_blocks(plan, wanted))
+    elsewhere = f", up to {gib(reach * plan.block_bytes)} of it in host memory" if reach else ""
     parts = ", ".join(f"{k} {gib(v)}" for k, v in items.items() if v and k != "kv_cache")
     text = (
         f"available KV cache memory: {gib(left)} GiB; {who} needs {gib(need)} GiB{elsewhere}. "
@@ -73,10 +73,12 @@ def host_refusal(plan: MemoryPlan, asked: Asked) -> str:
     """Say what host memory was needed, what is there, and the settings that would fit."""
     items = plan.host_items
     parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in items.items() if v)
+    size = asked.config.gpu.host_gib
+    where = "" if size is None else f" of gpu.host_gib={size:g}"
     text = (
         f"host memory: {plan.host_total_bytes / GIB:.2f} GiB are needed ({parts}; the largest is "
-        f"{max(items, key=items.__getitem__)}), but {plan.host_limit_bytes / GIB:.2f} GiB are "
-        f"available after a reserve of {asked.config.engine.host_reserve_gib:g} GiB."
+        f"{max(items, key=items.__getitem__)}), but {plan.host_limit_bytes / GIB:.2f} "
+        f"GiB{where} are available after a reserve of {asked.config.engine.host_reserve_gib:g} GiB."
     )
     found = [] if asked.reference or not plan.offloaded_layers else advice(asked)
     found += host_changes(asked, plan)
@@ -142,11 +144,10 @@ def _with_auto(asked: Asked) -> Asked:
 
 def _host_lack(asked: Asked, plan: MemoryPlan) -> str:
     """Say so where a chosen placement lacks host memory alone."""
-    roomy = replace(asked.facts, host_available_bytes=2**60, pin_limit_bytes=None)
-    found = _chooser(replace(asked, facts=roomy)).best()
+    found = chosen_anywhere(_with_auto(asked))
     if found is None:
         return ""
-    need = sum(found[0].placed_bytes().values()) - found[0].placed_bytes()["resident"]
+    need = sum(found.placed_bytes().values()) - found.placed_bytes()["resident"]
     if need == 0:
         return ""
     limit = max(0, plan.host_limit_bytes - plan.host_total_bytes)

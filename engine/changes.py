@@ -130,13 +130,22 @@ def _smaller_tier(asked: Asked, plan: MemoryPlan) -> str | None:
         return would_fit(changed(asked, "kv", **{name: size}))
 
     # A smaller tier may hold too little of a sequence; the largest that the host holds is tried.
-    left = plan.host_limit_bytes - plan.host_total_bytes
+    beside = chosen_anywhere(asked) if asked.config.planner.choose else plan
+    left = plan.host_limit_bytes - (beside or plan).host_total_bytes
     left += plan.kv.num_bytes(plan.host_kv.num_blocks)
     each = sum(plan.kv.block_bytes) if unit == 1 else GIB / unit
     if name == "swap_space":
         left += plan.swap_weights_bytes
     count = min(math.floor(left / each), math.ceil(value * unit) - 1)
     return f"kv.{name}={count / unit:g}" if count > 0 and is_good(count) else None
+
+
+def chosen_anywhere(asked: Asked) -> MemoryPlan | None:
+    """What is chosen where host memory has no limit; None: nothing fits the GPU."""
+    facts = replace(asked.facts, host_available_bytes=2**60, pin_limit_bytes=None)
+    rates = rates_for(asked.config.gpu, facts, asked.config.measured_rates)
+    found = Chooser(replace(asked, facts=facts), rates).best()
+    return None if found is None else found[0]
 
 
 def _less_reserve(asked: Asked) -> str | None:

@@ -44,6 +44,9 @@ class GPUConfig(Sealed):
     memory_gib: float | None = None
     """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
     gpu_memory_utilization. null: what the card has (CPU: half of the free host memory)."""
+    host_gib: float | None = None
+    """Memory of the host that the card is in, GiB: no more is planned. null: what is free here
+    (mode=plan of a card that is not here: any)."""
     link_gb_s: float | None = None
     """Host link, one direction, GB/s (10^9)."""
     hbm_gb_s: float | None = None
@@ -54,7 +57,7 @@ class GPUConfig(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
         check_choice("gpu.device", self.device, ("auto", "cuda", "cpu"))
-        for name in ("memory_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops"):
+        for name in ("memory_gib", "host_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops"):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"gpu.{name}", value, low=0, low_open=True)

@@ -95,6 +95,9 @@ def _ask(
 ) -> tuple[Asked, Rates, list[str]]:
     """Resolve what is asked; return the rates and what to note beside it."""
     notes: list[str] = []
+    if config.gpu.host_gib is not None:
+        most = int(config.gpu.host_gib * GIB)
+        facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
     if not reference:
         config, notes = choose_fields(config, spec, facts)
     asked = Asked(

@@ -83,13 +83,25 @@ def point_lines(found: Forecast) -> list[str]:
     lines.append(f"  recommended: {what}")
     lines += [*capacity_lines(best.bytes["kv"]), *_host_kv(best)]
     lines += _bar("GPU", best.bytes["gpu"]["items"], best.bytes["gpu"]["budget_bytes"])
-    limit = best.bytes["host"]["limit_bytes"]
-    lines += _bar(
-        "host", best.bytes["host"]["items"], 0 if limit > UNKNOWN_HOST_BYTES / 2 else limit
-    )
+    lines += _host(best)
     lines.append(f"  rates: {best.predicted['rates']['source']}{_probed(found)}")
     lines.append(f"  run it: {_command(found, best)} (about {found.minutes(best):.1f} min)")
     return lines
+
+
+def _host(row: Row) -> Iterator[str]:
+    """Host memory by part, and what it takes where nothing is known of the machine's."""
+    host = row.bytes["host"]
+    if host["limit_bytes"] < UNKNOWN_HOST_BYTES / 2:
+        yield from _bar("host", host["items"], host["limit_bytes"])
+        return
+    yield from _bar("host", host["items"], 0)
+    reserve = UNKNOWN_HOST_BYTES - host["limit_bytes"]
+    yield (
+        f"       {(host['total_bytes'] + reserve) / GIB:.2f} GiB of host memory must be there, "
+        f"{reserve / GIB:g} of it as a reserve: this card is in no machine that is known "
+        "(gpu.host_gib says what it has)"
+    )
 
 
 def _command(found: Forecast, row: Row) -> str:

@@ -72,6 +72,11 @@ def check_system(config: RunConfig) -> None:
             f"mode: expected run with system={kind}, got plan: plans and predicted times are of "
             "this project's engine. Choose system=native, or run it."
         )
+    if config.gpu.host_gib is not None:
+        raise ConfigError(
+            f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it is "
+            "what plans are held against, and there are none. Remove it."
+        )
     for node in NODES:
         _check_node(kind, node, _node(config, node))
     if kind == "http":

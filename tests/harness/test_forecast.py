@@ -229,6 +229,27 @@ def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
         found_of(composer, "+model=local")
 
 
+def test_host_memory_of_a_machine_that_is_not_here_is_stated_and_bounds_what_is_told_of_it(
+    composer: Composer,
+) -> None:
+    card = ("+model=olmo7b", "gpu=rtx4080_16gb", "kv=cpu", "kv.cpu_gib=100", "offload=auto")
+    unknown = found_of(composer, *card)
+    text = "\n".join(point_lines(unknown))
+    plan = unknown.rows[-1].plan
+    assert plan is not None
+    need = plan.host_total_bytes / GIB + 1
+    assert f"{need:.2f} GiB of host memory must be there, 1 of it as a reserve" in text
+    known = found_of(composer, *card, "gpu.host_gib=64")
+    assert not any(row.fits for row in known.rows)
+    auto = known.rows[-1]
+    advised = re.search(r"kv\.cpu_gib=[\d.]+\d", auto.error)
+    assert advised is not None
+    assert found_of(composer, *card, "gpu.host_gib=64", advised[0]).rows[-1].fits
+    assert "must be there" not in "\n".join(point_lines(known))
+    uva = found_of(composer, *card[:2], "gpu.host_gib=4", "offload=uva").rows[0]
+    assert "3.00 GiB of gpu.host_gib=4 are available after a reserve of 1 GiB" in uva.error
+
+
 def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(*overrides: str) -> DeviceFacts:
         (point,) = composer.plan(overrides).points

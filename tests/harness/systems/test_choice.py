@@ -48,6 +48,7 @@ def test_a_system_is_chosen_on_the_command_line():
         (["system=vllm", "system.base_url=http://a"], "system.base_url: expected null"),
         (["system=accelerate", "offload=prefetch"], "offload.prefetch.offload_group_size"),
         (["system=vllm", "mode=plan"], "mode: expected run with system=vllm"),
+        (["system=vllm", "gpu.host_gib=8"], "gpu.host_gib: expected null with system=vllm"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused_before_anything_runs(overrides, words):
