@@ -64,7 +64,8 @@ def run(line: CommandLine) -> int:
         _check_planned(plan)
         from harness.forecast.command import show_plans  # noqa: PLC0415  not for runs
 
-        return show_plans(plan)
+        check_comparisons(plan, line.config_dir)
+        return show_plans(plan, line.config_dir)
     require_room(tightfit_home())
     _check_folder(plan)
     check_comparisons(plan, line.config_dir)

@@ -32,7 +32,11 @@ class Side:
 
 
 def compose_sides(
-    ab: AbConfig, overrides: Sequence[str], config_dir: Path | None = None
+    ab: AbConfig,
+    overrides: Sequence[str],
+    config_dir: Path | None = None,
+    *,
+    mode: str = "run",
 ) -> tuple[Side, Side]:
     """Compose both sides and check that they do the same work.
 
@@ -40,12 +44,13 @@ def compose_sides(
         ab: what each overrides.
         overrides: of the command line, for both.
         config_dir: a folder of the user's.
+        mode: of the command line.
 
     Raises:
         ConfigError: a side cannot be composed, does other work than the other, or equals it.
     """
     base = [item for item in overrides if not item.lstrip("+").startswith("ab.")]
-    a, b = (_compose(name, ab.overrides(name), base, config_dir) for name in SIDES)
+    a, b = (_compose(name, ab.overrides(name), base, config_dir, mode) for name in SIDES)
     _check_same_work(a.config, b.config)
     if a.config == b.config:
         raise ConfigError(
@@ -68,10 +73,12 @@ def check_comparisons(plan: Plan, config_dir: Path | None = None) -> None:
                 "scenario=ab: expected one comparison, got a sweep. Remove -m and values with "
                 "commas, or run the comparisons one after another."
             )
-        compose_sides(point.config.ab, point.overrides, config_dir)
+        compose_sides(point.config.ab, point.overrides, config_dir, mode=point.config.mode)
 
 
-def _compose(name: str, own: list[str], base: list[str], config_dir: Path | None) -> Side:
+def _compose(
+    name: str, own: list[str], base: list[str], config_dir: Path | None, mode: str
+) -> Side:
     keys = {_key(item) for item in own}
     kept = [item for item in base if _key(item) not in keys]
     try:
@@ -79,8 +86,8 @@ def _compose(name: str, own: list[str], base: list[str], config_dir: Path | None
     except ConfigError as error:
         raise ConfigError(f"ab.{name}: {error}") from error
     (point,) = plan.points
-    if point.config.mode != "run":
-        raise ConfigError(f"ab.{name}: expected mode=run, got mode={point.config.mode}.")
+    if point.config.mode != mode:
+        raise ConfigError(f"ab.{name}: expected mode={mode}, got mode={point.config.mode}.")
     config = replace(point.config, ab=None)
     return Side(name=name, own=own, overrides=[*kept, *own], config=config)
 

@@ -6,21 +6,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from harness.composition import Plan
+from harness.ab.order import steps
+from harness.ab.sides import compose_sides
+from harness.ab_config import AbConfig
+from harness.composition import Plan, Point
 from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
 from harness.forecast.rows import Forecast, forecast
-from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
+from harness.forecast.view import (
+    CSV_COLUMNS,
+    command_line,
+    comparison_table,
+    csv_row,
+    point_lines,
+    shown,
+    sweep_table,
+)
 from harness.report import build_report
 
 CSV_NAME: Final = "plan.csv"
 
 
-def show_plans(plan: Plan) -> int:
-    """Print the plan of every point; return the exit code.
+def show_plans(plan: Plan, config_dir: Path | None = None) -> int:
+    """Print the plan of every point, or of both sides of a comparison; return the exit code.
+
+    Args:
+        plan: What a command line asks for.
+        config_dir: A folder of the user's.
 
     Raises:
         ConfigError: A point's settings contradict each other or its model's sizes are not known.
     """
+    if plan.points[0].config.ab is not None:
+        return _show_sides(plan.points[0], plan.points[0].config.ab, config_dir)
     found = [forecast(point.config, tuple(point.overrides)) for point in plan.points]
     if not plan.multirun:
         (only,) = found
@@ -33,6 +50,20 @@ def show_plans(plan: Plan) -> int:
     problems = build_report(path.parent)
     lines += problems or [f"  as a figure: {path.with_suffix('.png')}"]
     _print(lines)
+    return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
+
+
+def _show_sides(point: Point, ab: AbConfig, config_dir: Path | None) -> int:
+    both = compose_sides(ab, point.overrides, config_dir, mode="plan")
+    found = [forecast(side.config, tuple(side.overrides)) for side in both]
+    titles = {side.name: f"{side.name}: {' '.join(side.own)}" for side in both}
+    _print(
+        comparison_table(
+            dict(zip(titles.values(), found, strict=True)),
+            [titles[step.side] for step in steps(ab)],
+            command_line(point.overrides),
+        )
+    )
     return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
 
 

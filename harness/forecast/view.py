@@ -1,5 +1,6 @@
 """The text of mode=plan: one point in full, a sweep as a table."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -9,7 +10,14 @@ from harness.forecast.machine import UNKNOWN_HOST_BYTES
 from harness.forecast.rows import HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
 from reports.record import number
 
-__all__ = ["CSV_COLUMNS", "csv_row", "point_lines", "sweep_table"]
+__all__ = [
+    "CSV_COLUMNS",
+    "command_line",
+    "comparison_table",
+    "csv_row",
+    "point_lines",
+    "sweep_table",
+]
 
 GIB = 2**30
 _BAR: Final = 50
@@ -106,13 +114,23 @@ def _host(row: Row) -> Iterator[str]:
 
 def _command(found: Forecast, row: Row) -> str:
     """Return the command that runs a row: what was typed, less what the row has instead."""
-    gone: tuple[str, ...] = ("mode=",)
-    if row is not found.chosen:
-        gone += ("offload", "planner.")
+    gone: tuple[str, ...] = () if row is found.chosen else ("offload", "planner.")
     if row.label == WITHOUT_HOST_KV:
         gone += ("kv=", *(f"kv.{name}=" for name in HOST_KV_FIELDS))
-    kept = (item for item in found.overrides if not item.startswith(gone))
-    return " ".join(["python -m harness", *kept, *row.overrides])
+    kept = [item for item in found.overrides if not item.startswith(gone)]
+    return command_line([*kept, *row.overrides])
+
+
+def command_line(overrides: Sequence[str]) -> str:
+    """Return the command that runs these overrides, as a shell takes it."""
+
+    def quoted(item: str) -> str:
+        if "'" in item and not {*item} & {*'"$`\\!'}:
+            return f'"{item}"'
+        return shlex.quote(item)
+
+    kept = (quoted(item) for item in overrides if not item.startswith("mode="))
+    return " ".join(["python -m harness", *kept])
 
 
 def _longest(found: Forecast) -> Iterator[str]:
@@ -234,20 +252,39 @@ def _bar(title: str, items: Mapping[str, int], limit: int) -> Iterator[str]:
 
 def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     """Return all points of a sweep as a table, one line each, with the minutes of a run."""
+    refused = sum(not shown(item).fits for item in found)
+    total = sum(item.minutes(shown(item)) for item in found)
+    return [
+        *_points(found, names),
+        f"  {len(found)} points, {refused} of them do not fit; running the others takes about "
+        f"{total:.0f} minutes.",
+    ]
+
+
+def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command: str) -> list[str]:
+    """Return both sides of a comparison as a table, with the minutes of all its runs.
+
+    Args:
+        sides: Side -> its point.
+        runs: Side of each run.
+        command: Runs the comparison.
+    """
+    rows = {name: shown(item) for name, item in sides.items()}
+    lines = _points(list(sides.values()), list(sides))
+    lines += [f"  {name} does not fit: {row.error}" for name, row in rows.items() if not row.fits]
+    if all(row.fits for row in rows.values()):
+        minutes = sum(sides[name].minutes(rows[name]) for name in runs)
+        lines.append(f"  run it: {command} ({len(runs)} runs, about {minutes:.0f} min)")
+    return lines
+
+
+def _points(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     rows: list[Sequence[str]] = [("point", *COLUMNS, "run min")]
-    total, refused = 0.0, 0
     for item, name in zip(found, names, strict=True):
         row = shown(item)
-        minutes = item.minutes(row)
-        total += minutes
-        refused += not row.fits
-        rows.append((name, *_cells(row), f"{minutes:.1f}" if row.fits else _ABSENT))
-    lines = ["", *_table(rows)]
-    lines.append(
-        f"  {len(found)} points, {refused} of them do not fit; running the others takes about "
-        f"{total:.0f} minutes."
-    )
-    return lines
+        minutes = f"{item.minutes(row):.1f}" if row.fits else _ABSENT
+        rows.append((name, *_cells(row), minutes))
+    return ["", *_table(rows)]
 
 
 def shown(found: Forecast) -> Row:

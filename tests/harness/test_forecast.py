@@ -172,6 +172,19 @@ def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
     assert sized.rows[0].bytes["placements"]["uva"] > 0
 
 
+def test_both_sides_of_a_comparison_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["+model=qwen3_4b", "scenario=ab", "gpu=rtx4080_16gb", "engine.max_model_len=2048"]
+    side = "ab.b=[offload=uva, offload.uva.cpu_offload_gb=4]"
+    assert main(["mode=plan", *line, side]) == 0
+    text = capsys.readouterr().out
+    a, b = (row.split() for row in text.splitlines()[2:4])
+    assert (a[:2], a[2], b[0]) == (["a:", "offload=none"], "none", "b:")
+    minutes = round(10 * float(a[-1]) + 4 * float(b[-1]))
+    assert minutes == pytest.approx(26, abs=2)
+    wanted = " ".join(line) + """ "ab.b=['offload=uva','offload.uva.cpu_offload_gb=4']\""""
+    assert re.search(rf"run it: .*{re.escape(wanted)} \(14 runs, about {minutes} min\)", text)
+
+
 def test_a_model_that_fits_needs_no_offload(composer: Composer) -> None:
     found = found_of(composer, "+model=smollm2_135m", "gpu=rtx3060_12gb")
     assert found.recommended is found.rows[0]
