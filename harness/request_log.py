@@ -93,9 +93,10 @@ def _row(part: str, repeat: int, request: RequestTimes) -> dict[str, Any]:
         "finish_reason": request.finish_reason,
         "error": request.error,
         "token_times_s": request.token_times_s,
+        "is_cancelled": request.is_cancelled,
     }
     if isinstance(request, ServedRequest):
-        for name in ("sent_s", "is_ramp_up", "is_cancelled"):
+        for name in ("sent_s", "is_ramp_up"):
             row[name] = getattr(request, name)
     return row
 

@@ -85,6 +85,9 @@ class RequestSet(Sealed):
     stop_share: float | None = None
     """End when the interval of output tokens/s (latency: of the mean time of a request) is at most
     this share of the mean to either side."""
+    max_duration_s: float | None = None
+    """Seconds after which the warm-up, and each measurement, ends with what there is (at least one
+    request, of throughput one token); the figures are then not valid. null: no limit."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
@@ -97,6 +100,9 @@ class RequestSet(Sealed):
         }
         _check_counts(f"scenario.{self.part}", self, least)
         check_repeats(f"scenario.{self.part}", self.repeats, self.stop_share)
+        if self.max_duration_s is not None:
+            name = f"scenario.{self.part}.max_duration_s"
+            check_number(name, self.max_duration_s, low=0, low_open=True, hint="In seconds.")
         if self.prompts_file is not None and not self.prompts_file.strip():
             raise ConfigError(
                 f"scenario.{self.part}.prompts_file: expected a JSONL file or null, got ''."

@@ -29,6 +29,7 @@ class StateWriter:
         self._temporary = run_dir / f".{STATE_NAME}.{os.getpid()}.tmp"
         self._samples = run_dir / SAMPLES_NAME
         self._due_s = 0.0
+        self._num_tokens: int | None = None
         self._tokens_before = (0, time.monotonic())
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._pending: deque[Future[None]] = deque()
@@ -45,8 +46,9 @@ class StateWriter:
         """What the worker does now."""
         return str(self._state["phase"])
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase."""
+    def enter(self, phase: str, num_tokens: int | None = None) -> None:
+        """Begin a phase; `num_tokens` of output are expected in it, None: it is not known."""
+        self._num_tokens = num_tokens
         self._state |= {"phase": phase, "progress": None}
         self._tokens_before = (0, time.monotonic())
         self._write()
@@ -89,6 +91,7 @@ class StateWriter:
             "requests_done": num_done,
             "requests_total": num_requests,
             "output_tokens": num_tokens,
+            "output_tokens_total": self._num_tokens,
             "tokens_s": rate,
         }
         self._state["progress"] = progress

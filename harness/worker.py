@@ -34,18 +34,18 @@ from harness.parent import die_with_parent
 from harness.plain import plain
 from harness.prompts import encode_rows, special_ids
 from harness.request_log import RequestLog
-from harness.scenarios.drive import Engine, StepTotals, run_in_turn
+from harness.scenarios.drive import Engine, StepTotals
 from harness.scenarios.kv import KVWatch, kv_link_share
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
 from harness.scenarios.memory import memory_metrics
-from harness.scenarios.outcome import Outcome, failure_reasons
+from harness.scenarios.outcome import Outcome
 from harness.scenarios.predicted import differences, link_reasons
 from harness.scenarios.repeats import measure_repeats
 from harness.scenarios.serve import Load, measure_serve, warm_up
 from harness.scenarios.throughput import measure_throughput
 from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
-from harness.scenarios.workload import engine_prompts, part_prompts
+from harness.scenarios.workload import engine_prompts, part_prompts, warm_up_part
 from harness.schema import RequestSet
 from harness.state import StateWriter
 from harness.systems.agreement import agree
@@ -235,7 +235,8 @@ class Work:
             rates = self._link.before(self._gpu())
             self._result["calibration"] = self._link.calibration
             self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
-            known = self._engine.measured_rates | {k: v for k, v in rates.items() if v is not None}
+            known = self._engine.measured_rates | dict(self._door.machine(self._engine))
+            known |= {name: rate for name, rate in rates.items() if rate is not None}
             self._engine = replace(self._engine, measured_rates=known)
             reset_rss_peak()
         llm = self._build()
@@ -289,17 +290,7 @@ class Work:
         prompts = part_prompts(llm, part, config, self._job.prompts.get(part))
         if config.warmup_requests:
             self._state.enter(f"{part} warm-up")
-            warm = engine_prompts(
-                llm,
-                config.warmup_requests,
-                config.prompt_tokens,
-                seed=config.seed,
-                stream=f"{part}/warm-up",
-            )
-            requests, _ = run_in_turn(
-                llm, warm, config.output_tokens, clock=self._door.clock, prefix=f"{part}-warm-up"
-            )
-            self._result["reasons"] += failure_reasons(f"{part} warm-up", requests)
+            self._result["reasons"] += warm_up_part(llm, part, config, clock=self._door.clock)
         measure = measure_latency if part == "latency" else measure_throughput
 
         def all_of_it(watched: Engine) -> tuple[Outcome, StepTotals]:
@@ -311,13 +302,14 @@ class Work:
                     clock=self._door.clock,
                     on_progress=self._state.running,
                     on_end=self._requests.of(part, number),
+                    limit_s=config.max_duration_s,
                 )
 
             return measure_repeats(
                 once, part=part, repeats=config.repeats, stop_share=config.stop_share
             )
 
-        return self._measured(part, llm, all_of_it)
+        return self._measured(part, llm, all_of_it, len(prompts[0]) * config.output_tokens)
 
     def _run_serve(self, llm: Engine, config: ServeScenario) -> StepTotals:
         load = Load(
@@ -350,10 +342,14 @@ class Work:
         return self._measured("serve", llm, all_of_it)
 
     def _measured(
-        self, part: str, llm: Engine, measure: Callable[[Engine], tuple[Outcome, StepTotals]]
+        self,
+        part: str,
+        llm: Engine,
+        measure: Callable[[Engine], tuple[Outcome, StepTotals]],
+        num_tokens: int | None = None,
     ) -> StepTotals:
         """Measure a part with its energy and KV, and note what it found and when it ran."""
-        self._state.enter(part)
+        self._state.enter(part, num_tokens)
         energy = EnergyMeter(self._gpu())
         begin_s = self._door.clock()
         watch = KVWatch(llm, self._door.clock)
@@ -364,7 +360,7 @@ class Work:
         watch.note(part, self._result)
         self._result["metrics"] |= energy_metrics(energy.total_j(), outcome.num_output_tokens)
         self._save()
-        if not outcome.num_complete:
+        if not outcome.num_measured:
             raise RequestError(f"nothing was measured. {outcome.reasons[0]}")
         return totals
 

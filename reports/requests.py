@@ -24,7 +24,7 @@ COLUMNS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "arrival_s": ("float", "when it was sent, or its scheduled arrival (serve)"),
         "sent_s": ("float", "when it was handed to the engine (serve)"),
         "is_ramp_up": ("bool", "it arrived in the ramp and is not counted (serve)"),
-        "is_cancelled": ("bool", "the harness took it back, or never sent it (serve)"),
+        "is_cancelled": ("bool", "the harness took it back, or never sent it"),
         "finish_reason": ("text", "length or stop; null where it did not end by itself"),
         "error": ("text", "why it failed or was cancelled"),
         "token_times_s": ("floats", "when each output token was on the host"),

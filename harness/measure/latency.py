@@ -21,6 +21,8 @@ class RequestTimes:
     finish_reason: str | None = None
     error: str | None = None
     """Why the request failed; None if it did not."""
+    is_cancelled: bool = False
+    """The harness took it back, or never sent it."""
 
     @property
     def is_complete(self) -> bool:

@@ -24,8 +24,6 @@ class ServedRequest(RequestTimes):
     """It follows another one, so its arrival was not planned."""
     sent_s: float | None = None
     """When it was handed to the engine."""
-    is_cancelled: bool = False
-    """The harness took it back, or never sent it."""
 
     @property
     def lag_ms(self) -> float | None:

@@ -165,13 +165,14 @@ class StepTotals:
 
 
 class Driver:
-    """Sends requests and steps the engine until they are done."""
+    """Sends requests and steps the engine until they are done, or are taken back."""
 
     def __init__(self, llm: Engine, clock: Clock, on_end: OnEnd | None = None) -> None:
         self._llm = llm
         self._clock = clock
         self._on_end = on_end
         self._open: dict[str, RequestTimes] = {}
+        self._cancelled: set[str] = set()
         self.totals = StepTotals()
 
     @property
@@ -217,7 +218,17 @@ class Driver:
             self._tell(times)
         self._open.clear()
 
+    def cancel(self, why: str) -> None:
+        """Take back all requests that have not ended; what comes of them later is ignored."""
+        for name, times in list(self._open.items()):
+            self._llm.abort(name)
+            self._cancelled.add(name)
+            times.is_cancelled, times.error = True, why
+            self._end(times)
+
     def _count(self, event: TokenEvent) -> None:
+        if event.request_id in self._cancelled:
+            return
         times = self._open[event.request_id]
         if event.finish_reason == "error":  # of a server: no token came with it
             times.error = str(event.stop_reason)
@@ -249,19 +260,38 @@ def run_in_turn(
     prefix: str,
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
+    limit_s: float | None = None,
 ) -> tuple[list[RequestTimes], StepTotals]:
-    """Run the requests one at a time; return their times and the sums over the steps."""
+    """Run the requests one at a time; return times of those sent and the sums over the steps.
+
+    Args:
+        llm: the engine.
+        prompts: token ids of each.
+        output_tokens: of each.
+        clock: seconds.
+        prefix: of their ids.
+        on_progress: called after each step.
+        on_end: called with each request that ended.
+        limit_s: after which the one at work is taken back and no other is sent, once one has ended.
+    """
     driver = Driver(llm, clock, on_end)
     requests: list[RequestTimes] = []
-    num_tokens = 0
+    num_tokens, begin_s = 0, clock()
+
+    def is_over() -> bool:
+        return bool(requests) and limit_s is not None and clock() - begin_s >= limit_s
 
     def on_step(new_tokens: int) -> None:
         nonlocal num_tokens
         num_tokens += new_tokens
         if on_progress is not None:
             on_progress(len(requests), len(prompts), num_tokens)
+        if is_over():
+            driver.cancel(_late(limit_s))
 
     for index, prompt in enumerate(prompts):
+        if is_over():
+            break
         times = driver.offer(prompt, output_tokens, f"{prefix}-{index}")
         driver.drain(on_step)
         requests.append(times)
@@ -279,8 +309,21 @@ def run_at_once(
     prefix: str,
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
+    limit_s: float | None = None,
 ) -> tuple[list[RequestTimes], StepTotals]:
-    """Offer all requests, then step until they are done; return times and sums over the steps."""
+    """Offer all requests, then step until they are done; return times and sums over the steps.
+
+    Args:
+        llm: the engine.
+        prompts: token ids of each.
+        output_tokens: of each.
+        clock: seconds.
+        prefix: of their ids.
+        on_progress: called after each step.
+        on_end: called with each request that ended.
+        limit_s: after which those that have not ended are taken back, once there is a token.
+    """
+    begin_s = clock()
     driver = Driver(llm, clock, on_end)
     requests = [
         driver.offer(prompt, output_tokens, f"{prefix}-{index}")
@@ -293,6 +336,12 @@ def run_at_once(
         num_tokens += new_tokens
         if on_progress is not None:
             on_progress(len(requests) - driver.num_open, len(requests), num_tokens)
+        if num_tokens and limit_s is not None and clock() - begin_s >= limit_s:
+            driver.cancel(_late(limit_s))
 
     driver.drain(on_step)
     return requests, driver.totals
+
+
+def _late(limit_s: float | None) -> str:
+    return f"taken back when max_duration_s={limit_s:g} had passed"

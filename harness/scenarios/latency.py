@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from harness.measure.latency import RequestTimes, floor_note, latency_pools, pool_metrics
 from harness.measure.statistics import drift
 from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals, run_in_turn
-from harness.scenarios.outcome import Outcome, failure_reasons, short_reasons
+from harness.scenarios.outcome import Outcome, cut_reasons, failure_reasons, short_reasons
 
 
 def measure_latency(
@@ -16,6 +16,7 @@ def measure_latency(
     clock: Clock,
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
+    limit_s: float | None = None,
 ) -> tuple[Outcome, StepTotals]:
     """Run the prompts one after the other; return their figures and the sums over the steps."""
     requests, totals = run_in_turn(
@@ -26,7 +27,9 @@ def measure_latency(
         prefix="latency",
         on_progress=on_progress,
         on_end=on_end,
+        limit_s=limit_s,
     )
+    cut = cut_reasons("latency", requests, len(prompts), limit_s)
     num_complete = sum(request.is_complete for request in requests)
     note = floor_note(num_complete)
     pools = latency_pools(requests)
@@ -34,8 +37,10 @@ def measure_latency(
         metrics=pool_metrics(pools),
         pools=pools,
         samples=[request.to_row() for request in requests],
-        num_complete=num_complete,
+        num_measured=num_complete,
+        is_cut=bool(cut),
         reasons=[
+            *cut,
             *failure_reasons("latency", requests),
             *short_reasons("latency", requests, output_tokens),
             *drift_reasons(requests),

@@ -17,12 +17,14 @@ class Outcome:
     """`area/quantity` -> the samples that its statistics in `metrics` are of."""
     repeats: list[dict[str, float | None]] = field(default_factory=list)
     """Metrics of each repeat, where there were several."""
-    num_complete: int = 0
-    """Requests that ended by themselves; without any, nothing was measured."""
+    num_measured: int = 0
+    """Requests that the figures are of; without any, nothing was measured."""
     reasons: list[str] = field(default_factory=list)
     """Why the figures may not be used, and what to change."""
     notes: list[str] = field(default_factory=list)
     """What a reader should know; the figures stand."""
+    is_cut: bool = False
+    """Its time was over before all requests had ended."""
 
     num_unlisted_tokens: int = 0
     """Output tokens of requests that are not in the samples: of the other rates of a search."""
@@ -36,7 +38,7 @@ class Outcome:
 
 def failure_reasons(part: str, requests: Sequence[RequestTimes]) -> list[str]:
     """Return one reason when requests of `part` failed, naming how many and the first error."""
-    failed = [request for request in requests if not request.is_complete]
+    failed = [r for r in requests if not r.is_complete and not r.is_cancelled]
     if not failed:
         return []
     first = failed[0]
@@ -57,6 +59,28 @@ def short_reasons(part: str, requests: Sequence[RequestTimes], output_tokens: in
         f"{part}: {len(short)} of {len(requests)} requests ended before their length; "
         f"{first.request_id} after {len(first.token_ids)} of {output_tokens} tokens. Another "
         "system's figures would be of other work: lower the lengths, or have end tokens ignored."
+    ]
+
+
+def cut_reasons(
+    part: str, requests: Sequence[RequestTimes], planned: int, limit_s: float | None
+) -> list[str]:
+    """Return one reason when the time of `part` was over before all planned requests had ended.
+
+    Args:
+        part: of the scenario, or its warm-up.
+        requests: those that were sent.
+        planned: how many were to be sent.
+        limit_s: max_duration_s.
+    """
+    ended = sum(not request.is_cancelled for request in requests)
+    if ended == planned or limit_s is None:
+        return []
+    node = part.split(maxsplit=1)[0]
+    return [
+        f"{part}: scenario.{node}.max_duration_s={limit_s:g} had passed when {ended} of {planned} "
+        f"requests had ended; the figures are of what was done until then. Raise it, or lower "
+        f"num_requests or output_tokens of scenario.{node}."
     ]
 
 

@@ -38,7 +38,7 @@ def measure_repeats(
         part: throughput, latency or serve.
         repeats: at most how many.
         stop_share: end when the 95 % interval of the part's metric in SETTLES reaches at most this
-            share of its mean to either side; None: never early.
+            share of its mean to either side; None: only where the time of one was over.
     """
     found: list[Outcome] = []
     totals = StepTotals()
@@ -47,6 +47,8 @@ def measure_repeats(
         found.append(outcome)
         for item in fields(StepTotals):
             setattr(totals, item.name, getattr(totals, item.name) + getattr(steps, item.name))
+        if outcome.is_cut:
+            break
         if stop_share is not None and is_settled(_values(found, SETTLES[part]), stop_share):
             break
     return (found[0] if repeats == 1 else merge(found, part, repeats)), totals
@@ -85,10 +87,11 @@ def merge(found: Sequence[Outcome], part: str, repeats: int) -> Outcome:
         pools=pools,
         repeats=[dict(outcome.metrics) for outcome in found],
         samples=_samples(found),
-        num_complete=min(outcome.num_complete for outcome in found),
+        num_measured=min(outcome.num_measured for outcome in found),
         num_unlisted_tokens=sum(outcome.num_unlisted_tokens for outcome in found),
         reasons=list(dict.fromkeys(reason for outcome in found for reason in outcome.reasons)),
         notes=_notes(found, pools, part, repeats),
+        is_cut=found[-1].is_cut,
     )
 
 
@@ -115,7 +118,8 @@ def _notes(
     whole = floor_note(len(pools[ends]), part) if ends in pools else None
     if whole is not None:
         notes.append(whole)
-    ended = "" if len(found) == repeats else f" of {repeats}, settled early"
+    why = "cut short" if found[-1].is_cut else "settled early"
+    ended = "" if len(found) == repeats else f" of {repeats}, {why}"
     what = "means over" if not pools else "statistics of all requests, intervals of the means of"
     return [*dict.fromkeys(notes), f"{part}: {what} {len(found)} repeats{ended}."]
 

@@ -248,7 +248,7 @@ def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequ
         metrics=metrics,
         pools=serving_pools(served),
         samples=_samples(accounts, served),
-        num_complete=accounts.completed,
+        num_measured=accounts.completed,
         reasons=[
             *_account_reasons(config, accounts, served),
             *_schedule_reasons(config, metrics, served),

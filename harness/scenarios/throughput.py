@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 
 from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals, run_at_once
-from harness.scenarios.outcome import Outcome, failure_reasons, ratio, short_reasons
+from harness.scenarios.outcome import (
+    Outcome,
+    cut_reasons,
+    failure_reasons,
+    ratio,
+    short_reasons,
+)
 
 
 def measure_throughput(
@@ -14,11 +20,13 @@ def measure_throughput(
     clock: Clock,
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
+    limit_s: float | None = None,
 ) -> tuple[Outcome, StepTotals]:
     """Offer all prompts at once; return their figures and the sums over the steps.
 
     The wall runs from the first submit to the last token. Prefill is the wall of steps with
-    prefill work, decode that of the steps without; a step that does both counts as prefill.
+    prefill work, decode that of the steps without; a step that does both counts as prefill. Of
+    requests that were taken back the tokens until then count.
     """
     requests, totals = run_at_once(
         llm,
@@ -28,14 +36,18 @@ def measure_throughput(
         prefix="throughput",
         on_progress=on_progress,
         on_end=on_end,
+        limit_s=limit_s,
     )
+    cut = cut_reasons("throughput", requests, len(prompts), limit_s)
     done = [request for request in requests if request.is_complete]
-    prompt_tokens = sum(request.num_prompt_tokens for request in done)
-    num_output = sum(len(request.token_ids) for request in done)
+    cancelled = [request for request in requests if request.is_cancelled]
+    counted = done + [request for request in cancelled if request.token_ids]
+    prompt_tokens = sum(request.num_prompt_tokens for request in counted)
+    num_output = sum(len(request.token_ids) for request in counted)
     wall_s = 0.0
-    if done:
+    if counted:
         begin_s = min(request.submit_s for request in requests)
-        wall_s = max(request.token_times_s[-1] for request in done) - begin_s
+        wall_s = max(request.token_times_s[-1] for request in counted) - begin_s
     metrics = {
         "throughput/requests_s": ratio(len(done), wall_s),
         "throughput/output_tok_s": ratio(num_output, wall_s),
@@ -47,7 +59,8 @@ def measure_throughput(
     samples = {
         "num_requests": len(requests),
         "num_completed": len(done),
-        "num_failed": len(requests) - len(done),
+        "num_failed": len(requests) - len(done) - len(cancelled),
+        "num_cancelled": len(cancelled),
         "num_prompt_tokens": prompt_tokens,
         "num_output_tokens": num_output,
         "wall_s": wall_s or None,
@@ -62,8 +75,15 @@ def measure_throughput(
         ],
     }
     reasons = [
+        *cut,
         *failure_reasons("throughput", requests),
         *short_reasons("throughput", requests, output_tokens),
     ]
-    outcome = Outcome(metrics=metrics, samples=samples, num_complete=len(done), reasons=reasons)
+    outcome = Outcome(
+        metrics=metrics,
+        samples=samples,
+        num_measured=len(counted),
+        reasons=reasons,
+        is_cut=bool(cut),
+    )
     return outcome, totals

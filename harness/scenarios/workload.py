@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from harness.prompts import PromptRow, encode_rows, special_ids, synthetic_prompts
-from harness.scenarios.drive import Engine
+from harness.scenarios.drive import Clock, Engine, run_in_turn
+from harness.scenarios.outcome import cut_reasons, failure_reasons
 from harness.schema import RequestSet
 
 
@@ -51,3 +52,27 @@ def engine_prompts(
         stream=stream,
         avoid=special_ids(llm.tokenizer),
     )
+
+
+def warm_up_part(llm: Engine, part: str, config: RequestSet, *, clock: Clock) -> list[str]:
+    """Run the requests before a part, one at a time; return what went wrong.
+
+    Args:
+        llm: the engine.
+        part: of the scenario.
+        config: how many and how long; their prompts are of their own.
+        clock: seconds.
+    """
+    stream, num = f"{part}/warm-up", config.warmup_requests
+    prompts = engine_prompts(llm, num, config.prompt_tokens, seed=config.seed, stream=stream)
+    requests, _ = run_in_turn(
+        llm,
+        prompts,
+        config.output_tokens,
+        clock=clock,
+        prefix=f"{part}-warm-up",
+        limit_s=config.max_duration_s,
+    )
+    name = f"{part} warm-up"
+    cut = cut_reasons(name, requests, num, config.max_duration_s)
+    return [*cut, *failure_reasons(name, requests)]

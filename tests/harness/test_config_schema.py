@@ -74,6 +74,7 @@ def latency(**changes: Any) -> ScenarioConfig:
         (LoadScenario, {"cold_starts": -1}, ["scenario.load.cold_starts", "-1"]),
         (ThroughputScenario, {"num_requests": 0}, ["scenario.throughput.num_requests", ">= 1"]),
         (LatencyScenario, {"output_tokens": 0}, ["scenario.latency.output_tokens", ">= 1"]),
+        (LatencyScenario, {"max_duration_s": 0}, ["scenario.latency.max_duration_s", "> 0"]),
         (LatencyScenario, {"prompts_file": " "}, ["scenario.latency.prompts_file"]),
         (CorrectnessConfig, {"num_prompts": 0}, ["scenario.correctness.num_prompts"]),
         (ScenarioConfig, {"name": "s"}, ["scenario", "latency and serve"]),

@@ -18,7 +18,7 @@ def outcome(rate, **changes):
     fields = {
         "metrics": {"throughput/output_tok_s": rate, "throughput/wall_s": 2.0},
         "samples": {"num_requests": 2, "wall_s": 2.0, "requests": [{"request_id": "a"}] * 2},
-        "num_complete": 2,
+        "num_measured": 2,
     }
     return Outcome(**(fields | changes))
 
@@ -44,6 +44,13 @@ def test_one_repeat_is_returned_as_it_is():
     found, count = repeated([10.0])
     assert count == 1
     assert found == outcome(10.0)
+
+
+def test_a_measurement_whose_time_was_over_is_the_last():
+    found, count = repeated([2.0, 4.0, 6.0], is_cut=True, reasons=["time"])
+    assert (count, found.is_cut, found.reasons) == (1, True, ["time"])
+    assert found.metrics["throughput/output_tok_s"] == 2.0
+    assert "throughput: means over 1 repeats of 3, cut short." in found.notes
 
 
 def test_several_are_a_mean_with_an_interval():

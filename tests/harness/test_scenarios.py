@@ -89,6 +89,64 @@ def test_all_requests_refused_gives_no_number():
     assert set(outcome.metrics.values()) == {None}
 
 
+def test_latency_ends_with_its_time_and_keeps_what_ended():
+    """Each request takes 1 s; at 2.5 s the third has two tokens, and is taken back."""
+    clock = FakeClock()
+    llm = engine(clock, prefill_s=0.375, decode_s=0.125)
+    ended = []
+    outcome, totals = measure_latency(
+        llm, prompts(11, 8), 6, clock=clock, on_end=ended.append, limit_s=2.5
+    )
+    assert [(r.is_complete, r.is_cancelled, len(r.token_ids)) for r in ended] == [
+        (True, False, 6),
+        (True, False, 6),
+        (False, True, 2),
+    ]
+    assert clock() == 105.5  # the load took 3 s
+    assert not llm.has_unfinished()
+    assert totals.num_steps == 14
+    assert outcome.metrics["latency/e2e_ms/mean"] == pytest.approx(1000.0)
+    assert outcome.is_cut
+    assert outcome.reasons == [
+        "latency: scenario.latency.max_duration_s=2.5 had passed when 2 of 11 requests had ended; "
+        "the figures are of what was done until then. Raise it, or lower num_requests or "
+        "output_tokens of scenario.latency."
+    ]
+
+
+def test_latency_ends_no_sooner_than_with_one_request():
+    clock = FakeClock()
+    outcome, _ = measure_latency(engine(clock), prompts(3, 8), 5, clock=clock, limit_s=0.01)
+    assert (len(outcome.samples), outcome.num_measured, clock()) == (1, 1, 104.0)
+    assert "when 1 of 3 requests had ended" in outcome.reasons[0]
+
+
+def test_throughput_counts_the_tokens_until_its_time_is_over():
+    """A prefill of 0.5 s, then a token of each of four every 0.125 s: at 1 s there are 5 each."""
+    clock = FakeClock()
+    outcome, _ = measure_throughput(engine(clock), prompts(4, 8), 50, clock=clock, limit_s=1.0)
+    assert outcome.metrics["throughput/output_tok_s"] == pytest.approx(20 / 1.0)
+    assert outcome.metrics["throughput/prefill_tok_s"] == pytest.approx(32 / 0.5)
+    assert outcome.metrics["throughput/decode_tok_s"] == pytest.approx(16 / 0.5)
+    assert outcome.metrics["throughput/requests_s"] is None
+    names = ("num_requests", "num_completed", "num_failed", "num_cancelled")
+    assert [outcome.samples[name] for name in names] == [4, 0, 0, 4]
+    assert outcome.num_measured == 4
+    (reason,) = outcome.reasons
+    assert "max_duration_s=1 had passed when 0 of 4 requests had ended" in reason
+
+
+@pytest.mark.parametrize("measure", [measure_latency, measure_throughput])
+def test_a_limit_that_is_not_reached_changes_nothing(measure):
+    found = []
+    for limit_s in (None, 100.0):
+        clock = FakeClock()
+        outcome, _ = measure(engine(clock), prompts(4, 8), 5, clock=clock, limit_s=limit_s)
+        found.append((outcome.metrics, outcome.reasons, outcome.is_cut))
+    assert found[0] == found[1]
+    assert found[0][2] is False
+
+
 def test_a_request_that_the_engine_drops_is_a_failure():
     dropped = RequestTimes(
         request_id="a", num_prompt_tokens=1, submit_s=0.0, token_times_s=[1.0], token_ids=[1]

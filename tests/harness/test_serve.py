@@ -59,7 +59,7 @@ def judged(served, **changes):
 def test_a_run_without_fault():
     outcome = judged([request(index) for index in range(12)], slo=Objectives(ttft_ms=500))
     assert outcome.reasons == []
-    assert outcome.num_complete == 12
+    assert outcome.num_measured == 12
     assert outcome.metrics["serve/requested_requests_s"] == 1.0
     assert outcome.metrics["serve/planned_requests_s"] == pytest.approx(1.0)
     assert outcome.metrics["serve/ttft_ms/p50"] == pytest.approx(500)
@@ -204,7 +204,7 @@ def serve_fake(config, clock=None, *, rows=(), trace=(), **script):
 
 def test_the_scripted_engine_serves_every_request():
     outcome, totals, llm = serve_fake(serve(num_requests=20, arrivals=AT_ONCE))
-    assert outcome.num_complete == 20
+    assert outcome.num_measured == 20
     assert outcome.reasons == []
     assert outcome.metrics["serve/output_tok_s"] > 0
     assert totals.num_decode_steps >= 3
@@ -215,7 +215,7 @@ def test_the_scripted_engine_serves_every_request():
 
 def test_refused_requests_fail_alone():
     outcome, _, _ = serve_fake(serve(arrivals=AT_ONCE), refuse=["serve-2"])
-    assert outcome.num_complete == 3
+    assert outcome.num_measured == 3
     assert "serve-2: prompt: too long for this test" in outcome.reasons[0]
 
 
@@ -372,7 +372,7 @@ def test_the_real_engine_serves_its_own_tokens(tmp_path):
     assert [each.token_ids for each in served] == tokens_of(wanted)
     assert all(each.submit_s <= each.sent_s < each.token_times_s[0] for each in served)
     outcome, totals = measure_serve(llm, what, clock=time.perf_counter)
-    assert outcome.num_complete == 24
+    assert outcome.num_measured == 24
     assert outcome.metrics["serve/good_share"] == 1.0
     assert totals.num_decode_tokens > 0
     stats = llm.stats()
