@@ -33,6 +33,7 @@ from harness.scenarios.predicted import differences
 from harness.schema import RunConfig
 from harness.silence import Silence
 from harness.system_config import SystemConfig
+from harness.systems.mapping import require_package
 from harness.telemetry.run import Telemetry
 from harness.telemetry.window import Span
 from harness.traffic.trace import TraceRow, check_lengths, read_trace
@@ -124,11 +125,13 @@ class Attempt:
         """Check prompts and traces and get the model, before anything loads.
 
         Raises:
+            EngineError: what the system runs on is not installed.
             PromptError: a prompts file is unusable.
             TraceError: the trace is unusable.
             ModelUnavailableError: the weights are not to be had.
             ConfigError: the configuration is not one that the engine takes.
         """
+        require_package(self._config.system.kind)
         scenario = self._config.scenario
         for node in (scenario.throughput, scenario.latency, scenario.serve):
             if node is not None and node.prompts_file is not None:

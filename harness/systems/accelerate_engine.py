@@ -19,6 +19,7 @@ from harness.systems.accelerate_model import PlacedModel, load_model
 from harness.systems.accelerate_plan import Sizes, host_layers, largest_batch
 from harness.systems.base import PeerLoad, PeerPlan, StepCounts, no_prediction
 from harness.systems.hf_sizes import model_spec
+from harness.systems.mapping import require_package
 from harness.systems.static_batch import Row, StaticBatch
 from harness.systems.torch_device import PeerDevice, open_peer_device
 
@@ -222,16 +223,11 @@ def _load_code() -> type[AccelerateEngine]:
     Raises:
         EngineError: accelerate is not installed.
     """
-    import torch  # noqa: F401, PLC0415  takes seconds, and is measured
+    require_package("accelerate")
+    import accelerate  # noqa: F401, PLC0415  takes seconds, as the next two, and is measured
+    import torch  # noqa: F401, PLC0415
     import transformers  # noqa: F401
 
-    try:
-        import accelerate  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise EngineError(
-            "system=accelerate: expected the package accelerate, found none. Run: pip install "
-            "'tightfit[accelerate]'."
-        ) from error
     return AccelerateEngine
 
 

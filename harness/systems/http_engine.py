@@ -22,6 +22,7 @@ from harness.systems.http_body import Bodies
 from harness.systems.http_client import HTTPClient
 from harness.systems.http_door import HTTPDoor
 from harness.systems.http_stream import ServerError, StreamedAnswer
+from harness.systems.mapping import require_package
 
 TIMEOUT_S: Final = 300.0
 MOST_UNREACHED: Final = 10
@@ -284,13 +285,7 @@ def _load_code(system: SystemConfig) -> HTTPFactory:
     Raises:
         EngineError: it is not installed.
     """
-    try:
-        import aiohttp  # noqa: F401, PLC0415  an extra
-    except ImportError as error:
-        raise EngineError(
-            "system=http: expected the package aiohttp, found none. Run: pip install "
-            "'tightfit[http]'."
-        ) from error
+    require_package("http")
     return HTTPFactory(system)
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any, Final
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from harness.schema import RunConfig
 
 Settings = Mapping[str, Collection[str]]
@@ -47,6 +48,12 @@ TAKEN: Final[Mapping[str, Settings]] = {
 }
 """System -> node of the configuration -> settings that it follows."""
 NODES: Final = ("offload", "offload.uva", "offload.prefetch", "kv", "planner", "engine")
+PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
+    "accelerate": ("accelerate", "Run: pip install 'tightfit[accelerate]'"),
+    "vllm": ("vllm", "Install vLLM in this environment"),
+    "http": ("aiohttp", "Run: pip install 'tightfit[http]'"),
+}
+"""System -> what it imports, and what to do where that is absent."""
 WHY: Final[Mapping[str, str]] = {
     "accelerate": (
         "accelerate copies whole modules when they run and has no counterpart. Choose "
@@ -56,6 +63,20 @@ WHY: Final[Mapping[str, str]] = {
     "vllm": "vLLM has no counterpart",
     "http": "the server was started with settings of its own",
 }
+
+
+def require_package(kind: str) -> None:
+    """Check that what a system runs on is installed, before a reference is made for it.
+
+    Raises:
+        EngineError: it is not.
+    """
+    package, remedy = PACKAGES.get(kind, ("", ""))
+    if package and find_spec(package) is None:
+        raise EngineError(
+            f"system={kind}: expected the package {package}, found none. {remedy}, or choose "
+            "system=native."
+        )
 
 
 def check_system(config: RunConfig) -> None:

@@ -10,8 +10,9 @@ from engine.config import (
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
-from engine.errors import CapacityError, ConfigError
+from engine.errors import CapacityError, ConfigError, EngineError
 from engine.spec import ModelSpec
+from harness.attempt import Attempt, Findings
 from harness.system_config import SystemConfig
 from harness.systems.accelerate_plan import GIB, Sizes, device_map, host_layers, largest_batch
 from harness.systems.agreement import agree
@@ -214,3 +215,11 @@ def test_nothing_in_common_is_a_reason_and_unknown_ids_are_not_compared():
 def test_plans_are_of_this_projects_engine():
     with pytest.raises(ConfigError, match=r"mode: expected run with system=vllm, got plan"):
         check_system(run_config(system=SYSTEMS["vllm"], mode="plan"))
+
+
+@pytest.mark.parametrize("kind", SYSTEMS)
+def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monkeypatch):
+    monkeypatch.setattr("harness.systems.mapping.find_spec", lambda _: None)
+    config = run_config(system=SYSTEMS[kind])
+    with pytest.raises(EngineError, match=f"system={kind}: expected the package"):
+        Attempt(config, None, Findings()).prepare()
