@@ -89,7 +89,11 @@ class HTTPClient:
             ServerError: the server refused, broke off, or sent what is no answer.
             ConnectionError: it cannot be reached.
         """
-        from aiohttp import ClientConnectorError, ClientError  # noqa: PLC0415  an extra
+        from aiohttp import (  # noqa: PLC0415  an extra
+            ClientConnectorError,
+            ClientError,
+            ConnectionTimeoutError,
+        )
 
         session = await self._open()
         answer, lines, now_s = StreamedAnswer(), EventLines(), 0.0
@@ -109,7 +113,7 @@ class HTTPClient:
                         break
                 for content in lines.end():
                     answer.feed(content, now_s)
-        except ClientConnectorError as error:
+        except (ClientConnectorError, ConnectionTimeoutError) as error:
             raise ConnectionError(_words(error)) from error
         except TimeoutError as error:
             raise ServerError(

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -219,6 +220,21 @@ def test_a_server_that_refuses_everything_is_given_up():
 def test_silence_beyond_the_limit_fails_the_request():
     requests, _, _ = ask(Script(hang=True), PROMPTS[:1], request_timeout_s=0.05)
     assert "system.request_timeout_s" in requests[0].error
+
+
+def test_a_host_that_takes_no_connection_is_not_reached(monkeypatch):
+    monkeypatch.setattr("harness.systems.http_client.CONNECT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as held:
+        for _ in range(2):  # as many as the system keeps for a server that accepts none
+            waiting = held.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        client = HTTPClient(f"http://127.0.0.1:{full.getsockname()[1]}/v1", None, timeout_s=9)
+        try:
+            with pytest.raises(ConnectionError, match="Connection timeout"):
+                client.submit(client.complete("/completions", {}, print)).result(timeout=9)
+        finally:
+            client.close()
 
 
 def test_a_server_that_is_gone_ends_the_run():
