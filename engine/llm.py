@@ -185,7 +185,7 @@ class LLM:
 
     @property
     def _requests(self) -> Sessions:
-        assert self._live is not None
+        _ = self._live  # raises where it was closed
         return self._sessions
 
     def add_request(
@@ -325,7 +325,7 @@ class LLM:
         """Release GPU and host memory; the engine cannot be used afterwards."""
         if getattr(self, "_engine", None) is None:
             return
-        with self._alone():
+        with self._whole():
             self._close()
 
     def _close(self) -> None:
