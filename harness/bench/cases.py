@@ -1,7 +1,6 @@
 """What is measured: engines to build and the work that each is given. Plain data."""
 
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import yaml
@@ -20,8 +19,8 @@ from engine.config import (
 from engine.spec import ModelSpec
 from harness.bench.kv_work import KVWork
 from harness.errors import ConfigError
+from harness.folders import CONF
 
-CONF: Final = Path(__file__).resolve().parents[2] / "conf" / "model"
 NEVER: Final = 2**31
 """A staging threshold that no step reaches."""
 CHUNKS: Final = (1, 8, 16, 32, 64, 128, 256)
@@ -115,9 +114,10 @@ def read_model(name: str, num_layers: int | None = None) -> ModelSpec:
     Raises:
         ConfigError: There is no such model.
     """
-    file = CONF / f"{name}.yaml"
+    folder = CONF / "model"
+    file = folder / f"{name}.yaml"
     if not file.is_file():
-        known = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml")))
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         raise ConfigError(f"--model: expected one of {known}, got {name!r}.")
     spec = yaml.safe_load(file.read_text()).get("spec")
     if not spec or None in spec.values():

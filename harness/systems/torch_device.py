@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 
 MIB: Final = 2**20
 RUNTIME_BYTES: Final = 864 * MIB
-"""CUDA context, modules and cuBLAS workspaces: what the engine's own plan counts for them."""
+"""CUDA context and modules, outside the allocator, with room for those of any peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
