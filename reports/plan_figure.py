@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from reports import theme
 from reports.record import RecordError, write_bytes_atomic
 from reports.text import number
-from reports.theme import THEMES, Theme, ThemeName
+from reports.theme import THEMES, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,14 +46,13 @@ def write_plan_figure(folder: Path, out: Path | None = None) -> Path:
     return target
 
 
-def plan_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> bytes:
+def plan_figure(rows: Sequence[Row]) -> bytes:
     """Draw a bar for each way to place the weights of each point; a cross where it does not fit.
 
     Args:
         rows: Of the CSV.
-        theme_name: light | dark.
     """
-    colours = THEMES[theme_name]
+    colours = THEMES["light"]
     every = list(dict.fromkeys(row["point"] for row in rows))
     points, left_out = every[:MOST_POINTS], len(every) - MOST_POINTS
     kinds = [kind for kind in KINDS if any(kind_of(row) == kind for row in rows)]
