@@ -62,7 +62,8 @@ bench-kernels: ## time single operators on this GPU
 	$(PY) -m kernels.bench $(ARGS)
 
 report: ## rebuild the report of a run folder: make report DIR=...
-	$(PY) -m reports $(DIR)
+	@test -n "$(DIR)" || { echo "DIR: expected the folder of a run or a sweep: make report DIR=..."; exit 2; }
+	$(PY) -m reports "$(DIR)"
 
 ui: setup ## open MLflow on the database of all runs
 	.venv/bin/mlflow ui --backend-store-uri "sqlite:///$$($(PY) -m harness.models home)/mlflow.db"

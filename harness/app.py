@@ -90,9 +90,15 @@ def _make_home() -> None:
 
 
 def _check_store(plan: Plan) -> None:
-    """Refuse a home that cannot be written in an address of SQLite."""
+    """Refuse what is no address of a store, and a home that cannot be written in SQLite's."""
     home = str(tightfit_home())
     nodes = [point.config.tracking for point in plan.points]
+    wrong = next((node.uri for node in nodes if node.uri and "://" not in node.uri), None)
+    if wrong is not None:
+        raise ConfigError(
+            "tracking.uri: expected an address such as sqlite:////PATH/runs.db or "
+            f"http://HOST:PORT, got {wrong!r}. Write it out."
+        )
     if any(node.backend == "mlflow" and node.uri is None for node in nodes) and {*home} & {*"?%"}:
         raise ConfigError(
             f"TIGHTFIT_HOME: expected a path without ? and %, which the address of MLflow's "

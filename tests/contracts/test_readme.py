@@ -41,6 +41,10 @@ def test_make_target_exists(line: str) -> None:
     assert re.search(rf"^{target}:.*## \S", MAKEFILE, flags=re.MULTILINE), target
 
 
+def test_a_folder_may_have_spaces() -> None:
+    assert '-m reports "$(DIR)"' in MAKEFILE
+
+
 @pytest.mark.parametrize("line", HARNESS)
 def test_harness_command_composes(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

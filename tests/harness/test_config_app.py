@@ -136,6 +136,14 @@ def test_a_home_that_an_address_cannot_hold_is_refused(
     monkeypatch.setenv("TIGHTFIT_HOME", str(home / name))
     assert main(["+model=glass"]) == 2
     assert "expected a path without ? and %" in capsys.readouterr().err
+
+
+def test_an_address_of_no_store_is_refused_before_anything_runs(
+    points: FakePoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["+model=glass", "tracking=mlflow", "tracking.uri=runs.db"]) == 2
+    assert "tracking.uri: expected an address such as sqlite:" in capsys.readouterr().err
+    assert not points.asked
     assert main(["+model=glass", "tracking=none"]) == 0
     assert len(points.asked) == 1
 
