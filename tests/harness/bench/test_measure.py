@@ -237,7 +237,7 @@ def test_one_case_runs_in_a_process_of_its_own(capsys):
 
 KV_TINY = [
     *("--device", "cpu", "--kv-model", "glass", "--kv-host-gib", "0.004"),
-    *("--kv-turns-gib", "0.006", "--kv-offload", "1/1/1", "--kv-scale", "0.004"),
+    *("--kv-turns-gib", "0.004", "--kv-offload", "1/1/1", "--kv-scale", "0.004"),
     *("--kv-batched-tokens", "64", "--max-num-seqs", "4", "--steps", "4"),
 ]
 
