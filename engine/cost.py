@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from engine.cost_ring import ring_s
@@ -177,7 +178,11 @@ def step_s(
         before: Tokens of the same prompt that earlier steps computed.
         rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
     """
-    graphed, tokens = shape.uses_graphs, decodes + prefill
+    graphed, tokens, sequences = (
+        shape.uses_graphs,
+        decodes + prefill,
+        decodes + (rows or min(1, prefill)),
+    )
     if prefill:
         padded = padded_prefill(shape.captured_prefills, decodes, prefill, rows or 1)
         graphed = padded is not None
@@ -190,8 +195,10 @@ def step_s(
     tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
     is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
     # Products of few rows read while they compute; those of libraries hide little of their reads.
-    both: Callable[[float, float], float] = max if tokens <= MAX_SMALL_TOKENS else operator.add
+    is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
+    both: Callable[[float, float], float] = max if is_small else operator.add
 
+    @cache
     def layer_s(resident: int, offloaded: int, limit: int, is_first: bool) -> tuple[float, float]:
         """The time of a layer, and of it what KV in host memory holds the link."""
         attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
@@ -206,6 +213,7 @@ def step_s(
         read = from_gpu / (WEIGHT_SHARE * hbm_rate)
         read += offloaded * tiles / place_rate if in_place else 0.0
         seconds = both(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
+        seconds += sequences * rates.sequence_overhead_s
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         least = 0.0 if graphed else rates.eager_layer_overhead_s
         return max(seconds, least), far_s + staged_s
@@ -217,15 +225,9 @@ def step_s(
         shape.in_place_layers,
         strict=True,
     )
-    times: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
-    compute, kv_link_s = [], 0.0
-    for kind in kinds:
-        found = times.get(kind)
-        if found is None:
-            found = times[kind] = layer_s(*kind)
-        compute.append(found[0])
-        kv_link_s += found[1]
-    after = _outside_s(shape, rates, tokens, decodes + (rows or min(1, prefill)))
+    times = [layer_s(*kind) for kind in kinds]
+    compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
+    after = _outside_s(shape, rates, tokens, sequences)
     seconds = _run(shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s)
     return seconds + rates.step_overhead_s
 
@@ -308,6 +310,15 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
     return seconds
 
 
+def first_token_s(shape: Shape, rates: Rates, tokens: int) -> float:
+    """Return the time until the first token of a prompt that comes alone is there.
+
+    It is collected once the next step is launched, which on a CPU is to run it.
+    """
+    seconds = prefill_s(shape, rates, tokens)
+    return seconds + (decode_step_s(shape, rates, 1, tokens) if rates.is_cpu else 0.0)
+
+
 def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int) -> float:
     """Return the time of `requests` requests that are offered at once.
 
@@ -360,7 +371,7 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
         "decode_step_long_ms": decode_step_s(shape, rates, 1, plan.max_model_len) * 1e3,
         "prefill_tokens": prefill,
         "prefill_ms": prefill_time_s * 1e3,
-        "ttft_ms": prefill_s(shape, rates, prompt) * 1e3,
+        "ttft_ms": first_token_s(shape, rates, prompt) * 1e3,
         "ttft_prompt_tokens": prompt,
         "queue": {
             "requests": QUEUE_REQUESTS,

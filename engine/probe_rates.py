@@ -17,6 +17,7 @@ from engine.device.select import open_device
 from engine.errors import PinningError
 from engine.host_limits import num_threads
 from engine.probe import probe_link
+from engine.probe_layers import probe_layers
 
 REPEATS = 10
 HOST_BYTES = 2**30
@@ -26,6 +27,7 @@ SMALL_COPIES, SMALL_BYTES = 64, 2**20
 TOKENS, IN, OUT = 2048, 4096, 22016
 """A product as prefills of models of 7B run it."""
 EMULATED_PRODUCT = (128, 512, 512)
+EMULATED_WEIGHTS = (32, 1024, 1024)
 
 
 def probe_rates(device: str = "auto") -> dict[str, float | None]:
@@ -34,7 +36,9 @@ def probe_rates(device: str = "auto") -> dict[str, float | None]:
     Beside the rates of `engine.probe.probe_link`: `bf16_tflops` and `float32_tflops` (a product of
     2048 rows, TF32 off; medians of 10), `copy_overhead_s` (64 copies of 1 MiB in a row),
     `host_read_gb_s` (1 GiB summed by the threads that loading uses) and `pin_gb_s` (the same memory
-    made present and registered). On a CPU sizes are smaller.
+    made present and registered). On a CPU sizes are smaller, and there are `hbm_copy_gb_s` and
+    `in_place_gb_s` (weights of 128 MiB read by products of one row) and what
+    `engine.probe_layers` finds.
 
     Args:
         device: auto | cuda | cpu.
@@ -42,6 +46,9 @@ def probe_rates(device: str = "auto") -> dict[str, float | None]:
     found = probe_link(device)
     opened = open_device(device)
     found |= _products(opened)
+    if opened.kind == "cpu":
+        read_gb_s = _weights_gb_s(opened)
+        found |= {"hbm_copy_gb_s": read_gb_s, "in_place_gb_s": read_gb_s, **probe_layers()}
     with _buffer(opened) as buffer:
         if buffer is None:
             return found | dict.fromkeys(("host_read_gb_s", "pin_gb_s", "copy_overhead_s"))
@@ -74,6 +81,8 @@ def _products(opened: Device) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, dtype in (("bf16_tflops", torch.bfloat16), ("float32_tflops", torch.float32)):
         rows, inner, columns = EMULATED_PRODUCT if opened.kind == "cpu" else (TOKENS, IN, OUT)
+        if opened.kind == "cpu" and dtype is torch.bfloat16:
+            rows //= 8  # without instructions for it, a hundred times slower
         left = torch.randn(rows, inner, device=opened.torch_device).to(dtype)
         right = torch.randn(inner, columns, device=opened.torch_device).to(dtype)
         out = torch.empty(rows, columns, dtype=dtype, device=opened.torch_device)
@@ -83,6 +92,19 @@ def _products(opened: Device) -> dict[str, float | None]:
 
         found[name] = 2.0 * rows * inner * columns / _seconds(opened, work) / 1e12
     return found
+
+
+def _weights_gb_s(opened: Device) -> float:
+    """GB/s of float32 weights that one row is multiplied by, each read once."""
+    count, rows, columns = EMULATED_WEIGHTS
+    weights = torch.ones(count, rows, columns)
+    row = torch.ones(1, columns)
+
+    def work() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(row, weight)
+
+    return weights.numel() * weights.itemsize / _seconds(opened, work) / 1e9
 
 
 def _seconds(opened: Device, work: Callable[[], object]) -> float:

@@ -102,6 +102,10 @@ class Rates:
     layer_overhead_s: float = LAYER_OVERHEAD_S
     eager_layer_overhead_s: float = EAGER_LAYER_OVERHEAD_S
     step_overhead_s: float = STEP_OVERHEAD_S
+    sequence_overhead_s: float = 0.0
+    """Of one layer for each sequence of a step, beside bytes: a CPU takes one after another."""
+    is_cpu: bool = False
+    """Products of few rows read their weight first, and a step is over when it was launched."""
     source: str
     """Sheet, probe or assumption, in words."""
 
@@ -116,7 +120,7 @@ class Rates:
             probe: By the names of engine.probe.probe_link and engine.probe_rates; None and names
                 that are no rate are left out.
         """
-        names = [name for name in asdict(self) if name != "source"]
+        names = [name for name in asdict(self) if name not in {"source", "is_cpu"}]
         found = {name: rate for name in names if (rate := probe.get(name))}
         if hbm := probe.get("hbm_copy_gb_s"):
             found["hbm_gb_s"] = hbm
@@ -126,6 +130,8 @@ class Rates:
             found.setdefault("two_way_gb_s", h2d * TWO_WAY_SHARE)
             found.setdefault("in_place_gb_s", h2d * IN_PLACE_SHARE)
         source = f"probe of this machine; the rest: {self.source}"
+        if "sequence_overhead_s" in probe:  # of a CPU, where nothing but times of files is assumed
+            source = "probe of this CPU, whose memory stands in for a GPU"
         return Rates(**{**asdict(self), **found, "source": source})
 
 
@@ -166,6 +172,8 @@ def cpu_rates() -> Rates:
         layer_overhead_s=4e-4,
         eager_layer_overhead_s=4e-4,
         step_overhead_s=2e-3,
+        sequence_overhead_s=1e-4,
+        is_cpu=True,
         source="assumed for a CPU; its memory stands in for a GPU",
     )
 

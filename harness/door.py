@@ -2,12 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
+from harness.machine_rates import read_rates, write_rates
+from harness.measure.nvml import open_gpu
 from harness.scenarios.drive import Engine
 from harness.scenarios.open_loop import Wait
 from harness.scenarios.predicted import predicted_times
@@ -47,6 +49,10 @@ def _stream_engine_link(config: EngineConfig, seconds: float) -> tuple[int, floa
     return stream_link(seconds, config.gpu.device)
 
 
+def _nothing_more(_: EngineConfig) -> dict[str, float | None]:
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineDoor:
     """What the worker takes from the engine; tests put another one here."""
@@ -61,6 +67,8 @@ class EngineDoor:
     """Plans an engine without allocating anything; raises CapacityError where it does not fit."""
     predict: Callable[[Any, Any, ScenarioConfig], dict[str, float | None]] = predicted_times
     """Returns what a plan of a model predicts of a scenario, by metric."""
+    machine: Callable[[EngineConfig], Mapping[str, float | None]] = _nothing_more
+    """Returns more rates of the machine to plan with, by the names of engine.rates."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the engine's token times."""
     wait: Wait = asyncio.sleep
@@ -87,6 +95,22 @@ def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:
     return probe_link(config.gpu.device)
 
 
+def rates_of_cpu(config: EngineConfig) -> Mapping[str, float | None]:
+    """Return what a CPU carries: kept, else measured and kept now, in a second or two.
+
+    Of a GPU nothing: `python -m harness.forecast.probe` measures it.
+    """
+    if config.gpu.device == "cuda" or (config.gpu.device == "auto" and open_gpu() is not None):
+        return {}
+    kept = read_rates(None)
+    if kept is None or "sequence_overhead_s" not in kept.rates:
+        from engine.probe_rates import probe_rates  # noqa: PLC0415  imports torch
+
+        write_rates(None, probe_rates("cpu"))
+        kept = read_rates(None)
+    return {} if kept is None else kept.rates
+
+
 def engine_door() -> EngineDoor:
     """Return the door to the project's engine."""
-    return EngineDoor(load_code=load_engine_code, probe=probe_engine_link)
+    return EngineDoor(load_code=load_engine_code, probe=probe_engine_link, machine=rates_of_cpu)

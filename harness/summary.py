@@ -113,9 +113,19 @@ def _planned(record: RunRecord) -> Iterable[str]:
         if value is not None and difference is not None:
             measured = value / (1 + difference / 100)
             yield (
-                f"  {base}: predicted {number(value)}, measured {number(measured)} "
-                f"({difference:+.1f} %)"
+                f"  {base}: predicted{_rates_of(predicted, quantity)} {number(value)}, "
+                f"measured {number(measured)} ({difference:+.1f} %)"
             )
+
+
+def _rates_of(predicted: Mapping[str, Any] | None, quantity: str) -> str:
+    """Return what to say where a predicted time is not of rates of the machine that ran."""
+    source = "" if predicted is None else str(predicted["rates"]["source"])
+    if quantity == "gpu_peak_gib":
+        return ""
+    if "which a CPU stands in for" in source:
+        return " (of that card)"
+    return " (assumed rates)" if "assumed" in source else ""
 
 
 def _refereed(referee: Mapping[str, Any] | None) -> Iterable[str]:

@@ -3,13 +3,19 @@
 import pytest
 import torch
 
-from engine import probe, probe_rates
+from engine import probe, probe_layers, probe_rates
 from engine.device.cpu import CPUDevice
 from engine.errors import PinningError
 from engine.rates import cpu_rates
 
 MIB = 2**20
 NAMES = {"bf16_tflops", "float32_tflops", "host_read_gb_s", "pin_gb_s", "copy_overhead_s"}
+BESIDE = {
+    "layer_overhead_s",
+    "eager_layer_overhead_s",
+    "sequence_overhead_s",
+    "step_overhead_s",
+}
 
 
 @pytest.fixture
@@ -19,23 +25,24 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_rates, "REPEATS", 2)
     monkeypatch.setattr(probe_rates, "EMULATED_HOST_BYTES", MIB)
     monkeypatch.setattr(probe_rates, "EMULATED_PRODUCT", (8, 64, 64))
+    monkeypatch.setattr(probe_rates, "EMULATED_WEIGHTS", (2, 64, 64))
+    monkeypatch.setattr(probe_layers, "MANY", 4)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_cpu_is_measured_and_planned_with() -> None:
     found = probe_rates.probe_rates("cpu")
-    assert set(found) == NAMES | set(probe.RATES)
+    assert set(found) == NAMES | BESIDE | set(probe.RATES)
     measured = {name: rate for name, rate in found.items() if rate is not None}
-    assert set(found) - set(measured) == {
-        "two_way_gb_s",
-        "in_place_gb_s",
-        "hbm_copy_gb_s",
-        "copy_overhead_s",
-    }
-    assert min(measured.values()) > 0
+    assert set(found) - set(measured) == {"two_way_gb_s", "copy_overhead_s"}
+    assert min(measured[name] for name in set(measured) - {"sequence_overhead_s"}) > 0
     rates = cpu_rates().measured(found)
     for name in ("h2d_gb_s", "float32_tflops", "host_read_gb_s", "pin_gb_s"):
         assert getattr(rates, name) == measured[name]
+    assert rates.hbm_gb_s == rates.in_place_gb_s == measured["hbm_copy_gb_s"]
+    assert all(getattr(rates, name) == measured[name] for name in BESIDE)
+    assert "assumed" in cpu_rates().source
+    assert "assumed" not in rates.source
     assert rates.copy_overhead_s == cpu_rates().copy_overhead_s
 
 
@@ -45,10 +52,16 @@ def test_without_registered_memory_the_rest_is_measured(monkeypatch: pytest.Monk
         raise PinningError("no")
 
     monkeypatch.setattr(probe_rates, "probe_link", lambda device: dict.fromkeys(probe.RATES))
+    monkeypatch.setattr(probe_rates, "probe_layers", dict)
     monkeypatch.setattr(CPUDevice, "host_buffer", refuse)
     found = probe_rates.probe_rates("cpu")
     assert set(found) == NAMES | set(probe.RATES)
-    assert {name for name, rate in found.items() if rate} == {"bf16_tflops", "float32_tflops"}
+    assert {name for name, rate in found.items() if rate} == {
+        "bf16_tflops",
+        "float32_tflops",
+        "hbm_copy_gb_s",
+        "in_place_gb_s",
+    }
 
 
 @pytest.mark.gpu

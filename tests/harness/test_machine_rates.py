@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from harness import machine_rates
+from harness import door, machine_rates
 from harness.composition import Composer
 from harness.forecast import machine
 from harness.forecast import probe as command
 from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import point_lines
 from harness.machine_rates import Probed, rates_path, read_rates, write_rates
+from tests.engine.specs import configuration, small_spec
 
 RATES = {"h2d_gb_s": 20.0, "in_place_gb_s": None, "bf16_tflops": 100.0, "hbm_copy_gb_s": 800.0}
 MEMORY = {"memory_bytes": 24 * 2**30}
@@ -118,3 +119,21 @@ def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch
     assert (rates["h2d_gb_s"], rates["hbm_gb_s"], rates["bf16_tflops"]) == (20.0, 800.0, 100.0)
     assert before.rows[0].predicted["rates"]["h2d_gb_s"] != 20.0
     assert found("rtx4080_16gb").probed is None
+
+
+def test_a_cpu_is_measured_once_and_then_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def measure(device: str) -> dict[str, float | None]:
+        asked.append(device)
+        return {"sequence_overhead_s": 1e-4, "hbm_copy_gb_s": 11.0, "two_way_gb_s": None}
+
+    monkeypatch.setattr("engine.probe_rates.probe_rates", measure)
+    write_rates(None, {"h2d_gb_s": 5.0})  # by an earlier version, which measured less
+    config = configuration(small_spec())
+    for _ in range(2):
+        found = door.rates_of_cpu(config)
+        assert found == {"sequence_overhead_s": 1e-4, "hbm_copy_gb_s": 11.0}
+    assert asked == ["cpu"]
+    monkeypatch.setattr(door, "open_gpu", Card)
+    assert door.rates_of_cpu(config) == {}

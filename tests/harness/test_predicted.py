@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,7 @@ def test_what_is_predicted_is_the_cost_model_s() -> None:
     expected = decode_step_s(shape, cpu_rates(), 1, context) * 1e3
     assert found["predicted/tpot_ms"] == pytest.approx(expected)
     first = prefill_s(shape, cpu_rates(), one.prompt_tokens) * 1e3
+    first += decode_step_s(shape, cpu_rates(), 1, one.prompt_tokens) * 1e3  # launched before
     assert found["predicted/ttft_ms"] == pytest.approx(first)
     assert found["predicted/gpu_peak_gib"] == plan.gpu_total_bytes / GIB
     assert (found["predicted/output_tok_s"] or 0) > 0
@@ -92,7 +94,7 @@ def test_summary_and_page_show_both() -> None:
     metrics |= differences(metrics) | {"predicted/load_s": 3.0}
     timed = {"label": "x", "batch": 1, "predicted_decode_step_ms": 5.0}
     rows = [timed | {"decode_step_ms": 6.0}, timed | {"decode_step_ms": None}]
-    plan = {
+    plan: dict[str, Any] = {
         "kv": {"tokens": 640, "max_concurrency": 2.5, "max_model_len": 256},
         "choice": {"chosen": "x", "why": "y", "referee": {"result": "z", "timed": rows}},
         "predicted": {
@@ -115,6 +117,9 @@ def test_summary_and_page_show_both() -> None:
     section = predicted_section(record)
     assert section is not None
     assert section.text == ("Rates: a sheet.",)
+    plan["predicted"]["rates"]["source"] = "assumed for a CPU"
+    lines = summary_lines(record, Path("absent"), view_command=None)
+    assert "  latency/tpot_ms: predicted (assumed rates) 12.0, measured 10.0 (+20.0 %)" in lines
     first, second = section.tables[0].rows
     assert (first[0], first[3]) == ("latency/tpot_ms", "+20.0 %")
     assert second[0] == "load/total_s"
