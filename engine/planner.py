@@ -147,9 +147,10 @@ def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
     shapes = [shape_of(item, asked.spec) for item in (plan, resident)]
     with_ms, without_ms = (decode_step_s(shape, rates, 1, 0) * 1e3 for shape in shapes)
     moved = plan.bytes_per_step()
+    more = f"{with_ms - without_ms:.3g} ms more than {without_ms:.3g} ms at batch 1"
     cost = (
-        f"Each decode step takes about {with_ms:.3g} ms instead of {without_ms:.3g} ms at batch 1 "
-        f"(predicted; {rates.source}), as {moved / GIB:.2f} GiB cross the link for nothing."
+        f"Each decode step takes about {more} (predicted; {rates.source}), as "
+        f"{moved / GIB:.3g} GiB cross the link for nothing."
         if moved
         else f"Slots hold all of the {len(plan.offloaded_layers)} offloaded layers, so nothing is "
         "streamed, and host memory keeps what nobody reads again."

@@ -254,10 +254,12 @@ class Work:
             timed["serve"] = self._run_serve(llm, scenario.serve)
         self._note_memory(llm)
         if timed:
-            self._result["metrics"] |= self._door.predict(llm.plan, llm.spec, scenario)
+            metrics = self._result["metrics"]
+            metrics |= self._door.predict(llm.plan, llm.spec, scenario)
+            if self._result["samples"].get("throughput", {}).get("num_cancelled"):
+                metrics.pop("predicted/output_tok_s", None)  # it is of all requests
             self._note_host_peak()
             self._tidy("closing the engine", self._close_engine)
-            metrics = self._result["metrics"]
             self._tidy("probing the link again", lambda: metrics.update(self._link.after()))
             self._note_transfers(timed)
 
