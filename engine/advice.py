@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from engine.accounting import GIB, Asked, build_plan, fits, served
+from engine.accounting import GIB, Asked, build_plan, fits, longest_tokens, served
 from engine.auto_fields import with_least_uva
 from engine.changes import chosen_anywhere, host_changes, limit_changes, would_fit
 from engine.choose import Chooser, largest
@@ -50,7 +50,7 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
         f"{max(items, key=items.__getitem__)}."
     )
     found = advice(asked)
-    length = plan.longest_tokens
+    length = longest_tokens(asked, plan)
     shorter = replace(asked, max_model_len=length)
     if asked.config.planner.choose:
         text += _host_lack(asked, plan)

@@ -146,7 +146,7 @@ class MemoryPlan:
     prefix_caching: bool = False
     """Full blocks stay findable by their content."""
     longest_tokens: int = 0
-    """The longest sequence that both tiers could hold, whatever max_model_len is."""
+    """The longest sequence that both tiers could hold, were it max_model_len."""
     predicted: dict[str, Any] | None = field(default=None, repr=False)
     """Times that engine.cost.predict gives for this plan."""
     choice: dict[str, Any] | None = field(default=None, repr=False)

@@ -10,6 +10,7 @@ from engine.accounting import (
     GIB,
     Asked,
     build_plan,
+    longest_tokens,
     plan_fits,
     resolve_dtype,
     resolve_max_model_len,
@@ -117,7 +118,8 @@ def _finished(plan: MemoryPlan, asked: Asked, rates: Rates, notes: list[str]) ->
     predicted = predict(plan, asked.spec, rates) | {
         "host_kv": predict_host_kv(plan, asked.spec, rates)
     }
-    return replace(plan, notes=(*plan.notes, *notes), predicted=predicted)
+    longest = longest_tokens(asked, plan)
+    return replace(plan, notes=(*plan.notes, *notes), predicted=predicted, longest_tokens=longest)
 
 
 def _plan(asked: Asked, rates: Rates) -> MemoryPlan:

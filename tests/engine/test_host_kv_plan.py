@@ -87,17 +87,15 @@ def test_the_published_case() -> None:
 
 def test_the_longest_sequence_is_that_of_both_tiers() -> None:
     kv: dict[str, Any] = {"num_cpu_blocks": 1000}
-    plan = plan_llama(52_000, kv=kv)
-    longest = plan.longest_tokens
-    assert longest == plan.kv_tokens + 16_000
-    at_limit = plan_llama(longest - 1600, kv=kv)  # longer tables of angles take some
-    assert at_limit.longest_tokens >= longest - 1600
-    with pytest.raises(CapacityError) as error:
-        plan_llama(longest + 16, kv=kv)
-    found = re.search(r"engine\.max_model_len=(\d+)", str(error.value))
-    assert found is not None
-    assert longest - 1600 < int(found[1]) <= longest
-    assert plan_llama(int(found[1]), kv=kv).holds_one
+    # Longer sequences take more of other bytes: the same longest one, whatever is asked.
+    longest, *others = {plan_llama(n, kv=kv).longest_tokens for n in (2000, 52_000)}
+    assert not others
+    assert longest % 16 == 0
+    at_limit = plan_llama(longest, kv=kv)
+    assert at_limit.longest_tokens == at_limit.kv_tokens + 16_000 == longest
+    for more in (16, 30_000):
+        with pytest.raises(CapacityError, match=rf"; or engine\.max_model_len={longest}; or "):
+            plan_llama(longest + more, kv=kv)
 
 
 # Bytes.
@@ -157,7 +155,7 @@ def test_a_pin_limit_leaves_the_rest_pageable_and_is_recorded() -> None:
     assert (host.num_pinned, host.num_pageable, host.num_in_place) == ((5120,), (3072,), 5120)
     assert (plan.host_items["pinned_kv"], plan.host_items["pageable_kv"]) == (10 * GIB, 6 * GIB)
     assert plan.host_items["kv_staging"] == STAGING_BYTES
-    assert plan.longest_tokens == plan.kv_tokens + 5120 * 16
+    assert 0 <= plan.kv_tokens + 5120 * 16 - plan.longest_tokens < 1600
     [note] = plan.notes
     assert "kv.pin_limit_gib=10: 5120 KV blocks in host memory are pinned; 3072 are page" in note
     data = plan.to_dict()["kv"]["host"]
