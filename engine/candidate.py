@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from engine.cost import QUEUE_REQUESTS, Shape, decode_step_s, queue_of, queue_s
+from engine.cost import Shape, decode_step_s
+from engine.cost_queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.placement import Assignment
 from engine.rates import Rates
 

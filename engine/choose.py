@@ -17,21 +17,14 @@ from engine.accounting import (
     Asked,
     asked_tier,
     build_plan,
-    has_kv_room,
     plan_fits,
     prefill_graph_bytes,
     served,
     step_blocks,
 )
 from engine.candidate import Candidate
-from engine.cost import (
-    CONTEXT_TOKENS,
-    EMBED,
-    QUEUE_REQUESTS,
-    Shape,
-    queue_of,
-    shape_of,
-)
+from engine.cost import CONTEXT_TOKENS, EMBED, Shape, shape_of
+from engine.cost_queue import QUEUE_REQUESTS, queue_of
 from engine.placement import Assignment, Placement, assign_resident, spread_layers
 from engine.plan import MemoryPlan, align
 from engine.rates import Rates
@@ -84,10 +77,21 @@ class Chooser:
 
     @cached_property
     def _least_blocks(self) -> int:
-        """KV blocks that must have room on the GPU."""
-        more = math.ceil((self._asked.config.planner.kv_tokens or 0) / self.resident.block_size)
+        """KV blocks on the GPU that one step fills, or that cannot lie in the host tier."""
         alone = max(step_blocks(self.resident.kv), self._sequence_blocks - self._tier.reach)
-        return max(min(self._sequence_blocks, alone), more)
+        return max(min(self._sequence_blocks, alone), self._wanted_blocks)
+
+    @cached_property
+    def _fewest_blocks(self) -> int:
+        """KV blocks that must have room on the GPU: beside a host tier, of a short sequence."""
+        short = self.resident.kv.blocks(min(CONTEXT_TOKENS, self._asked.max_model_len))[0] + 1
+        alone = max(short, self._sequence_blocks - self._tier.reach)
+        return max(min(self._least_blocks, alone), self._wanted_blocks)
+
+    @property
+    def _wanted_blocks(self) -> int:
+        """KV blocks that are asked for."""
+        return math.ceil((self._asked.config.planner.kv_tokens or 0) / self.resident.block_size)
 
     @property
     def _sequence_blocks(self) -> int:
@@ -100,13 +104,13 @@ class Chooser:
         return self.resident.kv.most[0] * self.resident.block_size
 
     def _is_enough(self, plan: MemoryPlan) -> bool:
-        has_room = has_kv_room(plan) and plan.num_gpu_blocks >= self._least_blocks
-        return has_room and plan_fits(plan)
+        return plan_fits(plan) and plan.num_gpu_blocks >= self._fewest_blocks
 
     @property
     def resident_fits(self) -> bool:
         """Whether everything fits the GPU."""
-        return self._is_enough(self.resident)
+        has_room = self.resident.num_gpu_blocks >= self._least_blocks
+        return has_room and self._is_enough(self.resident)
 
     @property
     def can_fit(self) -> bool:
@@ -189,6 +193,8 @@ class Chooser:
         """KV blocks to make room for."""
         asked, least = self._asked, self._least_blocks
         alone = {least, max(least, self._sequence_blocks)}
+        fewest = self._fewest_blocks
+        alone |= {fewest * step for step in (1, 2, 4) if fewest * step < least}
         if objective != "throughput":
             return sorted(alone)
         most = asked.config.engine.max_num_seqs

@@ -1,4 +1,4 @@
-"""Predicted times of a plan: decode steps, prefill, first token, load, a queue of requests.
+"""Predicted times of a plan: decode steps, prefill, first token, load.
 
 The model: a layer takes the longer of its bytes over the memory's rate and its operations over the
 matrix rate, or both where it has more rows than MAX_SMALL_TOKENS, and a fixed overhead; copies of
@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from engine.cost_ring import ring_s
 from engine.kv_sizes import KVSizes
@@ -32,11 +32,6 @@ CONTEXT_TOKENS: Final = 256
 """Context of the sequences in predicted decode steps (less where max_model_len is)."""
 PREFILL_TOKENS: Final = 2048
 """Prompt of the predicted prefill (less where max_model_len is)."""
-QUEUE_REQUESTS: Final = 200
-QUEUE_PROMPT_TOKENS: Final = 128
-QUEUE_OUTPUT_TOKENS: Final = 128
-"""The queue that throughput is predicted for (shorter where max_model_len is)."""
-
 EMBED: Final = "model.embed_tokens.weight"
 
 
@@ -319,22 +314,6 @@ def first_token_s(shape: Shape, rates: Rates, tokens: int) -> float:
     return seconds + (decode_step_s(shape, rates, 1, tokens) if rates.is_cpu else 0.0)
 
 
-def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int) -> float:
-    """Return the time of `requests` requests that are offered at once.
-
-    As many run as the KV cache holds at their mean length. As they are equally long they end
-    together, and the next ones begin; the last ones, however few, take as many steps.
-    """
-    batch = min(requests, shape.concurrency(prompt + output / 2))
-
-    def wave_s(count: int) -> float:
-        step = decode_step_s(shape, rates, count, prompt + output / 2)
-        return prefill_s(shape, rates, prompt, count) + max(0, output - 1) * step
-
-    whole, rest = divmod(requests, batch)
-    return whole * wave_s(batch) + (wave_s(rest) if rest else 0.0)
-
-
 def load_s(shape: Shape, rates: Rates) -> float:
     """Return the time from the start of a process until weights in files are in their places."""
     layers = sum(shape.resident_bytes) + shape.total_offloaded_bytes
@@ -342,46 +321,3 @@ def load_s(shape: Shape, rates: Rates) -> float:
     pinned = shape.total_offloaded_bytes + shape.head_in_place_bytes if shape.is_pinned else 0
     pinned += shape.pinned_kv_bytes
     return START_S + total / (rates.file_read_gb_s * 1e9) + pinned / (rates.pin_gb_s * 1e9)
-
-
-def queue_of(max_model_len: int) -> tuple[int, int]:
-    """Return prompt and output tokens of the requests that throughput is predicted for."""
-    prompt = min(QUEUE_PROMPT_TOKENS, max(1, max_model_len // 2))
-    return prompt, min(QUEUE_OUTPUT_TOKENS, max(1, max_model_len - prompt))
-
-
-def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
-    """Return the predicted times of a plan as plain data, with the rates that they follow from."""
-    shape = shape_of(plan, spec)
-    context = min(CONTEXT_TOKENS, plan.max_model_len)
-    full = shape.concurrency(context)
-    one_s, full_s = (decode_step_s(shape, rates, batch, context) for batch in (1, full))
-    prefill = min(PREFILL_TOKENS, plan.max_model_len)
-    prompt, output = queue_of(plan.max_model_len)
-    prefill_time_s = prefill_s(shape, rates, prefill)
-    queue_time_s = queue_s(shape, rates, QUEUE_REQUESTS, prompt, output)
-    return {
-        "context_tokens": context,
-        "decode_step_ms": one_s * 1e3,
-        "decode_tokens_s": 1 / one_s,
-        "full_batch": full,
-        "decode_step_full_ms": full_s * 1e3,
-        "decode_tokens_full_s": full / full_s,
-        "long_context_tokens": plan.max_model_len,
-        "decode_step_long_ms": decode_step_s(shape, rates, 1, plan.max_model_len) * 1e3,
-        "prefill_tokens": prefill,
-        "prefill_ms": prefill_time_s * 1e3,
-        "ttft_ms": first_token_s(shape, rates, prompt) * 1e3,
-        "ttft_prompt_tokens": prompt,
-        "queue": {
-            "requests": QUEUE_REQUESTS,
-            "batch": min(QUEUE_REQUESTS, shape.concurrency(prompt + output / 2)),
-            "prompt_tokens": prompt,
-            "output_tokens": output,
-            "total_s": queue_time_s,
-            "output_tokens_s": QUEUE_REQUESTS * output / queue_time_s,
-        },
-        "load_s": load_s(shape, rates),
-        "bytes_per_step": plan.bytes_per_step(),
-        "rates": rates.to_dict(),
-    }

@@ -21,7 +21,7 @@ from engine.advice import host_refusal, refusal
 from engine.auto_fields import choose_fields
 from engine.choose import Chooser, record_of
 from engine.config import EngineConfig
-from engine.cost import decode_step_s, predict, shape_of
+from engine.cost import decode_step_s, shape_of
 from engine.cost_kv import predict_host_kv, with_rates
 from engine.errors import CapacityError, ConfigError
 from engine.placement import (
@@ -32,6 +32,7 @@ from engine.placement import (
     assign_spread,
 )
 from engine.plan import DeviceFacts, MemoryPlan
+from engine.predict import predict
 from engine.rates import Rates, rates_for
 from engine.spec import ModelSpec
 from engine.swap_space import least_swap_space, spread_bytes, spread_that_fits, with_swap_space

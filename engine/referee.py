@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, Protocol
 
-from engine.cost import CONTEXT_TOKENS, QUEUE_REQUESTS, queue_of
+from engine.cost import CONTEXT_TOKENS
+from engine.cost_queue import QUEUE_REQUESTS, queue_of
 from engine.errors import CapacityError
 from engine.offload_config import OffloadWarning
 from engine.plan import MemoryPlan

@@ -1,6 +1,7 @@
 """How long a run of one point will take, from the plan's predicted times."""
 
-from engine.cost import Shape, decode_step_s, load_s, prefill_s, queue_s
+from engine.cost import Shape, decode_step_s, load_s, prefill_s
+from engine.cost_queue import queue_s
 from engine.rates import Rates
 from harness.schema import LatencyScenario, ScenarioConfig
 from harness.traffic.scenario import ServeScenario

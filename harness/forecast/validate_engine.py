@@ -19,7 +19,8 @@ import torch
 
 from engine import LLM
 from engine.config import OffloadWarning
-from engine.cost import decode_step_s, prefill_s, queue_s, shape_of
+from engine.cost import decode_step_s, prefill_s, shape_of
+from engine.cost_queue import queue_s
 from engine.errors import CapacityError
 from engine.probe_rates import probe_rates
 from engine.rates import Rates

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from engine.cost import decode_step_s, first_token_s, queue_s, shape_of
+from engine.cost import decode_step_s, first_token_s, shape_of
+from engine.cost_queue import queue_s
 from engine.rates import Rates
 from harness.scenarios.drive import StepTotals
 from harness.schema import RequestSet, ScenarioConfig

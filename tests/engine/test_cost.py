@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import GPUConfig
-from engine.cost import Shape, decode_step_s, load_s, predict, prefill_s, queue_s, shape_of, step_s
+from engine.cost import Shape, decode_step_s, load_s, prefill_s, shape_of, step_s
+from engine.cost_queue import queue_s
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
+from engine.predict import predict
 from engine.rates import (
     CARDS,
     HBM_SHARE,
@@ -327,11 +329,3 @@ def test_prompts_beside_decodes_are_padded_to_what_the_engine_runs() -> None:
     assert seconds(shape, 1, 56) < 0.5 * seconds(shape, 1, 57)
     for decodes, prefill, padded in ((1, 57, 128), (9, 16, 80)):
         assert seconds(shape, decodes, prefill) == pytest.approx(seconds(bare, 0, padded), rel=0.02)
-
-
-def test_the_last_of_a_queue_take_as_many_steps_as_the_others() -> None:
-    plan = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=8)
-    shape = shape_of(plan, OLMO_7B)
-    two, three = (queue_s(shape, RATES, count, 32, 64) for count in (16, 17))
-    alone = prefill_s(shape, RATES, 32) + 63 * decode_step_s(shape, RATES, 1, 64)
-    assert three == pytest.approx(two + alone)
