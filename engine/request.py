@@ -8,8 +8,6 @@ from enum import Enum
 from numbers import Integral
 from typing import Any, Final, Literal
 
-import numpy as np
-
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 
@@ -324,6 +322,8 @@ def _are_ids(token_ids: list[Any], vocab_size: int) -> bool:
         ids = array("I", token_ids)
     except OverflowError:
         return False
+    import numpy as np  # noqa: PLC0415  planning, which counts requests, does without
+
     return int(np.asarray(ids).max()) < vocab_size
 
 
