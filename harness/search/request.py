@@ -97,7 +97,7 @@ def parse_request(argv: Sequence[str]) -> SearchRequest | None:
         values = parameter.choices or (parameter.low,)
         composer.check([f"{parameter.key}={value}" for value in values])
     composer.check(base)
-    seed = int(options["seed"] or 0)
+    seed = _integer("--seed", options["seed"], default=0, least=0)
     known = json.dumps(_question(base, space, goal, seed), sort_keys=True)
     name = options["name"] or f"search-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
     if not str(name).replace("-", "").replace("_", "").replace(".", "").isalnum():
@@ -106,7 +106,7 @@ def parse_request(argv: Sequence[str]) -> SearchRequest | None:
         base=base,
         space=space,
         goal=goal,
-        trials=_at_least_one("--trials", options["trials"], TRIALS),
+        trials=_integer("--trials", options["trials"], default=TRIALS, least=1),
         minutes=_minutes(options["minutes"]),
         seed=seed,
         name=str(name),
@@ -161,7 +161,7 @@ def _parser() -> _Parser:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--file: expected a YAML file, got {path} ({error}).") from error
     if not isinstance(found, dict):
         raise ConfigError(f"--file: expected a mapping in {path}, got {type(found).__name__}.")
@@ -180,11 +180,11 @@ def _merged(typed: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]
     found = {key: file.get(key) if value is None else value for key, value in found.items()}
     source = typed if typed.get("maximize") or typed.get("minimize") else file
     found |= {key: source.get(key) for key in ("maximize", "minimize")}
-    found["subject_to"] = list(found["subject_to"] or [])
+    found["subject_to"] = _texts("subject_to", found["subject_to"])
     space = file.get("space") or {}
     if not isinstance(space, Mapping):
         raise ConfigError("--file: space: expected a mapping of keys to values.")
-    base = [str(item) for item in file.get("base") or []]
+    base = _texts("base", file.get("base"))
     found["base"] = [*base, *(f"{key}={_spelled(value)}" for key, value in space.items())]
     return found
 
@@ -194,17 +194,26 @@ def _spelled(value: object) -> str:
     return f"choice({','.join(map(str, value))})" if isinstance(value, list) else str(value)
 
 
-def _at_least_one(name: str, value: object, default: int) -> int:
+def _texts(name: str, value: object) -> list[str]:
+    """Return a list of texts; of the file a single one may stand without its dash."""
+    items: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    for item in items:
+        if not isinstance(item, str):
+            raise ConfigError(f"--file: {name}: expected a list of texts, got {item!r} in it.")
+    return items
+
+
+def _integer(name: str, value: object, *, default: int, least: int) -> int:
     if value is None:
         return default
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: expected an integer of 1 or more, got {value!r}.")
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name}: expected an integer of {least} or more, got {value!r}.")
     return value
 
 
 def _minutes(value: object) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, int | float) or value <= 0:
+    if not isinstance(value, int | float) or not value > 0:  # nan too
         raise ConfigError(f"--minutes: expected a number above 0, got {value!r}.")
     return float(value)

@@ -57,6 +57,8 @@ def test_a_file_says_the_same_and_the_command_line_wins(tmp_path):
         (["model=glass", "engine.seed=1,2"], "one objective"),
         (["model=glass", "engine.seed=1,2", *GOAL, "--trials", "0"], "--trials: expected"),
         (["model=glass", "engine.seed=1,2", *GOAL, "--minutes", "-1"], "--minutes: expected"),
+        (["model=glass", "engine.seed=1,2", *GOAL, "--minutes", "nan"], "--minutes: expected"),
+        (["model=glass", "engine.seed=1,2", *GOAL, "--seed", "-1"], "--seed: expected"),
         (["model=glass", "engine.seed=1,2", *GOAL, "--name", "a/b"], "--name: expected"),
         (["--file", "absent.yaml", *GOAL], "--file: expected a YAML file"),
         (["--nothing"], "--help"),
@@ -67,8 +69,25 @@ def test_a_mistake_is_said_before_anything_runs(words, text):
         parse_request(words)
 
 
-def test_unknown_keys_of_a_file_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"trails: 3", "Did you mean trials"),
+        (b"base: [model=glass, 3]", "base: expected a list of texts, got 3 in it"),
+        (b"seed: soon", "--seed: expected an integer of 0 or more, got 'soon'"),
+        (b"name: \xff", "expected a YAML file"),
+    ],
+)
+def test_a_mistake_in_a_file_is_said(text, words, tmp_path):
     file = tmp_path / "search.yaml"
-    file.write_text("trails: 3\n")
-    with pytest.raises(ConfigError, match="Did you mean trials"):
-        parse_request(["--file", str(file)])
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=words):
+        parse_request(["--file", str(file), "model=glass", *GOAL])
+
+
+def test_one_text_of_a_file_may_stand_alone(tmp_path):
+    file = tmp_path / "search.yaml"
+    file.write_text("base: model=glass\nsubject_to: memory/gpu_peak_gib<=2\n")
+    request = parse_request(["--file", str(file), *GOAL])
+    assert request.base == ("model=glass",)
+    assert [str(item) for item in request.goal.constraints] == ["memory/gpu_peak_gib<=2"]
