@@ -91,6 +91,11 @@ def explain(error: Exception) -> ConfigError:
     for item in chain:
         if isinstance(item, YAMLError):
             return ConfigError("YAML: " + " ".join(str(item).split()))
+        if isinstance(item, UnicodeDecodeError):
+            return ConfigError(
+                f"YAML: expected files in UTF-8, got the byte {item.object[item.start]:#x} at "
+                f"position {item.start} of one. Save it as UTF-8."
+            )
     text = str(error)
     found = _of_missing_option(text) or _of_no_default(text)
     return ConfigError(found or " ".join(text.split()))

@@ -275,7 +275,10 @@ class Composer:
         task = params + list(master.hydra.overrides.task)
         batches = BasicSweeper.split_arguments(self.parse(task), None)
         own = list(master.hydra.overrides.hydra)
-        return [(batch, self._load(own + batch, RunMode.RUN)) for batch in batches[0]], True
+        points = [(batch, self._load(own + batch, RunMode.RUN)) for batch in batches[0]]
+        if not swept:
+            _check_left_out(points)
+        return points, True
 
     def _check_all(
         self,
@@ -308,6 +311,17 @@ def _check_hydra(master: DictConfig) -> None:
             f"hydra/sweeper: expected basic (every combination of the values given), got "
             f"{sweeper!r}. Remove it; python -m harness.search looks for the best values."
         )
+
+
+def _check_left_out(points: Sequence[tuple[list[str], DictConfig]]) -> None:
+    """Refuse a sweep over experiments with sweeps of their own, which Hydra leaves out."""
+    for batch, point in points:
+        if point.hydra.sweeper.params:
+            raise ConfigError(
+                f"experiment: expected one experiment, got several ({' '.join(batch)}), and it has "
+                f"a sweep of its own ({', '.join(point.hydra.sweeper.params)}), which would be "
+                "left out. Run them one after another."
+            )
 
 
 def _check_single(master: DictConfig) -> None:

@@ -81,7 +81,7 @@ def _table(title: str, rows: dict[str, str]) -> Iterator[str]:
 def _first_sentence(path: Path) -> str:
     """Return the first sentence of the comment at the top of a file."""
     words = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if not line.startswith("#"):
             break
         if "@package" not in line:

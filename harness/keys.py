@@ -68,6 +68,11 @@ def describe_type(hint: Any) -> str:
 
 def unknown_key(path: str) -> ConfigError:
     """Return the error for a key that RunConfig does not have, with the closest one that it has."""
+    if path == "experiment":  # is a group, and a key where a file lacks its first line
+        return ConfigError(
+            "experiment: expected a file that begins with the line # @package _global_, got one "
+            "without it, whose settings would have no effect. Add the line."
+        )
     known = [name for name, _ in key_types(RunConfig)]
     parent, _, last = path.rpartition(".")
     siblings = {name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent}

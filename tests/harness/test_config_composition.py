@@ -107,6 +107,11 @@ def test_a_model_beside_an_experiment_that_has_one(spelling: str, composer: Comp
     assert [point.config.model.name for point in found.points] == ["qwen25_0_5b"]
 
 
+def test_a_sweep_over_experiments_that_sweep_is_refused(composer: Composer) -> None:
+    with pytest.raises(ConfigError, match=r"a sweep of its own \(offload\), which would be left"):
+        plan(composer, "-m  +experiment=smoke,long_prompts")
+
+
 def test_an_experiment_that_sweeps_may_run_as_one_point(composer: Composer) -> None:
     found = plan(composer, "+experiment=smoke  hydra.mode=RUN")
     assert not found.multirun
@@ -126,6 +131,7 @@ def mine(tmp_path: Path) -> Path:
         "gpu/words.yaml": "name: words\nmemory_gib: much\n",
         "gpu/broken.yaml": "name: [\n",
         "experiment/nowhere.yaml": "# @package _global_\ndefaults:\n  - override /gpu: h999\n",
+        "experiment/bare.yaml": "engine:\n  seed: 7\n",
         "experiment/extra.yaml": "# @package _global_\nmodell: 3\n",
         "experiment/group.yaml": "# @package _global_\ndefaults:\n  - override /ofload: uva\n",
         "experiment/override.yaml": "# @package _global_\ndefaults:\n  - override /model: mine\n",
@@ -146,6 +152,7 @@ def mine(tmp_path: Path) -> Path:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    (tmp_path / "gpu/latin.yaml").write_bytes(b"name: caf\xe9\n")
     return tmp_path
 
 
@@ -173,6 +180,8 @@ def test_a_user_s_folder_adds_files(mine: Path) -> None:
         ("gpu=typo", ["gpu.memory_gb", "Did you mean memory_gib?"]),
         ("gpu=words", ["gpu.memory_gib", "a number or null", "'much'"]),
         ("gpu=broken", ["YAML", "broken.yaml"]),
+        ("gpu=latin", ["UTF-8", "0xe9"]),
+        ("+experiment=bare", ["begins with the line # @package _global_"]),
         ("+experiment=nowhere", ["gpu", "h999", "rtx4080_16gb"]),
         ("+experiment=extra", ["modell", "Did you mean model?"]),
         ("+experiment=group", ["experiment/group", "ofload", "Did you mean offload?"]),
