@@ -4,9 +4,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.kv.choice import swap_or_recompute
 from engine.kv.hashing import BlockHasher, KeyChain
-from engine.kv.policy import KVPolicy
+from engine.kv.policy import KVPolicy, swap_or_recompute
 from engine.kv.pool_types import Match, Retain
 from engine.kv.tiers import TieredBlockPool
 from engine.kv.window import num_expired, usable_prefix

@@ -4,7 +4,7 @@ import pytest
 
 from engine import rounds
 from engine.errors import EngineError
-from engine.kv.choice import SwapRates
+from engine.host_kv import SwapRates
 from engine.kv.groups import GONE
 from engine.request import SequenceStatus
 from tests.engine.tiers_world import Tiers, World

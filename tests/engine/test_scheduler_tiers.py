@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine import rounds
+from engine.host_kv import SwapRates
 from engine.kv import groups, hashing
-from engine.kv.choice import SwapRates
 from engine.kv.content import BlockContent
 from engine.kv.window import num_expired
 from tests.engine.tiers_world import STEMS, Tiers, World

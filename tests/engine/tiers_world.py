@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kv.choice import SwapRates
+from engine.host_kv import SwapRates
 from engine.kv.groups import GONE, BlockGroups
 from engine.kv.policy import KVPolicy
 from engine.kv.tiers import TieredBlockPool
