@@ -184,13 +184,13 @@ def rates_for(
     """Return the rates of the machine that a plan is for.
 
     On a CUDA device: the probe, over the sheet of that very card where it is known, else over the
-    rates of `gpu`. On a CPU: the rates of `gpu` where it names a card (the emulated one), else
-    assumptions. What was used is said in `source`.
+    rates of `gpu`. On a CPU: the rates of `gpu` where it names a card (the emulated one), else the
+    probe, over assumptions. What was used is said in `source`.
 
     Args:
         gpu: The budget's card.
         facts: The machine; its name decides which sheet holds.
-        probe: What engine.probe.probe_link measured here, or None.
+        probe: What engine.probe.probe_link or engine.probe_rates measured here, or None.
     """
     given = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
     if facts.emulated:
