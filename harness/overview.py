@@ -56,7 +56,9 @@ def sweep_lines(
         for index, (record, name) in enumerate(zip(records, _names(records), strict=True)):
             values = [record.metrics.get(key) for _, key in shown]
             cells = ["-" if value is None else number(value) for value in values]
-            rows.append([str(index), name, record.status, *cells, folders[index].name])
+            is_bad = record.status == "ok" and record.valid is False
+            status = "ok, not valid" if is_bad else record.status
+            rows.append([str(index), name, status, *cells, folders[index].name])
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         for row in rows:
             cells = [

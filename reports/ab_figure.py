@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from reports import facts, theme
+from reports.ratio_figure import ratio_axis
 from reports.record import RunRecord
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
 
 LEAST_SPAN: Final = 0.05
 """The axis reaches at least this far from 1 to either side."""
-WIDEST: Final = 3.0
+WIDEST: Final = 100.0
 """An interval that is wider than this factor to either side is cut off at it."""
+MOST_LINEAR: Final = 3.0
+"""Ratio of the axis' ends from which on it is logarithmic."""
 _ROW_IN: Final = 0.36
 
 
@@ -41,7 +44,11 @@ def ratio_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing 
     axes.set_yticks(range(len(rows)), [theme.plain(str(row["label"]), 48) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     low, high = _limits(rows)
-    axes.set_xlim(low, high + 0.12 * (high - low))
+    if high / low > MOST_LINEAR:
+        axes.set_xscale("log")
+        ratio_axis(axes, low, high * (high / low) ** 0.12)
+    else:
+        axes.set_xlim(low, high + 0.12 * (high - low))
     axes.set_xlabel("b / a (1: equal)")
     return theme.to_png(figure)
 
@@ -78,5 +85,5 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
         values += [1 / (1 + share), 1 + share]
         values += [float(row[key]) for key in ("ratio", "low", "high") if row.get(key) is not None]
     low, high = max(min(values), 1 / WIDEST), min(max(values), WIDEST)
-    room = 0.05 * (high - low)
-    return low - room, high + room
+    room = (high / low) ** 0.05
+    return low / room, high * room

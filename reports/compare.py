@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from reports import facts, theme
 from reports.record import RunRecord
 from reports.sweep import Row, statistic
-from reports.text import number
+from reports.text import last_keys, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> D
         is_output = name == OUTPUT
         _draw_bars(axes, colours, shown, name, colours.accent if is_output else colours.second)
         axes.set_xlabel(label)
-    labels = ["\n".join(wrap(theme.plain(row.title, 44), 22)) for row in shown]
+    names = [f"{row.place}. {last_keys(row.label)}" for row in shown]
+    labels = ["\n".join(wrap(theme.plain(name, 44), 22)) for name in names]
     grid[0, 0].set_yticks(range(len(shown)), labels)
     grid[0, 0].set_ylim(len(shown) - 0.4, -0.6)
     return theme.to_png(figure)

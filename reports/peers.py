@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from reports import facts
-from reports.page import Section, Table
+from reports.page import Kind, Section, Table
 from reports.record import RunRecord
 from reports.sweep import Row
 from reports.text import flatten, leaf
@@ -34,16 +34,25 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
         for item in compared_metrics(records)
         if any(_ratio(native, peer, item[0]) is not None for native, peer in pairs)
     ]
-    lines = []
+    lines: list[tuple[str, ...]] = []
+    kinds: dict[int, Kind] = {}
     for native, peer in pairs:
         values = [_ratio(native, peer, name) for name, _, _ in names]
         cells = ["" if value is None else f"{value:.2f}" for value in values]
-        system = facts.system_name(peer.record) if peer.record else ""
-        lines.append((f"{native.title} / {peer.title}", system, *cells))
+        systems = [facts.system_name(row.record) for row in (native, peer) if row.record]
+        bad = [
+            system
+            for system, row in zip(systems, (native, peer), strict=True)
+            if row.record and row.record.valid is False
+        ]
+        state = f"{' and '.join(bad)} not valid" if bad else "valid"
+        kinds[len(lines)] = "warn" if bad else "plain"
+        lines.append((f"{native.title} / {peer.title}", systems[1], state, *cells))
     table = Table(
-        columns=("native / peer", "peer", *(label for _, label, _ in names)),
+        columns=("native / peer", "peer", "figures", *(label for _, label, _ in names)),
         rows=lines,
-        numeric=frozenset(range(2, len(names) + 2)),
+        numeric=frozenset(range(3, len(names) + 3)),
+        kinds=kinds,
     )
     text = (
         "Above 1 is more of the figure in this project's engine: better for a rate, worse for a"

@@ -55,7 +55,8 @@ def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawin
         axes.plot([value], [y], "o", color=colour, ms=7, ls="", label=shown)
     axes.axvline(1, color=colours.ink, linewidth=1.1)
     axes.set_xscale("log")
-    _limit(axes, [value for _, _, value, _ in marks])
+    found = [1.0, *(value for _, _, value, _ in marks)]
+    ratio_axis(axes, min(found) / 1.25, max(found) * 1.25)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlabel("better to the right")
@@ -63,9 +64,8 @@ def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawin
     return theme.to_png(figure)
 
 
-def _limit(axes: "Axes", values: Sequence[float]) -> None:
-    """Set ends around all values and 1, and ticks at round ratios."""
-    low, high = min([*values, 1]) / 1.25, max([*values, 1]) * 1.25
+def ratio_axis(axes: "Axes", low: float, high: float) -> None:
+    """Set the ends of a logarithmic axis of ratios, and ticks at round ones."""
     axes.set_xlim(low, high)
     axes.minorticks_off()
     inside = [tick for tick in TICKS if low <= tick <= high]

@@ -153,14 +153,17 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
         _differences(rows),
         _definitions(names),
     )
-    kind: Kind = "good" if num_ok == len(rows) else "warn" if num_ok else "bad"
+    num_valid = num_ok - sum(r.status == "ok" and r.valid is False for r in records)
+    kind: Kind = "good" if num_valid == len(rows) else "warn" if num_ok else "bad"
+    label = f"{num_ok} of {len(rows)} points ok"
+    label += f", {num_ok - num_valid} of them not valid" if num_valid < num_ok else ""
     return Page(
         title=title,
         subtitle=", ".join(_shared_facts(records)),
         details=_span(records, len(rows)),
         banners=(*banners(records), *_mixed_cards(records)),
         cards=tuple(_best_cards(rows, names)),
-        verdict=Verdict(kind=kind, label=f"{num_ok} of {len(rows)} points ok"),
+        verdict=Verdict(kind=kind, label=label),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )

@@ -145,3 +145,17 @@ def shorten(text: str, length: int) -> str:
     head = (length - 3 + 1) // 2
     tail = length - 3 - head
     return f"{line[:head]}...{line[len(line) - tail :]}"
+
+
+def last_keys(text: str) -> str:
+    """Return overrides with the last part of each dotted key; two where one would not tell apart.
+
+    What a figure has room for: `offload.uva.cpu_offload_gb=4` becomes `cpu_offload_gb=4`.
+    """
+    pairs = [word.partition("=") for word in text.split(" ")]
+    ends = [key.rpartition(".")[2] for key, _, _ in pairs]
+    found = []
+    for (key, sign, value), end in zip(pairs, ends, strict=True):
+        kept = ".".join(key.split(".")[-2:]) if ends.count(end) > 1 else end
+        found.append((kept if sign else key) + sign + value)
+    return " ".join(found)

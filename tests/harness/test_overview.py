@@ -5,9 +5,14 @@ from harness.schema import SweepContext
 from reports.record import RunRecord
 
 
-def record(name, metrics, status="ok"):
+def record(name, metrics, status="ok", valid=None):
     return RunRecord(
-        run_id=name, name=name, status=status, overrides=["+model=a", name], metrics=metrics
+        run_id=name,
+        name=name,
+        status=status,
+        valid=valid,
+        overrides=["+model=a", name],
+        metrics=metrics,
     )
 
 
@@ -28,6 +33,11 @@ def test_columns_are_those_that_some_point_has(tmp_path):
     ]
     assert found[3].split() == ["0", "rate=1", "ok", "1.00", "12.5", "0"]
     assert found[4].split() == ["1", "rate=9", "failed", "-", "-", "1"]
+
+
+def test_a_point_that_is_not_valid_is_told(tmp_path):
+    found = lines(tmp_path, record("a", {"load/total_s": 3.0}, valid=False))
+    assert found[3].split() == ["0", "a", "ok,", "not", "valid", "3.00", "0"]
 
 
 def test_points_of_other_scenarios_show_their_figures(tmp_path):

@@ -93,6 +93,13 @@ def test_intervals_beyond_the_axis_and_without_noise_are_drawn():
     assert ratio_figure(comparison(rows=rows), "dark").startswith(b"\x89PNG")
 
 
+def test_ratios_far_from_1_are_in_their_place_on_a_logarithmic_axis():
+    rows = [row(low=6.0, high=9.0, ratio=7.8, resolution=None), row(low=0.9, high=1.0)]
+    text = ratio_figure(comparison(rows=rows)).svg().decode()
+    for tick in ("5x", "10x", "1x"):
+        assert f">{tick}<" in text
+
+
 def test_the_report_of_a_folder_is_that_of_the_comparison(tmp_path):
     folder = write_run(comparison(a=side(overrides=[EVIL])), tmp_path / "ab")
     write_run(ok_record(), folder / "runs" / "00-ab1-a")

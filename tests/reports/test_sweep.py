@@ -175,6 +175,12 @@ def test_serving_has_columns_where_a_point_was_served(tmp_path):
     assert not any("peak rate" in column for column in plain.sections[0].tables[0].columns)
 
 
+def test_points_that_are_not_valid_are_in_the_verdict(tmp_path):
+    rows = rows_of(ok_record(), ok_record(valid=False), tmp_path=tmp_path)
+    verdict = sweep_page("s", rows, {}).verdict
+    assert (verdict.kind, verdict.label) == ("warn", "2 of 2 points ok, 1 of them not valid")
+
+
 def test_a_sweep_in_which_nothing_ended_ok_is_a_page(tmp_path):
     folder = tmp_path / "sweep"
     write_run(no_fit_record(), folder / "0")

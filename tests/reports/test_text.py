@@ -2,7 +2,7 @@
 
 import pytest
 
-from reports.text import duration, flatten, gib, leaf, metric_text, number, shorten, unit
+from reports.text import duration, flatten, gib, last_keys, leaf, metric_text, number, shorten, unit
 
 GIB = 2**30
 
@@ -78,6 +78,18 @@ def test_trees_are_flattened_to_leaves():
         "[1]",
         "{}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "short"),
+    [
+        ("offload.uva.cpu_offload_gb=4 offload=none", "cpu_offload_gb=4 offload=none"),
+        ("scenario.a.seed=1 scenario.b.seed=2 x.y=[0.5]", "a.seed=1 b.seed=2 y=[0.5]"),
+        ("a.b c", "a.b c"),
+    ],
+)
+def test_figures_name_settings_by_their_last_key(overrides, short):
+    assert last_keys(overrides) == short
 
 
 def test_long_text_is_cut_in_the_middle():

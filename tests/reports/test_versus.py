@@ -218,10 +218,15 @@ def test_a_sweep_holds_native_points_against_peers(tmp_path):
     rows = rows_of(tmp_path, far, nearest, peer_record())
     (table,) = peers_section(rows).tables
     (row,) = table.rows
-    assert row[:2] == ("1. near / 2. peer", "accelerate")
+    assert row[:3] == ("1. near / 2. peer", "accelerate", "valid")
     ratios = dict(zip(table.columns[2:], row[2:], strict=True))
     assert ratios["output"] == "2.00"
     assert ratios["TPOT p50"] == "0.50"
+    slow = peer_record()
+    slow.valid = False
+    (table,) = peers_section(rows_of(tmp_path, nearest, slow)).tables
+    assert table.rows[0][2] == "accelerate not valid"
+    assert table.kinds == {0: "warn"}
 
 
 def test_peers_of_other_work_and_sweeps_without_peers_have_no_section(tmp_path):
