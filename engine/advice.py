@@ -227,16 +227,21 @@ def advice(asked: Asked) -> list[str]:
     uva = with_least_uva(_with_offload(asked, OffloadConfig()))
     if uva is not None and not uva.offload.uva.cpu_offload_gb:
         return [*found, "offload=none"]  # host memory alone is short
+    node = asked.config.offload
     if uva is not None:
-        found.append(f"offload=uva offload.uva.cpu_offload_gb={uva.offload.uva.cpu_offload_gb:g}")
+        found.append(
+            f"offload=uva offload.uva.cpu_offload_gb={uva.offload.uva.cpu_offload_gb:g}"
+            + (" offload.uva.cpu_offload_params=[]" if node.uva.cpu_offload_params else "")
+        )
     group = min(8, asked.spec.num_hidden_layers)
     for count in range(1, group + 1):
-        node = PrefetchOffloadConfig(offload_group_size=group, offload_num_in_group=count)
-        if would_fit(_with_offload(asked, OffloadConfig(prefetch=node))):
+        tried = PrefetchOffloadConfig(offload_group_size=group, offload_num_in_group=count)
+        if would_fit(_with_offload(asked, OffloadConfig(prefetch=tried))):
             found.append(
                 f"offload=prefetch offload.prefetch.offload_group_size={group} "
                 f"offload.prefetch.offload_num_in_group={count} "
                 "offload.prefetch.offload_prefetch_step=1"
+                + (" offload.prefetch.offload_params=[]" if node.prefetch.offload_params else "")
             )
             break
     return found

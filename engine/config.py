@@ -169,11 +169,12 @@ class PlannerConfig(Sealed):
 
     def check_against(self, offload: OffloadConfig) -> None:
         """Raise ConfigError where the offload settings fix what is to be chosen."""
-        is_set = offload.offload_backend != "auto" or offload.uva.is_set or offload.prefetch.is_set
-        if self.choose and is_set:
+        changed = ", ".join(f"{name}={value}" for name, value in offload.changed().items())
+        if self.choose and changed:
             raise ConfigError(
-                "planner.choose: expected no offload settings beside it, got some: they fix what "
-                "is to be chosen, and are not overridden. Remove them, or planner.choose."
+                f"planner.choose (offload=auto): expected no offload settings beside it, got "
+                f"{changed}: they fix what is to be chosen, and are not overridden. Remove them, "
+                "or choose another offload."
             )
         if "cpu_offload_gb" not in self.auto_fields:
             return

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
@@ -148,6 +148,19 @@ class OffloadConfig(Sealed):
         if self.prefetch.offload_group_size > 0:
             return "prefetch"
         return "uva" if self.uva.cpu_offload_gb > 0 else "none"
+
+    def changed(self) -> dict[str, object]:
+        """The fields that differ from their defaults, by name."""
+        found: dict[str, object] = {}
+        if self.offload_backend != "auto":
+            found["offload.offload_backend"] = self.offload_backend
+        for name, node in (("uva", self.uva), ("prefetch", self.prefetch)):
+            default = type(node)()
+            for item in fields(node):
+                value = getattr(node, item.name)
+                if value != getattr(default, item.name):
+                    found[f"offload.{name}.{item.name}"] = value
+        return found
 
     def ignored(self) -> list[str]:
         """The warnings: one sentence for each set of fields without effect."""

@@ -191,6 +191,17 @@ def test_plans_of_every_placement_account_for_all(
     assert {layer.placement.value for layer in plan.offloaded_layers} <= {kind}
 
 
+@pytest.mark.parametrize("kind", ["uva", "prefetch"])
+def test_advice_takes_back_selectors_that_hold_too_little(kind: str) -> None:
+    offload = uva(14, "k_proj") if kind == "uva" else prefetch(8, 8, 1, "k_proj")
+    config = configuration(OLMO_7B, memory_gib=15.99, offload=offload, **OLMO_ON_16_GB)
+    with pytest.raises(CapacityError) as error:
+        plan_memory(config, OLMO_7B, H200)
+    taken = [item for item in alternatives(str(error.value)) if "_params=[]" in item]
+    assert [item.split()[0] for item in taken] == [f"offload={kind}"]
+    plan_memory(follow(config, taken[0]), OLMO_7B, H200)
+
+
 def test_a_refusal_gives_negative_room_and_every_part() -> None:
     with pytest.raises(CapacityError) as error:
         plan_olmo(memory_gib=10)

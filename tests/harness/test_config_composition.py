@@ -248,7 +248,10 @@ def test_mistakes_in_a_user_s_files_are_named(command: str, words: list[str], mi
         ("offload=uva  offload.uva.cpu_offload_gb=0", ["cpu_offload_gb", "nothing would move"]),
         ("mode=guess", ["mode", "run, plan", "'guess'"]),
         ("offload=uva  planner.choose=true", ["planner.choose", "not overridden"]),
-        ("offload=auto  offload.uva.cpu_offload_gb=4", ["planner.choose", "not overridden"]),
+        (
+            "offload=auto  offload.uva.cpu_offload_gb=4",
+            ["got offload.uva.cpu_offload_gb=4.0", "not overridden"],
+        ),
         ("planner.objective=throughput", ["planner.objective", "offload=auto"]),
         ("offload=auto  planner.objective=speed", ["planner.objective", "latency, throughput"]),
         ("planner.auto_fields=[gpus]", ["planner.auto_fields", "cpu_offload_gb", "'gpus'"]),
