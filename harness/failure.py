@@ -22,6 +22,7 @@ CLEAN_ERRORS: Final = (EngineError, ModelUnavailableError, PromptError, WrongTok
 _OOM_TYPES: Final = {"OutOfMemoryError", "MemoryError"}
 _OOM_TEXTS: Final = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _MESSAGE_CHARS: Final = 4000
+_TAIL_LINES: Final = 40
 
 
 def classify_exception(error: BaseException, phase: str) -> tuple[str, ErrorFacts]:
@@ -121,11 +122,11 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _tail(log: Path, num_lines: int = 40) -> str | None:
+def _tail(log: Path) -> str | None:
     """Return the last lines of the worker's output: stacks of a hang or a crash end up there."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     start = max((i for i, line in enumerate(lines) if line.startswith("--- ")), default=-1)
-    return "\n".join(lines[start + 1 :][-num_lines:]) or None
+    return "\n".join(lines[start + 1 :][-_TAIL_LINES:]) or None

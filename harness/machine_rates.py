@@ -68,11 +68,9 @@ def read_rates(gpu: Gpu | None, home: Path | None = None) -> Probed | None:
     return Probed(rates={**kept}, measured_at=float(measured_at))
 
 
-def write_rates(
-    gpu: Gpu | None, rates: Mapping[str, float | None], home: Path | None = None
-) -> Path:
+def write_rates(gpu: Gpu | None, rates: Mapping[str, float | None]) -> Path:
     """Keep what was probed now; return the file."""
-    path = rates_path(gpu, home)
+    path = rates_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"machine": identity(gpu), "measured_at": time.time(), "rates": dict(rates)}
     write_text_atomic(path, json.dumps(plain(found), indent=1) + "\n")

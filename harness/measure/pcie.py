@@ -34,7 +34,6 @@ class CounterReader:
     Args:
         read: returns GB/s over about 20 ms, or None where there is no such counter;
             then reading ends.
-        pause_s: between two readings.
         clock: seconds; that of the spans that are asked for.
     """
 
@@ -42,10 +41,9 @@ class CounterReader:
         self,
         read: Callable[[], float | None],
         *,
-        pause_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._read, self._pause_s, self._clock = read, pause_s, clock
+        self._read, self._clock = read, clock
         self._readings: list[Reading] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pcie-counter", daemon=True)
@@ -58,7 +56,6 @@ class CounterReader:
             if value is None:
                 return
             self._readings.append(Reading(begin_s, self._clock(), value))
-            self._ended.wait(self._pause_s)
 
     def stop(self) -> list[Reading]:
         """End reading and return every reading in order of time."""
@@ -136,16 +133,15 @@ class LinkCounter:
     ) -> None:
         self._read, self.factor, self._clock = read, factor, clock
 
-    def measured(self, work: Callable[[], T], *, pause_s: float = 0.0) -> tuple[T, float | None]:
+    def measured(self, work: Callable[[], T]) -> tuple[T, float | None]:
         """Do the work; return its result and the payload in GB/s that the GPU received meanwhile.
 
         Args:
             work: what is done, in the calling thread.
-            pause_s: between two readings.
         """
         if self.factor is None:
             return work(), None
-        reader = CounterReader(self._read, pause_s=pause_s, clock=self._clock)
+        reader = CounterReader(self._read, clock=self._clock)
         begin_s = self._clock()
         try:
             result = work()

@@ -102,19 +102,20 @@ def _central_share(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
 
 
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+def interval(values: Sequence[float]) -> Interval | None:
     """Return the Student-t interval of the mean of independent values; None below two.
+
+    CONFIDENCE of such intervals hold the true mean.
 
     Args:
         values: one of each repeat, finite.
-        confidence: share of such intervals that hold the true mean.
     """
     count = len(values)
     if count < 2:
         return None
     mean = math.fsum(values) / count
     std = _deviation(values, mean)
-    half = student_t(confidence, count - 1) * std / math.sqrt(count)
+    half = student_t(CONFIDENCE, count - 1) * std / math.sqrt(count)
     return Interval(count=count, mean=mean, std=std, low=mean - half, high=mean + half)
 
 

@@ -81,13 +81,7 @@ class GuardedTracker:
     After a call that hung, no further call is made. The thread ends with this object.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
-        open_timeout_s: float = OPEN_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, tracker: Tracker, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._tracker = tracker
         self._timeout_s = timeout_s
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -97,7 +91,7 @@ class GuardedTracker:
         work = (self._calls, self.warnings, self._is_broken)
         threading.Thread(target=_work, args=work, name="tracking", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
-        self._call("open", tracker.open, timeout_s=open_timeout_s)
+        self._call("open", tracker.open, timeout_s=OPEN_TIMEOUT_S)
 
     def start_sweep(self, sweep: SweepContext) -> None:
         """See Tracker."""

@@ -9,7 +9,7 @@ import pytest
 
 from harness.link import LinkWatch
 from harness.measure.nvml import Gpu
-from harness.measure.pcie import CounterReader, LinkCounter, Reading, calibrate, mean_rate
+from harness.measure.pcie import LinkCounter, Reading, calibrate, mean_rate
 from harness.scenarios.drive import StepTotals
 from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
 from tests.harness.fakes import Script, fake_door
@@ -92,12 +92,6 @@ def test_readings_across_an_edge_do_not_count():
     readings = [Reading(k / 10, (k + 1) / 10, 100.0 * k) for k in range(10)]
     assert mean_rate(readings, 0.15, 0.75) == pytest.approx(400)  # 2 .. 6
     assert mean_rate(readings, 0.15, 0.65) is None  # four are too few
-
-
-def test_a_reader_stops_at_once():
-    counter = Counter()
-    reader = CounterReader(counter.read, pause_s=3600, clock=counter.clock)
-    assert len(reader.stop()) <= 1
 
 
 class PcieNvml:
