@@ -312,22 +312,6 @@ def _tier_notes(asked: Asked, tier: HostTierSizes) -> list[str]:
     return notes
 
 
-def longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
-    """Return the longest max_model_len, to a few blocks, with which the same placements fit.
-
-    Other bytes than those of its blocks grow with it too, so it is not that of `plan`.
-    """
-    assignment, best, length = Assignment(plan.placements, plan.lookahead), 0, plan.longest_tokens
-    for _ in range(4):  # by turns too long and too short
-        longer = replace(asked, max_model_len=max(2, length))
-        found = build_plan(longer, assignment).longest_tokens
-        best = max(best, length) if found >= length else best
-        if found == length:
-            break
-        length = found
-    return best
-
-
 def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> int:
     """The longest sequence over both tiers, no longer than the model's positions."""
     on_gpu = kv.longest(room, 0, limit)

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from engine.accounting import GIB, Asked, build_plan, fits, longest_tokens, served
+from engine.accounting import GIB, Asked, build_plan, fits, served
 from engine.auto_fields import with_least_uva
-from engine.changes import chosen_anywhere, host_changes, limit_changes, would_fit
+from engine.changes import changed, chosen_anywhere, host_changes, limit_changes, would_fit
 from engine.choose import Chooser, largest
 from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
 from engine.placement import Assignment
@@ -50,13 +51,11 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
         f"{max(items, key=items.__getitem__)}."
     )
     found = advice(asked)
-    length = longest_tokens(asked, plan)
-    shorter = replace(asked, max_model_len=length)
     if asked.config.planner.choose:
         text += _host_lack(asked, plan)
         found += _less_kv(asked) if more is not None else _shorter_with_auto(asked, "")
         found += _host_kv_with_auto(asked, plan)
-    elif length > 0 and fits(shorter, Assignment(plan.placements, plan.lookahead)):
+    elif length := largest(2, asked.max_model_len - 1, partial(_is_short_enough, asked)):
         found.append(f"engine.max_model_len={length}")
     elif not found:
         found += _shorter_with_auto(asked, f"{_auto_words(asked)} ")
@@ -67,6 +66,10 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     if not found:
         return f"{text} {_last_resort(asked, plan, fixed + need)}"
     return text + FITS_WITH + "; or ".join(found) + "."
+
+
+def _is_short_enough(asked: Asked, length: int) -> bool:
+    return would_fit(changed(asked, "engine", max_model_len=length))
 
 
 def host_refusal(plan: MemoryPlan, asked: Asked) -> str:

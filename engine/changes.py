@@ -36,18 +36,19 @@ def would_fit(asked: Asked) -> bool:
         if config.planner.choose and not asked.reference:
             rates = rates_for(config.gpu, asked.facts, config.measured_rates)
             return Chooser(asked, rates).can_fit
-        return fits(asked, _placed(asked))
+        placed = _placed(asked)
+        return placed is not None and fits(asked, placed)
     except (CapacityError, ConfigError):
         return False
 
 
-def _placed(asked: Asked) -> Assignment:
+def _placed(asked: Asked) -> Assignment | None:
+    """Where weights would lie; None where kv.swap_space is not enough for them."""
     if asked.reference:
         return assign_layers_on_demand(asked.spec)
     if takes_swap_space(asked):
         count = spread_that_fits(asked, int(asked.config.kv.swap_space * GIB))
-        if count is not None:
-            return assign_spread(asked.spec, count)
+        return None if count is None else assign_spread(asked.spec, count)
     return assign(asked.spec, asked.config.offload, asked.dtype)
 
 

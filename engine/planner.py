@@ -10,7 +10,6 @@ from engine.accounting import (
     GIB,
     Asked,
     build_plan,
-    longest_tokens,
     plan_fits,
     resolve_dtype,
     resolve_max_model_len,
@@ -19,7 +18,8 @@ from engine.accounting import (
 )
 from engine.advice import host_refusal, refusal
 from engine.auto_fields import choose_fields
-from engine.choose import Chooser, record_of
+from engine.candidate import record_of
+from engine.choose import Chooser
 from engine.config import EngineConfig
 from engine.cost import decode_step_s, shape_of
 from engine.cost_kv import predict_host_kv, with_rates
@@ -119,8 +119,26 @@ def _finished(plan: MemoryPlan, asked: Asked, rates: Rates, notes: list[str]) ->
     predicted = predict(plan, asked.spec, rates) | {
         "host_kv": predict_host_kv(plan, asked.spec, rates)
     }
-    longest = longest_tokens(asked, plan)
+    longest = _longest_tokens(asked, plan)
     return replace(plan, notes=(*plan.notes, *notes), predicted=predicted, longest_tokens=longest)
+
+
+def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
+    """Return the longest max_model_len with which the same placements fit.
+
+    Other bytes than those of its blocks grow with it too, so it is not that of `plan`.
+    """
+    assignment, length = Assignment(plan.placements, plan.lookahead), plan.longest_tokens
+    good, bad = asked.max_model_len, asked.spec.max_position_embeddings + 1
+    while bad - good > 1:
+        if not good < length < bad:
+            length = (good + bad) // 2
+        longer = build_plan(replace(asked, max_model_len=length), assignment)
+        good, bad = (length, bad) if longer.holds_one else (good, length)
+        if longer.longest_tokens == length:
+            break
+        length = longer.longest_tokens
+    return good
 
 
 def _plan(asked: Asked, rates: Rates) -> MemoryPlan:

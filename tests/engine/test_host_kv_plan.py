@@ -98,6 +98,29 @@ def test_the_longest_sequence_is_that_of_both_tiers() -> None:
             plan_llama(longest + more, kv=kv)
 
 
+@pytest.mark.parametrize("kv", [None, {"num_cpu_blocks": 40}, {"swap_space": 0.001}])
+@pytest.mark.parametrize("memory_gib", [0.003, 0.0036, 0.005])
+def test_an_advised_length_is_the_longest_that_planning_takes(
+    kv: dict[str, Any] | None, memory_gib: float
+) -> None:
+    """Where other bytes than those of blocks grow with it as well."""
+    spec = small_spec(max_position_embeddings=4096)
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "kv": kv}
+
+    def plan(length: int) -> MemoryPlan:
+        asked = configuration(spec, memory_gib=memory_gib, max_model_len=length, **sizes)
+        return plan_memory(asked, spec, CPU)
+
+    with pytest.raises(CapacityError) as error:
+        plan(4096)
+    found = re.search(r"engine\.max_model_len=(\d+)", str(error.value))
+    assert found is not None
+    longest = int(found[1])
+    assert plan(longest).longest_tokens >= longest
+    with pytest.raises(CapacityError):
+        plan(longest + 1)
+
+
 # Bytes.
 
 
