@@ -85,7 +85,8 @@ def unknown_key(path: str) -> ConfigError:
         listed = f"Keys of {parent}: {', '.join(sorted(siblings))}."
         return ConfigError(f"{path}: there is no such key.{_hint(found)} {listed}")
     roots = list(dict.fromkeys([*GROUPS, *(name for name in known if "." not in name)]))
-    found = closest(path, known) or same if parent else same or closest(path, roots)
+    ends = [name for name in known if name.endswith(f".{path}")]
+    found = ends or closest(path, known) or same if parent else same or closest(path, roots)
     if not found and not parent:
         leaf = closest(path, (name.rpartition(".")[2] for name in known))
         found = [name for name in known if leaf and name.rpartition(".")[2] == leaf[0]]

@@ -215,6 +215,7 @@ def test_mistakes_in_a_user_s_files_are_named(command: str, words: list[str], mi
         ("cpu_offload_gb=1", ["cpu_offload_gb", "Did you mean offload.uva.cpu_offload_gb?"]),
         ("max_num_seqs=1", ["max_num_seqs", "Did you mean engine.max_num_seqs?"]),
         ("offload.cpu_offload_gb=1", ["Did you mean offload.uva.cpu_offload_gb?"]),
+        ("seeds.prompts=1", ["Did you mean scenario.serve.seeds.prompts?"]),
         ("engin.seed=1", ["engin.seed", "Did you mean engine.seed?"]),
         ("MODEL=olmo7b", ["MODEL", "Did you mean model?"]),
         ("+hydra.typo=1", ["hydra.typo", "Hydra has no such key"]),
