@@ -13,6 +13,7 @@ from engine.rates import Rates
 GIB: Final = 2**30
 TIE: Final = 0.002
 """Times that differ by less count as equal; then fewer bytes in host memory decide."""
+NUM_LISTED: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +55,19 @@ class Candidate:
             "queue_output_tokens_s": QUEUE_REQUESTS * output / self.queue_s,
             "queue_prompt_tokens": prompt,
         }
+
+
+def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict[str, Any]:
+    """Return what was chosen and why as plain data; the first candidate is the choice."""
+    best = candidates[0]
+    what = {
+        "latency": "the shortest decode step at batch 1",
+        "throughput": f"the most output tokens/s of a queue of {QUEUE_REQUESTS} requests",
+        "context": "the longest sequence, then the shortest decode step at its end",
+    }[objective]
+    return {
+        "objective": objective,
+        "chosen": best.label,
+        "why": f"{what} of {len(candidates)} placements that fit (predicted; {rates.source})",
+        "candidates": [candidate.row() for candidate in candidates[:NUM_LISTED]],
+    }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
-from typing import Any, Final
+from typing import Final
 
 from engine.accounting import (
     Asked,
@@ -24,7 +24,7 @@ from engine.accounting import (
 )
 from engine.candidate import Candidate
 from engine.cost import CONTEXT_TOKENS, EMBED, Shape, shape_of
-from engine.cost_queue import QUEUE_REQUESTS, queue_of
+from engine.cost_queue import queue_of
 from engine.placement import Assignment, Placement, assign_resident, spread_layers
 from engine.plan import MemoryPlan, align
 from engine.rates import Rates
@@ -47,7 +47,6 @@ GRANULES: Final = {
     "self_attn.o_proj": (OUT,),
 }
 """What is taken of a layer; nothing named: all of it."""
-NUM_LISTED: Final = 5
 NEAR: Final = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.35, 1.5, 1.75)
 """Of the KV blocks of the best candidate for a queue, where better ones are looked for."""
 
@@ -166,6 +165,9 @@ class Chooser:
         )
         return self._is_enough(plan)
 
+    def _has_room(self, candidate: Candidate) -> bool:
+        return candidate.shape.kv_pools[0] >= self._fewest_blocks
+
     def _plan_of(self, candidate: Candidate) -> MemoryPlan:
         return build_plan(self._asked, served(self._asked, candidate.assignment))
 
@@ -182,7 +184,7 @@ class Chooser:
                     for lookahead in (1, 2) if kind is Placement.PREFETCH else (1,):
                         for name in GRANULES:
                             item = self._candidate(blocks, outer, kind, lookahead, name)
-                            found = found or item is not None
+                            found |= item is not None and self._has_room(item)
                             if item is not None and item.label not in seen:
                                 seen.add(item.label)
                                 yield item
@@ -273,7 +275,9 @@ class Chooser:
         size = sum(self._tensors[item] for item in whole)
         count = slots + math.ceil(need / size)
         if count > self._layers:
-            return None
+            # A queue takes as much room as there is.
+            is_queue = self._asked.config.planner.objective == "throughput"
+            return [whole] * self._layers if is_queue and not GRANULES[name] else None
         taken = none
         places = spread_layers(self._layers, count)
         for layer in places:
@@ -372,22 +376,6 @@ class Chooser:
                 what += f" (of the last: {', '.join(names)})"
             parts.append(f"{what} {how}")
         return "; ".join(parts)
-
-
-def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict[str, Any]:
-    """Return what was chosen and why as plain data; the first candidate is the choice."""
-    best = candidates[0]
-    what = {
-        "latency": "the shortest decode step at batch 1",
-        "throughput": f"the most output tokens/s of a queue of {QUEUE_REQUESTS} requests",
-        "context": "the longest sequence, then the shortest decode step at its end",
-    }[objective]
-    return {
-        "objective": objective,
-        "chosen": best.label,
-        "why": f"{what} of {len(candidates)} placements that fit (predicted; {rates.source})",
-        "candidates": [candidate.row() for candidate in candidates[:NUM_LISTED]],
-    }
 
 
 def largest(low: int, high: int, is_good: Callable[[int], bool]) -> int | None:

@@ -140,7 +140,8 @@ class _Queue:
         """Blocks of each group beside those that running sequences need."""
         left = list(self._shape.kv_pools)
         for cohort, need in needs:
-            left = [n - cohort.count * each for n, each in zip(left, need, strict=True)]
+            for group, each in enumerate(need):
+                left[group] -= cohort.count * each
         return left
 
     def _give_way(self) -> None:
@@ -212,12 +213,14 @@ class _Queue:
         return Stretch(1, decodes, min(room, tokens), rows)
 
     def _decode(self) -> Stretch:
-        """Decode until some end or need another block."""
+        """Decode until some end or have to give way; no others can begin before."""
         decodes = self._num_running
-        steps = min(cohort.left for cohort in self._running)
-        size = self._shape.block_size
-        if self._waiting:
-            steps = min([steps, *(-cohort.length % size + 1 for cohort in self._running)])
+        low, high = 1, min(cohort.left for cohort in self._running)
+        steps = high
+        while low < high and decodes > 1:
+            needs = ((c, self._need(c.length + steps - 1)) for c in self._running)
+            low, high = (steps, high) if min(self._left(needs)) >= 0 else (low, steps - 1)
+            steps = (low + high + 1) // 2
         for cohort in self._running:
             cohort.length += steps
             cohort.left -= steps

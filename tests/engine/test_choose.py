@@ -377,3 +377,9 @@ def test_an_offload_that_is_not_needed_states_its_cost() -> None:
     [note] = [note for note in plan.notes if "not needed" in note]
     assert re.search(r"takes about 1\d\d ms more than 4\.\d+ ms at batch 1", note)
     assert "sheet of NVIDIA H200" in note
+
+
+def test_a_queue_may_take_all_the_room_that_moving_every_layer_leaves() -> None:
+    plan = choose(OLMO_7B, 4.5, objective="throughput", max_model_len=512, max_num_seqs=64)
+    assert len(plan.offloaded_layers) == 32
+    assert {layer.resident.num_bytes for layer in plan.layers} == {0}

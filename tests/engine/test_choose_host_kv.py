@@ -46,9 +46,8 @@ def test_choices_beside_a_host_tier_are_planned_as_they_were_ranked(
         ranked = plan.choice["candidates"][0]["kv_tokens"]
         assert ranked == plan.kv_tokens or (ranked < plan.kv_tokens and not plan.pin)
         assert plan.choice["candidates"][0]["label"] == plan.choice["chosen"]
-    # Of a sequence the GPU holds what a step computes, or all.
-    step = min(plan.max_model_len, 256)
-    assert plan.kv_tokens >= step
+    # Of a sequence the GPU holds 256 tokens, or all.
+    assert plan.kv_tokens >= min(plan.max_model_len, 256)
 
 
 def test_a_host_tier_spares_weights_from_moving_and_lengthens_contexts() -> None:
@@ -64,6 +63,16 @@ def test_a_host_tier_spares_weights_from_moving_and_lengthens_contexts() -> None
     assert lengths == sorted(lengths)
     assert 7000 < lengths[1] - lengths[0] <= 8192
     assert 15_000 < lengths[2] - lengths[0] <= 16_384
+
+
+def test_kv_leaves_the_gpu_where_weights_in_its_place_cost_more() -> None:
+    """A step's KV on the GPU would take a sequence of 256 tokens 1.6 times as long."""
+    kv = {"cpu_gib": 8}
+    chosen = choose(OLMO_7B, 14.5, kv=kv)
+    wanted = choose(OLMO_7B, 14.5, kv=kv, kv_tokens=2048)  # what is asked for stays
+    assert 256 < chosen.kv_tokens < 512
+    assert wanted.kv_tokens >= 2048
+    assert step_ms(wanted) > 1.5 * step_ms(chosen)
 
 
 @settings(max_examples=12, deadline=None)
