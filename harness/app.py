@@ -269,6 +269,8 @@ class _Session:
         if record is not None:
             return folder, record
         what = "ended" if owner is not None else "was not started, or ended"
+        if begun.is_stopped:  # a launcher may end its processes before they can write theirs
+            what = "was interrupted and ended"
         error = {
             "type": "LauncherJobEnded",
             "message": f"the job of hydra/launcher={self._launcher} {what} without a record. See "

@@ -14,6 +14,8 @@ import yaml
 
 from harness import app, point, sweep
 from harness.__main__ import main
+from harness.begun import BegunPoints
+from harness.composition import Composer
 from harness.schema import RunConfig, SweepContext
 from reports.record import RunRecord
 
@@ -263,6 +265,18 @@ def test_a_defect_of_the_harness_is_a_record_too(
     assert record.error is not None
     assert record.error["type"] == "ZeroDivisionError"
     assert "a defect" in capsys.readouterr().err
+
+
+def test_a_job_that_its_launcher_killed_on_ctrl_c_is_told_as_interrupted(tmp_path: Path) -> None:
+    typed = ["model=fake", "engine.seed=1,2", f"hydra.sweep.dir={tmp_path}"]
+    session = app._Session(Composer().plan(typed, multirun=True), None)
+    begun, sweep_plan = BegunPoints(tmp_path), session._task.sweep
+    assert sweep_plan is not None
+    begun.begin(0, tmp_path / "0")
+    begun.stop()
+    _, record = session._collect(begun, sweep_plan, 0)
+    assert record.error is not None
+    assert "was interrupted and ended without a record" in record.error["message"]
 
 
 def test_fail_fast_skips_what_follows(points: FakePoints) -> None:
