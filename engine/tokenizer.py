@@ -45,7 +45,7 @@ def encode(tokenizer: Any | None, text: str) -> list[int]:
             "Pass a list of token ids."
         )
     try:
-        return list(tokenizer(text)["input_ids"])
+        return list(tokenizer(text, verbose=False)["input_ids"])  # lengths are checked after
     except (TypeError, ValueError) as error:
         raise RequestError(
             f"prompt: expected text that the tokenizer can encode, got {text[:20]!r} "

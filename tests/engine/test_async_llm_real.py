@@ -44,7 +44,8 @@ def test_a_prompt_is_encoded_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> 
         def __init__(self, tokenizer: Any) -> None:
             self._tokenizer, self.texts = tokenizer, []
 
-        def __call__(self, text: str) -> Any:
+        def __call__(self, text: str, *, verbose: bool) -> Any:
+            assert not verbose  # of lengths, which are checked after
             self.texts.append(text)
             return self._tokenizer(text)
 
