@@ -279,10 +279,8 @@ def _pools(plan: MemoryPlan) -> tuple[TieredBlockPool, ...]:
     """Return a pool for each group of layers; sequences own host blocks of the first one only."""
     pools, host = [], plan.host_kv
     for group, num_gpu in enumerate(plan.kv_pools):
-        num_cpu = in_place = 0
-        if host is not None:
-            num_cpu = host.num_pinned[group] + host.num_pageable[group]
-            in_place = host.num_pinned[group] if host.in_place and group == 0 else 0
+        num_cpu = 0 if host is None else host.num_blocks[group]
+        in_place = 0 if host is None or group else host.num_in_place
         pools.append(TieredBlockPool(num_gpu, num_cpu, plan.block_size, num_in_place=in_place))
     return tuple(pools)
 

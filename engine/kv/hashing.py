@@ -53,19 +53,6 @@ class BlockHasher:
             digest.update(raw)
         return digest.digest()
 
-    def key(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Return the key of the block that follows `parent`.
-
-        Raises:
-            EngineError: These are not block_size tokens.
-        """
-        if len(token_ids) != self.block_size:
-            raise EngineError(
-                f"block hasher: expected {self.block_size} tokens, got {len(token_ids)}. Only full "
-                "blocks have keys."
-            )
-        return self.keys(parent, token_ids)[0]
-
     def keys(self, parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
         """Return the keys of the full blocks that follow `parent`, in order.
 

@@ -49,11 +49,6 @@ class HostBlocks:
         return self.num_pinned + self.num_pageable
 
     @property
-    def num_in_place(self) -> int:
-        """Blocks that compute reaches, the first ones; as a pool of two tiers asks."""
-        return 0 if self.in_place is None else self.num_pinned
-
-    @property
     def num_bytes(self) -> tuple[int, int]:
         """Bytes of the pinned part and of the pageable one."""
         return self.pinned.numel(), self.pageable.numel()

@@ -33,14 +33,13 @@ class Driver:
 
     Args:
         world: Has a pool, and runs moves.
-        num_in_place: Host blocks that compute reaches.
         choose: Picks one of a sequence of options.
     """
 
-    def __init__(self, world, num_in_place, choose):
+    def __init__(self, world, choose):
         self.world, self.pool = world, world.pool
         self.sizes = {"gpu": self.pool.num_gpu_blocks, "cpu": self.pool.num_cpu_blocks}
-        self.in_place_ids = range(self.pool.num_gpu_blocks + num_in_place)
+        self.in_place_ids = range(self.pool.num_gpu_blocks + self.pool.num_in_place)
         self.choose = choose
         self.tracks, self.idle, self.loading = [], [], {}
         self.free_before = 0

@@ -50,9 +50,8 @@ class TensorWorld(World):
             block_bytes=BLOCK_BYTES,
             can_uva=can_uva,
         )
-        super().__init__(
-            num_gpu, num_pinned + num_pageable, self.host.num_in_place, obey_waits=obey_waits
-        )
+        in_place = 0 if self.host.in_place is None else num_pinned
+        super().__init__(num_gpu, num_pinned + num_pageable, in_place, obey_waits=obey_waits)
         self.gpu = device.empty(num_gpu * BLOCK_BYTES).view(num_gpu, BLOCK_BYTES)
         self.mover = BlockMover(device, self.gpu, self.host, dma_run_bytes=dma_run_bytes)
         self.mover._piece = self.mover._piece if piece is None else piece

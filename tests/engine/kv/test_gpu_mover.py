@@ -37,7 +37,7 @@ def test_any_requests_read_what_they_computed(dma_run_bytes, pageable, cuda):
             dma_run_bytes=dma_run_bytes,
             device=cuda,
         )
-        driver = Driver(world, world.host.num_in_place, rng.choice)
+        driver = Driver(world, rng.choice)
         for name in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=60):
             getattr(driver, name)()
             driver.check()

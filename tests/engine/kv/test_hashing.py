@@ -21,8 +21,6 @@ def keys_of(tokens, *, identity=("m", "bf16"), block_size=4, salt=None):
 def test_only_full_blocks_have_keys():
     assert [len(keys_of([7] * n)) for n in (0, 3, 4, 5, 8)] == [0, 0, 1, 1, 2]
     assert all(len(key) == DIGEST_BYTES for key in keys_of([7] * 8))
-    with pytest.raises(EngineError, match="expected 4 tokens, got 3"):
-        BlockHasher(("m",), 4).key(b"", [1, 2, 3])
     with pytest.raises(EngineError, match="block_size of at least 1, got 0"):
         BlockHasher(("m",), 0)
 

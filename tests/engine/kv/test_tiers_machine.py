@@ -19,7 +19,7 @@ class Requests(RuleBasedStateMachine):
     @initialize(data=st.data(), num_gpu=st.integers(1, 6), num_cpu=st.integers(0, 8))
     def make(self, data, num_gpu, num_cpu):
         in_place = data.draw(st.sampled_from([num_cpu, num_cpu, 0, num_cpu // 2]))
-        self.driver = Driver(World(num_gpu, num_cpu, in_place), in_place, None)
+        self.driver = Driver(World(num_gpu, num_cpu, in_place), None)
 
     @rule(data=st.data(), names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=8))
     def operate(self, data, names):
@@ -50,7 +50,7 @@ def test_long_runs_reach_everything():
         num_cpu = rng.choice((0, 1, 3, 6, 12))
         in_place = rng.choice((num_cpu, num_cpu, 0, num_cpu // 2))
         world = World(rng.choice((1, 3, 5, 8)), num_cpu, in_place)
-        driver = Driver(world, in_place, rng.choice)
+        driver = Driver(world, rng.choice)
         for name in rng.choices(NAMES, weights, k=200):
             getattr(driver, name)()
             driver.check()
