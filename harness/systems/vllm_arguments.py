@@ -37,7 +37,7 @@ def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str,
         found["max_model_len"] = engine.max_model_len
     if kv.disable_sliding_window:
         found["disable_sliding_window"] = True
-    if kv.cpu_gib is not None:
+    if kv.cpu_gib:  # 0: no host tier
         found |= {"kv_offloading_size": kv.cpu_gib, "kv_offloading_backend": "native"}
     return found | _offload_arguments(config)
 

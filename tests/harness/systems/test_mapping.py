@@ -115,7 +115,8 @@ def test_prefetch_and_no_offload_of_vllm():
     assert (ahead["offload_group_size"], ahead["offload_num_in_group"]) == (4, 2)
     assert ahead["offload_prefetch_step"] == 3
     assert ahead["offload_params"] == set()
-    assert not any("offload" in name for name in vllm_arguments(engine(), "folder", 0.5))
+    for plain in (engine(), engine(kv=KVConfig(cpu_gib=0))):
+        assert not any("offload" in name for name in vllm_arguments(plain, "folder", 0.5))
 
 
 def test_a_vllm_without_a_setting_is_refused_with_its_version():
