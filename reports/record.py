@@ -198,7 +198,7 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        what = f"{error.strerror} for {len(data):,} bytes"
+        what = f"{error.strerror or error} for {len(data):,} bytes"
         raise OSError(error.errno, what, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
