@@ -33,7 +33,7 @@ def ratio_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing 
     if not rows:
         return None
     colours = THEMES[theme_name]
-    note = facts.EMULATED if facts.is_emulated(record) else ""
+    note = facts.figure_note(record)
     title = "Side b over side a, with 95 % intervals; grey: within this machine's noise"
     figure = theme.new_figure(colours, 1.4 + _ROW_IN * len(rows), title, note)
     axes = figure.subplots()

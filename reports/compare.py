@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports import facts, theme
-from reports.record import RunRecord
 from reports.sweep import Row, statistic
 from reports.text import last_keys, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
@@ -37,7 +36,9 @@ def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> D
         return None
     cut = f", first {MAX_BARS} of {len(rows)}" if len(rows) > MAX_BARS else ""
     height_in = 1.3 + 0.34 * len(shown)
-    figure = theme.new_figure(colours, height_in, f"Points compared{cut}", _note(records))
+    figure = theme.new_figure(
+        colours, height_in, f"Points compared{cut}", facts.figure_note(*records)
+    )
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axes, (name, label) in zip(grid.flat, panels, strict=True):
         is_output = name == OUTPUT
@@ -73,7 +74,9 @@ def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Dra
     panels = [panel for panel in panels if len(panel[0]) >= 2]
     if not panels:
         return None
-    figure = theme.new_figure(colours, 3.9, "Output rate against its cost", _note(records))
+    figure = theme.new_figure(
+        colours, 3.9, "Output rate against its cost", facts.figure_note(*records)
+    )
     grid = figure.subplots(1, len(panels), squeeze=False)
     for axes, (points, label, sign) in zip(grid.flat, panels, strict=True):
         is_coloured = points is speed and len(memory) >= 2
@@ -114,10 +117,6 @@ SWEEP_FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
 
 def _value(row: Row, name: str) -> float | None:
     return row.record.metrics.get(name) if row.record else None
-
-
-def _note(records: Sequence[RunRecord]) -> str:
-    return facts.EMULATED if any(facts.is_emulated(record) for record in records) else ""
 
 
 def _draw_bars(axes: "Axes", colours: Theme, rows: Sequence[Row], name: str, colour: str) -> None:

@@ -49,6 +49,11 @@ def is_emulated(record: RunRecord) -> bool:
     return True in {record.environment.get("emulated"), record.effective.get("emulated")}
 
 
+def figure_note(*records: RunRecord) -> str:
+    """Return the notice that stands on a figure of these records, empty where a GPU ran all."""
+    return EMULATED if any(map(is_emulated, records)) else ""
+
+
 def gpu_name(record: RunRecord) -> str | None:
     """Return the name of the card that the run used."""
     return dig_text(record.environment, "gpu.name", "gpu_name", "device_name")

@@ -56,7 +56,7 @@ def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawin
     num_rows = (len(panels) + 1) // 2
     count = len(facts.complete_rows(record))
     title = f"Latency of {count} requests: share at or below"
-    figure = theme.new_figure(colours, 0.7 + 2.3 * num_rows, title, _note(record))
+    figure = theme.new_figure(colours, 0.7 + 2.3 * num_rows, title, facts.figure_note(record))
     grid = figure.subplots(num_rows, min(2, len(panels)), squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
@@ -76,7 +76,7 @@ def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> Dra
     values = [value for _, value in rates]
     is_log = max(values) / min(values) > 30
     title = "Tokens per second" + (" (logarithmic axis)" if is_log else "")
-    figure = theme.new_figure(colours, 1.1 + 0.42 * len(rates), title, _note(record))
+    figure = theme.new_figure(colours, 1.1 + 0.42 * len(rates), title, facts.figure_note(record))
     axes = figure.subplots()
     theme.style_axes(axes, colours)
     places = list(range(len(rates)))
@@ -112,7 +112,7 @@ def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing |
         return None
     names = phase_names([phases for _, phases in starts])
     title = "Load: phases of the critical path"
-    figure = theme.new_figure(colours, 1.55 + 0.45 * len(starts), title, _note(record))
+    figure = theme.new_figure(colours, 1.55 + 0.45 * len(starts), title, facts.figure_note(record))
     axes = figure.subplots()
     theme.style_axes(axes, colours)
     end = max(sum(phases.values()) for _, phases in starts)
@@ -178,10 +178,6 @@ def phase_names(starts: list[dict[str, float]]) -> list[str]:
             else len(PHASE_ORDER)
         ),
     )
-
-
-def _note(record: RunRecord) -> str:
-    return facts.EMULATED if facts.is_emulated(record) else ""
 
 
 def _phases(row: Mapping[str, object]) -> dict[str, float]:

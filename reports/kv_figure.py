@@ -106,7 +106,7 @@ def kv_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | N
     count = len(tiers) + moves
     if not tiers:
         return None
-    note = facts.EMULATED if facts.is_emulated(record) else ""
+    note = facts.figure_note(record)
     title = f"KV cache by tier during {trace.part}"
     figure = theme.new_figure(colours, 1.0 + 1.5 * count, title, note)
     panels = list(figure.subplots(count, 1, sharex=True, squeeze=False).flat)

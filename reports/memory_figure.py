@@ -56,7 +56,7 @@ def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing
     if not sides or not any(side.parts for side in sides):
         return None
     budget = facts.budget_title(record)
-    note = facts.EMULATED if facts.is_emulated(record) else ""
+    note = facts.figure_note(record)
     if note and budget:  # said once
         budget = budget.removesuffix(", emulated on the CPU")
     title = "Planned memory by part" + (f", {budget}" if budget else "")

@@ -37,7 +37,7 @@ def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawin
     if not labels:
         return None
     colours = THEMES[theme_name]
-    note = facts.EMULATED if facts.is_emulated(base) else ""
+    note = facts.figure_note(base)
     title = f"Times as good as {rows[0].label}"
     figure = theme.new_figure(colours, 1.4 + 0.3 * len(labels), title, note)
     axes = figure.subplots()

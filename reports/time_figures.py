@@ -37,7 +37,9 @@ def memory_time_figure(
     if not num_panels:
         return None
     colours = THEMES[theme_name]
-    figure = theme.new_figure(colours, 1.0 + 1.75 * num_panels, "Memory over time", _note(record))
+    figure = theme.new_figure(
+        colours, 1.0 + 1.75 * num_panels, "Memory over time", facts.figure_note(record)
+    )
     panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False).flat)
     if gpu is not None:
         _draw_gpu(panels[0], colours, record, gpu)
@@ -72,7 +74,7 @@ def activity_figure(
         return None
     colours = THEMES[theme_name]
     title = "The GPU and its link over time"
-    figure = theme.new_figure(colours, 0.9 + 1.35 * len(found), title, _note(record))
+    figure = theme.new_figure(colours, 0.9 + 1.35 * len(found), title, facts.figure_note(record))
     panels = list(figure.subplots(len(found), 1, sharex=True, squeeze=False).flat)
     for axes, (label, line, bound) in zip(panels, found, strict=True):
         theme.style_axes(axes, colours, grid="y")
@@ -183,7 +185,3 @@ def _line(table: Table, column: str, factor: float) -> Line | None:
     groups = [pairs[start : start + size] for start in range(0, len(pairs), size)]
     kept: list[Any] = [max(group, key=lambda pair: pair[1]) for group in groups]
     return [time_s for time_s, _ in kept], [value for _, value in kept]
-
-
-def _note(record: RunRecord) -> str:
-    return facts.EMULATED if facts.is_emulated(record) else ""

@@ -104,7 +104,8 @@ def headline(record: RunRecord, base: str) -> tuple[str, float] | None:
 
 def banners(records: Iterable[RunRecord]) -> tuple[str, ...]:
     """Return the notices that stand above everything else."""
-    return (facts.EMULATED,) if any(facts.is_emulated(record) for record in records) else ()
+    note = facts.figure_note(*records)
+    return (note,) if note else ()
 
 
 def _subtitle(record: RunRecord) -> str:
