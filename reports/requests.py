@@ -5,11 +5,12 @@ that was killed, or a machine without pyarrow, leaves the first. From these rows
 rate can be worked out anew. Standard library only, but for pyarrow where a Parquet file is read.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
+
+from reports.telemetry import spool_rows
 
 __all__ = ["COLUMNS", "PARQUET_NAME", "SPOOL_NAME", "read_requests", "request_rows"]
 
@@ -40,13 +41,8 @@ def request_rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            yield {name: row.get(name) for name in COLUMNS}
+    for row in spool_rows(path):
+        yield {name: row.get(name) for name in COLUMNS}
 
 
 def read_requests(folder: Path) -> list[dict[str, Any]]:
