@@ -6,7 +6,7 @@ pyarrow where a Parquet file is read.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ __all__ = [
     "Column",
     "Table",
     "is_counter",
+    "line_rows",
     "read_spool",
     "read_telemetry",
     "spool_rows",
@@ -117,7 +118,8 @@ SLOW_COLUMNS: Final = frozenset(
     name
     for name in COLUMNS
     if name.startswith("host_")
-    or name in {"gpu_temperature_c", "gpu_num_processes", "gpu_num_own_processes"}
+    or name
+    in {"gpu_temperature_c", "gpu_memory_clock_mhz", "gpu_num_processes", "gpu_num_own_processes"}
     or name in {"pcie_gen", "pcie_width"}
     or name in {"num_processes", "rss_peak_bytes", "anon_bytes", "shmem_bytes", "locked_bytes"}
     or name in {"swapped_bytes", "cpu_s", "minor_faults", "major_faults", "read_bytes"}
@@ -131,20 +133,25 @@ def is_counter(name: str) -> bool:
     return COLUMNS[name].meaning.startswith("counter: ")
 
 
+def line_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the row of each line of JSON; lines that a kill cut short are passed over."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
 def spool_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a spool; lines that a kill cut short are passed over.
+    """Yield the rows of a spool, as `line_rows` finds them.
 
     Raises:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+        yield from line_rows(file)
 
 
 def read_spool(path: Path) -> Table:

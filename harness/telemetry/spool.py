@@ -1,11 +1,10 @@
 """Rows while a run lasts and after it: the spool's tail for the live view, Parquet at the end."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.parquet import replace_spool
-from reports.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, spool_rows
+from reports.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, line_rows, spool_rows
 
 if TYPE_CHECKING:
     import pyarrow
@@ -26,7 +25,7 @@ class LineTail:
         self._offset = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the whole new lines."""
+        """Return the rows of whole new lines; one that a kill cut short is passed over."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -35,7 +34,7 @@ class LineTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return list(line_rows(whole.splitlines()))
 
 
 def one_a_second(rows: list[dict[str, Any]], last_s: float) -> list[dict[str, Any]]:

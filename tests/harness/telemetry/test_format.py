@@ -126,6 +126,12 @@ def test_a_tail_gives_each_whole_line_once(tmp_path, pieces):
     assert tail.rows() == []
 
 
+def test_a_tail_passes_over_what_a_killed_worker_left(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text('{"time": 1}\n{"ti{"time": 2}\n{"time": 3}\n')
+    assert LineTail(path).rows() == [{"time": 1}, {"time": 3}]
+
+
 def test_one_row_a_second_goes_to_the_tracker():
     rows = [{"time": 50 + k / 10} for k in range(35)]
     kept = one_a_second(rows[:15], 0.0) + one_a_second(rows[15:], 51.0)
