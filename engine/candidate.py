@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from engine.cost import Shape, decode_step_s
+from engine.cost import Shape, decode_step_s, prefill_s
 from engine.cost_queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.placement import Assignment
 from engine.rates import Rates
@@ -38,6 +38,15 @@ class Candidate:
         """The time of a queue of requests."""
         prompt, output = queue_of(self.shape.max_model_len)
         return queue_s(self.shape, self.rates, QUEUE_REQUESTS, prompt, output)
+
+    @cached_property
+    def waves_s(self) -> float:
+        """The same, roughly: as many at once as have room at their mean length, all alike."""
+        prompt, output = queue_of(self.shape.max_model_len)
+        batch = min(QUEUE_REQUESTS, self.shape.concurrency(prompt + output / 2))
+        step_s = decode_step_s(self.shape, self.rates, batch, prompt + output / 2)
+        wave_s = prefill_s(self.shape, self.rates, prompt, batch) + (output - 1) * step_s
+        return QUEUE_REQUESTS / batch * wave_s
 
     def score(self, objective: str) -> tuple[int, int]:
         """Return what is least for the best candidate."""

@@ -7,7 +7,7 @@ enough. Pure arithmetic, no torch.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
@@ -49,6 +49,8 @@ GRANULES: Final = {
 """What is taken of a layer; nothing named: all of it."""
 NEAR: Final = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.35, 1.5, 1.75)
 """Of the KV blocks of the best candidate for a queue, where better ones are looked for."""
+NUM_CLOSE: Final = 12
+"""Candidates for a queue whose steps are counted one by one."""
 
 
 class Chooser:
@@ -129,20 +131,25 @@ class Chooser:
         """Yield plans that fit, the best first, each with its candidate and all behind it."""
         objective = self._asked.config.planner.objective
 
-        def score(item: Candidate) -> tuple[int, int]:
-            return item.score(objective)
-
-        ranked = sorted(self._candidates(self._block_targets(objective)), key=score)
+        ranked = self._in_order(self._candidates(self._block_targets(objective)))
         if objective == "throughput":
             best = next(filter(self._fits, ranked), None)
             near = [] if best is None else self._candidates(self._near(best))
             known = {item.label for item in ranked}
-            ranked += [item for item in near if item.label not in known]
-            ranked.sort(key=score)
+            ranked = self._in_order([*ranked, *(x for x in near if x.label not in known)])
         for index, candidate in enumerate(ranked):
             plan = self._plan_of(candidate)
             if self._is_enough(plan):
                 yield plan, ranked[index:]
+
+    def _in_order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Return them, the best first; of a queue those that may be are looked at closely."""
+        objective = self._asked.config.planner.objective
+        if objective != "throughput":
+            return sorted(candidates, key=lambda item: item.score(objective))
+        rough = sorted(filter(self._fits, candidates), key=lambda item: item.waves_s)
+        head = sorted(rough[:NUM_CLOSE], key=lambda item: item.score(objective))
+        return head + rough[NUM_CLOSE:]
 
     def fitting(self, candidates: list[Candidate]) -> list[Candidate]:
         """Return those that fit: one may leave enough of the GPU and still lack host memory."""

@@ -144,9 +144,14 @@ class _Queue:
                 left[group] -= cohort.count * each
         return left
 
+    def _has_room(self, count: int) -> bool:
+        """Whether so many sequences have blocks to their end."""
+        need = self._need(self._longest)
+        return all(count * each <= n for each, n in zip(need, self._shape.kv_pools, strict=True))
+
     def _give_way(self) -> None:
         """Preempt those begun last until all others have blocks for their next token."""
-        while self._num_running > 1:
+        while not self._has_room(max(1, self._num_running)):
             left = self._left((cohort, self._need(cohort.length)) for cohort in self._running)
             last = self._running[-1]
             held = self._need(last.length)
@@ -181,6 +186,9 @@ class _Queue:
     def _num_admitted(self, front: Cohort) -> int:
         """How many of a cohort that waits may begin."""
         running, more = self._num_running, 0
+        most = min(front.count, self._shape.max_num_seqs - running)
+        if self._has_room(running + most):
+            return most
         if front.times and running:
             share = max(self._shape.block_size, front.length // FIRST_SHARE)
             more = share << min(front.times - 1, MOST_DOUBLINGS)
@@ -190,7 +198,6 @@ class _Queue:
             1 + (n - one) // each if n >= one else 0
             for n, one, each in zip(left, first, then, strict=True)
         )
-        most = min(front.count, self._shape.max_num_seqs - running)
         return min(most, held if running else max(1, held))
 
     def _prompts(self, begun: list[Cohort], decodes: int, room: int) -> Stretch:
@@ -217,7 +224,7 @@ class _Queue:
         decodes = self._num_running
         low, high = 1, min(cohort.left for cohort in self._running)
         steps = high
-        while low < high and decodes > 1:
+        while low < high and not self._has_room(decodes):
             needs = ((c, self._need(c.length + steps - 1)) for c in self._running)
             low, high = (steps, high) if min(self._left(needs)) >= 0 else (low, steps - 1)
             steps = (low + high + 1) // 2
