@@ -82,5 +82,5 @@ def _value(key: str, value: object) -> str:
         value = float(f"{value:.5g}")
     is_bytes = "bytes" in key or key.startswith("placements.")
     if is_bytes and isinstance(value, int | float) and not isinstance(value, bool):
-        return gib(value)
+        return gib(value) + ("/s" if key.endswith("bytes_s") else "")
     return leaf(value)

@@ -276,6 +276,11 @@ def test_plans_with_missing_or_odd_parts_still_make_a_page(plan):
     assert page.title == "olmo7b-uva-rtx4080_16gb"
 
 
+def test_rates_are_told_by_the_second():
+    table = tree_table({"rates": {"store_bytes_s": 2**31, "held_bytes": 2**31}})
+    assert table.rows == [("rates.store_bytes_s", "2.00 GiB/s"), ("rates.held_bytes", "2.00 GiB")]
+
+
 def test_lists_of_settings_have_a_row_for_each_and_floats_few_digits():
     groups = [{"layers": 30, "window": None}, {"layers": 4, "window": 512}]
     table = tree_table({"kv": {"groups": groups, "max_kept": 26.611328125, "share": 0.9}})
