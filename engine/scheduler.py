@@ -206,11 +206,8 @@ class Scheduler:
             return None
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)
-        plan = StepPlan(
-            step=self.stats.num_steps + len(self._plans),
-            decodes=tuple(decodes),
-            prefills=tuple(prefills),
-        )
+        step = self.stats.num_steps + len(self._plans)
+        plan = StepPlan(step=step, decodes=tuple(decodes), prefills=tuple(prefills))
         self._plans.append(plan)
         return plan
 
@@ -255,12 +252,11 @@ class Scheduler:
 
     def kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers, hits, evictions and swaps, in sum and for each group."""
-        stats = self.stats
         return kv_stats(self._groups) | {
-            "swaps_out": stats.num_swaps_out,
-            "swaps_in": stats.num_swaps_in,
-            "recomputes": stats.num_recomputes,
-            "preemptions": stats.num_preemptions,
+            "swaps_out": self.stats.num_swaps_out,
+            "swaps_in": self.stats.num_swaps_in,
+            "recomputes": self.stats.num_recomputes,
+            "preemptions": self.stats.num_preemptions,
         }
 
     def discard(self, plan: StepPlan) -> None:
