@@ -128,7 +128,7 @@ def _with_host_kv(asked: Asked, plan: MemoryPlan, num_blocks: int) -> tuple[Aske
     else:
         size = math.ceil(num_blocks * sum(plan.kv.block_bytes) / GIB * 1000) / 1000
         wider = replace(kv, cpu_gib=size, num_cpu_blocks=None)
-        words = f"kv.cpu_gib={size:g}"
+        words = f"kv.cpu_gib={size:.12g}"
     return replace(asked, config=replace(asked.config, kv=wider)), words
 
 

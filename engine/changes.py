@@ -138,7 +138,7 @@ def _smaller_tier(asked: Asked, plan: MemoryPlan) -> str | None:
     if name == "swap_space":
         left += plan.swap_weights_bytes
     count = min(math.floor(left / each), math.ceil(value * unit) - 1)
-    return f"kv.{name}={count / unit:g}" if count > 0 and is_good(count) else None
+    return f"kv.{name}={count / unit:.12g}" if count > 0 and is_good(count) else None
 
 
 def chosen_anywhere(asked: Asked) -> MemoryPlan | None:

@@ -260,3 +260,12 @@ def test_files_take_buffers_of_the_threads_that_read_them_and_a_tokenizer() -> N
     assert host(files, OLMO_7B, 16)["load_staging"] == 256 * MIB
     assert host(files, OLMO_7B, 2)["load_staging"] == 32 * MIB
     assert 0.12 * GIB < host(files, OLMO_7B, 2)["tokenizer"] < 0.2 * GIB
+
+
+def test_a_number_of_blocks_is_advised_to_its_last_digit() -> None:
+    with pytest.raises(CapacityError, match=r"Fits with: kv\.num_cpu_blocks=\d{7}\b") as error:
+        plan_small(kv={"num_cpu_blocks": 10**9})
+    found = re.search(r"num_cpu_blocks=(\d+)", str(error.value))
+    assert found is not None
+    plan = plan_small(kv={"num_cpu_blocks": int(found[1])})
+    assert plan.host_limit_bytes - plan.host_total_bytes < 2**16
