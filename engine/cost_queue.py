@@ -145,13 +145,15 @@ class _Queue:
         return left
 
     def _has_room(self, count: int) -> bool:
-        """Whether so many sequences have blocks to their end."""
+        """Whether so many sequences have blocks to their end; one alone is given what it lacks."""
         need = self._need(self._longest)
-        return all(count * each <= n for each, n in zip(need, self._shape.kv_pools, strict=True))
+        return count <= 1 or all(
+            count * each <= n for each, n in zip(need, self._shape.kv_pools, strict=True)
+        )
 
     def _give_way(self) -> None:
         """Preempt those begun last until all others have blocks for their next token."""
-        while not self._has_room(max(1, self._num_running)):
+        while not self._has_room(self._num_running):
             left = self._left((cohort, self._need(cohort.length)) for cohort in self._running)
             last = self._running[-1]
             held = self._need(last.length)

@@ -67,3 +67,10 @@ def test_a_queue_that_the_kv_cache_bounds_takes_longer() -> None:
     shape = replace(shape, kv_pools=(316,))
     steps = sum(stretch.steps for stretch in queue_steps(shape, 200, 64, 64))
     assert 310 <= steps <= 335
+
+
+def test_sequences_that_exceed_the_gpu_run_one_after_another() -> None:
+    shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B)
+    found = list(queue_steps(replace(shape, kv_pools=(3,)), 4, 64, 32))
+    assert {stretch.decodes for stretch in found} == {0, 1}
+    assert sum(stretch.steps for stretch in found) == 4 * 32
