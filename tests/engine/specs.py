@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import yaml
 from hypothesis import strategies as st
 
 from engine.config import (
@@ -19,6 +20,7 @@ from engine.offload_config import OffloadWarning
 from engine.plan import DeviceFacts, MemoryPlan, align
 from engine.planner import plan_memory
 from engine.spec import DTYPE_BYTES, ModelSpec
+from harness.folders import CONF
 
 GIB, MIB = 2**30, 2**20
 
@@ -186,3 +188,24 @@ def check_plan(plan: MemoryPlan, spec: ModelSpec) -> None:
     assert plan.slot_bytes == max((x.offloaded.num_bytes for x in plan.layers), default=0) or (
         plan.num_slots == 0
     )
+
+
+def llama() -> ModelSpec:
+    text = (CONF / "model" / "llama31_8b.yaml").read_text(encoding="utf-8")
+    return ModelSpec(**yaml.safe_load(text)["spec"])
+
+
+def plan_llama(
+    length: int, facts: DeviceFacts = H200, kv: dict[str, Any] | None = None, **changes: Any
+) -> MemoryPlan:
+    """llama31_8b in bf16 with 24 GB at 0.9."""
+    asked: dict[str, Any] = {
+        "memory_gib": 24,
+        "gpu_memory_utilization": 0.9,
+        "max_model_len": length,
+        "max_num_seqs": 8,
+        **changes,
+    }
+    plan = plan_memory(configuration(llama(), kv=kv, **asked), llama(), facts)
+    check_plan(plan, llama())
+    return plan
