@@ -57,14 +57,13 @@ class Gpu:
             "gpu_used_bytes": None if memory is None else int(memory.used),
             "gpu_power_w": None if power_mw is None else power_mw / 1e3,
             "gpu_sm_clock_mhz": self._clock("NVML_CLOCK_SM", 1),
-            "gpu_memory_clock_mhz": self._clock("NVML_CLOCK_MEM", 2),
             "gpu_throttle_bits": self._throttle_bits(),
             "gpu_busy_pct": None if rates is None else rates.gpu,
             "gpu_memory_busy_pct": None if rates is None else rates.memory,
         }
 
     def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
-        """Return what changes slowly: temperature, link, processes that compute.
+        """Return what changes slowly: temperature, memory's clock, link, processes that compute.
 
         Args:
             own_pids: of the run.
@@ -72,6 +71,7 @@ class Gpu:
         pids = self.compute_pids()
         return {
             "gpu_temperature_c": self._try("nvmlDeviceGetTemperature", 0),
+            "gpu_memory_clock_mhz": self._clock("NVML_CLOCK_MEM", 2),
             "pcie_gen": self._try("nvmlDeviceGetCurrPcieLinkGeneration"),
             "pcie_width": self._try("nvmlDeviceGetCurrPcieLinkWidth"),
             "gpu_num_processes": None if pids is None else len(pids),

@@ -238,7 +238,7 @@ def test_a_larger_card_is_advised_where_nothing_else_helps() -> None:
 
 def test_limits_of_a_step_are_advised_where_no_offload_is_enough() -> None:
     settings = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
-    config = configuration(OLMO_7B, memory_gib=3.2, **settings)
+    config = configuration(OLMO_7B, memory_gib=3, **settings)
     config = replace(config, planner=PlannerConfig(choose=True))
     with pytest.raises(CapacityError) as error:
         plan_memory(config, OLMO_7B, H200)

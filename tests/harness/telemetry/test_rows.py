@@ -10,6 +10,7 @@ import pytest
 
 from harness.measure import nvml
 from harness.measure.host import process_memory
+from harness.telemetry import processes
 from harness.telemetry.machine import Machine
 from harness.telemetry.processes import ProcessTree, descendants
 from harness.telemetry.procfs import ProcFile, number_of, size_of
@@ -250,3 +251,18 @@ def test_slow_columns_are_repeated(tmp_path):
     rows.watch(0, None)  # another worker: at once
     assert rows.read()["host_available_bytes"] == 2
     assert {"host_available_bytes", "gpu_temperature_c"} <= SLOW_COLUMNS <= set(COLUMNS)
+
+
+def test_children_are_listed_only_where_a_process_is_new(tmp_path, monkeypatch):
+    (tmp_path / "1").mkdir()
+    listed = []
+    monkeypatch.setattr(processes, "descendants", lambda *_: listed.append(1) or set())
+    tree = processes.ProcessTree(1, tmp_path)
+    for newest, number in (("", 2), ("0.1 0.2 0.3 1/99 0", 4), ("0.1 0.2 0.3 1/99 71", 5)):
+        (tmp_path / "loadavg").write_text(newest and newest + "\n")
+        tree.close()
+        tree = processes.ProcessTree(1, tmp_path)
+        tree.refresh()
+        tree.refresh()
+        assert len(listed) == number
+    tree.close()
