@@ -66,6 +66,7 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
     lines += [f"  {text}" for text in record.effective.get("fallbacks") or []]
     warnings = record.effective.get("warnings") or []
     lines += [f"  warning: {text}" for text in warnings]
+    lines += [f"  note: {text}" for text in record.effective.get("notes") or []]
     lines.append(f"  run folder  {run_dir}")
     report = run_dir / "report.html"
     if report.is_file():

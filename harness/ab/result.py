@@ -236,9 +236,10 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
             f"  {'':<52}{'a':>10}{'b':>10}{'b / a':>8}{'95 % interval':>18}{'a / a +-':>10}"
         )
     for row in sample["rows"]:
-        cells = [row["label"], _text(row["a"]), _text(row["b"]), _text(row["ratio"])]
+        ratio = "n/a" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        cells = [row["label"], _text(row["a"]), _text(row["b"]), ratio]
         span = "" if row["low"] is None else f"{row['low']:.3f} .. {row['high']:.3f}"
-        noise = "" if row["resolution"] is None else f"{100 * row['resolution']:.2g} %"
+        noise = "" if row["resolution"] is None else f"{number(100 * row['resolution'])} %"
         lines.append(
             f"  {cells[0]:<52}{cells[1]:>10}{cells[2]:>10}{cells[3]:>8}{span:>18}{noise:>10}"
             f"  {row['verdict']}"
@@ -247,7 +248,10 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
         lines.append(
             f"  {part}: {found['num_equal']} of {found['num_compared']} requests gave equal tokens"
         )
+    lines += [f"  note: {text}" for text in record.effective.get("notes") or []]
     lines.append(f"  run folder  {folder}")
+    if (folder / "report.html").is_file():
+        lines.append(f"  report      {folder / 'report.html'}")
     return lines
 
 

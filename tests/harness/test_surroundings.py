@@ -271,9 +271,11 @@ def test_the_summary_shows_figures_folder_and_command(tmp_path):
 
 def test_the_summary_names_fallbacks_and_warnings(tmp_path):
     effective = {"fallbacks": ["fallback: uva is not possible"], "warnings": ["not needed"]}
+    effective["notes"] = ["the peak may lie above"]
     lines = summary_lines(record(effective=effective), tmp_path, view_command=None)
     assert "  fallback: uva is not possible" in lines
     assert "  warning: not needed" in lines
+    assert "  note: the peak may lie above" in lines
 
 
 def test_the_summary_says_what_was_chosen_and_predicted(tmp_path):

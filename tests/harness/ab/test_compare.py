@@ -13,6 +13,7 @@ from harness.ab.compare import (
     run_metrics,
     verdict_of,
 )
+from harness.ab.result import result_lines
 from reports.record import RunRecord
 
 T_3 = 3.182446305
@@ -117,3 +118,30 @@ def test_tokens_are_compared_request_by_request():
         "num_equal": 2,
         "first_unequal": "l-1",
     }
+
+
+def test_the_lines_of_a_comparison_have_digits_notes_and_the_page(tmp_path):
+    row = {
+        "label": "x",
+        "a": 0.0244,
+        "b": 0.0247,
+        "ratio": 1.0123,
+        "low": 1.01,
+        "high": 1.015,
+        "resolution": 8.2,
+        "verdict": "no difference resolved",
+    }
+    side = {"overrides": [], "status": "ok", "first_run": {}}
+    (tmp_path / "report.html").touch()
+    record = RunRecord(
+        run_id="r",
+        name="ab",
+        status="ok",
+        effective={"notes": ["one pair"]},
+        samples={"ab": {"a": side, "b": side, "rows": [row], "tokens": {}}},
+    )
+    text = "\n".join(result_lines(record, tmp_path))
+    assert "1.012" in text
+    assert " 820.0 %  no difference resolved" in text
+    assert "  note: one pair" in text
+    assert f"  report      {tmp_path / 'report.html'}" in text
