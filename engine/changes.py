@@ -145,7 +145,8 @@ def chosen_anywhere(asked: Asked) -> MemoryPlan | None:
     """What is chosen where host memory has no limit; None: nothing fits the GPU."""
     facts = replace(asked.facts, host_available_bytes=2**60, pin_limit_bytes=None)
     rates = rates_for(asked.config.gpu, facts, asked.config.measured_rates)
-    found = Chooser(replace(asked, facts=facts), rates).best()
+    least = changed(asked, "planner", objective="latency")  # a queue would take more of the host
+    found = Chooser(replace(least, facts=facts), rates).best()
     return None if found is None else found[0]
 
 
