@@ -83,6 +83,7 @@ def point_lines(found: Forecast) -> list[str]:
         if not row.fits:
             lines.append(f"  {row.label} does not fit: {row.error}")
         lines += _staging(row)
+    lines += _notes(found)
     if best is None:
         lines.append("  Nothing fits.")
         return lines
@@ -157,6 +158,13 @@ def _staging(row: Row) -> Iterator[str]:
             f"lacks; engine.uva_stage_tokens={plan.max_num_batched_tokens + 1} reads prompts in "
             "place too, which is slower, and gives it to KV."
         )
+
+
+def _notes(found: Forecast) -> Iterator[str]:
+    """What a run would warn of: of the settings as they are, else of what is recommended."""
+    row = found.chosen or found.recommended
+    if row is not None and row.plan is not None:
+        yield from (f"  {row.label}: {note}" for note in row.plan.notes)
 
 
 def _probed(found: Forecast) -> str:

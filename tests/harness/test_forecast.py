@@ -146,6 +146,15 @@ def test_swap_space_that_moves_weights_is_held_against_auto(composer: Composer) 
     assert found.recommended is auto
 
 
+def test_what_a_run_would_warn_of_is_said(composer: Composer) -> None:
+    lines = point_lines(found_of(composer, "+model=olmo7b", "gpu=h100_80gb", "offload=uva"))
+    [line] = [line for line in lines if "is not needed" in line]
+    assert line.startswith("  uva (as set): offload=uva is not needed: everything fits the GPU bud")
+    assert " ms more than " in line
+    tier = found_of(composer, "+model=olmo7b", "gpu=h100_80gb", "kv.cpu_gib=200")
+    assert any(line.startswith("  none: kv.cpu_gib: the host t") for line in point_lines(tier))
+
+
 def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
     found = found_of(composer, *OLMO, "offload=uva", "offload.uva.cpu_offload_gb=5")
     assert [row.label.split(",")[0] for row in found.rows] == [
