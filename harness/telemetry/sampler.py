@@ -23,7 +23,10 @@ INTERVAL_S: Final = 0.1
 SLOW_S: Final = 1.0
 """Between two readings of what changes slowly; rows in between repeat the last one."""
 COSTLY_S: Final = 5.0
-"""Likewise, of what the driver takes milliseconds for."""
+"""Likewise, at least, of what the driver takes milliseconds for."""
+COSTLY_SHARE: Final = 0.002
+"""Of a core, that such readings may take: one takes 5 ms, but 40 to 140 ms while kernels read host
+memory in place (H200), and the next is then later."""
 _STOPPED: Final = 0
 Row = dict[str, Any]
 
@@ -84,8 +87,10 @@ class Rows:
             self._slow_due_s = begin_s + SLOW_S
             self._slow = {"slow_clock_s": row["clock_s"], **self._read_slow()}
         if self._gpu is not None and begin_s >= self._costly_due_s:
-            self._costly_due_s = begin_s + COSTLY_S
+            before_s = time.process_time()
             self._costly = {"costly_clock_s": row["clock_s"], **self._gpu.sample_costly()}
+            took_s = time.process_time() - before_s
+            self._costly_due_s = begin_s + max(COSTLY_S, took_s / COSTLY_SHARE)
         row |= self._slow | self._costly
         if self._tree is not None:
             row |= self._tree.read()

@@ -10,7 +10,7 @@ import pytest
 
 from harness.measure import nvml
 from harness.measure.host import process_memory
-from harness.telemetry import processes
+from harness.telemetry import processes, sampler
 from harness.telemetry.machine import Machine
 from harness.telemetry.processes import ProcessTree, descendants
 from harness.telemetry.procfs import ProcFile, number_of, size_of
@@ -266,3 +266,28 @@ def test_children_are_listed_only_where_a_process_is_new(tmp_path, monkeypatch):
         tree.refresh()
         assert len(listed) == number
     tree.close()
+
+
+def test_what_takes_the_processor_long_is_read_rarely(tmp_path, monkeypatch):
+    """A reading of 40 ms of CPU time is one of 0.2 % of a core every 20 s."""
+    clock = {"monotonic": 50.0, "process_time": 0.0}
+    monkeypatch.setattr(sampler.time, "monotonic", lambda: clock["monotonic"])
+    monkeypatch.setattr(sampler.time, "process_time", lambda: clock["process_time"])
+    took = [0.04, 0.005, 0.0]
+
+    class SlowCard:
+        def sample(self):
+            return {}
+
+        def sample_slow(self, pids):
+            return {}
+
+        def sample_costly(self):
+            clock["process_time"] += took.pop(0)
+            return {"gpu_energy_j": clock["monotonic"]}
+
+    rows, found = Rows(tmp_path, SlowCard(), Gone()), []
+    while took:
+        found.append(rows.read()["gpu_energy_j"])
+        clock["monotonic"] += 1.0
+    assert sorted(set(found)) == [50.0, 70.0, 75.0]
