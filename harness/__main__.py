@@ -12,7 +12,7 @@ from harness.errors import (
     EXIT_OK,
     ConfigError,
 )
-from harness.full_disk import DiskFullError
+from harness.full_disk import DiskFullError, full_disk_ends
 from harness.streams import outlive_readers
 
 __all__ = ["main"]
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_OK
         from harness.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
 
-        return run(line)
+        with full_disk_ends():
+            return run(line)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_CONFIG

@@ -69,8 +69,7 @@ def run(line: CommandLine) -> int:
     require_room(tightfit_home())
     _check_folder(plan)
     check_comparisons(plan, line.config_dir)
-    with full_disk_ends():
-        return _Session(plan, line.config_dir).run()
+    return _Session(plan, line.config_dir).run()
 
 
 def _say(text: str) -> None:
@@ -80,6 +79,11 @@ def _say(text: str) -> None:
 
 def _make_home() -> None:
     folder = tightfit_home() / "runs"
+    if "${" in str(folder):
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected a path without ${{, which is a reference in a configuration, "
+            f"got {tightfit_home()}. Set TIGHTFIT_HOME to another one."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.__main__ import main
 from harness.failure import classify_exception
 from harness.full_disk import DiskFullError, full_disk_ends
 from reports.record import write_text_atomic
 
 
-def no_room(_descriptor: int) -> None:
+def no_room(_of: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -40,3 +41,12 @@ def test_a_worker_that_found_no_room_has_no_traceback() -> None:
         None,
         "[Errno 122] quota: '/a'",
     )
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    monkeypatch.setattr("harness.forecast.command.show_plans", no_room)
+    assert main(["+model=glass", "mode=plan"]) == 3
+    assert capsys.readouterr().err.startswith("error: ")
