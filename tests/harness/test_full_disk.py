@@ -12,7 +12,7 @@ from harness.full_disk import DiskFullError, full_disk_ends
 from reports.record import write_text_atomic
 
 
-def no_room(_of: object) -> None:
+def no_room(*_of: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
