@@ -225,7 +225,7 @@ class RichDisplay:
         title, share, left, self._bar.details = self._words.of(state)
         if title != self._title:
             self._title = title
-            self._bar.reset(self._task, description=title, total=None)
+            self._bar.reset(self._task, description=title, total=None, left="")
         self._bar.update(
             self._task,
             total=None if share is None else 1.0,

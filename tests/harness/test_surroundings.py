@@ -235,7 +235,8 @@ def test_a_bar_on_a_terminal():
     stream = Terminal()
     display = open_display(stream)
     assert isinstance(display, RichDisplay)
-    for state in (LOADING, RUNNING):
+    half = {"updated_at": 13.0, "progress": {"done_bytes": 2 * 2**30, "total_bytes": 4 * 2**30}}
+    for state in (LOADING, {**LOADING, **half}, RUNNING):
         display.update(state)
     display.say("a line with [brackets]")
     display.close()
@@ -243,6 +244,9 @@ def test_a_bar_on_a_terminal():
     assert "load: read" in text
     assert "3/4 requests, 60 tokens" in text
     assert "a line with [brackets]" in text
+    lines = [line for line in text.splitlines() if " left" in line]
+    assert lines
+    assert not any("throughput" in line for line in lines)  # it was of the load
 
 
 def record(**changes):
