@@ -1,6 +1,7 @@
 """Compose conf/ and a command line's overrides into RunConfigs, all of them before any runs."""
 
 import copy
+import re
 import secrets
 import warnings
 from collections.abc import Sequence
@@ -162,10 +163,13 @@ class Composer:
             try:
                 parsed.extend(parser.parse_overrides([quote_sides(text)]))
             except HydraException as error:
-                raise ConfigError(
-                    f"{text}: expected key=value or group=option. Quote a value that holds "
-                    "brackets, commas or spaces."
-                ) from error
+                quoted = _quote_value(text)
+                if quoted is None:
+                    raise ConfigError(
+                        f"{text}: expected key=value or group=option. Quote a value that holds "
+                        "brackets, commas or spaces."
+                    ) from error
+                parsed.extend(parser.parse_overrides([quoted]))
         return parsed
 
     def _plan_model(self, overrides: list[str], *, multirun: bool) -> Plan:
@@ -300,6 +304,14 @@ class Composer:
         if not points:
             raise ConfigError("sweep: expected at least one point, got none. Check the ranges.")
         return Plan(overrides=overrides, multirun=multirun, points=points, is_demo=is_demo)
+
+
+def _quote_value(text: str) -> str | None:
+    """Quote a value that Hydra's grammar has no letters for, such as ~ or an umlaut of a path."""
+    key, _, value = text.partition("=")
+    if not re.fullmatch(r"[+\w./]+", key) or not value or {*value} & {*"'\"[]{}(),\\$"}:
+        return None
+    return f"{key}='{value}'"
 
 
 def _check_hydra(master: DictConfig) -> None:

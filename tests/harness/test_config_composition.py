@@ -156,6 +156,12 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("path", ["~/mine", "/data/my model \u00fc", "C:/x~1"])
+def test_a_path_needs_no_quotes(path: str, composer: Composer) -> None:
+    (point,) = composer.plan(["model=local", f"model.path={path}"]).points
+    assert point.config.model.path == path
+
+
 def test_a_user_s_folder_adds_files(mine: Path) -> None:
     composer = Composer(mine)
     (point,) = plan(composer, "model=mine").points
