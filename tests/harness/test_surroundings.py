@@ -273,6 +273,12 @@ def test_the_summary_shows_figures_folder_and_command(tmp_path):
     assert "compare     mlflow ui --x" in text
 
 
+def test_a_few_served_requests_show_their_means(tmp_path):
+    metrics = {f"serve/{name}_ms/mean": 12.0 for name in ("ttft", "tpot", "e2e")}
+    found = summary_lines(record(metrics=metrics), tmp_path, view_command=None)
+    assert sum(line.endswith("12.0 ms") for line in found) == 3
+
+
 def test_the_summary_names_fallbacks_and_warnings(tmp_path):
     effective = {"fallbacks": ["fallback: uva is not possible"], "warnings": ["not needed"]}
     effective["notes"] = ["the peak may lie above"]
