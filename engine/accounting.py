@@ -171,6 +171,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         graph_sizes=sizes,
         prefill_sizes=prefills,
         captured_prefills=captured,
+        reads_files=config.model.load_format != "dummy",
         use_graphs=use_graphs,
         pin=pinned,
         gpu_budget_bytes=budget,

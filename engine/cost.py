@@ -79,6 +79,8 @@ class Shape:
     in_place_layers: tuple[bool, ...] = ()
     """Which layers are of the first group."""
     pinned_kv_bytes: int = 0
+    reads_files: bool = True
+    """Weights come from files."""
 
     @property
     def total_offloaded_bytes(self) -> int:
@@ -136,6 +138,7 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         in_place_blocks=plan.host_kv.num_in_place if plan.host_kv else 0,
         in_place_layers=_in_first_group(plan),
         pinned_kv_bytes=plan.host_items.get("pinned_kv", 0),
+        reads_files=plan.reads_files,
     )
 
 
@@ -315,9 +318,10 @@ def first_token_s(shape: Shape, rates: Rates, tokens: int) -> float:
 
 
 def load_s(shape: Shape, rates: Rates) -> float:
-    """Return the time from the start of a process until weights in files are in their places."""
+    """Return the time from the start of a process until all weights are in their places."""
     layers = sum(shape.resident_bytes) + shape.total_offloaded_bytes
     total = layers + shape.head_bytes + shape.head_in_place_bytes
     pinned = shape.total_offloaded_bytes + shape.head_in_place_bytes if shape.is_pinned else 0
     pinned += shape.pinned_kv_bytes
-    return START_S + total / (rates.file_read_gb_s * 1e9) + pinned / (rates.pin_gb_s * 1e9)
+    read_s = total / (rates.file_read_gb_s * 1e9) if shape.reads_files else 0.0
+    return START_S + read_s + pinned / (rates.pin_gb_s * 1e9)

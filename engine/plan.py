@@ -132,6 +132,8 @@ class MemoryPlan:
     """Decode runs in CUDA graphs."""
     pin: bool
     """Offloaded slabs are pinned."""
+    reads_files: bool = True
+    """Weights come from files; dummy ones are made in their places."""
     gpu_budget_bytes: int
     gpu_items: dict[str, int]
     host_limit_bytes: int

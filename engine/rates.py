@@ -49,7 +49,7 @@ IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
 START_S: Final = 8.0
-"""Start of a process until weights are read, and warm-up: 10.4 to 12 s less pinning (H100)."""
+"""Start of a process, warm-up and captures: 6.5 to 9.4 s (qwen3_4b, dummy weights, H200s)."""
 
 
 @dataclass(frozen=True)

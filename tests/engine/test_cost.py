@@ -198,6 +198,9 @@ def test_predicted_figures_are_complete_and_consistent() -> None:
     assert queue["output_tokens_s"] == pytest.approx(200 * 128 / queue["total_s"])
     assert found["decode_tokens_s"] < queue["output_tokens_s"] < 64 * found["decode_tokens_s"]
     assert found["ttft_ms"] < found["prefill_ms"]
+    shape = shape_of(plan, OLMO_7B)
+    read_s = load_s(replace(shape, reads_files=True), RATES) - found["load_s"]  # here dummy weights
+    assert read_s == pytest.approx(OLMO_7B.weight_bytes() / (RATES.file_read_gb_s * 1e9), rel=0.1)
     assert found["load_s"] > 8
     assert all(value > 0 for value in found.values() if isinstance(value, float | int))
 
