@@ -22,7 +22,8 @@ def build_report(folder: Path) -> list[str]:
             cwd=root,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # of a path that the locale spells otherwise
             timeout=REPORT_TIMEOUT_S,
             check=False,
         )

@@ -342,3 +342,11 @@ def test_a_lock_is_exclusive_within_a_machine(tmp_path):
 def _hold_and_tell(path, queue):
     with hold_one([path], owner="child", say=queue.put):
         queue.put("held")
+
+
+def test_what_the_report_prints_may_be_spelled_otherwise(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '\\377\\n'\n", encoding="ascii")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert build_report(tmp_path) == []
