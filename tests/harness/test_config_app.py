@@ -203,6 +203,7 @@ def test_sweeps_in_folders_of_the_same_name_have_ids_of_their_own(
     assert all(re.fullmatch(r"it_s-[0-9a-f]{6}", sweep_id) for sweep_id in ids)
 
 
+@pytest.mark.slow
 def test_no_record_is_written_over_another(points: FakePoints, tmp_path: Path) -> None:
     points.statuses[1] = FileExistsError("the record of another")
     words = [f"hydra.sweep.dir={tmp_path}/mine", "hydra.sweep.subdir=same"]
