@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from engine.cost import Shape, decode_step_s, prefill_s
+from engine.cost import Shape, decode_step_s, step_s
 from engine.cost_queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.placement import Assignment
 from engine.rates import Rates
@@ -44,8 +44,10 @@ class Candidate:
         """The same, roughly: as many at once as have room at their mean length, all alike."""
         prompt, output = queue_of(self.shape.max_model_len)
         batch = min(QUEUE_REQUESTS, self.shape.concurrency(prompt + output / 2))
-        step_s = decode_step_s(self.shape, self.rates, batch, prompt + output / 2)
-        wave_s = prefill_s(self.shape, self.rates, prompt, batch) + (output - 1) * step_s
+        part = min(batch * prompt, self.shape.max_num_batched_tokens)
+        first_s = step_s(self.shape, self.rates, prefill=part, rows=max(1, part // prompt))
+        then_s = decode_step_s(self.shape, self.rates, batch, prompt + output / 2)
+        wave_s = batch * prompt / part * first_s + (output - 1) * then_s
         return QUEUE_REQUESTS / batch * wave_s
 
     def score(self, objective: str) -> tuple[int, int]:
