@@ -133,9 +133,14 @@ def _with_host_kv(asked: Asked, plan: MemoryPlan, num_blocks: int) -> tuple[Aske
 
 
 def _auto_words(asked: Asked) -> str:
-    """How to ask for chosen placements; a chosen cpu_offload_gb contradicts them."""
-    chooses_size = "cpu_offload_gb" in asked.config.planner.auto_fields
-    return "offload=auto" + (" planner.auto_fields=[]" if chooses_size else "")
+    """How to ask for chosen placements; a chosen cpu_offload_gb and selectors contradict them."""
+    node = asked.config.offload
+    undone = {
+        " planner.auto_fields=[]": "cpu_offload_gb" in asked.config.planner.auto_fields,
+        " offload.uva.cpu_offload_params=[]": bool(node.uva.cpu_offload_params),
+        " offload.prefetch.offload_params=[]": bool(node.prefetch.offload_params),
+    }
+    return "offload=auto" + "".join(words for words, is_set in undone.items() if is_set)
 
 
 def _with_auto(asked: Asked) -> Asked:
