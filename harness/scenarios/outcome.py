@@ -76,11 +76,13 @@ def cut_reasons(
     ended = sum(not request.is_cancelled for request in requests)
     if ended == planned or limit_s is None:
         return []
-    node = part.split(maxsplit=1)[0]
+    node, _, rest = part.partition(" ")
+    effect = "it was shorter than asked" if rest else "the figures are of what was done until then"
+    setting = "warmup_requests" if rest else "num_requests"
     return [
         f"{part}: scenario.{node}.max_duration_s={limit_s:g} had passed when {ended} of {planned} "
-        f"requests had ended; the figures are of what was done until then. Raise it, or lower "
-        f"num_requests or output_tokens of scenario.{node}."
+        f"requests had ended; {effect}. Raise it, or lower {setting} or output_tokens of "
+        f"scenario.{node}."
     ]
 
 

@@ -3,6 +3,7 @@ import pytest
 from harness.measure.latency import RequestTimes
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import measure_load, summarise_loads
+from harness.scenarios.outcome import cut_reasons
 from harness.scenarios.throughput import measure_throughput
 from tests.harness.fakes import FakeClock, FakeLLM, Script
 
@@ -134,6 +135,13 @@ def test_throughput_counts_the_tokens_until_its_time_is_over():
     assert outcome.num_measured == 4
     (reason,) = outcome.reasons
     assert "max_duration_s=1 had passed when 0 of 4 requests had ended" in reason
+
+
+def test_a_warm_up_that_was_cut_short_says_so():
+    requests = [RequestTimes(request_id="a", num_prompt_tokens=1, submit_s=0.0)]
+    (reason,) = cut_reasons("latency warm-up", requests, 2, 5.0)
+    assert "latency warm-up: scenario.latency.max_duration_s=5 had passed when 1 of 2" in reason
+    assert "it was shorter than asked" in reason
 
 
 @pytest.mark.parametrize("measure", [measure_latency, measure_throughput])
