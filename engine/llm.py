@@ -122,7 +122,7 @@ class LLM:
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         """Likewise, and let Ctrl-C wait: what it cuts short might not go on."""
-        with self._alone(), interrupt_afterwards():
+        with interrupt_afterwards(), self._alone():
             yield
 
     @property
