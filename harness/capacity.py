@@ -57,4 +57,5 @@ def _row(
     name: str, blocks: int, group: Mapping[str, Any], kv: Mapping[str, Any]
 ) -> tuple[str, str, str, str]:
     size = blocks * group["block_bytes"] / GIB
-    return name, f"{blocks:,}", f"{blocks * kv['block_size']:,}", f"{size:.2f}"
+    gib = f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
+    return name, f"{blocks:,}", f"{blocks * kv['block_size']:,}", gib

@@ -38,6 +38,11 @@ def test_one_tier() -> None:
     ]
 
 
+def test_small_caches_are_told_in_digits_too() -> None:
+    small = group(4, None, 26) | {"block_bytes": 2**15}
+    assert capacity_lines(kv(small))[1] == "  GPU           26     416  0.00079"
+
+
 def test_two_tiers_and_what_compute_reaches() -> None:
     host = {"num_pinned": [512], "num_pageable": [2048], "num_in_place": 512}
     lines = capacity_lines(kv(group(32, None, 1024), host=host))
