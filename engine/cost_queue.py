@@ -204,6 +204,8 @@ class _Queue:
 
     def _prompts(self, begun: list[Cohort], decodes: int, room: int) -> Stretch:
         """Compute prompts, beside those that decode."""
+        if self._lacking > room and self._has_room(self._num_running):
+            return self._one_prompt(decodes, room)
         tokens = self._lacking + sum(cohort.count * cohort.length for cohort in begun)
         rows = sum(cohort.count for cohort in begun) + (self._part is not None)
         before, self._lacking = self._lacking, max(0, tokens - room)
@@ -220,6 +222,16 @@ class _Queue:
         self._running = [cohort for cohort in self._running if cohort.count]
         rows -= self._part is not None
         return Stretch(1, decodes, min(room, tokens), rows)
+
+    def _one_prompt(self, decodes: int, room: int) -> Stretch:
+        """Compute a prompt that fills steps, until its last one or until some end."""
+        others = [cohort for cohort in self._running if cohort is not self._part]
+        steps = min([(self._lacking - 1) // room, *(cohort.left for cohort in others)])
+        self._lacking -= steps * room
+        for cohort in others:
+            cohort.length += steps
+            cohort.left -= steps
+        return Stretch(steps, decodes, room)
 
     def _decode(self) -> Stretch:
         """Decode until some end or have to give way; no others can begin before."""
