@@ -15,10 +15,11 @@ from engine.accounting import (
 )
 from engine.choose import Chooser, largest
 from engine.config import EngineConfig
-from engine.placement import Assignment, assign
+from engine.placement import Assignment, assign, assign_resident
 from engine.plan import DeviceFacts
 from engine.rates import rates_for
 from engine.spec import ModelSpec
+from engine.swap_space import assign_as_set
 
 
 def choose_fields(
@@ -146,7 +147,8 @@ class _Search:
             rates = rates_for(config.gpu, self._facts, config.measured_rates)
             chooser = Chooser(asked, rates)
             return config if chooser.can_fit else None
-        return config if fits(asked, assign(self._spec, config.offload, asked.dtype)) else None
+        placed = assign_as_set(asked)
+        return config if placed is not None and fits(asked, placed) else None
 
     def _with_kept_seqs(self, config: EngineConfig) -> EngineConfig:
         """Lower max_num_seqs to what the KV cache holds at full length, where it is chosen."""
@@ -159,8 +161,8 @@ class _Search:
             found = None if chooser.resident_fits else chooser.best()
             plan = chooser.resident if found is None else found[0]
         else:
-            assignment: Assignment = assign(self._spec, config.offload, asked.dtype)
-            plan = build_plan(asked, served(asked, assignment))
+            placed = assign_as_set(asked) or assign_resident(self._spec)
+            plan = build_plan(asked, served(asked, placed))
         held = max(1, math.floor(plan.max_concurrency))
         count = min(held, config.engine.max_num_seqs)
         return replace(config, engine=replace(config.engine, max_num_seqs=count))

@@ -11,16 +11,15 @@ from engine.accounting import (
     fits,
     gpu_budget_bytes,
     resolve_max_model_len,
-    takes_swap_space,
 )
 from engine.auto_fields import fields_fit
 from engine.choose import Chooser, largest
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
-from engine.placement import Assignment, assign, assign_layers_on_demand, assign_spread
+from engine.placement import assign_layers_on_demand
 from engine.plan import MemoryPlan
 from engine.rates import rates_for
-from engine.swap_space import spread_that_fits
+from engine.swap_space import assign_as_set
 
 TOKEN_STEP: Final = 16
 """Steps of one are not worth trying for tokens of a step."""
@@ -36,20 +35,11 @@ def would_fit(asked: Asked) -> bool:
         if config.planner.choose and not asked.reference:
             rates = rates_for(config.gpu, asked.facts, config.measured_rates)
             return Chooser(asked, rates).can_fit
-        placed = _placed(asked)
+        on_demand = assign_layers_on_demand(asked.spec) if asked.reference else None
+        placed = on_demand or assign_as_set(asked)
         return placed is not None and fits(asked, placed)
     except (CapacityError, ConfigError):
         return False
-
-
-def _placed(asked: Asked) -> Assignment | None:
-    """Where weights would lie; None where kv.swap_space is not enough for them."""
-    if asked.reference:
-        return assign_layers_on_demand(asked.spec)
-    if takes_swap_space(asked):
-        count = spread_that_fits(asked, int(asked.config.kv.swap_space * GIB))
-        return None if count is None else assign_spread(asked.spec, count)
-    return assign(asked.spec, asked.config.offload, asked.dtype)
 
 
 def changed(asked: Asked, section: str, **values: Any) -> Asked:

@@ -3,9 +3,17 @@
 import math
 from dataclasses import replace
 
-from engine.accounting import GIB, Asked, asked_kv_sizes, build_plan, has_kv_room, served
+from engine.accounting import (
+    GIB,
+    Asked,
+    asked_kv_sizes,
+    build_plan,
+    has_kv_room,
+    served,
+    takes_swap_space,
+)
 from engine.choose import largest
-from engine.placement import assign_spread
+from engine.placement import Assignment, assign, assign_spread
 from engine.plan import lay_out
 
 
@@ -26,6 +34,14 @@ def least_swap_space(asked: Asked) -> float | None:
     most = math.ceil(100 * (asked.spec.weight_bytes(asked.dtype) + kv_bytes) / GIB)
     short = largest(1, most, is_short)
     return None if short == most else ((short or 0) + 1) / 100
+
+
+def assign_as_set(asked: Asked) -> Assignment | None:
+    """Return what the offload settings place; None: kv.swap_space is to take more than it holds."""
+    if not takes_swap_space(asked):
+        return assign(asked.spec, asked.config.offload, asked.dtype)
+    count = spread_that_fits(asked, int(asked.config.kv.swap_space * GIB))
+    return None if count is None else assign_spread(asked.spec, count)
 
 
 def spread_that_fits(asked: Asked, room: int) -> int | None:

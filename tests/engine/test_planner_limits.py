@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, ModelConfig, OffloadConfig
+from engine.config import EngineConfig, ModelConfig, OffloadConfig, PlannerConfig
 from engine.errors import CapacityError, ConfigError
 from engine.plan import DeviceFacts, align
 from engine.planner import plan_memory, resolve_dtype
@@ -269,3 +269,12 @@ def test_a_number_of_blocks_is_advised_to_its_last_digit() -> None:
     assert found is not None
     plan = plan_small(kv={"num_cpu_blocks": int(found[1])})
     assert plan.host_limit_bytes - plan.host_total_bytes < 2**16
+
+
+def test_a_length_is_chosen_with_which_swap_space_is_enough() -> None:
+    config = configuration(OLMO_7B, memory_gib=14.987, max_num_seqs=1, kv={"swap_space": 1})
+    engine = replace(config.engine, gpu_memory_utilization=0.99, max_model_len=4096)
+    planner = PlannerConfig(auto_fields=["max_model_len"])
+    plan = plan_memory(replace(config, engine=engine, planner=planner), OLMO_7B, H200)
+    assert 16 <= plan.max_model_len < 2048
+    assert plan.holds_one
