@@ -201,7 +201,16 @@ def test_every_experiment_states_a_question_and_its_command() -> None:
     assert {path.stem for path, _ in EXPERIMENTS} == set(names("experiment"))
 
 
-@pytest.mark.parametrize(("path", "command"), EXPERIMENTS)
+FIRST = dict(reversed(EXPERIMENTS))
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        pytest.param(path, command, marks=[] if FIRST[path] == command else pytest.mark.slow)
+        for path, command in EXPERIMENTS
+    ],
+)
 def test_commands_of_experiments_compose(
     path: Path, command: str, composer: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

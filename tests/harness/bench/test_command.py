@@ -151,6 +151,7 @@ def test_other_tokens_than_the_resident_engine_show_in_the_exit_code(capsys):
     assert "**not equal** to the resident engine's in prefetch." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_process_that_breaks_is_a_failed_case(monkeypatch):
     from harness.bench.cases import Case, Limits, Work
 
