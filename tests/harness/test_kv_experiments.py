@@ -56,7 +56,9 @@ def configured(name, *overrides):
 
 def served(name, cpu_gib):
     config = configured(name, f"kv.cpu_gib={cpu_gib}", *SERVED[name])
-    llm = LLM.from_config(engine_config(config, None))
+    built = engine_config(config, None)
+    memory_gib = least_memory_gib(built, 16)
+    llm = LLM.from_config(replace(built, gpu=replace(built.gpu, memory_gib=memory_gib)))
     watch = KVWatch(llm, time.perf_counter)
     load = Load(config=config.scenario.serve, vocab_size=llm.spec.vocab_size)
     outcome, _ = measure_serve(watch, load, clock=time.perf_counter)
@@ -92,22 +94,23 @@ def num_blocks(config, memory_gib):
         return 0
 
 
-def least_memory_gib(config):
-    """The least memory, to 10 KiB, with a block on the GPU."""
+def least_memory_gib(config, blocks=1):
+    """The least memory, to 10 KiB, with so many blocks on the GPU."""
     low, high = 0.001, 0.02
     while high - low > 1e-5:
         middle = (low + high) / 2
-        low, high = (low, middle) if num_blocks(config, middle) else (middle, high)
+        low, high = (low, middle) if num_blocks(config, middle) >= blocks else (middle, high)
     return high
 
 
 def test_a_sequence_beyond_the_gpu_runs_with_a_host_tier_alone():
     lengths = ("scenario.latency.prompt_tokens=88", "scenario.latency.output_tokens=8")
-    asked = configured("long_context", "kv.cpu_gib=0.01", "engine.max_num_seqs=1", *lengths)
+    host = ("kv.num_cpu_blocks=5", "kv.enable_prefix_caching=false")
+    asked = configured("long_context", *host, "engine.max_num_seqs=1", *lengths)
     assert asked.engine.max_model_len == 96
     config = engine_config(asked, None)
     memory_gib = least_memory_gib(config)
-    alone = replace(config, kv=replace(config.kv, cpu_gib=0.0))
+    alone = replace(config, kv=replace(config.kv, num_cpu_blocks=0))
     assert num_blocks(alone, memory_gib) == 0
     llm = LLM.from_config(replace(config, gpu=replace(config.gpu, memory_gib=memory_gib)))
     watch, part = KVWatch(llm, time.perf_counter), asked.scenario.latency
