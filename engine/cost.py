@@ -18,6 +18,7 @@ from engine.kv_sizes import KVSizes
 from engine.placement import Placement
 from engine.plan import MemoryPlan
 from engine.rates import (
+    CPU_START_S,
     IN_PLACE_TILE_ROWS,
     KV_SHARE,
     START_S,
@@ -324,4 +325,5 @@ def load_s(shape: Shape, rates: Rates) -> float:
     pinned = shape.total_offloaded_bytes + shape.head_in_place_bytes if shape.is_pinned else 0
     pinned += shape.pinned_kv_bytes
     read_s = total / (rates.file_read_gb_s * 1e9) if shape.reads_files else 0.0
-    return START_S + read_s + pinned / (rates.pin_gb_s * 1e9)
+    start_s = CPU_START_S if rates.is_cpu else START_S
+    return start_s + read_s + pinned / (rates.pin_gb_s * 1e9)

@@ -50,6 +50,8 @@ IN_PLACE_TILE_ROWS: Final = 256
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
 START_S: Final = 8.0
 """Start of a process, warm-up and captures: 6.5 to 9.4 s (qwen3_4b, dummy weights, H200s)."""
+CPU_START_S: Final = 4.5
+"""The same without a GPU: 4.8 s with 0.25 GiB of weights to read (smollm2_135m, two cores)."""
 
 
 @dataclass(frozen=True)
