@@ -1,4 +1,4 @@
-"""Bytes on the GPU beside weights and KV: activations, logits, sampling, graphs, runtime."""
+"""Bytes beside weights and KV: tensors of a step, graphs, runtime; buffers of a load, tokenizer."""
 
 import math
 from collections.abc import Collection
@@ -13,12 +13,11 @@ HOST_DECODES = 8
 """Largest decode batch that is captured once more for blocks in the host tier: only sequences that
 exceed the GPU's room own such blocks, and few of them run at once."""
 WORKSPACE_BYTES = 32 * MIB
+"""Of cuBLAS, for each stream that calls it (Hopper)."""
 PREFILL_SEQUENCES = 4
 """Prompts whose parts a captured step holds at most."""
 PREFILL_TOKENS = (16, 64, 256)
 """Tokens of prompts that captured steps are padded to."""
-
-
 MAX_LOAD_THREADS = 16
 """That read weights, at most."""
 PIECE_BYTES = 8 * MIB
@@ -134,7 +133,7 @@ def captured_bytes(
     """Bytes of captured graphs' activations and of cuBLAS workspaces; of nodes, outside torch.
 
     The nodes are counted as 64 KiB a layer and graph. torch keeps a workspace of cuBLAS for each
-    stream that has called it, 32 MiB on Hopper: one for eager steps, and one for captures, on a
+    stream that has called it: one for eager steps, and one for captures, on a
     stream of their own, where one has more rows than kernels of ours multiply.
 
     Args:
