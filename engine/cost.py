@@ -3,6 +3,7 @@
 The model: a layer takes the longer of its bytes over the memory's rate and its operations over the
 matrix rate, or both where it has more rows than MAX_SMALL_TOKENS, and a fixed overhead; copies of
 offloaded layers run beside, in the order of the slot ring; what is read in place is waited for.
+Without graphs the host launches one layer after another, ahead of the device.
 Constants: engine.rates. Pure arithmetic, no torch.
 """
 
@@ -214,8 +215,7 @@ def step_s(
         seconds = both(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
         seconds += sequences * rates.sequence_overhead_s
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
-        least = 0.0 if graphed else rates.eager_layer_overhead_s
-        return max(seconds, least), far_s + staged_s
+        return seconds, far_s + staged_s
 
     kinds = zip(
         shape.resident_bytes,
@@ -227,7 +227,11 @@ def step_s(
     times = [layer_s(*kind) for kind in kinds]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
-    seconds = _run(shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s)
+    # On a CPU a layer is over when it was launched: `compute` has it.
+    launch_s = 0.0 if graphed or rates.is_cpu else rates.eager_layer_overhead_s
+    seconds = _run(
+        shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s, launch_s=launch_s
+    )
     return seconds + rates.step_overhead_s
 
 
@@ -239,17 +243,20 @@ def _run(
     *,
     in_place: bool,
     kv_link_s: float,
+    launch_s: float,
 ) -> float:
-    """Layers and copies together."""
+    """Layers, copies and launches together."""
+    alone = [0.0] * len(compute)
     if in_place or shape.placement is Placement.RESIDENT:
-        return sum(compute) + after_s
+        return ring_s(compute, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
     link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
     sizes, overhead = shape.offloaded_bytes, rates.copy_overhead_s
     copies = [size / link + overhead if size else 0.0 for size in sizes]
     if shape.placement is Placement.ON_DEMAND:
-        return sum(compute) + sum(copies) + after_s
+        one_stream = list(map(operator.add, compute, copies))
+        return ring_s(one_stream, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
     wrap, slots = shape.placement is Placement.PREFETCH, shape.num_slots
-    seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s)
+    seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s, launch_s=launch_s)
     moved = [seconds for seconds in copies if seconds]
     # A layer that has a slot to itself stays there.
     streamed = sum(s for k, s in enumerate(moved) if k % slots + slots < len(moved))

@@ -10,6 +10,7 @@ def ring_s(
     *,
     wrap: bool,
     after_s: float = 0.0,
+    launch_s: float = 0.0,
 ) -> float:
     """Return the time of one step of the slot ring, exactly as engine.weights.ring runs it.
 
@@ -23,6 +24,8 @@ def ring_s(
         num_slots: S, at least 1.
         wrap: The first S layers lie in their slots when the step begins.
         after_s: Work after the last layer, beside which copies run on.
+        launch_s: What the host takes to launch one layer. It runs ahead of the device from the
+            beginning of the step, and the device can begin no layer that is not launched.
     """
     order = [index for index, seconds in enumerate(copy_s) if seconds > 0]
     count = len(order)
@@ -35,6 +38,7 @@ def ring_s(
                 ready[slot] = copied_at
     k = 0
     for index, seconds in enumerate(compute_s):
+        now = max(now, (index + 1) * launch_s)
         if k == count or order[k] != index:
             now += seconds
             continue

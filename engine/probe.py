@@ -17,14 +17,18 @@ from engine.errors import CapacityError, PinningError
 COPY_BYTES = 256 * 2**20
 EMULATED_COPY_BYTES = 32 * 2**20
 REPEATS = 20
-RATES = ("h2d_gb_s", "d2h_gb_s", "two_way_gb_s", "in_place_gb_s", "hbm_copy_gb_s")
+RATES = ("h2d_gb_s", "d2h_gb_s", "two_way_gb_s", "in_place_gb_s", "hbm_copy_gb_s", "launch_us")
 """Names of what is probed."""
+LAUNCHES = 500
+"""Between two looks at the clock; fewer than fill the driver's queue."""
 HBM_COPIES = 8
 """Copies within device memory between two events: one of 256 MiB is too short to time."""
 
 
 def probe_link(device: str = "auto") -> dict[str, float | None]:
     """Return GB/s (10^9) of copies: host to device, back, both at once, in place, within HBM.
+
+    And `launch_us`, what the host takes to launch one small kernel: the median of 20 rounds of 500.
 
     Medians of 20 copies of 256 MiB from registered memory, after two warm-ups; within HBM of 8 such
     copies in a row. In place is an elementwise kernel that reads registered host memory and writes
@@ -120,6 +124,7 @@ def _rates(
             None if view is None else _rate(lambda: _read_in_place(view, gpu_in), COPY_BYTES)
         ),
         "hbm_copy_gb_s": _rate(within, HBM_COPIES * 2 * COPY_BYTES),
+        "launch_us": _launch_us(opened, gpu_in[:32]),
     }
 
 
@@ -145,6 +150,18 @@ def _rate(work: Callable[[], object], num_bytes: int) -> float:
         if index >= 2:
             times.append(begin.elapsed_time(end) / 1e3)
     return float(num_bytes / median(times) / 1e9)
+
+
+def _launch_us(opened: Device, small: torch.Tensor) -> float:
+    """The host's microseconds for one launch; the device is faster than that."""
+    times = []
+    for _ in range(REPEATS):
+        opened.synchronize()
+        begin = perf_counter()
+        for _ in range(LAUNCHES):
+            small.add_(1)
+        times.append(perf_counter() - begin)
+    return median(times) / LAUNCHES * 1e6
 
 
 def _probe_cpu(opened: Device) -> dict[str, float | None]:

@@ -42,9 +42,12 @@ LAYER_OVERHEAD_S: Final = 28e-6
 attention of few keys, norms (H200, as WEIGHT_SHARE)."""
 STEP_OVERHEAD_S: Final = 0.1e-3
 """One step beside its graph (H200: 0.08 to 0.11 ms): sampling, inputs, outputs."""
-EAGER_LAYER_OVERHEAD_S: Final = 0.8e-3
-"""Launches of one layer without graphs (hosts of H200s: 8 layers in 5 to 8 ms, 36 in 28). Matters
-where it is longer than the GPU's work."""
+EAGER_LAYER_OVERHEAD_S: Final = 0.95e-3
+"""Launches of one layer without graphs, where none were probed: steps of 1024 prompt tokens that
+they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one host of an H200)."""
+EAGER_LAYER_LAUNCHES: Final = 100
+"""The same over one launch of torch's addition, as `engine.probe` times it: 84 to 123 in those
+runs, where the latter took 7.1 to 10.5 us."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
@@ -126,6 +129,8 @@ class Rates:
         found = {name: rate for name in names if (rate := probe.get(name))}
         if hbm := probe.get("hbm_copy_gb_s"):
             found["hbm_gb_s"] = hbm
+        if launch_us := probe.get("launch_us"):
+            found["eager_layer_overhead_s"] = EAGER_LAYER_LAUNCHES * launch_us * 1e-6
         h2d = found.get("h2d_gb_s")
         if h2d:
             found.setdefault("d2h_gb_s", h2d)

@@ -224,7 +224,7 @@ class Attempt:
         return ({} if kept is None else kept.rates) | {
             name.removeprefix(prefix): rate
             for name, rate in self.findings.metrics.items()
-            if name.startswith(prefix) and name.endswith("_gb_s") and rate is not None
+            if name.startswith(prefix) and name.endswith(("_gb_s", "_us")) and rate is not None
         }
 
     def _reference(self) -> Path | None:

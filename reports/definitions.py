@@ -123,6 +123,9 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
         "link/in_place_gb_s": "rate at which a kernel reads registered host memory in place",
         "link/hbm_copy_gb_s": "copy within device memory, bytes read + bytes written",
+        "link/launch_us": (
+            "time that the host takes to launch one small kernel: median of 20 rounds of 500"
+        ),
         "link/h2d_after_gb_s": "link/h2d_gb_s, probed again after the scenarios",
         "link/in_place_after_gb_s": "link/in_place_gb_s, probed again after the scenarios",
         "link/nvml_h2d_gb_s": (

@@ -27,6 +27,8 @@ COSTLY_S: Final = 5.0
 COSTLY_SHARE: Final = 0.002
 """Of a core, that such readings may take: one takes 5 ms, but 40 to 140 ms while kernels read host
 memory in place (H200), and the next is then later."""
+MOST_SHARE: Final = 0.009
+"""Of a core, that all rows so far may have taken when another such reading begins."""
 _STOPPED: Final = 0
 Row = dict[str, Any]
 
@@ -64,7 +66,7 @@ class Rows:
         self._slow: Row = {}
         self._costly: Row = {}
         self._slow_due_s = self._costly_due_s = 0.0
-        self._cpu_begin_s = time.process_time()
+        self._begin_s, self._cpu_begin_s = time.monotonic(), time.process_time()
 
     def watch(self, pid: int, job: str | None) -> None:
         """Watch another worker from now on; `_STOPPED` for none."""
@@ -86,7 +88,7 @@ class Rows:
         if begin_s >= self._slow_due_s:
             self._slow_due_s = begin_s + SLOW_S
             self._slow = {"slow_clock_s": row["clock_s"], **self._read_slow()}
-        if self._gpu is not None and begin_s >= self._costly_due_s:
+        if self._gpu is not None and self._is_costly_due(begin_s, row["sampler_cpu_s"]):
             before_s = time.process_time()
             self._costly = {"costly_clock_s": row["clock_s"], **self._gpu.sample_costly()}
             took_s = time.process_time() - before_s
@@ -99,6 +101,12 @@ class Rows:
             row |= self._gpu.sample()
         row["took_s"] = round(time.monotonic() - begin_s, 6)
         return {name: value for name, value in row.items() if value is not None}
+
+    def _is_costly_due(self, now_s: float, cpu_s: float) -> bool:
+        """Each worker's first row has such a reading; later ones wait until CPU time is left."""
+        is_first = self._costly_due_s == 0.0
+        has_time = cpu_s <= MOST_SHARE * (now_s - self._begin_s)
+        return is_first or (now_s >= self._costly_due_s and has_time)
 
     def _read_slow(self) -> Row:
         pids: set[int] = set()

@@ -272,14 +272,14 @@ def test_a_window_bounds_what_its_layers_read_and_compute() -> None:
     )
     assert full.kv_limits == (100_000,) * 8
     assert some.kv_limits == (100_000, *[128] * 7)
+    bare = replace(RATES, eager_layer_overhead_s=0.0)  # else launches hide so small a model's work
     short, long = (
-        [decode_step_s(shape, RATES, 4, context) for shape in (full, some)]
+        [decode_step_s(shape, bare, 4, context) for shape in (full, some)]
         for context in (128, 50_000)
     )
     assert short[0] == short[1]
     grown = long[0] - short[0], long[1] - short[1]
     assert grown[1] == pytest.approx(grown[0] / 8)
-    bare = replace(RATES, eager_layer_overhead_s=0.0)  # else launches hide so small a model's work
     assert prefill_s(some, bare, 50_000) < prefill_s(full, bare, 50_000)
 
 

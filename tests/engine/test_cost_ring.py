@@ -50,6 +50,33 @@ def test_work_after_the_layers_hides_copies() -> None:
     assert ring_s([1, 1], [4, 4], 1, wrap=True, after_s=6) == 12
 
 
+@pytest.mark.parametrize(
+    ("compute", "copies", "slots", "wrap", "launch", "expected"),
+    [
+        # Launches last longer than the work, or are hidden behind all of it but the first.
+        ([1, 1, 1, 1], [0, 0, 0, 0], 1, False, 3, 13),
+        ([3, 3, 3, 3], [0, 0, 0, 0], 1, False, 1, 13),
+        ([1, 1, 1, 1], [0, 0, 0, 0], 1, False, 0, 4),
+        # Layers in GPU memory are launched while the first ones are copied.
+        ([1, 1, 1, 1], [5, 5, 0, 0], 2, False, 2, 9),
+        ([1, 1, 1, 1], [20, 0, 0, 0], 1, False, 2, 9),
+        ([1, 1, 1, 1], [5, 5, 0, 0], 1, False, 2, 14),
+        # Copies that begin when a layer is over begin later where it is launched later.
+        ([1, 1, 1, 1], [0, 0, 5, 5], 1, True, 2, 18),
+    ],
+)
+def test_launches_run_ahead_of_layers(
+    compute: list[float],
+    copies: list[float],
+    slots: int,
+    wrap: bool,
+    launch: float,
+    expected: float,
+) -> None:
+    found = ring_s(compute, copies, slots, wrap=wrap, launch_s=launch)
+    assert found == pytest.approx(expected)
+
+
 class Clock:
     """Two streams on which work takes as long as it says; the interface of CopyStream."""
 

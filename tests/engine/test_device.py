@@ -156,6 +156,7 @@ def test_the_link_probe_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "two_way_gb_s",
         "in_place_gb_s",
         "hbm_copy_gb_s",
+        "launch_us",
     }
     assert found["h2d_gb_s"] is not None
     assert 0.05 < found["h2d_gb_s"] < 1000

@@ -34,7 +34,7 @@ def test_a_cpu_is_measured_and_planned_with() -> None:
     found = probe_rates.probe_rates("cpu")
     assert set(found) == NAMES | BESIDE | set(probe.RATES)
     measured = {name: rate for name, rate in found.items() if rate is not None}
-    assert set(found) - set(measured) == {"two_way_gb_s", "copy_overhead_s"}
+    assert set(found) - set(measured) == {"two_way_gb_s", "copy_overhead_s", "launch_us"}
     assert min(measured[name] for name in set(measured) - {"sequence_overhead_s"}) > 0
     rates = cpu_rates().measured(found)
     for name in ("h2d_gb_s", "float32_tflops", "host_read_gb_s", "pin_gb_s"):
@@ -74,5 +74,6 @@ def test_a_gpu_is_measured_within_what_its_parts_can_do() -> None:
     assert 0 <= found["copy_overhead_s"] < 1e-3
     assert found["host_read_gb_s"] > 1
     assert found["pin_gb_s"] > 0.1
+    assert 1 < found["launch_us"] < 100
     # Of what was reserved, the workspaces of matrix products stay with their library.
     assert torch.cuda.memory_reserved() - before < 128 * MIB

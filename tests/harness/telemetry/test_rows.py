@@ -268,26 +268,49 @@ def test_children_are_listed_only_where_a_process_is_new(tmp_path, monkeypatch):
     tree.close()
 
 
-def test_what_takes_the_processor_long_is_read_rarely(tmp_path, monkeypatch):
+class SlowCard:
+    """A card whose costly reading takes the next of `took_s` of CPU time; it reads the clock."""
+
+    def __init__(self, clock, took_s):
+        self.clock, self.took_s = clock, list(took_s)
+
+    def sample(self):
+        return {}
+
+    def sample_slow(self, pids):
+        return {}
+
+    def sample_costly(self):
+        self.clock["process_time"] += self.took_s.pop(0)
+        return {"gpu_energy_j": self.clock["monotonic"]}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = {"monotonic": 50.0, "process_time": 0.0}
+    monkeypatch.setattr(sampler.time, "monotonic", lambda: found["monotonic"])
+    monkeypatch.setattr(sampler.time, "process_time", lambda: found["process_time"])
+    return found
+
+
+def test_what_takes_the_processor_long_is_read_rarely(tmp_path, clock):
     """A reading of 40 ms of CPU time is one of 0.2 % of a core every 20 s."""
-    clock = {"monotonic": 50.0, "process_time": 0.0}
-    monkeypatch.setattr(sampler.time, "monotonic", lambda: clock["monotonic"])
-    monkeypatch.setattr(sampler.time, "process_time", lambda: clock["process_time"])
-    took = [0.04, 0.005, 0.0]
-
-    class SlowCard:
-        def sample(self):
-            return {}
-
-        def sample_slow(self, pids):
-            return {}
-
-        def sample_costly(self):
-            clock["process_time"] += took.pop(0)
-            return {"gpu_energy_j": clock["monotonic"]}
-
-    rows, found = Rows(tmp_path, SlowCard(), Gone()), []
-    while took:
+    card = SlowCard(clock, [0.04, 0.005, 0.0])
+    rows, found = Rows(tmp_path, card, Gone()), []
+    while card.took_s:
         found.append(rows.read()["gpu_energy_j"])
         clock["monotonic"] += 1.0
     assert sorted(set(found)) == [50.0, 70.0, 75.0]
+
+
+def test_where_rows_take_long_costly_readings_wait(tmp_path, clock):
+    """50 ms of other rows in the first second leave no time until 5.6 s have gone by."""
+    card = SlowCard(clock, [0.001] * 3)
+    rows, found = Rows(tmp_path, card, Gone()), []
+    for second in range(9):
+        found.append(rows.read()["gpu_energy_j"])
+        clock["monotonic"] += 1.0
+        clock["process_time"] += 0.05 if second == 0 else 0.0
+    assert sorted(set(found)) == [50.0, 56.0]
+    rows.watch(0, "next")  # of another worker the first row has one
+    assert rows.read()["gpu_energy_j"] == 59.0
