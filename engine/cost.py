@@ -227,8 +227,7 @@ def step_s(
     times = [layer_s(*kind) for kind in kinds]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
-    # On a CPU a layer is over when it was launched: `compute` has it.
-    launch_s = 0.0 if graphed or rates.is_cpu else rates.eager_layer_overhead_s
+    launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
     seconds = _run(
         shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s, launch_s=launch_s
     )
@@ -253,6 +252,8 @@ def _run(
     sizes, overhead = shape.offloaded_bytes, rates.copy_overhead_s
     copies = [size / link + overhead if size else 0.0 for size in sizes]
     if shape.placement is Placement.ON_DEMAND:
+        if not shape.is_pinned:  # the host waits for each copy, and launches nothing meanwhile
+            compute, launch_s = [max(seconds, launch_s) for seconds in compute], 0.0
         one_stream = list(map(operator.add, compute, copies))
         return ring_s(one_stream, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
     wrap, slots = shape.placement is Placement.PREFETCH, shape.num_slots

@@ -26,10 +26,8 @@ def probe_layers() -> dict[str, float]:
     together = _decode_s(MANY, BATCH)
     layer_s = max(1e-6, (many - few) / (MANY - FEW))
     sequence_s = min(0.9 * layer_s, max(1e-9, together - many) / (BATCH - 1) / MANY)
-    alone_s = layer_s - sequence_s
     return {
-        "layer_overhead_s": alone_s,
-        "eager_layer_overhead_s": alone_s,
+        "layer_overhead_s": layer_s - sequence_s,
         "sequence_overhead_s": sequence_s,
         "step_overhead_s": max(1e-6, few - FEW * layer_s),
     }

@@ -110,7 +110,8 @@ class Rates:
     sequence_overhead_s: float = 0.0
     """Of one layer for each sequence of a step, beside bytes: a CPU takes one after another."""
     is_cpu: bool = False
-    """Products of few rows read their weight first, and a step is over when it was launched."""
+    """Products of few rows read their weight first, and a step is over when it was launched: its
+    launches are in layer_overhead_s."""
     source: str
     """Sheet, probe or assumption, in words."""
 
@@ -125,7 +126,8 @@ class Rates:
             probe: By the names of engine.probe.probe_link and engine.probe_rates; None and names
                 that are no rate are left out.
         """
-        names = [name for name in asdict(self) if name not in {"source", "is_cpu"}]
+        others = {"source", "is_cpu", "eager_layer_overhead_s"}
+        names = [name for name in asdict(self) if name not in others]
         found = {name: rate for name in names if (rate := probe.get(name))}
         if hbm := probe.get("hbm_copy_gb_s"):
             found["hbm_gb_s"] = hbm
@@ -177,7 +179,7 @@ def cpu_rates() -> Rates:
         pin_gb_s=2.0,
         copy_overhead_s=5e-6,
         layer_overhead_s=4e-4,
-        eager_layer_overhead_s=4e-4,
+        eager_layer_overhead_s=0.0,
         step_overhead_s=2e-3,
         sequence_overhead_s=1e-4,
         is_cpu=True,

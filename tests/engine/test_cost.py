@@ -187,6 +187,41 @@ def test_on_demand_and_pageable_memory_are_slower_than_prefetch() -> None:
     assert times[1] > 5 * times[0]
 
 
+@pytest.mark.parametrize(
+    ("offload", "gaps", "is_hidden"),
+    [
+        (prefetch(8, 5, 2), {}, True),
+        (uva(8), {}, True),  # copied through slots
+        (prefetch(8, 5, 2), NO_UVA, True),  # on demand, from pinned memory
+        (prefetch(8, 5, 2), NO_PIN, False),
+    ],
+    ids=["prefetch", "uva", "on demand", "pageable"],
+)
+def test_launches_hide_behind_copies_that_the_host_need_not_wait_for(
+    offload: Any, gaps: dict[str, Any], is_hidden: bool
+) -> None:
+    config = configuration(OLMO_7B, memory_gib=15.99, offload=offload)
+    shape = shape_of(plan_memory(config, OLMO_7B, replace(H100, **gaps)), OLMO_7B)
+    launch_s = RATES.eager_layer_overhead_s
+    without = prefill_s(shape, replace(RATES, eager_layer_overhead_s=0.0), 128)
+    more = prefill_s(shape, RATES, 128) - without
+    # Layers on the GPU before the first that is copied wait for theirs.
+    assert more < 4 * launch_s if is_hidden else more > 0.7 * OLMO_7B.num_hidden_layers * launch_s
+
+
+def test_launches_of_a_step_without_graphs_are_those_that_were_probed() -> None:
+    """Layers read in place and on the GPU; on a CPU they are in what a layer takes anyway."""
+    for offload, memory_gib in ((None, 40), (uva(0.5), 40)):
+        shape = shape_of(olmo(offload, memory_gib), OLMO_7B)
+        eager = replace(shape, uses_graphs=False, captured_prefills=())
+        slow = RATES.measured({"launch_us": 1000.0})
+        for tokens in (1, 64):
+            seconds = step_s(eager, slow, prefill=tokens)
+            assert seconds == pytest.approx(0.1 * OLMO_7B.num_hidden_layers, rel=0.02)
+        cpu = cpu_rates().measured({"eager_layer_overhead_s": 1.0})  # an earlier version's probe
+        assert decode_step_s(eager, cpu, 1, 64) == decode_step_s(shape, cpu, 1, 64)
+
+
 def test_predicted_figures_are_complete_and_consistent() -> None:
     plan = olmo(prefetch(8, 5, 2))
     found = predict(plan, OLMO_7B, RATES)

@@ -10,12 +10,7 @@ from engine.rates import cpu_rates
 
 MIB = 2**20
 NAMES = {"bf16_tflops", "float32_tflops", "host_read_gb_s", "pin_gb_s", "copy_overhead_s"}
-BESIDE = {
-    "layer_overhead_s",
-    "eager_layer_overhead_s",
-    "sequence_overhead_s",
-    "step_overhead_s",
-}
+BESIDE = {"layer_overhead_s", "sequence_overhead_s", "step_overhead_s"}
 
 
 @pytest.fixture
