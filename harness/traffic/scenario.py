@@ -173,7 +173,7 @@ class ServeScenario(Sealed):
         seeds = Seeds(
             prompts=self.seeds.prompts + number,
             order=None if self.seeds.order is None else self.seeds.order + number,
-            arrivals=self.seeds.arrivals + number,
+            arrivals=self.seeds.arrivals + (number if self.arrivals.is_random else 0),
         )
         return replace(self, seeds=seeds)
 

@@ -111,3 +111,25 @@ def test_the_longest_request_counts_prefix_and_earlier_turns():
     )
     assert config.longest_tokens() == 16 + 2 * (20 + 4)
     assert serve(prompt=fixed(8)).longest_tokens() == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "arrivals"),
+    [
+        ({"arrivals": Arrivals(process="poisson", rate_per_s=1)}, 2),
+        ({"arrivals": Arrivals(process="constant", rate_per_s=1)}, 0),
+        ({"arrivals": Arrivals(process="at_once")}, 0),
+        (
+            {
+                "arrivals": Arrivals(process="trace"),
+                "trace": TRACE,
+                "prompt": None,
+                "output": None,
+            },
+            0,
+        ),
+    ],
+)
+def test_a_repeat_has_seeds_of_its_own_where_something_is_drawn(changes, arrivals):
+    seeds = serve(repeats=3, **changes).for_repeat(2).seeds
+    assert (seeds.prompts, seeds.arrivals) == (2, arrivals)
