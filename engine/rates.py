@@ -4,7 +4,7 @@ Every constant of the time model is here, with where it was measured. No torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from engine.config import GPUConfig
@@ -193,8 +193,9 @@ def rates_for(
     """Return the rates of the machine that a plan is for.
 
     On a CUDA device: the probe, over the sheet of that very card where it is known, else over the
-    rates of `gpu`. On a CPU: the rates of `gpu` where it names a card (the emulated one), else the
-    probe, over assumptions. What was used is said in `source`.
+    rates of `gpu`. On a CPU: the rates of `gpu` where it names a card (the emulated one; without
+    launches, which its graphs would save and an emulation has none of), else the probe, over
+    assumptions. What was used is said in `source`.
 
     Args:
         gpu: The budget's card.
@@ -204,7 +205,8 @@ def rates_for(
     given = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
     if facts.emulated:
         if any(given):
-            return sheet_rates(_sheet(gpu), f"sheet of {gpu.name}, which a CPU stands in for")
+            card = sheet_rates(_sheet(gpu), f"sheet of {gpu.name}, which a CPU stands in for")
+            return replace(card, eager_layer_overhead_s=0.0)
         return cpu_rates().measured(probe) if probe else cpu_rates()
     if facts.name in CARDS:
         rates = sheet_rates(CARDS[facts.name], f"sheet of {facts.name}")

@@ -47,6 +47,8 @@ SHOWN: Final = (
     ("energy/j_per_token", "energy per output token", "J"),
 )
 _MAX_REASONS: Final = 8
+_OF_THAT_CARD: Final = " (of that card)"
+"""Behind a time that was predicted for a card, where a CPU ran: their difference says nothing."""
 
 
 def print_summary(record: RunRecord, run_dir: Path, *, view_command: str | None) -> None:
@@ -115,10 +117,10 @@ def _planned(record: RunRecord) -> Iterable[str]:
         value = record.metrics.get(f"predicted/{quantity}")
         difference = record.metrics.get(f"predicted/{quantity}_difference_pct")
         if value is not None and difference is not None:
-            measured = value / (1 + difference / 100)
+            measured, rates_of = value / (1 + difference / 100), _rates_of(predicted, quantity)
+            share = "" if rates_of == _OF_THAT_CARD else f" ({difference:+.1f} %)"
             yield (
-                f"  {base}: predicted{_rates_of(predicted, quantity)} {number(value)}, "
-                f"measured {number(measured)} ({difference:+.1f} %)"
+                f"  {base}: predicted{rates_of} {number(value)}, measured {number(measured)}{share}"
             )
 
 
@@ -128,7 +130,7 @@ def _rates_of(predicted: Mapping[str, Any] | None, quantity: str) -> str:
     if quantity == "gpu_peak_gib":
         return ""
     if "which a CPU stands in for" in source:
-        return " (of that card)"
+        return _OF_THAT_CARD
     return " (assumed rates)" if "assumed" in source else ""
 
 

@@ -261,6 +261,17 @@ def test_rates_come_from_probe_device_sheet_or_assumption_and_say_so() -> None:
     assert rates_for(GPUConfig(), CPU, {"h2d_gb_s": 3.0}).h2d_gb_s == 3.0
 
 
+def test_a_card_that_a_cpu_stands_in_for_is_predicted_as_if_it_were_here() -> None:
+    """An emulation captures no graphs; the card would."""
+    card = GPUConfig(name="rtx4080_16gb", link_gb_s=32, hbm_gb_s=716.8, bf16_tflops=97.5)
+    config = configuration(OLMO_7B, memory_gib=20, dtype="bfloat16")
+    found = [
+        predict(plan_memory(config, OLMO_7B, facts), OLMO_7B, rates_for(card, facts, None))
+        for facts in (replace(H200, name="rtx4080_16gb"), CPU)
+    ]
+    assert found[1]["decode_step_ms"] == pytest.approx(found[0]["decode_step_ms"], rel=1e-6)
+
+
 def test_no_card_reaches_more_than_its_sheet() -> None:
     for sheet in CARDS.values():
         rates = sheet_rates(sheet, "test")
