@@ -58,7 +58,10 @@ def load_points(folder: Path) -> list[Point]:
 
 def _require_folder(folder: Path) -> None:
     if not folder.exists():
-        raise RecordError(f"{folder}: no such folder.")
+        raise RecordError(
+            f"{folder}: no such folder. Give the folder of a run, which its summary names, or of a "
+            "sweep."
+        )
     if not folder.is_dir():
         raise RecordError(
             f"{folder}: expected a folder, got a file. Give the folder that holds it."
