@@ -106,10 +106,10 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
 def _parse(line: str, number: int) -> PromptRow:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"line {number}: not JSON ({error.msg}).") from error
     except RecursionError as error:
         raise PromptError(f"line {number}: brackets nested too deep.") from error
+    except ValueError as error:  # json.JSONDecodeError, or a number of too many digits
+        raise PromptError(f"line {number}: not JSON ({error}).") from error
     if not isinstance(row, dict):
         raise PromptError(f"line {number}: expected an object, got {type(row).__name__}.")
     if ("prompt" in row) == ("prompt_token_ids" in row):

@@ -76,6 +76,7 @@ class HTTPEngine:
             ("parts", "tokens", "added_tokens", "surplus_tokens", "unknown_ids"), 0
         )
         self._mismatch: tuple[int, int] | None = None
+        self._too_long: list[str] = []
 
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
@@ -138,6 +139,9 @@ class HTTPEngine:
         self._counts["added_tokens"] += missing
         self._counts["surplus_tokens"] += answer.num_surplus
         self._counts["unknown_ids"] += answer.token_ids.count(UNKNOWN_TOKEN)
+        num_tokens, asked = len(answer.token_ids), request.params.max_tokens
+        if asked is not None and num_tokens > asked:
+            self._too_long.append(f"{request.request_id} has {num_tokens} of {asked} tokens")
         own = len(request.prompt_token_ids)
         if answer.prompt_tokens not in {None, own} and self._mismatch is None:
             self._mismatch = (own, int(answer.prompt_tokens or 0))
@@ -198,6 +202,12 @@ class HTTPEngine:
                 "parts with text, and without token ids each part is taken for a token: rates and "
                 "times per token are wrong. Set system.extensions=true, or have the server send "
                 "token ids or logprobs."
+            )
+        if self._too_long:
+            reasons.append(
+                f"http: {len(self._too_long)} answers have more tokens than were asked for; "
+                f"{self._too_long[0]}. The server does not keep to max_tokens, or its usage is "
+                "wrong: the figures are not of the work that was asked. Mend the server."
             )
         if counts["parts"] and counts["tokens"] != counts["parts"]:
             notes.append(

@@ -18,31 +18,42 @@ class ServerError(RequestError):
 
 
 class EventLines:
-    """Server-sent events out of bytes that arrive in any pieces."""
+    """Server-sent events out of bytes that arrive in any pieces.
+
+    Lines end with CR, LF or both; the `data:` lines of an event are joined, and an empty line ends
+    it.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
+        self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Yield the content of each `data:` line that is complete.
+        """Yield the content of each event that is complete.
 
         Args:
             data: the next bytes.
         """
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        yield from self._contents(lines)
+        lines = (self._rest + data).splitlines(keepends=True)
+        self._rest = b""
+        # A CR may be half of an end; behind an empty line the other half is one more of these.
+        if lines and not lines[-1].endswith(b"\n") and lines[-1] != b"\r":
+            self._rest = lines.pop()
+        for line in lines:
+            yield from self._take(line.strip())
 
     def end(self) -> Iterator[str]:
-        """Yield the content of a last line that nothing ended; some servers send it so."""
+        """Yield the content of a last event that nothing ended; some servers send it so."""
         rest, self._rest = self._rest, b""
-        yield from self._contents([rest])
+        for line in (rest.strip(), b""):
+            yield from self._take(line)
 
-    def _contents(self, lines: list[bytes]) -> Iterator[str]:
-        for line in lines:
-            text = line.strip()
-            if text.startswith(b"data:"):
-                yield text[5:].strip().decode("utf-8", errors="replace")
+    def _take(self, line: bytes) -> Iterator[str]:
+        if line.startswith(b"data:"):
+            self._data.append(line[5:].strip())
+        elif not line and self._data:
+            content, self._data = b"\n".join(self._data), []
+            yield content.decode("utf-8", errors="replace")
 
 
 @dataclass(kw_only=True)
@@ -67,11 +78,13 @@ class StreamedAnswer:
     is_over: bool = False
 
     def feed(self, content: str, now_s: float) -> None:
-        """Take the content of one event.
+        """Take the content of one event; what comes after the last one is left.
 
         Raises:
             ServerError: it is an error, no JSON object, or not of the published form.
         """
+        if self.is_over:
+            return
         if content == "[DONE]":
             self.is_over = True
             return

@@ -66,6 +66,7 @@ def test_rows_of_text_and_of_ids(tmp_path):
         ('{"prompt": "a", "prompt_token_ids": [1]}', "line 2: expected one of"),
         ('{"prompt": ""}', "line 2: expected a text that is not empty, got ''"),
         (r'{"prompt": "a \ud800"}', "line 2: expected a text without lone surrogates"),
+        ('{"prompt_token_ids": [' + "1" * 5000 + "]}", "line 2: not JSON"),
         ("[" * 100_000, "line 2: brackets nested too deep"),
         ('{"prompt": 5}', "line 2: expected a text that is not empty, got 5"),
         ('{"prompt_token_ids": []}', r"line 2: expected whole numbers from 0, got \[\]"),

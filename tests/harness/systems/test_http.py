@@ -202,6 +202,19 @@ def test_more_parts_than_the_server_counts_tokens_speak_against_the_figures():
     assert ask(Script(), PROMPTS)[2]["reasons"] == []
 
 
+def test_answers_longer_than_asked_speak_against_the_figures():
+    _, _, stats = ask(Script(extra_usage=2), PROMPTS)
+    assert "2 answers have more tokens than were asked for; r-" in stats["reasons"][0]
+    assert "has 7 of 5 tokens" in stats["reasons"][0]
+
+
+def test_what_comes_after_the_end_is_left():
+    part = 'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
+    requests, _, stats = ask(Script(raw=f"{part}data: [DONE]\n\n{part}"), PROMPTS[:1], output=1)
+    assert len(requests[0].token_ids) == 1
+    assert stats["reasons"] == []
+
+
 def test_a_server_that_refuses_everything_is_given_up():
     with Server(Script(status=500)) as server:
         llm = HTTPEngine(config(), system(server.base_url))
@@ -324,12 +337,13 @@ def test_a_worker_serves_a_schedule_through_a_server(tmp_path):
     assert samples["num_completed"] == samples["num_planned"] == 8
 
 
-def test_lines_are_found_in_any_pieces():
-    data = b"data: a\r\n\r\n: comment\ndata:b\n\nda"
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_events_are_found_in_any_pieces(end):
+    data = b"data: a|id: 3||: comment|data:b|data: c||da".replace(b"|", end)
     for size in (1, 3, 100):
         lines = EventLines()
         pieces = [data[start : start + size] for start in range(0, len(data), size)]
-        assert [item for piece in pieces for item in lines.feed(piece)] == ["a", "b"]
+        assert [item for piece in pieces for item in lines.feed(piece)] == ["a", "b\nc"]
 
 
 def test_a_last_line_that_nothing_ended_counts():
