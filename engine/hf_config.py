@@ -58,9 +58,9 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(rope),
         "rope_local_base_freq": local_theta if window is not None else None,
         "query_pre_attn_scalar": _scalar(scalar, arch),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", arch.tied_default)),
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "tie_word_embeddings": config.get("tie_word_embeddings", arch.tied_default) or False,
+        "attention_bias": config.get("attention_bias") or False,
+        "mlp_bias": config.get("mlp_bias") or False,
         "sliding_window": window,
         "layer_types": layer_types,
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix(
@@ -189,8 +189,13 @@ def _window(
 def _layer_types(config: Mapping[str, Any], arch: Architecture, layers: int) -> list[str]:
     if arch.sliding_window == "all":
         return [WINDOW] * layers
-    if config.get("layer_types"):
-        return list(config["layer_types"])
+    if types := config.get("layer_types"):
+        if not isinstance(types, list) or len(types) != layers or {*types} - {WINDOW, FULL}:
+            raise CheckpointError(
+                f"config.json: layer_types: expected {WINDOW} or {FULL} for each of {layers} "
+                f"layers, got {types!r}."
+            )
+        return types
     if arch.sliding_window == "flag":
         # transformers' default of max_window_layers.
         first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
