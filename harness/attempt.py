@@ -58,8 +58,8 @@ class Findings:
     samples: dict[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     """What was timed, in order."""
-    calibration: dict[str, Any] | None = None
-    """Copies of known size for the link's counter."""
+    link_factor: float | None = None
+    """Payload bytes per byte that the link's counter tells."""
 
     def fail(self, status: str, error: ErrorFacts) -> None:
         """Note why the point ended."""
@@ -79,7 +79,7 @@ class Findings:
     def add_telemetry(self, telemetry: Telemetry) -> None:
         """Take over what the telemetry says of what was timed; figures of the workers stay."""
         uses_gpu = self.effective.get("emulated") is False
-        report = telemetry.report(self.spans, self.calibration, uses_gpu=uses_gpu)
+        report = telemetry.report(self.spans, self.link_factor, uses_gpu=uses_gpu)
         self.add(asdict(report))
         self.warnings += report.warnings
 
@@ -310,7 +310,7 @@ class Attempt:
         found = result if with_samples else {**result, "samples": {}}
         self.findings.add(found)
         self.findings.spans += [Span(job=job.name, **span) for span in result.get("windows", ())]
-        self.findings.calibration = self.findings.calibration or result.get("calibration")
+        self.findings.link_factor = self.findings.link_factor or result.get("link_factor")
         self._end_unless_ok(status, error)
         return result
 

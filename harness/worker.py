@@ -233,7 +233,7 @@ class Work:
             # Before the engine takes its memory: the probe's buffers are not part of the budget.
             self._state.enter("probe")
             rates = self._link.before(self._gpu())
-            self._result["calibration"] = self._link.calibration
+            self._result["link_factor"] = self._link.factor
             self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
             known = self._engine.measured_rates | dict(self._door.machine(self._engine))
             known |= {name: rate for name, rate in rates.items() if rate is not None}

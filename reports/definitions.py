@@ -130,8 +130,8 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "link/in_place_after_gb_s": "link/in_place_gb_s, probed again after the scenarios",
         "link/nvml_h2d_gb_s": (
             "bytes that the GPU's own counter received over PCIe per second of the last timed part"
-            " of latency, throughput, serve: mean of windows of 20 ms x what copies of known size"
-            " are of its reading before"
+            " of latency, throughput, serve: mean of five or more windows of 20 ms, one every 5 s"
+            " or more, x what copies of known size are of its reading before"
         ),
         "link/share": (
             "(bytes moved host to device in the steps that only decode / wall time of those steps)"
@@ -198,8 +198,8 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "predicted/load_s_difference_pct": "as predicted/tpot_ms_difference_pct",
         "predicted/gpu_peak_gib_difference_pct": "as predicted/tpot_ms_difference_pct",
         "link/pcie_rx_gb_s": (
-            "bytes that the GPU received over PCIe, packet headers included: mean over the rows of"
-            " telemetry in the last timed part"
+            "bytes that the GPU received over PCIe, packet headers included: mean of the windows of"
+            " 20 ms that were read in the last timed part, one every 5 s or more"
         ),
         "link/pcie_tx_gb_s": "as link/pcie_rx_gb_s, bytes that the GPU sent",
         "gpu/sm_clock_mhz": "clock of the SMs over the rows of the last timed part",

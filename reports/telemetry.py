@@ -125,7 +125,7 @@ SLOW_COLUMNS: Final = frozenset(
     or name in {"swapped_bytes", "cpu_s", "minor_faults", "major_faults", "read_bytes"}
 )
 COSTLY_COLUMNS: Final = frozenset({"gpu_energy_j", "pcie_rx_gb_s", "pcie_tx_gb_s"})
-"""Read once a second; rows in between repeat the last value."""
+"""Read every few seconds, in rows whose clock_s is costly_clock_s; others repeat the value."""
 
 
 def is_counter(name: str) -> bool:

@@ -73,23 +73,6 @@ def mean_rate(readings: list[Reading], begin_s: float, end_s: float) -> float | 
     return sum(inside) / len(inside) if len(inside) >= LEAST_READINGS else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Copies of known size from host to device, and when they ran on the readings' clock."""
-
-    num_bytes: int
-    begin_s: float
-    end_s: float
-
-    def factor(self, readings: list[Reading]) -> float | None:
-        """Return payload bytes per counted byte.
-
-        None with too few readings meanwhile, or where the counter stood still.
-        """
-        counted = mean_rate(readings, self.begin_s, self.end_s)
-        return self.num_bytes / 1e9 / (self.end_s - self.begin_s) / counted if counted else None
-
-
 def calibrate(
     read: Callable[[], float | None],
     stream: Stream,
@@ -98,7 +81,7 @@ def calibrate(
 ) -> float | None:
     """Return payload bytes per counted byte, from copies of known size.
 
-    None where the counter gives nothing, or stands still during the copies.
+    None where the counter gives nothing or too little, or stands still during the copies.
 
     Args:
         read: of CounterReader.
@@ -112,7 +95,8 @@ def calibrate(
         num_bytes, begin_s, end_s = stream(CALIBRATION_S)
     finally:
         readings = reader.stop()
-    return Calibration(num_bytes=num_bytes, begin_s=begin_s, end_s=end_s).factor(readings)
+    counted = mean_rate(readings, begin_s, end_s)
+    return num_bytes / 1e9 / (end_s - begin_s) / counted if counted else None
 
 
 class LinkCounter:

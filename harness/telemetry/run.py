@@ -1,12 +1,11 @@
 """The telemetry of one run, from the sampler's start to what the record says of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from harness.measure.nvml import Gpu
-from harness.measure.pcie import Calibration
 from harness.telemetry.link import payload_gb_s
 from harness.telemetry.process import Sampler
 from harness.telemetry.summary import cost_warning, facts, peak_metrics, window_metrics
@@ -56,14 +55,12 @@ class Telemetry:
         """End the sampler; the rows are in their last file then."""
         self.sampler.close()
 
-    def report(
-        self, spans: Sequence[Span], calibration: Mapping[str, Any] | None, *, uses_gpu: bool
-    ) -> Report:
+    def report(self, spans: Sequence[Span], link_factor: float | None, *, uses_gpu: bool) -> Report:
         """Return what the rows say of what was timed; after `close`.
 
         Args:
             spans: of the parts, in order of time.
-            calibration: what the worker copied for the link's counter, as plain data.
+            link_factor: payload bytes per byte that the link's counter tells.
             uses_gpu: whether the engine ran on one.
         """
         found = Report(warnings=list(self.sampler.warnings))
@@ -86,9 +83,8 @@ class Telemetry:
         timed = [span for span in spans if span.part != LOAD_PART]
         if timed:
             found.metrics |= window_metrics(Window(table, timed[-1]))
-            known = None if calibration is None else Calibration(**calibration)
             begin_s, end_s = timed[-1].begin_s, timed[-1].end_s
-            found.metrics["link/nvml_h2d_gb_s"] = payload_gb_s(table, known, begin_s, end_s)
+            found.metrics["link/nvml_h2d_gb_s"] = payload_gb_s(table, link_factor, begin_s, end_s)
         self._add_facts(found, table, spans)
         return found
 

@@ -61,6 +61,13 @@ class Window:
         found = (cells[place] for place in (self._busy if busy else self._places))
         return [value for value in found if value is not None]
 
+    def readings(self, column: str) -> list[Any]:
+        """Return the values of one of COSTLY_COLUMNS that were read in the span, each once."""
+        cells, clock = self._table[column], self._table["clock_s"]
+        read = self._table["costly_clock_s"]
+        fresh = (cells[place] for place in self._places if read[place] == clock[place])
+        return [value for value in fresh if value is not None]
+
     def pairs(self, first: str, second: str) -> list[tuple[Any, Any]]:
         """Return two columns of the rows with a busy GPU that have both."""
         one, other = self._table[first], self._table[second]

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802  some names are NVML's
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -97,11 +98,21 @@ def test_readings_across_an_edge_do_not_count():
 class PcieNvml:
     NVML_PCIE_UTIL_RX_BYTES = 1
 
+    def __init__(self):
+        self.asked = threading.Semaphore(0)
+
     def nvmlDeviceGetUUID(self, handle):
         return "GPU-1"
 
+    def await_readings(self, count):
+        """Return when so many readings were begun since this was called."""
+        while self.asked.acquire(blocking=False):
+            pass
+        assert all(self.asked.acquire(timeout=10) for _ in range(count))
+
     def nvmlDeviceGetPcieThroughput(self, handle, direction):
         assert direction == 1
+        self.asked.release()
         return 52_000_000
 
 
@@ -111,17 +122,24 @@ def test_nvml_counts_kilobytes_that_the_gpu_received():
 
 def test_copies_of_known_size_are_for_the_counter():
     door, _ = fake_door(Script())
-    door = replace(door, stream=lambda config, seconds: (int(seconds * 5e9), 7.0, 7.0 + seconds))
-    watch = LinkWatch(door, None)
-    watch.before(Gpu(PcieNvml(), 0))
-    assert watch.calibration == {"num_bytes": 5 * 10**9, "begin_s": 7.0, "end_s": 8.0}
+    nvml = PcieNvml()
+
+    def stream(config, seconds):
+        begin_s = time.perf_counter()
+        nvml.await_readings(7)
+        end_s = time.perf_counter()
+        return round(50e9 * (end_s - begin_s)), begin_s, end_s
+
+    watch = LinkWatch(replace(door, stream=stream), None)
+    watch.before(Gpu(nvml, 0))
+    assert watch.factor == pytest.approx(50 / (52 * 1.024))
 
 
 def test_nothing_is_copied_for_a_counter_that_is_not_there():
     door, _ = fake_door(Script())
     watch = LinkWatch(replace(door, stream=lambda config, seconds: pytest.fail("copied")), None)
     watch.before(Gpu(SimpleNamespace(), 0))
-    assert watch.calibration is None
+    assert watch.factor is None
 
 
 def test_nothing_is_copied_where_nothing_can_be_pinned():
@@ -130,14 +148,14 @@ def test_nothing_is_copied_where_nothing_can_be_pinned():
     door = replace(door, probe=lambda config: nothing, stream=lambda *_: pytest.fail("copied"))
     watch = LinkWatch(door, None)
     assert watch.before(Gpu(PcieNvml(), 0)) == nothing
-    assert watch.calibration is None
+    assert watch.factor is None
 
 
 def test_without_a_gpu_nothing_is_counted():
     door, _ = fake_door(Script())
     watch = LinkWatch(door, None)
     assert watch.before(None)["h2d_gb_s"] == 0.00002
-    assert watch.calibration is None
+    assert watch.factor is None
     assert watch.after() == {"link/h2d_after_gb_s": 0.00002, "link/in_place_after_gb_s": None}
 
 

@@ -60,7 +60,7 @@ def test_measure_takes_latency_and_throughput_of_known_times(tmp_path):
     assert [window["part"] for window in result["windows"]] == ["latency", "throughput"]
     lengths = [window["end_s"] - window["begin_s"] for window in result["windows"]]
     assert lengths == pytest.approx([11, 1])
-    assert result["calibration"] is None
+    assert result["link_factor"] is None
     assert result["reasons"] == []
     assert metrics["memory/gpu_peak_gib"] == 1
     assert metrics["memory/budget_margin_gib"] == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.measure.pcie import Calibration, mean_rate
+from harness.measure.pcie import mean_rate
 from harness.telemetry.link import payload_gb_s, readings
 from harness.telemetry.summary import (
     cost_warning,
@@ -90,18 +90,27 @@ def test_peaks_are_those_of_the_worker_that_measures():
     assert peak_metrics(rows)["memory/gpu_baseline_gib"] == 9
 
 
-def test_copies_of_known_size_bring_the_counter_to_payload():
-    # 50 GB/s read as 55 in the first second, 33 in the third and fourth.
-    rows = table(pcie_rx_gb_s=lambda k: 55 if k < 10 else 33)
-    known = Calibration(num_bytes=50 * 10**9, begin_s=100.0, end_s=101.0)
-    assert payload_gb_s(rows, known, 102.0, 104.0) == pytest.approx(30)
-    assert payload_gb_s(rows, None, 102.0, 104.0) is None
-    assert payload_gb_s(table(pcie_rx_gb_s=0.0), known, 102.0, 104.0) is None
-    assert payload_gb_s(table(), known, 102.0, 104.0) is None
+def test_the_calibration_brings_the_counter_to_payload():
+    # Read every five seconds, at 100, 105, ..., and repeated in between.
+    rows = table(400, pcie_rx_gb_s=lambda k: 99.0 if k < 100 else 33.0 + k // 50)
+    assert payload_gb_s(rows, 0.5, 109.0, 134.5) == pytest.approx(0.5 * (33 + 4))  # at 110 .. 130
+    assert payload_gb_s(rows, 0.5, 109.0, 129.5) is None  # four readings are too few
+    assert payload_gb_s(rows, None, 109.0, 134.5) is None
+    assert payload_gb_s(table(400), 0.5, 109.0, 134.5) is None
+
+
+def test_traffic_is_that_of_readings_within_the_part_each_once():
+    rows = table(100, pcie_rx_gb_s=lambda k: 50.0 if k < 50 else 2.0)
+    late = Window(rows, Span(part="latency", job="measure", begin_s=103.0, end_s=109.0))
+    assert window_metrics(late)["link/pcie_rx_gb_s"] == 2.0  # not the one of 100, repeated to 105
+    short = Window(rows, Span(part="latency", job="measure", begin_s=101.0, end_s=104.0))
+    assert window_metrics(short)["link/pcie_rx_gb_s"] is None
 
 
 def test_readings_across_an_edge_do_not_count():
-    rows = table(pcie_rx_gb_s=lambda k: 100.0 * k, took_s=0.1)
+    rows = table(
+        pcie_rx_gb_s=lambda k: 100.0 * k, took_s=0.1, costly_clock_s=lambda k: 100 + k / 10
+    )
     assert mean_rate(readings(rows), 100.15, 100.75) == pytest.approx(400)  # 2 .. 6
     assert mean_rate(readings(rows), 100.15, 100.65) is None  # four are too few
 

@@ -57,8 +57,7 @@ def test_a_card_in_trouble(tmp_path, stand_in):
     assert metrics["gpu/temperature_c"] == 91
     assert metrics["telemetry/rows_hz"] == pytest.approx(10, rel=0.2)
     assert metrics["gpu/sm_clock_mhz/p50"] == 1980
-    # The counter stands still at what it read while 10 GB/s were copied.
-    assert metrics["link/nvml_h2d_gb_s"] == pytest.approx(10, rel=0.02)
+    assert metrics["link/nvml_h2d_gb_s"] is None  # read every 5 s, and five readings are needed
     assert metrics["energy/total_j"] == pytest.approx(100 * 1.42, rel=0.1)
     assert metrics["energy/j_per_token"] == pytest.approx(metrics["energy/total_j"] / 42)
     assert record.environment["gpu"]["pcie"]["max_gen"] == 5
