@@ -35,11 +35,16 @@ PER_REQUEST: Final = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 
 def run_metrics(record: RunRecord) -> dict[str, float | None]:
-    """Return the metrics of a run, and total_s: its load and its timed parts, one after another."""
+    """Return the metrics of a run, and total_s: its load and its timed parts, one after another.
+
+    Of a part that was repeated, which sides may do differently often, it holds the mean of once.
+    """
     metrics = record.metrics
     times = [metrics.get(name) for name in ("load/total_s", "throughput/wall_s", "serve/wall_s")]
-    alone_ms = [row.get("e2e_ms") for row in part_rows(record, "latency")]
-    times += [time_ms / 1e3 for time_ms in alone_ms if time_ms is not None]
+    alone = part_rows(record, "latency")
+    num_repeats = len({row.get("repeat") for row in alone})
+    alone_ms = [row.get("e2e_ms") for row in alone]
+    times += [time_ms / 1e3 / num_repeats for time_ms in alone_ms if time_ms is not None]
     known = [time_s for time_s in times if time_s is not None]
     return dict(metrics) | {"total_s": math.fsum(known) if known else None}
 

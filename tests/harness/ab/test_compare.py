@@ -91,6 +91,10 @@ def test_total_time_is_load_and_all_timed_requests():
     )
     assert run_metrics(found)["total_s"] == pytest.approx(2.75)
     assert run_metrics(record())["total_s"] is None
+    rows = [{"e2e_ms": 100.0}, {"e2e_ms": 150.0}]
+    repeated = [{"repeat": number, **row} for number in range(3) for row in rows]
+    found = record(metrics={"load/total_s": 2.0}, samples={"latency": repeated})
+    assert run_metrics(found)["total_s"] == pytest.approx(2.25)  # of one repeat
 
 
 def row(name, *, repeat=None, error=None, tokens="x", **times):
