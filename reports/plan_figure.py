@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 PLAN_CSV: Final = "plan.csv"
 PLAN_PNG: Final = "plan.png"
 PANELS: Final = (
-    ("decode_tokens_s", "decode tokens/s, batch 1"),
-    ("queue_output_tokens_s", "output tokens/s, a queue of 200"),
+    ("decode_tokens_s", "decode tokens/s,\nbatch 1"),
+    ("queue_output_tokens_s", "output tokens/s,\na queue of 200"),
 )
 KINDS: Final = ("none", "uva", "prefetch", "auto", "as set")
 COLOURS: Final = ("#9498a0", "#97b4f5", "#4269d0", "#e0a30c", "#a463f2")
@@ -46,7 +46,7 @@ def write_plan_figure(folder: Path, out: Path | None = None) -> Path:
     return target
 
 
-def plan_figure(rows: Sequence[Row]) -> bytes:
+def plan_figure(rows: Sequence[Row]) -> theme.Drawing:
     """Draw a bar for each way to place the weights of each point; a cross where it does not fit.
 
     Args:
@@ -72,8 +72,9 @@ def plan_figure(rows: Sequence[Row]) -> bytes:
 
 
 def short(point: str) -> str:
-    """Return a point's values without their keys; a point without any as it is."""
-    return " ".join(text.partition("=")[2] or text for text in point.split())
+    """Return a point's values without their keys, of a path its end; one without any as it is."""
+    values = (text.partition("=")[2] or text for text in point.split())
+    return " ".join(value.rstrip("/").rpartition("/")[2] for value in values)
 
 
 def kind_of(row: Row) -> str:

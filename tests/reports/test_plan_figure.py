@@ -19,6 +19,7 @@ def test_a_row_s_kind_is_its_backend_or_as_set() -> None:
 
 def test_a_point_is_called_by_its_values() -> None:
     assert short("model=olmo7b gpu=l4_24gb engine.seed=1") == "olmo7b l4_24gb 1"
+    assert short("model.path=/long/folders/llama33_70b/ gpu=l4_24gb") == "llama33_70b l4_24gb"
     assert short("3") == "3"
 
 
@@ -40,6 +41,16 @@ def test_a_file_without_points_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"plan\.csv: expected the points"):
         write_plan_figure(tmp_path)
     assert main([str(tmp_path)]) == 2
+
+
+def test_names_of_the_axes_do_not_meet() -> None:
+    row = {"offload": "none", "fits": "True", "decode_tokens_s": "5", "queue_output_tokens_s": "6"}
+    figure = plan_figure(
+        [row | {"point": f"model=a_model_of_a_long_name_{n}"} for n in "ab"]
+    ).figure
+    names = [axes.xaxis.label.get_window_extent() for axes in figure.axes]
+    assert names[0].x1 < names[1].x0
+    assert names[1].x1 <= figure.bbox.width
 
 
 def test_a_long_sweep_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
