@@ -45,9 +45,8 @@ def test_a_file_without_points_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_names_of_the_axes_do_not_meet() -> None:
     row = {"offload": "none", "fits": "True", "decode_tokens_s": "5", "queue_output_tokens_s": "6"}
-    figure = plan_figure(
-        [row | {"point": f"model=a_model_of_a_long_name_{n}"} for n in "ab"]
-    ).figure
+    points = [n * 40 for n in "12"]  # as much of a name as is shown
+    figure = plan_figure([row | {"point": point} for point in points]).figure
     names = [axes.xaxis.label.get_window_extent() for axes in figure.axes]
     assert names[0].x1 < names[1].x0
     assert names[1].x1 <= figure.bbox.width
