@@ -267,7 +267,8 @@ class MemoryPlan:
     @property
     def max_concurrency(self) -> float:
         """Sequences of max_model_len that run at once; one that exceeds the GPU runs alone."""
-        on_gpu = self.kv.sequences(self.kv_pools, self.max_model_len)
+        held = self.kv.sequences(self.kv_pools, self.max_model_len)
+        on_gpu = min(float(self.max_num_seqs), held)
         return 1.0 if on_gpu < 1 and self.holds_one else on_gpu
 
     @property

@@ -62,6 +62,15 @@ def test_the_published_case() -> None:
     assert plan_llama(131_072, kv={"cpu_gib": 16}).holds_one
 
 
+def test_no_more_sequences_run_at_once_than_may() -> None:
+    """A prefix cache takes more GPU blocks than all that run can use."""
+    kv: dict[str, Any] = {"cpu_gib": 8, "enable_prefix_caching": True}
+    plan = plan_llama(512, kv=kv)
+    assert plan.kv_tokens > 80 * 512
+    assert plan.max_concurrency == plan.max_num_seqs == 8
+    assert plan.max_kept > 200
+
+
 def test_the_longest_sequence_is_that_of_both_tiers() -> None:
     kv: dict[str, Any] = {"num_cpu_blocks": 1000}
     # Longer sequences take more of other bytes: the same longest one, whatever is asked.
