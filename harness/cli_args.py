@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from harness.errors import ConfigError, did_you_mean
+from harness.errors import ConfigError, closest
 
 __all__ = ["CommandLine", "parse_command_line"]
 
@@ -38,8 +38,10 @@ class _Parser(argparse.ArgumentParser):
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             option = message.removeprefix(prefix).split()[0]
-            known = sorted(self._option_string_actions)
-            message = f"unknown option {option}.{did_you_mean(option, known)}"
+            known = {name.strip("-"): name for name in self._option_string_actions}
+            meant = closest(option.strip("-"), known)
+            hint = f"Did you mean {known[meant[0]]}?" if meant else "A setting: model=glass."
+            message = f"unknown option {option}. {hint}"
         raise ConfigError(f"command line: {message} See python -m harness --help.")
 
 

@@ -262,10 +262,10 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     """Return all points of a sweep as a table, one line each, with the minutes of a run."""
     refused = sum(not shown(item).fits for item in found)
     total = sum(item.minutes(shown(item)) for item in found)
+    lack = f"without room: {refused}; running the others" if refused else "all fit; running them"
     return [
         *_points(found, names),
-        f"  {len(found)} points, {refused} of them do not fit; running the others takes about "
-        f"{total:.0f} minutes.",
+        f"  {len(found)} points, {lack} takes about {total:.0f} minutes.",
     ]
 
 

@@ -43,6 +43,7 @@ def test_options_may_stand_anywhere() -> None:
     ("words", "message"),
     [
         (["--multirn"], "unknown option --multirn. Did you mean --multirun?"),
+        (["--model", "glass"], "unknown option --model. A setting: model=glass. See"),
         (["--cfg", "jobb"], "invalid choice: 'jobb'"),
         (["--cfg"], "expected one argument"),
         (["--resolve"], "--resolve has an effect only with --cfg"),

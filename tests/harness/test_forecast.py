@@ -317,7 +317,7 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     assert main([*command, "mode=plan"]) == 3
     out = capsys.readouterr().out
     assert "gpu=rtx3060_12gb offload=none" in out
-    assert "4 points, 1 of them do not fit; running the others takes about" in out
+    assert "4 points, without room: 1; running the others takes about" in out
     [path] = (home / "runs").glob("*/plan.csv")
     figure = path.with_suffix(".png")
     assert f"as a figure: {figure}" in out
@@ -372,4 +372,4 @@ def test_minutes_grow_with_the_scenario(composer: Composer) -> None:
     assert many.minutes(more) > 5 * few.minutes(row)
     table = sweep_table([few, many], ["few", "many"])
     assert table[2].strip().startswith("few")
-    assert "2 points, 0 of them do not fit" in table[-1]
+    assert "2 points, all fit; running them takes about" in table[-1]
