@@ -10,7 +10,7 @@ from harness.describe import config_hash
 from harness.plain import plain
 from harness.schema import RunConfig
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "input_hashes"]
 
 
 def fingerprint(config: RunConfig, environment: Mapping[str, Any]) -> str:
@@ -38,11 +38,18 @@ def fingerprint(config: RunConfig, environment: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def input_hashes(config: RunConfig) -> dict[str, str | None]:
+    """Return the SHA-256 of each file of prompts and trace by its setting; None of absent ones."""
+    paths = {name: Path(file).expanduser() for name, file in config.scenario.files().items()}
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        for name, path in paths.items()
+    }
+
+
 def _files(config: RunConfig) -> Iterator[tuple[str, object]]:
     """Yield what names the content of every file that the point reads."""
-    for name, file in config.scenario.files().items():
-        path = Path(file).expanduser()
-        yield name, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    yield from input_hashes(config).items()
     if config.model.path is not None:
         folder = Path(config.model.path).expanduser()
         files = sorted(path for path in folder.glob("*") if path.is_file())

@@ -18,7 +18,7 @@ from harness.attempt import Attempt, Findings, PointEndedError, Surroundings
 from harness.devices import OwnDevice, first_gpu, own_device
 from harness.environment import collect
 from harness.failure import classify_exception
-from harness.fingerprint import fingerprint
+from harness.fingerprint import fingerprint, input_hashes
 from harness.finished import Finished, FinishedPoints, take_over
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.job import JOBS_FOLDER
@@ -111,6 +111,7 @@ class _Point:
         self._gpu: Gpu | None = first_gpu(config)
         self._environment = collect(self._gpu)
         self._key = fingerprint(config, self._environment)
+        self._inputs = input_hashes(config)
         self._ended = FinishedPoints(self._home)
         self._write_yaml("config.yaml", config.to_dict())
         self._write_yaml("overrides.yaml", overrides)
@@ -288,6 +289,8 @@ class _Point:
         effective = dict(findings.effective)
         effective["warnings"] = [*(effective.get("warnings") or []), *findings.warnings]
         effective["notes"] = findings.notes
+        if self._inputs:
+            effective["inputs"] = self._inputs
         # An engine that was not built says nothing; without a GPU the tiers would be emulated.
         emulated = effective.get("emulated", self._gpu is None)
         environment = {**self._environment, "emulated": emulated}

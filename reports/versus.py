@@ -118,6 +118,9 @@ def _work(record: RunRecord) -> dict[str, object]:
     }
     if not any(key.startswith("model.spec.") for key in found):
         found["model.name"] = flat.get("model.name")
+    # A file is what it holds: another one may lie at the same path, and the same one elsewhere.
+    for name, digest in (record.effective.get("inputs") or {}).items():
+        found[f"scenario.{name}"] = f"content {digest}"[:20]
     return found
 
 
@@ -133,7 +136,7 @@ def ratio_interval(base: RunRecord, other: RunRecord, metric: str) -> tuple[floa
     It is wider than the 95 % interval of the ratio. None where a run has no repeats.
     """
     ends = [
-        record.metrics.get(f"{metric}/{end}")
+        record.metrics.get(f"{metric.removesuffix('/mean')}/{end}")
         for record in (base, other)
         for end in ("ci95_low", "ci95_high")
     ]
@@ -145,10 +148,16 @@ def ratio_interval(base: RunRecord, other: RunRecord, metric: str) -> tuple[floa
 
 
 def compared_metrics(records: Sequence[RunRecord]) -> list[tuple[str, str, bool]]:
-    """Return (metric, label, whether more is better) of what at least two records have."""
+    """Return (metric, label, whether more is better) of what at least two records have.
+
+    Of latencies it is the median, or the mean where there are intervals of it.
+    """
     found = []
     for base, label, is_more_better in COMPARED:
-        for name, statistic in ((base, ""), (f"{base}/p50", " p50"), (f"{base}/mean", " mean")):
+        statistics = [("", ""), ("/p50", " p50"), ("/mean", " mean")]
+        if all(record.metrics.get(f"{base}/ci95_low") is not None for record in records):
+            statistics.reverse()
+        for name, statistic in ((base + end, words) for end, words in statistics):
             having = sum(record.metrics.get(name) is not None for record in records)
             if having >= 2 or (having and len(records) == 1):
                 found.append((name, label + statistic, is_more_better))

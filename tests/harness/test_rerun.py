@@ -1,5 +1,6 @@
 """Which points of a sweep run again: by settings, files, code, card and versions."""
 
+import hashlib
 import time
 from dataclasses import replace
 
@@ -83,6 +84,15 @@ def test_settings_and_the_content_of_files_are_in_the_hash(tmp_path):
     empty = fingerprint(local, ENVIRONMENT)
     (model / "a.safetensors").write_text("x")
     assert fingerprint(local, ENVIRONMENT) != empty
+
+
+def test_the_record_names_the_content_of_files(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(b'{"prompt": 3}')
+    latency = LatencyScenario(num_requests=1, prompts_file=str(prompts))
+    record = run_point(run_config(scenario=scenario(latency=latency)), tmp_path / "run")
+    digest = hashlib.sha256(b'{"prompt": 3}').hexdigest()
+    assert record.effective["inputs"] == {"latency.prompts_file": digest}
 
 
 def test_a_point_that_ended_ok_is_taken_over(tmp_path, capsys):

@@ -79,6 +79,29 @@ def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path
     assert 0 not in table.kinds
 
 
+def test_a_latency_with_intervals_of_its_mean_is_compared_by_its_mean():
+    base, other = ok_record(), ok_record()
+    assert ("latency/ttft_ms/p50", "TTFT p50", False) in compared_metrics([base, other])
+    for record, mean in ((base, 20.0), (other, 40.0)):
+        record.metrics |= {"latency/ttft_ms/mean": mean}
+        record.metrics |= {"latency/ttft_ms/ci95_low": mean - 4, "latency/ttft_ms/ci95_high": 50.0}
+    assert ("latency/ttft_ms/mean", "TTFT mean", False) in compared_metrics([base, other])
+    assert ratio_interval(base, other, "latency/ttft_ms/mean") == pytest.approx((36 / 50, 50 / 16))
+    assert ratio_interval(base, other, "latency/ttft_ms/p50") is None
+
+
+def test_files_are_compared_by_what_they_hold(tmp_path):
+    records = [ok_record(name=name, config=config()) for name in "abc"]
+    for record, path, digest in zip(records, "xyx", ("1" * 64, "1" * 64, "2" * 64), strict=True):
+        record.config["scenario"]["latency"] = {"prompts_file": path}
+        record.effective = record.effective | {"inputs": {"latency.prompts_file": digest}}
+    check_alike(rows_of(tmp_path, *records[:2]))
+    with pytest.raises(
+        UnlikeError, match=r"latency.prompts_file: content 1+ in a, content 2+ in c"
+    ):
+        check_alike(rows_of(tmp_path, records[0], records[2]))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
