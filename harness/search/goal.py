@@ -1,5 +1,6 @@
 """What a search wants: one metric as high or low as can be, others within bounds."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def parse_constraint(text: str) -> Constraint:
         bound = float(match[3]) if match else None
     except ValueError:
         bound = None
-    if match is None or bound is None:
+    if match is None or bound is None or not math.isfinite(bound):
         raise ConfigError(
             f"--subject-to: expected METRIC<=NUMBER or METRIC>=NUMBER, got {text!r}. Quote it: the "
             "shell takes < and > for redirections."

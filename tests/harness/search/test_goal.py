@@ -32,6 +32,7 @@ def test_what_is_beyond_a_bound_is_above_zero():
     [
         ("latency/ttft_ms/p50<500", "METRIC<=NUMBER"),
         ("latency/ttft_ms/p50<=fast", "METRIC<=NUMBER"),
+        ("latency/ttft_ms/p50<=nan", "METRIC<=NUMBER"),
         ("latency/ttft<=5", "no metric 'latency/ttft'"),
     ],
 )
