@@ -87,6 +87,11 @@ class Forecast:
     """Of the command line."""
     rows: tuple[Row, ...]
 
+    @property
+    def memory_gib(self) -> float:
+        """Of the card, as much of it as is asked for."""
+        return self.config.gpu.memory_gib or self.facts.total_bytes / 2**30
+
     @cached_property
     def recommended(self) -> Row | None:
         """The row that moves nothing where it fits; else what is chosen; else the fastest."""

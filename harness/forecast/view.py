@@ -180,10 +180,11 @@ def _title(found: Forecast) -> Iterator[str]:
     budget = next((r.bytes["gpu"]["budget_bytes"] for r in found.rows if r.bytes), 0)
     settings = config.engine
     length = next((r.bytes["kv"]["max_model_len"] for r in found.rows if r.bytes), None)
+    dtype = next((r.bytes["dtype"] for r in found.rows if r.bytes), None)
     yield (
         f"{config.model.name} on {facts.name}: budget {budget / GIB:.2f} GiB "
-        f"({facts.total_bytes / GIB:.2f} x {settings.gpu_memory_utilization:g}), weights "
-        f"{found.spec.weight_bytes() / GIB:.2f} GiB, {length} tokens, "
+        f"({found.memory_gib:.2f} x {settings.gpu_memory_utilization:g}), weights "
+        f"{number(found.spec.weight_bytes(dtype) / GIB)} GiB, {length} tokens, "
         f"{settings.max_num_seqs} sequences"
     )
 
@@ -262,11 +263,9 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     """Return all points of a sweep as a table, one line each, with the minutes of a run."""
     refused = sum(not shown(item).fits for item in found)
     total = sum(item.minutes(shown(item)) for item in found)
-    lack = f"without room: {refused}; running the others" if refused else "all fit; running them"
-    return [
-        *_points(found, names),
-        f"  {len(found)} points, {lack} takes about {total:.0f} minutes.",
-    ]
+    others = f"without room: {refused}; running the others" if refused else "all fit; running them"
+    what = "none fits" if refused == len(found) else f"{others} takes about {total:.0f} minutes"
+    return [*_points(found, names), f"  {len(found)} points, {what}."]
 
 
 def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command: str) -> list[str]:
@@ -310,7 +309,7 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
         "point": name,
         "model": config.model.name,
         "gpu": found.facts.name,
-        "memory_gib": found.facts.total_bytes / GIB,
+        "memory_gib": found.memory_gib,
         "max_model_len": kv.get("max_model_len"),
         "max_num_seqs": config.engine.max_num_seqs,
         "offload": row.label,

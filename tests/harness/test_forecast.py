@@ -65,6 +65,17 @@ def test_recommended_overrides_give_the_row(composer: Composer) -> None:
         assert chosen.bytes["placements"] == row.bytes["placements"]
 
 
+def test_the_title_and_the_csv_have_the_memory_and_the_dtype_that_are_asked_for(
+    composer: Composer,
+) -> None:
+    """Also where the machine has more; a CPU computes in float32."""
+    found = found_of(composer, "+model=glass", "gpu=cpu", "gpu.memory_gib=1.5")
+    assert found.facts.total_bytes != 1.5 * GIB
+    title = point_lines(found)[1]
+    assert "budget 1.35 GiB (1.50 x 0.9), weights 0.00318 GiB, 128 tokens" in title
+    assert csv_row(found, found.rows[0], "x")["memory_gib"] == 1.5
+
+
 def test_a_bar_is_as_long_as_the_budget(composer: Composer) -> None:
     lines = point_lines(found_of(composer, *OLMO))
     [bar] = [line for line in lines if line.strip().startswith("GPU  [")]
