@@ -1,9 +1,13 @@
-"""Anything as strict JSON data, and JSON files that may be absent."""
+"""Anything as strict JSON data; JSON files that may be absent, YAML files of a run."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+from reports.record import write_text_atomic
 
 
 def plain(value: Any) -> Any:
@@ -28,3 +32,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def write_yaml(path: Path, content: Any) -> None:
+    """Write `content` as plain data, whole or not at all."""
+    text = yaml.safe_dump(plain(content), sort_keys=False, allow_unicode=True)
+    write_text_atomic(path, text)

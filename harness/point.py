@@ -9,9 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from harness import describe
 from harness.attempt import Attempt, Findings, PointEndedError, Surroundings
@@ -25,7 +22,7 @@ from harness.job import JOBS_FOLDER
 from harness.live import LiveView
 from harness.measure.nvml import Gpu
 from harness.models.home import tightfit_home
-from harness.plain import plain, read_json
+from harness.plain import plain, read_json, write_yaml
 from harness.process import WORKER_COMMAND
 from harness.progress import Display, open_display
 from harness.report import build_report
@@ -113,8 +110,8 @@ class _Point:
         self._key = fingerprint(config, self._environment)
         self._inputs = input_hashes(config)
         self._ended = FinishedPoints(self._home)
-        self._write_yaml("config.yaml", config.to_dict())
-        self._write_yaml("overrides.yaml", overrides)
+        write_yaml(self._run_dir / "config.yaml", config.to_dict())
+        write_yaml(self._run_dir / "overrides.yaml", overrides)
 
     def find_finished(self) -> Finished | None:
         """Return the same point where it ended before and need not run again."""
@@ -331,7 +328,3 @@ class _Point:
         path = self._run_dir / STATE_NAME
         state = read_json(path) | {"status": status, "ended_at": time.time()}
         write_text_atomic(path, json.dumps(plain(state)) + "\n")
-
-    def _write_yaml(self, name: str, content: Any) -> None:
-        text = yaml.safe_dump(plain(content), sort_keys=False, allow_unicode=True)
-        write_text_atomic(self._run_dir / name, text)

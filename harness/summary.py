@@ -60,7 +60,7 @@ def print_summary(record: RunRecord, run_dir: Path, *, view_command: str | None)
 
 def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None) -> list[str]:
     """Return the summary as lines of text."""
-    lines = ["", f"{record.name}: {record.status}{_verdict(record)}"]
+    lines = ["", f"{record.name}: {record.status}{verdict_text(record)}"]
     if record.metrics and record.environment.get("emulated") is True:
         lines.append("  emulated on the CPU: these are not a GPU's figures")
     if record.error is not None:
@@ -81,7 +81,8 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
     return lines
 
 
-def _verdict(record: RunRecord) -> str:
+def verdict_text(record: RunRecord) -> str:
+    """Return what stands behind the status of a run: whether it is valid."""
     if record.status != "ok":
         return ""
     return {True: ", valid", False: ", NOT valid", None: ", not checked"}[record.valid]

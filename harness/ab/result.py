@@ -17,6 +17,7 @@ from harness.ab.compare import (
 from harness.ab.order import AGAINST_ITSELF, Step, pairs_of, side_records
 from harness.ab.order import COMPARED as AB
 from harness.ab_config import SIDES, AbConfig
+from harness.summary import verdict_text
 from reports.record import RunRecord, number
 
 Done = Sequence[tuple[Step, RunRecord]]
@@ -222,7 +223,7 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
         folder: of the comparison.
     """
     sample = record.samples["ab"]
-    lines = ["", f"{record.name}: {record.status}{_verdict(record)}"]
+    lines = ["", f"{record.name}: {record.status}{verdict_text(record)}"]
     for side in SIDES:
         found = sample[side]
         lines.append(f"  {side} = {' '.join(found['overrides']) or 'as is'}: {found['status']}")
@@ -264,9 +265,3 @@ def _single_lines(sample: Mapping[str, Any]) -> Iterator[str]:
 
 def _text(value: float | None) -> str:
     return "n/a" if value is None else number(value)
-
-
-def _verdict(record: RunRecord) -> str:
-    if record.status != "ok":
-        return ""
-    return {True: ", valid", False: ", NOT valid", None: ", not checked"}[record.valid]

@@ -11,20 +11,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from harness.ab.order import Step, is_needed, steps
 from harness.ab.result import comparison, result_lines
 from harness.ab.sides import Side, compose_sides
 from harness.ab_config import AbConfig
 from harness.interrupt import interrupt_afterwards
 from harness.models.home import tightfit_home
-from harness.plain import plain
+from harness.plain import plain, write_yaml
 from harness.report import build_report
 from harness.schema import RunConfig, SweepContext
 from harness.tracking.base import SweepFacts
 from harness.tracking.choose import open_tracker
-from reports.record import RESULT_NAME, RunRecord, write_text_atomic
+from reports.record import RESULT_NAME, RunRecord
 
 RUNS: Final = "runs"
 """Folder of the runs of both sides, below the comparison's own."""
@@ -89,8 +87,8 @@ class _Comparison:
         """Run what can still say something, in order; see run_ab."""
         interrupt: KeyboardInterrupt | None = None
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._write_yaml("config.yaml", self._config.to_dict())
-        self._write_yaml("overrides.yaml", self._overrides)
+        write_yaml(self._run_dir / "config.yaml", self._config.to_dict())
+        write_yaml(self._run_dir / "overrides.yaml", self._overrides)
         try:
             for step in steps(self._ab):
                 if is_needed(step, self._done):
@@ -103,10 +101,6 @@ class _Comparison:
         if interrupt is not None:
             raise interrupt
         return record
-
-    def _write_yaml(self, name: str, content: Any) -> None:
-        text = yaml.safe_dump(plain(content), sort_keys=False, allow_unicode=True)
-        write_text_atomic(self._run_dir / name, text)
 
     def _run_step(self, step: Step, run_one: RunOne) -> None:
         number = len(self._done)
