@@ -136,8 +136,7 @@ class Attempt:
         for node in (scenario.throughput, scenario.latency, scenario.serve):
             if node is not None and node.prompts_file is not None:
                 path = Path(node.prompts_file).expanduser()
-                repeats = getattr(node, "repeats", 1)
-                self._prompts[node.part] = read_prompts(path, repeats * (node.num_requests or 1))
+                self._prompts[node.part] = read_prompts(path, node.num_rows)
         if scenario.serve is not None and scenario.serve.trace is not None:
             self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
             for name, limit in self._config.length_limits().items():

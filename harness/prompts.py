@@ -97,8 +97,9 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
         raise PromptError(f"prompts_file {path}: {shown}{more} Correct or remove these lines.")
     if len(rows) < num_prompts:
         raise PromptError(
-            f"prompts_file {path}: expected at least num_requests={num_prompts} rows, got "
-            f"{len(rows)}. Lower num_requests or add rows."
+            f"prompts_file {path}: expected at least {num_prompts} rows, one for each request that "
+            f"is planned, got {len(rows)}. Lower num_requests, repeats or, of a search, high_per_s, "
+            "or add rows."
         )
     return rows[:num_prompts]
 

@@ -108,6 +108,11 @@ class RequestSet(Sealed):
                 f"scenario.{self.part}.prompts_file: expected a JSONL file or null, got ''."
             )
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of prompts_file that are read, those of all repeats."""
+        return self.repeats * self.num_requests
+
 
 @dataclass(kw_only=True)
 class ThroughputScenario(RequestSet):

@@ -152,6 +152,12 @@ class ServeScenario(Sealed):
                 "have their own times; remove it."
             )
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of prompts_file that are read: of all repeats, or for the highest rate tried."""
+        most = self if self.search is None else self.for_rate(self.search.high_per_s)
+        return self.repeats * (most.num_requests or 1)
+
     def for_rate(self, rate_per_s: float) -> "ServeScenario":
         """Return the scenario with as many requests as a search needs at a rate.
 

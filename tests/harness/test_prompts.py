@@ -89,7 +89,7 @@ def test_a_row_ends_at_the_line_feed_alone(tmp_path):
 
 
 def test_too_few_rows_are_refused(tmp_path):
-    with pytest.raises(PromptError, match="at least num_requests=3 rows, got 1"):
+    with pytest.raises(PromptError, match=r"at least 3 rows, .* got 1"):
         read_prompts(write(tmp_path, '{"prompt": "a"}'), 3)
 
 

@@ -103,6 +103,13 @@ def test_the_format_follows_the_ending(path, kind):
     assert TraceSource(path=path, format="mooncake").kind == "mooncake"
 
 
+def test_a_file_has_rows_for_all_repeats_or_for_the_highest_rate():
+    file = {"prompt": None, "prompts_file": "a.jsonl"}
+    assert serve(repeats=3, **file).num_rows == 12
+    poisson = Arrivals(process="poisson")
+    assert serve(search=SEARCH, arrivals=poisson, slo=Objectives(ttft_ms=1), **file).num_rows == 41
+
+
 def test_the_longest_request_counts_prefix_and_earlier_turns():
     config = serve(
         prompt=Lengths(distribution="normal", tokens=8, std=3, high=20),
