@@ -98,7 +98,7 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
     if len(rows) < num_prompts:
         raise PromptError(
             f"prompts_file {path}: expected at least {num_prompts} rows, one for each request that "
-            f"is planned, got {len(rows)}. Lower num_requests, repeats or, of a search, high_per_s, "
+            f"is planned, got {len(rows)}. Lower num_requests, repeats, or high_per_s of a search, "
             "or add rows."
         )
     return rows[:num_prompts]

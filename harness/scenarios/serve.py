@@ -79,7 +79,7 @@ class Load:
         Args:
             number: of the repeat, from 0.
         """
-        count = self.config.num_requests or 0
+        count = self.config.num_rows // self.config.repeats
         return replace(
             self,
             config=self.config.for_repeat(number),

@@ -248,6 +248,15 @@ def test_prompts_of_a_file_and_of_a_trace_are_sent():
     assert [row["num_output_tokens"] for row in outcome.samples["requests"]] == [6] * 3
 
 
+def test_a_search_has_the_rows_of_a_file_for_its_highest_rate():
+    searched = replace(SEARCH, prompt=None, prompts_file="a.jsonl", num_requests=2)
+    rows = [[number] for number in range(searched.num_rows)]
+    whole = load(searched, rows=rows).of_repeat(0)
+    assert [len(whole.schedule(rate, trial=1).requests) for rate in (1.0, 4.0)] == [2, 5]
+    repeated = load(serve(prompt=None, prompts_file="a.jsonl", repeats=2), rows=rows * 2)
+    assert repeated.of_repeat(1).rows == (rows * 2)[4:8]
+
+
 def test_a_search_tries_rates_with_prompts_of_their_own():
     outcome, _, llm = serve_fake(
         replace(SEARCH, slo=Objectives(e2e_ms=1e9), num_requests=3), prefill_s=0.01
