@@ -84,11 +84,10 @@ def _products(opened: Device) -> dict[str, float | None]:
         if opened.kind == "cpu" and dtype is torch.bfloat16:
             rows //= 8  # without instructions for it, a hundred times slower
         left = torch.randn(rows, inner, device=opened.torch_device).to(dtype)
-        right = torch.randn(inner, columns, device=opened.torch_device).to(dtype)
-        out = torch.empty(rows, columns, dtype=dtype, device=opened.torch_device)
+        weight = torch.randn(columns, inner, device=opened.torch_device).to(dtype)
 
-        def work(a: torch.Tensor = left, b: torch.Tensor = right, c: torch.Tensor = out) -> None:
-            torch.mm(a, b, out=c)
+        def work(a: torch.Tensor = left, w: torch.Tensor = weight) -> None:
+            torch.nn.functional.linear(a, w)  # rows of weights, as layers have them
 
         found[name] = 2.0 * rows * inner * columns / _seconds(opened, work) / 1e12
     return found

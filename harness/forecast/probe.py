@@ -6,6 +6,7 @@ and runs plan with it.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from harness.errors import EXIT_BAD_CONFIG, EXIT_OK
 from harness.machine_rates import read_rates, write_rates
 from harness.measure.nvml import Gpu, open_gpu
+from harness.process import let_threads_sleep
 from reports.record import number
 
 Probe = Callable[[str], dict[str, float | None]]
@@ -49,6 +51,7 @@ def probe(arguments: Sequence[str], measure: Probe) -> int:
 
 
 def _probe(device: str) -> dict[str, float | None]:
+    let_threads_sleep(os.environ)  # as in the workers that the rates are for
     from engine.probe_rates import probe_rates  # noqa: PLC0415  imports torch
 
     return probe_rates(device)

@@ -1,6 +1,9 @@
 """Rates that a probe found are kept per machine and driver, and planned with."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,23 @@ def test_rates_are_kept_for_one_card_driver_and_processor(monkeypatch: pytest.Mo
     assert [read_rates(other) for other in others] == [None] * 4
     monkeypatch.setattr(machine_rates, "cpu_facts", lambda: {"name": "another"})
     assert read_rates(card) is None
+
+
+def test_the_command_probes_with_threads_as_workers_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "import sys, harness.forecast.probe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    policies = []
+
+    def probe_rates(device: str) -> dict[str, float | None]:
+        policies.append((device, os.environ["OMP_WAIT_POLICY"]))
+        return {**RATES}
+
+    monkeypatch.setattr("engine.probe_rates.probe_rates", probe_rates)
+    assert command.main(["--device", "cpu"]) == 0
+    assert policies == [("cpu", "PASSIVE")]
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"rates": 1, "measured_at": 2}', '{"rates": {}}'])
