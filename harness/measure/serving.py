@@ -3,9 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from harness.measure.latency import RequestTimes, latency_pools, pool_metrics
+
+CLOCK_MS: Final = 1e-5
+"""Differences of two times below this are rounding: a float of seconds since the machine's start
+resolves 2 ns after three months."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +43,9 @@ class ServedRequest(RequestTimes):
         """Return whether it completed within all bounds; one without a TPOT keeps that bound."""
         found = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "e2e_ms": self.e2e_ms}
         values = [(found[name], bound) for name, bound in bounds.items()]
-        return self.is_complete and all(value is None or value <= bound for value, bound in values)
+        return self.is_complete and all(
+            value is None or value <= bound + CLOCK_MS for value, bound in values
+        )
 
     def is_bad_by(self, now_s: float, bounds: Mapping[str, float]) -> bool:
         """Return whether it can no longer become a good request.
@@ -53,6 +59,7 @@ class ServedRequest(RequestTimes):
         if self.error is not None and not self.is_cancelled:
             return True
         passed_ms = 1e3 * (now_s - self.submit_s)  # NaN, and so never late, before it arrives
+        passed_ms -= CLOCK_MS
         is_late = not self.token_times_s and passed_ms > bounds.get("ttft_ms", math.inf)
         return is_late or passed_ms > bounds.get("e2e_ms", math.inf)
 

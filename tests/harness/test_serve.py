@@ -171,6 +171,15 @@ def test_a_rate_is_lost_when_too_many_requests_are_bad():
     assert is_lost(strict, [request(0, **late), *one_bad[:9]], 102)
 
 
+def test_a_time_that_is_the_bound_keeps_it_however_it_was_rounded():
+    begin_s = 67_123.456789  # of a machine that has run for a day
+    times = [begin_s + 0.02, begin_s + 0.02 + 0.005]
+    found = request(0, submit_s=begin_s, token_times_s=times, token_ids=[1, 2])
+    assert found.ttft_ms > 20
+    assert found.meets({"ttft_ms": 20.0, "tpot_ms": 5.0, "e2e_ms": 25.0})
+    assert not found.meets({"ttft_ms": 19.9999})
+
+
 def test_the_share_of_good_requests_is_of_the_planned_ones():
     config = serve(num_requests=4, slo=Objectives(ttft_ms=500))
     schedule = plan_requests(config)
