@@ -261,6 +261,8 @@ def _run(
     moved = [seconds for seconds in copies if seconds]
     # A layer that has a slot to itself stays there.
     streamed = sum(s for k, s in enumerate(moved) if k % slots + slots < len(moved))
+    if rates.is_cpu:
+        return sum(compute) + streamed + after_s
     # The link carries all of it, one after the other.
     shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9) + kv_link_s
     return max(seconds, streamed + shared) if shared else seconds

@@ -110,8 +110,8 @@ class Rates:
     sequence_overhead_s: float = 0.0
     """Of one layer for each sequence of a step, beside bytes: a CPU takes one after another."""
     is_cpu: bool = False
-    """Products of few rows read their weight first, and a step is over when it was launched: its
-    launches are in layer_overhead_s."""
+    """Products of few rows read their weight first, copies run in the thread that computes, and a
+    step is over when it was launched: its launches are in layer_overhead_s."""
     source: str
     """Sheet, probe or assumption, in words."""
 
