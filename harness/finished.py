@@ -33,7 +33,7 @@ class FinishedPoints:
     """One small file for each point that ended; the newest of equal points counts."""
 
     def __init__(self, home: Path) -> None:
-        self._folder = home / FOLDER
+        self._home, self._folder = home, home / FOLDER
 
     def note(self, key: str, folder: Path, record: RunRecord) -> None:
         """Remember a point that ended by itself; one that was skipped or interrupted did not.
@@ -47,7 +47,7 @@ class FinishedPoints:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         facts = {
-            "folder": str(folder),
+            "folder": str(self._within(folder)),
             "run_id": record.run_id,
             "status": record.status,
             "noted_s": time.time(),
@@ -68,7 +68,7 @@ class FinishedPoints:
             return None
         if before_s is not None and not facts.get("noted_s", 0) < before_s:
             return None
-        folder = Path(str(facts.get("folder")))
+        folder = self._home / str(facts.get("folder"))
         try:
             record = RunRecord.read(folder / RESULT_NAME)
         except RecordError:
@@ -79,6 +79,10 @@ class FinishedPoints:
             if is_same and (record.status == "ok" or rerun == "none")
             else None
         )
+
+    def _within(self, folder: Path) -> Path:
+        """Return a folder as seen from the home where it lies in it, so that both can move."""
+        return folder.relative_to(self._home) if folder.is_relative_to(self._home) else folder
 
 
 def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[str]) -> RunRecord:

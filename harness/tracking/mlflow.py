@@ -20,6 +20,7 @@ from harness.measure.host import start_ticks
 from harness.scenarios.kv_series import kv_series
 from harness.schema import SweepContext, TrackingConfig
 from harness.tracking.base import PointFacts, SweepFacts
+from harness.tracking.moved import follow_store
 from reports.record import RunRecord
 
 if TYPE_CHECKING:
@@ -121,10 +122,14 @@ class MlflowTracker:
     def _make_database(self) -> None:
         """Create an SQLite file that is absent, with MLflow's own experiment beside its files.
 
-        A client would put that experiment's files into the folder of the first command.
+        A client would put that experiment's files into the folder of the first command. One that
+        was moved gets its files' addresses corrected.
         """
         path = sqlite_path(self._uri)
-        if path is None or path.exists() or self._artifacts is None:
+        if path is None or self._artifacts is None:
+            return
+        if path.exists():
+            follow_store(path, self._artifacts, self._experiment)
             return
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
