@@ -1,5 +1,6 @@
 """The figure of a comparison: ratios to the first run on a logarithmic axis."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
 
 MOST_RUNS: Final = 6
 
-TICKS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 2, 5, 10, 20, 50, 100)
+TICKS: Final = (1, 2, 0.5, 10, 0.1, 5, 0.2, 100, 0.01, 20, 50, 0.02, 0.05, 1.25, 0.8, 1.1, 0.9)
+"""What an axis of ratios may name; the first ones come first where there is no room for all."""
+LEAST_GAP: Final = 0.12
+"""Of the axis' length, between two that are named."""
 
 
 def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
@@ -68,7 +72,20 @@ def ratio_axis(axes: "Axes", low: float, high: float) -> None:
     """Set the ends of a logarithmic axis of ratios, and ticks at round ones."""
     axes.set_xlim(low, high)
     axes.minorticks_off()
-    inside = [tick for tick in TICKS if low <= tick <= high]
-    if high / low > 8:  # those near 1 would overlap
-        inside = [tick for tick in inside if tick not in {0.8, 0.9, 1.1, 1.25}]
-    axes.set_xticks(inside, [f"{tick:g}x" for tick in inside])
+    named = ratio_ticks(low, high)
+    axes.set_xticks(named, [f"{tick:g}x" for tick in named])
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Return the round ratios between two that have room beside each other on a logarithmic axis.
+
+    Args:
+        low: end of the axis.
+        high: the other one.
+    """
+    found: list[float] = []
+    for tick in TICKS:
+        gaps = (abs(math.log(tick / other)) / math.log(high / low) for other in found)
+        if low <= tick <= high and all(gap >= LEAST_GAP for gap in gaps):
+            found.append(tick)
+    return sorted(found)

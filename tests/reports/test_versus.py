@@ -7,6 +7,7 @@ import pytest
 from reports.__main__ import main
 from reports.load import Point
 from reports.peers import peers_section
+from reports.ratio_figure import ratio_ticks
 from reports.record import RecordError
 from reports.render import write_sweep_report, write_versus_report
 from reports.versus import (
@@ -88,6 +89,12 @@ def test_a_latency_with_intervals_of_its_mean_is_compared_by_its_mean():
     assert ("latency/ttft_ms/mean", "TTFT mean", False) in compared_metrics([base, other])
     assert ratio_interval(base, other, "latency/ttft_ms/mean") == pytest.approx((36 / 50, 50 / 16))
     assert ratio_interval(base, other, "latency/ttft_ms/p50") is None
+
+
+def test_ticks_of_ratios_have_room_and_name_1():
+    assert ratio_ticks(0.5, 2.2) == [0.5, 0.8, 1, 1.25, 2]
+    assert ratio_ticks(0.9, 1.3) == [0.9, 1, 1.1, 1.25]
+    assert ratio_ticks(0.01, 100) == [0.01, 0.1, 1, 10, 100]
 
 
 def test_files_are_compared_by_what_they_hold(tmp_path):
