@@ -45,7 +45,9 @@ NOT_WORK: Final = (
 """Of these, settings that change nothing that is timed; the sizes say which model it was."""
 NO_RATIO: Final = "No figure is of the first run and of another one: there is nothing to divide."
 IDLE: Final = ("tracking.", "scenario.correctness.")
-IDLE_ROOTS: Final = frozenset({"timeout_s", "fail_fast", "monotone_stop", "rerun", "mode"})
+IDLE_ROOTS: Final = frozenset(
+    {"timeout_s", "silence_s", "fail_fast", "monotone_stop", "rerun", "mode"}
+)
 """Settings that no comparison needs to name."""
 MACHINE: Final = ("gpu.name", "driver", "torch", "cpu.name", "host", "git.sha")
 ALT: Final = (

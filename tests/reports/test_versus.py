@@ -139,12 +139,13 @@ def test_a_gpu_and_its_emulation_are_unlike(tmp_path):
 def test_offload_system_and_budget_may_differ_and_are_named(tmp_path):
     peer = peer_record()
     peer.config["gpu"]["memory_gib"] = 24.0
+    peer.config["silence_s"] = 7200.0
     rows = rows_of(tmp_path, ok_record(), peer)
     check_alike(rows)
     keys = {line[0]: line[1:] for line in differing_settings(rows)}
     assert keys["gpu.memory_gib"] == ("16.0", "24.0")
     assert keys["system.kind"] == ("n/a", "accelerate")
-    assert not any(key.startswith(("tracking", "mode")) for key in keys)
+    assert not any(key.startswith(("tracking", "mode", "silence_s")) for key in keys)
 
 
 def test_runs_that_failed_or_were_not_checked_are_named(tmp_path):
