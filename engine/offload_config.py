@@ -129,10 +129,10 @@ class OffloadConfig(Sealed):
     def _check_prefetch(self) -> None:
         size, num = self.prefetch.offload_group_size, self.prefetch.offload_num_in_group
         if num > size:
-            lower = "Lower offload_num_in_group or raise" if size else "Prefetch is off with 0: raise"
+            how = "Lower offload_num_in_group or raise" if size else "0 turns prefetch off: raise"
             raise ConfigError(
                 "offload.prefetch.offload_num_in_group: expected at most offload_group_size="
-                f"{size}, got {num}. {lower} offload_group_size."
+                f"{size}, got {num}. {how} offload_group_size."
             )
         step = self.prefetch.offload_prefetch_step
         if step < 1:
