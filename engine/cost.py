@@ -22,6 +22,7 @@ from engine.rates import (
     CPU_START_S,
     IN_PLACE_TILE_ROWS,
     KV_SHARE,
+    PACKED_READS,
     START_S,
     WEIGHT_SHARE,
     Rates,
@@ -192,7 +193,7 @@ def step_s(
     seen = before + prefill / (2 * max(1, rows or 1))
     hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
     in_place = _reads_in_place(shape, tokens)
-    tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
+    tiles, reads = math.ceil(tokens / IN_PLACE_TILE_ROWS), _reads(shape, rates, tokens)
     is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
     # Products of few rows read while they compute; those of libraries hide little of their reads.
     is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
@@ -210,8 +211,8 @@ def step_s(
         kv_s = (kv_tokens - far) * shape.kv_layer_bytes / (KV_SHARE * hbm_rate)
         far_s, staged_s = (count * shape.kv_layer_bytes / place_rate for count in (far, staged))
         from_gpu = resident if in_place else resident + offloaded
-        read = from_gpu / (WEIGHT_SHARE * hbm_rate)
-        read += offloaded * tiles / place_rate if in_place else 0.0
+        read = reads * from_gpu / (WEIGHT_SHARE * hbm_rate)
+        read += reads * offloaded * tiles / place_rate if in_place else 0.0
         seconds = both(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
         seconds += sequences * rates.sequence_overhead_s
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
@@ -273,13 +274,18 @@ def _reads_in_place(shape: Shape, tokens: int) -> bool:
     return shape.placement is Placement.UVA and not staged
 
 
+def _reads(shape: Shape, rates: Rates, rows: int) -> float:
+    """How many reads of its weight a product of so many rows takes as long as."""
+    return PACKED_READS if rates.is_cpu and shape.is_float32 and rows > 1 else 1.0
+
+
 def _matrix_rate(shape: Shape, rates: Rates) -> float:
     return 1e12 * (rates.float32_tflops if shape.is_float32 else rates.bf16_tflops)
 
 
 def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
     """Embedding and logits."""
-    read = shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
+    read = _reads(shape, rates, rows) * shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
     link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
     embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
     head = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)

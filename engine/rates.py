@@ -51,6 +51,9 @@ runs, where the latter took 7.1 to 10.5 us."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
+PACKED_READS: Final = 3.0
+"""Reads of a float32 weight that a CPU's product of several rows takes beside its operations, as it
+lays the weight out anew: 2.5 to 4 for 2 to 16 rows (two cores)."""
 START_S: Final = 8.0
 """Start of a process, warm-up and captures: 6.5 to 9.4 s (qwen3_4b, dummy weights, H200s)."""
 CPU_START_S: Final = 4.5

@@ -209,20 +209,6 @@ def test_launches_hide_behind_copies_that_the_host_need_not_wait_for(
     assert more < 4 * launch_s if is_hidden else more > 0.7 * OLMO_7B.num_hidden_layers * launch_s
 
 
-@pytest.mark.parametrize("offload", [prefetch(8, 5, 2), prefetch(8, 3, 2)])
-def test_copies_of_a_cpu_take_their_time_beside_compute(offload: Any) -> None:
-    plan = plan_small(CPU, offload=offload, memory_gib=1)
-    shape, rates = shape_of(plan, small_spec()), replace(cpu_rates(), copy_overhead_s=0.0)
-    free = replace(rates, h2d_gb_s=1e9)
-    slots = plan.num_slots
-    moved = [layer.offloaded.num_bytes for layer in plan.offloaded_layers]
-    again = sum(n for k, n in enumerate(moved) if k % slots + slots < len(moved))
-    assert (again == 0) == (len(moved) == 3)  # which have a slot each, and stay there
-    for tokens in (1, 70):
-        found = step_s(shape, rates, prefill=tokens) - step_s(shape, free, prefill=tokens)
-        assert found == pytest.approx(again / 8e9, abs=1e-12)
-
-
 def test_launches_of_a_step_without_graphs_are_those_that_were_probed() -> None:
     """Layers read in place and on the GPU; on a CPU they are in what a layer takes anyway."""
     for offload, memory_gib in ((None, 40), (uva(0.5), 40)):
