@@ -118,7 +118,7 @@ def _draw_side(axes: "Axes", colours: Theme, side: _Side, end_bytes: float) -> N
 
 def _draw_parts(axes: "Axes", colours: Theme, side: _Side, unit_bytes: int) -> None:
     """Stack the bar; what lies beyond the limit is hatched in the alarm colour."""
-    palette = theme.part_colours(list(side.parts))
+    palette = theme.part_colours(tuple(side.parts))
     prefix = "" if side.label == "GPU" else f"{side.label} "
     left = 0.0
     for name, size in side.parts.items():

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
@@ -94,17 +95,14 @@ PART_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """A part has one colour in every figure and table."""
 
-SPARE_COLOURS: Final = ("#6cc5b0", "#9c6b4e", "#c8a2e8", "#7f8790", "#b5bd3c", "#d98880")
+SPARE_COLOURS: Final = ("#6cc5b0", "#9c6b4e", "#c8a2e8", "#7f8790", "#b5bd3c", "#d98880", "#5b8c2a")
 
 
-def part_colours(names: list[str]) -> dict[str, str]:
-    """Return a colour for each part, spare ones for names that have none of their own."""
-    unknown = [name for name in names if name.removesuffix("_s") not in PART_COLOURS]
-    spare = {name: SPARE_COLOURS[i % len(SPARE_COLOURS)] for i, name in enumerate(unknown)}
-    return {
-        name: spare[name] if name in spare else PART_COLOURS[name.removesuffix("_s")]
-        for name in names
-    }
+def part_colours(names: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each part; names without one of their own have what no other one has."""
+    own = {name: PART_COLOURS.get(name.removesuffix("_s")) for name in names}
+    spare = cycle(colour for colour in SPARE_COLOURS if colour not in own.values())
+    return {name: colour or next(spare) for name, colour in own.items()}
 
 
 def plain(text: str, length: int = 30) -> str:

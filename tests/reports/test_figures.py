@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from reports.compare import SWEEP_FIGURES, frontier
-from reports.figures import FIGURES, phase_names
+from reports.figures import FIGURES, PHASE_ORDER, phase_names
 from reports.load import Point
 from reports.sweep import sweep_rows
-from reports.theme import THEMES, plain
+from reports.theme import THEMES, part_colours, plain
 from tests.reports.conftest import sweep_records
 from tests.reports.examples import gib, kv_rows, latency_rows, no_fit_record, ok_record
 
@@ -35,6 +35,17 @@ def rgb(colour):
 def share_near(png, colour):
     """Return the share of pixels within 12 of a colour in each channel."""
     return float((np.abs(pixels(png) - rgb(colour)).max(axis=2) <= 12).mean())
+
+
+HOST = ("pinned_weights", "pinned_kv", "pageable_kv", "kv_staging", "load_staging", "tokenizer")
+GPU = ("weights", "kv_cache", "activations", "logits", "graphs", "runtime", "kv_moves", "kv_stages")
+
+
+@pytest.mark.parametrize(
+    "names", [(*PHASE_ORDER, "other_s"), (*HOST, "process", "emulated_gpu"), GPU]
+)
+def test_no_two_parts_of_a_figure_have_one_colour(names):
+    assert len(set(part_colours(names).values())) == len(names)
 
 
 def rows_of(records, tmp_path):
