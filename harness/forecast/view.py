@@ -66,6 +66,7 @@ CSV_COLUMNS: Final = (
     "load_s",
     "run_minutes",
     "rates",
+    "error",
 )
 
 
@@ -263,8 +264,11 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     """Return all points of a sweep as a table, one line each, with the minutes of a run."""
     refused = sum(not shown(item).fits for item in found)
     total = sum(item.minutes(shown(item)) for item in found)
-    others = f"without room: {refused}; running the others" if refused else "all fit; running them"
-    what = "none fits" if refused == len(found) else f"{others} takes about {total:.0f} minutes"
+    takes = f"takes about {total:.0f} minutes"
+    what = f"all fit; running them {takes}"
+    if refused:
+        others = "" if refused == len(found) else f"; running the others {takes}"
+        what = f"without room: {refused} (plan.csv says why){others}"
     return [*_points(found, names), f"  {len(found)} points, {what}."]
 
 
@@ -317,6 +321,7 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
         "fits": row.fits,
         "recommended": row is found.recommended,
         "run_minutes": found.minutes(row) if row.fits else None,
+        "error": row.error,
     }
     if row.plan is not None:
         values |= {

@@ -328,7 +328,7 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     assert main([*command, "mode=plan"]) == 3
     out = capsys.readouterr().out
     assert "gpu=rtx3060_12gb offload=none" in out
-    assert "4 points, without room: 1; running the others takes about" in out
+    assert "4 points, without room: 1 (plan.csv says why); running the others takes about" in out
     [path] = (home / "runs").glob("*/plan.csv")
     figure = path.with_suffix(".png")
     assert f"as a figure: {figure}" in out
@@ -342,6 +342,8 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     assert [row["offload"] for row in best] == ["auto", "auto", "none", "none"]
     assert float(best[0]["decode_tokens_s"]) > 1
     assert rows[0]["decode_tokens_s"] == ""
+    assert all(bool(row["error"]) != (row["fits"] == "True") for row in rows)
+    assert rows[0]["error"].startswith("available KV cache memory: -")
 
 
 @pytest.mark.parametrize(
