@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from engine.host_limits import num_threads
 from harness.environment import cpu_facts, package_version
 from harness.measure.nvml import Gpu
 from harness.models.home import tightfit_home
@@ -39,15 +41,17 @@ def identity(gpu: Gpu | None) -> dict[str, Any]:
     """Return what rates hold for: this card, driver, torch and processor.
 
     Args:
-        gpu: the card; None: the CPU stands in for one.
+        gpu: the card; None: the CPU stands in for one, with as many threads.
     """
     facts = gpu.facts() if gpu else {}
+    threads = {} if gpu else {"threads": (num_threads(), os.environ.get("OMP_NUM_THREADS"))}
     return {
         "gpu": facts.get("name"),
         "uuid": facts.get("uuid"),
         "driver": facts.get("driver"),
         "torch": package_version("torch"),
         "cpu": cpu_facts()["name"],
+        **threads,
     }
 
 

@@ -70,6 +70,20 @@ def test_the_command_probes_with_threads_as_workers_have_them(
     assert policies == [("cpu", "PASSIVE")]
 
 
+def test_rates_of_a_cpu_are_those_of_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    write_rates(None, RATES)
+    card: Any = Card()
+    write_rates(card, RATES)
+    assert read_rates(None) is not None
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert read_rates(None) is None
+    assert read_rates(card) is not None
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(machine_rates, "num_threads", lambda: 99)
+    assert read_rates(None) is None
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '{"rates": 1, "measured_at": 2}', '{"rates": {}}'])
 def test_a_file_that_cannot_be_read_is_none(text: str) -> None:
     path = rates_path(None)
