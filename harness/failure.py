@@ -112,7 +112,12 @@ def classify_exit(
 
 def _rss(state: Mapping[str, Any]) -> str:
     peak = (state.get("memory") or {}).get("rss_peak_bytes")
-    return f" (its resident set was {peak / 2**30:.2f} GiB at most)" if peak else ""
+    if not peak:
+        return ""
+    return (
+        f" (its resident set had reached {peak / 2**30:.2f} GiB when it last told; "
+        "memory/host_rss_peak_gib has what telemetry saw)"
+    )
 
 
 def _signal_name(number: int) -> str:

@@ -173,7 +173,7 @@ def test_a_sigkill_with_a_raised_counter_is_oom(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.attempt.oom_kills", lambda: next(counts))
     record = run(tmp_path, fail_at="step", failure="sigkill")
     assert (record.status, record.error["type"]) == ("oom", "HostOutOfMemory")
-    assert "resident set was" in record.error["message"]
+    assert "resident set had reached" in record.error["message"]
 
 
 def test_a_worker_that_hangs_times_out_and_leaves_its_stack(tmp_path):

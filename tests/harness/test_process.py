@@ -96,6 +96,8 @@ def test_exits(tmp_path, returncode, kills, timed_out, status, kind):
     found, error = classify(returncode, kills=kills, timed_out=timed_out, tmp_path=tmp_path)
     assert (found, error["type"], error["phase"]) == (status, kind, "latency")
     assert error["message"].startswith("worker measure in phase latency")
+    has_memory = returncode < 0 and not timed_out  # it may have taken more since it told
+    assert ("had reached 1.00 GiB when it last told" in error["message"]) == has_memory
 
 
 def test_an_exit_keeps_the_last_lines_of_its_own_output(tmp_path):
