@@ -131,7 +131,7 @@ def walk_config(spec: ModelSpec, name: str, memory_gib: float) -> EngineConfig:
 
 
 @pytest.mark.filterwarnings("ignore::engine.offload_config.OffloadWarning")
-@pytest.mark.parametrize("num_layers", [2, 6])
+@pytest.mark.parametrize("num_layers", [2, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_budget_walked_down_keeps_its_plan_until_it_is_refused(
     name: str, num_layers: int
