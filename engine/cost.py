@@ -258,12 +258,12 @@ def _run(
         one_stream = list(map(operator.add, compute, copies))
         return ring_s(one_stream, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
     wrap, slots = shape.placement is Placement.PREFETCH, shape.num_slots
-    seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s, launch_s=launch_s)
     moved = [seconds for seconds in copies if seconds]
     # A layer that has a slot to itself stays there.
     streamed = sum(s for k, s in enumerate(moved) if k % slots + slots < len(moved))
     if rates.is_cpu:
         return sum(compute) + streamed + after_s
+    seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s, launch_s=launch_s)
     # The link carries all of it, one after the other.
     shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9) + kv_link_s
     return max(seconds, streamed + shared) if shared else seconds
@@ -285,10 +285,11 @@ def _matrix_rate(shape: Shape, rates: Rates) -> float:
 
 def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
     """Embedding and logits."""
-    read = _reads(shape, rates, rows) * shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
+    reads = _reads(shape, rates, rows)
+    read = reads * shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
     link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
     embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
-    head = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)
+    head = reads * shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)
     flops = 2.0 * rows * shape.head_params / _matrix_rate(shape, rates)
     return max(read + head, flops) + embed + shape.outer_copied_bytes / link
 
