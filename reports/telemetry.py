@@ -118,8 +118,7 @@ SLOW_COLUMNS: Final = frozenset(
     name
     for name in COLUMNS
     if name.startswith("host_")
-    or name
-    in {"gpu_temperature_c", "gpu_memory_clock_mhz", "gpu_num_processes", "gpu_num_own_processes"}
+    or (name.startswith("gpu_") and name not in {"gpu_used_bytes", "gpu_power_w", "gpu_energy_j"})
     or name in {"pcie_gen", "pcie_width"}
     or name in {"num_processes", "rss_peak_bytes", "anon_bytes", "shmem_bytes", "locked_bytes"}
     or name in {"swapped_bytes", "cpu_s", "minor_faults", "major_faults", "read_bytes"}

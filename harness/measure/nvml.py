@@ -52,24 +52,27 @@ class Gpu:
         """Return what changes fast and costs little, by column of the telemetry."""
         memory = self._memory()
         power_mw = self._try("nvmlDeviceGetPowerUsage")
-        rates = self._try("nvmlDeviceGetUtilizationRates")
         return {
             "gpu_used_bytes": None if memory is None else int(memory.used),
             "gpu_power_w": None if power_mw is None else power_mw / 1e3,
-            "gpu_sm_clock_mhz": self._clock("NVML_CLOCK_SM", 1),
-            "gpu_throttle_bits": self._throttle_bits(),
-            "gpu_busy_pct": None if rates is None else rates.gpu,
-            "gpu_memory_busy_pct": None if rates is None else rates.memory,
         }
 
     def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
-        """Return what changes slowly: temperature, memory's clock, link, processes that compute.
+        """Return what needs no reading ten times a second: load, clocks, temperature, link.
+
+        Each takes microseconds as a rule. Where kernels read host memory in place, one in some
+        hundred takes 10 to 120 ms of CPU time (H200, driver 580).
 
         Args:
             own_pids: of the run.
         """
         pids = self.compute_pids()
+        rates = self._try("nvmlDeviceGetUtilizationRates")
         return {
+            "gpu_busy_pct": None if rates is None else rates.gpu,
+            "gpu_memory_busy_pct": None if rates is None else rates.memory,
+            "gpu_sm_clock_mhz": self._clock("NVML_CLOCK_SM", 1),
+            "gpu_throttle_bits": self._throttle_bits(),
             "gpu_temperature_c": self._try("nvmlDeviceGetTemperature", 0),
             "gpu_memory_clock_mhz": self._clock("NVML_CLOCK_MEM", 2),
             "pcie_gen": self._try("nvmlDeviceGetCurrPcieLinkGeneration"),

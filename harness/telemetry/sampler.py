@@ -27,8 +27,8 @@ COSTLY_S: Final = 5.0
 COSTLY_SHARE: Final = 0.002
 """Of a core, that such readings may take: one takes 5 ms, but 40 to 140 ms while kernels read host
 memory in place (H200), and the next is then later."""
-MOST_SHARE: Final = 0.009
-"""Of a core, that all rows so far may have taken when another such reading begins."""
+MOST_SHARE: Final = 0.008
+"""Of a core, that all rows so far may have taken once another such reading is done."""
 _STOPPED: Final = 0
 Row = dict[str, Any]
 
@@ -65,7 +65,7 @@ class Rows:
         self._job: str | None = None
         self._slow: Row = {}
         self._costly: Row = {}
-        self._slow_due_s = self._costly_due_s = 0.0
+        self._slow_due_s = self._costly_due_s = self._costly_took_s = 0.0
         self._begin_s, self._cpu_begin_s = time.monotonic(), time.process_time()
 
     def watch(self, pid: int, job: str | None) -> None:
@@ -91,8 +91,8 @@ class Rows:
         if self._gpu is not None and self._is_costly_due(begin_s, row["sampler_cpu_s"]):
             before_s = time.process_time()
             self._costly = {"costly_clock_s": row["clock_s"], **self._gpu.sample_costly()}
-            took_s = time.process_time() - before_s
-            self._costly_due_s = begin_s + max(COSTLY_S, took_s / COSTLY_SHARE)
+            self._costly_took_s = time.process_time() - before_s
+            self._costly_due_s = begin_s + max(COSTLY_S, self._costly_took_s / COSTLY_SHARE)
         row |= self._slow | self._costly
         if self._tree is not None:
             row |= self._tree.read()
@@ -105,7 +105,7 @@ class Rows:
     def _is_costly_due(self, now_s: float, cpu_s: float) -> bool:
         """Each worker's first row has such a reading; later ones wait until CPU time is left."""
         is_first = self._costly_due_s == 0.0
-        has_time = cpu_s <= MOST_SHARE * (now_s - self._begin_s)
+        has_time = cpu_s + self._costly_took_s <= MOST_SHARE * (now_s - self._begin_s)
         return is_first or (now_s >= self._costly_due_s and has_time)
 
     def _read_slow(self) -> Row:
