@@ -158,7 +158,7 @@ class _Search:
         if config.planner.choose:
             rates = rates_for(config.gpu, self._facts, config.measured_rates)
             chooser = Chooser(asked, rates)
-            found = None if chooser.resident_fits else chooser.best()
+            found = None if chooser.moves_nothing else chooser.best()
             plan = chooser.resident if found is None else found[0]
         else:
             placed = assign_as_set(asked) or assign_resident(self._spec)

@@ -7,13 +7,17 @@ from typing import Any, Final
 
 from engine.cost import Shape, decode_step_s, step_s
 from engine.cost_queue import QUEUE_REQUESTS, queue_of, queue_s
-from engine.placement import Assignment
+from engine.placement import Assignment, Placement
 from engine.rates import Rates
 
 GIB: Final = 2**30
 TIE: Final = 0.002
 """Times that differ by less count as equal; then fewer bytes in host memory decide."""
 NUM_LISTED: Final = 5
+NOTHING: Final = "everything in GPU memory"
+"""Label of the candidate that moves nothing."""
+GAIN: Final = 1.1
+"""How much faster a queue must be predicted to move something where nothing has to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +80,48 @@ def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict
         "throughput": f"the most output tokens/s of a queue of {QUEUE_REQUESTS} requests",
         "context": "the longest sequence, then the shortest decode step at its end",
     }[objective]
+    why = f"{what} of {len(candidates)} placements that fit"
+    if best.label == NOTHING:
+        why = f"it fits, and none of {len(candidates)} placements has {GAIN - 1:.0%} more tokens/s"
     return {
         "objective": objective,
         "chosen": best.label,
-        "why": f"{what} of {len(candidates)} placements that fit (predicted; {rates.source})",
+        "why": f"{why} (predicted; {rates.source})",
         "candidates": [candidate.row() for candidate in candidates[:NUM_LISTED]],
     }
+
+
+def label_of(
+    taken: list[tuple[str, ...]],
+    outer: tuple[str, ...],
+    kind: Placement,
+    slots: int,
+    name: str,
+) -> str:
+    """Return what a candidate is called.
+
+    Args:
+        taken: Of each layer, the products that are in host memory.
+        outer: Tensors outside the layers that are read in place.
+        kind: Placement of what is taken.
+        slots: That it is copied into.
+        name: Of the granule.
+    """
+    parts = []
+    if outer:
+        names = ["embedding", "output head"][: len(outer)]
+        parts.append(f"{' and '.join(names)} read in place")
+    count = sum(1 for items in taken if items)
+    if count:
+        what = f"{count} layers" if name == "whole layers" else f"{name} of {count} layers"
+        how = {
+            Placement.PREFETCH: f"copied ahead, {slots} slots",
+            Placement.UVA: "read in place",
+            Placement.ON_DEMAND: "copied on demand",
+        }[kind]
+        used = [items for items in taken if items]
+        if used[-1] != used[0]:
+            names = [item.split(".")[-2] for item in used[-1]]
+            what += f" (of the last: {', '.join(names)})"
+        parts.append(f"{what} {how}")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Choose the placement of every tensor by predicted times, where the weights do not fit.
+"""Choose the placement of every tensor by predicted times.
 
 Candidates are what the engine can run: an untied embedding table read in place, which costs
 nothing; then as few layers as free the room that is needed, spread evenly, whole or some products
@@ -22,7 +22,7 @@ from engine.accounting import (
     served,
     step_blocks,
 )
-from engine.candidate import Candidate
+from engine.candidate import GAIN, NOTHING, Candidate, label_of
 from engine.cost import CONTEXT_TOKENS, EMBED, Shape, shape_of
 from engine.cost_queue import queue_of
 from engine.placement import Assignment, Placement, assign_resident, spread_layers
@@ -114,6 +114,11 @@ class Chooser:
         return has_room and self._is_enough(self.resident)
 
     @property
+    def moves_nothing(self) -> bool:
+        """Whether everything stays on the GPU: it fits, and more room for KV serves no queue."""
+        return self.resident_fits and self._asked.config.planner.objective != "throughput"
+
+    @property
     def can_fit(self) -> bool:
         """Whether everything fits the GPU, or some candidate does."""
         found = self._candidates(self._block_targets("latency"))
@@ -130,17 +135,31 @@ class Chooser:
     def ranked(self) -> Iterator[tuple[MemoryPlan, list[Candidate]]]:
         """Yield plans that fit, the best first, each with its candidate and all behind it."""
         objective = self._asked.config.planner.objective
-
-        ranked = self._in_order(self._candidates(self._block_targets(objective)))
-        if objective == "throughput":
-            best = next(filter(self._fits, ranked), None)
+        is_queue = objective == "throughput"
+        nothing = [self._nothing()] if is_queue and self.resident_fits else []
+        ranked = self._in_order([*nothing, *self._candidates(self._block_targets(objective))])
+        if is_queue:
+            best = next((x for x in ranked if x not in nothing and self._fits(x)), None)
             near = [] if best is None else self._candidates(self._near(best))
             known = {item.label for item in ranked}
             ranked = self._in_order([*ranked, *(x for x in near if x.label not in known)])
+        if nothing and ranked[0].queue_s * GAIN > nothing[0].queue_s:
+            ranked = [*nothing, *(item for item in ranked if item is not nothing[0])]
         for index, candidate in enumerate(ranked):
             plan = self._plan_of(candidate)
             if self._is_enough(plan):
                 yield plan, ranked[index:]
+
+    def _nothing(self) -> Candidate:
+        """Return the candidate that moves nothing."""
+        return Candidate(
+            label=NOTHING,
+            assignment=assign_resident(self._spec),
+            shape=self._base,
+            host_bytes=0,
+            rates=self._rates,
+            context_tokens=min(CONTEXT_TOKENS, self._asked.max_model_len),
+        )
 
     def _in_order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return them, the best first; of a queue those that may be are looked at closely."""
@@ -192,7 +211,7 @@ class Chooser:
                         for name in GRANULES:
                             item = self._candidate(blocks, outer, kind, lookahead, name)
                             found |= item is not None and self._has_room(item)
-                            if item is not None and item.label not in seen:
+                            if item is not None and item.label and item.label not in seen:
                                 seen.add(item.label)
                                 yield item
                 if found:
@@ -249,7 +268,7 @@ class Chooser:
         if self._asked.config.planner.objective != "context":
             context = min(CONTEXT_TOKENS, context)
         return Candidate(
-            label=self._label(taken, outer, kind, slots, name),
+            label=label_of(taken, outer, kind, slots, name),
             assignment=self._assignment(taken, outer, kind, lookahead),
             shape=shape,
             host_bytes=moved + freed,
@@ -356,33 +375,6 @@ class Chooser:
                 "the layers stays in GPU memory."
             )
         return Assignment(placements, lookahead, notes)
-
-    @staticmethod
-    def _label(
-        taken: list[tuple[str, ...]],
-        outer: tuple[str, ...],
-        kind: Placement,
-        slots: int,
-        name: str,
-    ) -> str:
-        parts = []
-        if outer:
-            names = ["embedding", "output head"][: len(outer)]
-            parts.append(f"{' and '.join(names)} read in place")
-        count = sum(1 for items in taken if items)
-        if count:
-            what = f"{count} layers" if name == "whole layers" else f"{name} of {count} layers"
-            how = {
-                Placement.PREFETCH: f"copied ahead, {slots} slots",
-                Placement.UVA: "read in place",
-                Placement.ON_DEMAND: "copied on demand",
-            }[kind]
-            used = [items for items in taken if items]
-            if used[-1] != used[0]:
-                names = [item.split(".")[-2] for item in used[-1]]
-                what += f" (of the last: {', '.join(names)})"
-            parts.append(f"{what} {how}")
-        return "; ".join(parts)
 
 
 def largest(low: int, high: int, is_good: Callable[[int], bool]) -> int | None:

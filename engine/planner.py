@@ -18,7 +18,7 @@ from engine.accounting import (
 )
 from engine.advice import host_refusal, refusal
 from engine.auto_fields import choose_fields
-from engine.candidate import record_of
+from engine.candidate import NOTHING, record_of
 from engine.choose import Chooser
 from engine.config import EngineConfig
 from engine.cost import decode_step_s, shape_of
@@ -68,7 +68,7 @@ def plan_candidates(
 ) -> list[MemoryPlan]:
     """Plan the best `count` placements that are chosen, the best predicted first.
 
-    Fewer where fewer fit, and one where everything fits the GPU.
+    Fewer where fewer fit, and one where everything stays on the GPU.
 
     Args:
         config: What was asked, with planner.choose.
@@ -83,7 +83,7 @@ def plan_candidates(
     asked, rates, notes = _ask(config, spec, facts, reference=False)
     first = _finished(_plan(asked, rates), asked, rates, notes)
     chooser = Chooser(asked, rates)
-    if chooser.resident_fits:
+    if chooser.moves_nothing:
         return [first]
     objective, found = config.planner.objective, []
     for plan, candidates in islice(chooser.ranked(), count):
@@ -192,10 +192,10 @@ def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
             f"{asked.config.engine.max_num_seqs} sequences of {asked.max_model_len} can use, got "
             f"{wanted}. Lower it, or raise engine.max_num_seqs."
         )
-    if chooser.resident_fits:
+    if chooser.moves_nothing:
         record = {
             "objective": objective,
-            "chosen": "everything in GPU memory",
+            "chosen": NOTHING,
             "why": "it fits the GPU budget",
             "candidates": [],
         }

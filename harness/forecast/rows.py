@@ -46,6 +46,8 @@ PRESET_STEP: Final = 2
 
 WITHOUT_HOST_KV: Final = "kv=gpu, auto"
 """The row without a host tier of KV blocks, where one sequence would read some in place."""
+FOR_QUEUE: Final = "auto (throughput)"
+"""The row of what is best for a queue, where one is timed and another objective is set."""
 HOST_KV_FIELDS: Final = ("num_cpu_blocks", "cpu_gib", "swap_space", "pin_limit_gib")
 """Settings of kv that are about the host tier alone."""
 
@@ -67,6 +69,17 @@ class Row:
     def fits(self) -> bool:
         """Whether it fits."""
         return self.plan is not None
+
+    @property
+    def moves_something(self) -> bool:
+        """Whether it fits with weights in host memory."""
+        plan = self.plan
+        return plan is not None and bool(plan.offloaded_layers or plan.outer_offloaded.num_bytes)
+
+    @property
+    def queue_tokens_s(self) -> float:
+        """Output tokens/s of the queue that throughput is predicted for; 0 without room."""
+        return float(self.predicted["queue"]["output_tokens_s"]) if self.fits else 0.0
 
     @property
     def predicted(self) -> dict[str, Any]:
@@ -94,9 +107,15 @@ class Forecast:
 
     @cached_property
     def recommended(self) -> Row | None:
-        """The row that moves nothing where it fits; else what is chosen; else the fastest."""
+        """The row that moves nothing where it fits; else what is chosen; else the fastest.
+
+        Of a queue what is chosen, as that may be faster with more room for KV.
+        """
         fitting = {row.label: row for row in self.rows if row.plan is not None}
         none, auto = fitting.get("none"), fitting.get("auto")
+        is_queue = self.config.planner.objective == "throughput"
+        if auto is not None and is_queue and auto.moves_something:
+            return auto
         if none is not None and none.plan is not None and not none.plan.offloaded_layers:
             return none
         if auto is not None:
@@ -155,13 +174,17 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     )
     rates = {} if probed is None else probed.rates
     base = replace(with_model(config, model), measured_rates=rates)
-    rows = tuple(_rows(base, spec, facts))
+    scenario = config.scenario
+    has_queue = scenario.throughput is not None or scenario.serve is not None
+    rows = tuple(_rows(base, spec, facts, has_queue=has_queue))
     return Forecast(
         config=config, spec=spec, facts=facts, probed=probed, overrides=overrides, rows=rows
     )
 
 
-def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[Row]:
+def _rows(
+    base: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, has_queue: bool
+) -> Iterator[Row]:
     auto = replace(base.planner, choose=True, auto_fields=[])
     bare = replace(base, offload=OffloadConfig(), planner=PlannerConfig())
     none = _row("none", ("offload=none",), bare, spec, facts)
@@ -175,21 +198,34 @@ def _rows(base: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Iterator[R
         yield _uva_row(bare, spec, facts, fits=none.fits)
     if base.offload.backend != "prefetch":
         yield _prefetch_row(bare, spec, facts, fits=none.fits)
-    overrides = ["offload=auto"]
-    if auto.objective != "latency":
-        overrides.append(f"planner.objective={auto.objective}")
-    if auto.referee:
-        overrides.append("planner.referee=true")
-    if auto.kv_tokens is not None:
-        overrides.append(f"planner.kv_tokens={auto.kv_tokens}")
-    yield _row("auto", tuple(overrides), replace(bare, planner=auto), spec, facts)
+    chosen = _row("auto", _auto_overrides(auto), replace(bare, planner=auto), spec, facts)
+    yield chosen
+    if has_queue and auto.objective != "throughput":
+        planner = replace(auto, objective="throughput")
+        other = replace(bare, planner=planner)
+        queue = _row(FOR_QUEUE, _auto_overrides(planner), other, spec, facts)
+        if queue.queue_tokens_s > chosen.queue_tokens_s:
+            yield queue
     if none.plan is not None and (none.predicted["host_kv"] or {}).get("in_place_bytes"):
         # Keys and values that a long sequence reads over the link each step may cost more than
         # weights that leave them room.
         default = KVConfig()
         without = replace(base.kv, **{name: getattr(default, name) for name in HOST_KV_FIELDS})
         config = replace(bare, planner=auto, kv=without)
-        yield _row(WITHOUT_HOST_KV, ("kv=gpu", *overrides), config, spec, facts)
+        names = ("kv=gpu", *_auto_overrides(auto))
+        yield _row(WITHOUT_HOST_KV, names, config, spec, facts)
+
+
+def _auto_overrides(planner: PlannerConfig) -> tuple[str, ...]:
+    """What to type for a choice."""
+    overrides = ["offload=auto"]
+    if planner.objective != "latency":
+        overrides.append(f"planner.objective={planner.objective}")
+    if planner.referee:
+        overrides.append("planner.referee=true")
+    if planner.kv_tokens is not None:
+        overrides.append(f"planner.kv_tokens={planner.kv_tokens}")
+    return tuple(overrides)
 
 
 def _row(

@@ -7,7 +7,7 @@ from typing import Any, Final
 from engine.cost import CONTEXT_TOKENS
 from harness.capacity import capacity_lines
 from harness.forecast.machine import UNKNOWN_HOST_BYTES
-from harness.forecast.rows import HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
+from harness.forecast.rows import FOR_QUEUE, HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
 from reports.record import number
 
 __all__ = [
@@ -79,7 +79,7 @@ def point_lines(found: Forecast) -> list[str]:
         "  max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with",
         f"  {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens).",
     ]
-    lines += _longest(found)
+    lines += [*_longest(found), *_queue(found)]
     for row in found.rows:
         if not row.fits:
             lines.append(f"  {row.label} does not fit: {row.error}")
@@ -147,6 +147,18 @@ def _longest(found: Forecast) -> Iterator[str]:
         least = min(row.predicted["decode_step_long_ms"] for row in fitting)
         if other.predicted["decode_step_long_ms"] == least:
             yield f"  Shortest for such a sequence, without kv=cpu: {_command(found, other)}"
+
+
+def _queue(found: Forecast) -> Iterator[str]:
+    """What a queue gets of each way that fits, where what is best for one is shown."""
+    fitting = [row for row in found.rows if row.plan is not None]
+    best = next((row for row in fitting if row.label == FOR_QUEUE), None)
+    if best is not None:
+        queue = best.predicted["queue"]
+        lengths = f"{queue['prompt_tokens']} + {queue['output_tokens']} tokens"
+        rates = ", ".join(f"{row.label} {number(row.queue_tokens_s)}" for row in fitting)
+        yield f"  output tokens/s of {queue['requests']} requests of {lengths}: {rates}."
+        yield f"  Best for such a queue: {_command(found, best)}"
 
 
 def _staging(row: Row) -> Iterator[str]:

@@ -268,7 +268,7 @@ def test_host_memory_of_a_machine_that_is_not_here_is_stated_and_bounds_what_is_
     card = ("+model=olmo7b", "gpu=rtx4080_16gb", "kv=cpu", "kv.cpu_gib=100", "offload=auto")
     unknown = found_of(composer, *card)
     text = "\n".join(point_lines(unknown))
-    plan = unknown.rows[-1].plan
+    plan = unknown.rows[3].plan
     assert plan is not None
     need = plan.host_total_bytes / GIB + 1
     assert f"{need:.2f} GiB of host memory must be there, 1 of it as a reserve" in text
@@ -336,7 +336,7 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == list(CSV_COLUMNS)
-    assert len(rows) == 16
+    assert len(rows) == 18  # of the smaller card's two points a queue is better off otherwise
     assert {row["fits"] for row in rows} == {"True", "False"}
     best = [row for row in rows if row["recommended"] == "True"]
     assert [row["offload"] for row in best] == ["auto", "auto", "none", "none"]
