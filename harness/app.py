@@ -29,6 +29,7 @@ from harness.keys import unknown_key
 from harness.launchers import BASIC, keep_gpus_visible, launch_arguments, make_importable
 from harness.models.home import tightfit_home
 from harness.overview import sweep_lines
+from harness.systems.mapping import require_package
 from harness.task import PointTask, SweepPlan, failure_record
 from reports.record import RESULT_NAME, RecordError, RunRecord
 
@@ -66,6 +67,8 @@ def run(line: CommandLine) -> int:
 
         check_comparisons(plan, line.config_dir)
         return show_plans(plan, line.config_dir)
+    for point in plan.points:
+        require_package(point.config.system.kind)
     require_room(tightfit_home())
     _check_folder(plan)
     check_comparisons(plan, line.config_dir)

@@ -9,6 +9,7 @@ from harness.ab_config import SIDES, AbConfig
 from harness.composition import Composer, Plan
 from harness.errors import ConfigError
 from harness.schema import RunConfig
+from harness.systems.mapping import require_package
 
 SAME_WORK: Final = ("scenario", "model", "tracking")
 """Nodes that both sides must have the same; what answers, and with which memory, may differ."""
@@ -83,9 +84,11 @@ def _compose(
     kept = [item for item in base if _key(item) not in keys]
     try:
         plan = Composer(config_dir).plan([*kept, *own])
+        (point,) = plan.points
+        if mode == "run":
+            require_package(point.config.system.kind)
     except ConfigError as error:
         raise ConfigError(f"ab.{name}: {error}") from error
-    (point,) = plan.points
     if point.config.mode != mode:
         raise ConfigError(f"ab.{name}: expected mode={mode}, got mode={point.config.mode}.")
     config = replace(point.config, ab=None)

@@ -10,7 +10,7 @@ from harness.ab.order import steps
 from harness.ab.sides import compose_sides
 from harness.ab_config import AbConfig
 from harness.composition import Plan, Point
-from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
+from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import (
     CSV_COLUMNS,
@@ -22,6 +22,7 @@ from harness.forecast.view import (
     sweep_table,
 )
 from harness.report import build_report
+from harness.schema import RunConfig
 
 CSV_NAME: Final = "plan.csv"
 
@@ -34,27 +35,50 @@ def show_plans(plan: Plan, config_dir: Path | None = None) -> int:
         config_dir: A folder of the user's.
 
     Raises:
-        ConfigError: A point's settings contradict each other or its model's sizes are not known.
+        ConfigError: A point's settings contradict each other, its model's sizes are not known, or
+            nothing that is asked for is of this project's engine.
     """
     if plan.points[0].config.ab is not None:
         return _show_sides(plan.points[0], plan.points[0].config.ab, config_dir)
-    found = [forecast(point.config, tuple(point.overrides)) for point in plan.points]
+    names = point_names([point.overrides for point in plan.points])
+    named = list(zip(plan.points, names, strict=True))
+    peers = [name for point, name in named if point.config.system.kind != "native"]
+    own = [(point, name) for point, name in named if point.config.system.kind == "native"]
+    if not own:
+        _refuse_peer(plan.points[0].config)
+    found = [forecast(point.config, tuple(point.overrides)) for point, _ in own]
     if not plan.multirun:
         (only,) = found
         _print(point_lines(only))
         return EXIT_OK if only.recommended is not None else EXIT_NOT_ALL_OK
-    names = point_names(found)
     path = Path(str(plan.points[0].composed.hydra.sweep.dir)) / CSV_NAME
+    names = [name for _, name in own]
     write_csv(path, found, names)
-    lines = [*sweep_table(found, names), f"  every way to place the weights: {path}"]
+    lines = [*sweep_table(found, names), *map(_unplanned, peers)]
+    lines.append(f"  every way to place the weights: {path}")
     problems = build_report(path.parent)
     lines += problems or [f"  as a figure: {path.with_suffix('.png')}"]
     _print(lines)
     return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
 
 
+def _refuse_peer(config: RunConfig) -> None:
+    """Refuse to plan what is not this project's engine."""
+    if config.system.kind != "native":
+        raise ConfigError(
+            f"mode: expected run with system={config.system.kind}, got plan: plans and predicted "
+            "times are of this project's engine. Choose system=native, or run it."
+        )
+
+
+def _unplanned(name: str) -> str:
+    return f"  not planned: {name} (plans are of this project's engine, system=native)"
+
+
 def _show_sides(point: Point, ab: AbConfig, config_dir: Path | None) -> int:
     both = compose_sides(ab, point.overrides, config_dir, mode="plan")
+    for side in both:
+        _refuse_peer(side.config)
     found = [forecast(side.config, tuple(side.overrides)) for side in both]
     titles = {side.name: f"{side.name}: {' '.join(side.own)}" for side in both}
     _print(
@@ -67,12 +91,12 @@ def _show_sides(point: Point, ab: AbConfig, config_dir: Path | None) -> int:
     return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
 
 
-def point_names(found: Sequence[Forecast]) -> list[str]:
-    """Return what sets the points apart: their overrides without those that all have."""
-    common = set.intersection(*(set(item.overrides) for item in found))
+def point_names(points: Sequence[Sequence[str]]) -> list[str]:
+    """Return what sets points apart: their overrides without those that all have."""
+    common = set.intersection(*map(set, points))
     return [
-        " ".join(text.lstrip("+") for text in item.overrides if text not in common) or str(index)
-        for index, item in enumerate(found)
+        " ".join(text.lstrip("+") for text in overrides if text not in common) or str(index)
+        for index, overrides in enumerate(points)
     ]
 
 

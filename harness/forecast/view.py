@@ -281,7 +281,8 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     if refused:
         others = "" if refused == len(found) else f"; running the others {takes}"
         what = f"without room: {refused} (plan.csv says why){others}"
-    return [*_points(found, names), f"  {len(found)} points, {what}."]
+    points = f"{len(found)} point{'s'[: len(found) != 1]}"
+    return [*_points(found, names), f"  {points}, {what}."]
 
 
 def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command: str) -> list[str]:

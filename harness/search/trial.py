@@ -12,6 +12,7 @@ from harness.monotone import planned_shortage
 from harness.schema import RunConfig, SweepContext, TrackingConfig
 from harness.search.goal import Goal, check_measured
 from harness.search.space import beside
+from harness.systems.mapping import require_package
 from reports.record import RESULT_NAME, RunRecord
 
 __all__ = ["Outcome", "TrialRunner"]
@@ -47,7 +48,7 @@ class TrialRunner:
         """Return the configuration of a trial and its overrides in Hydra's spelling.
 
         Raises:
-            ConfigError: settings that contradict each other, or a sweep.
+            ConfigError: settings that contradict each other, a sweep, or a package that is absent.
         """
         plan = self._composer.plan([*beside(self._base, overrides), *overrides])
         if plan.multirun:
@@ -55,7 +56,9 @@ class TrialRunner:
                 "search: the experiment sweeps by itself. Add hydra.mode=RUN, and give the values "
                 "to search on the command line."
             )
-        return plan.points[0].config, plan.overrides
+        config = plan.points[0].config
+        require_package(config.system.kind)
+        return config, plan.overrides
 
     def run(self, overrides: Sequence[str], sweep: SweepContext) -> Outcome:
         """Run a trial; see Outcome.

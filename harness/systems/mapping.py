@@ -5,7 +5,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any, Final
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 from harness.schema import RunConfig
 
 Settings = Mapping[str, Collection[str]]
@@ -66,14 +66,14 @@ WHY: Final[Mapping[str, str]] = {
 
 
 def require_package(kind: str) -> None:
-    """Check that what a system runs on is installed, before a reference is made for it.
+    """Check that what a system runs on is installed, before anything is made for it.
 
     Raises:
-        EngineError: it is not.
+        ConfigError: it is not; the message says what to install.
     """
     package, remedy = PACKAGES.get(kind, ("", ""))
     if package and find_spec(package) is None:
-        raise EngineError(
+        raise ConfigError(
             f"system={kind}: expected the package {package}, found none. {remedy}, or choose "
             "system=native."
         )
@@ -88,12 +88,7 @@ def check_system(config: RunConfig) -> None:
     kind = config.system.kind
     if kind == "native":
         return
-    if config.mode == "plan":
-        raise ConfigError(
-            f"mode: expected run with system={kind}, got plan: plans and predicted times are of "
-            "this project's engine. Choose system=native, or run it."
-        )
-    if config.gpu.host_gib is not None:
+    if config.gpu.host_gib is not None and config.mode != "plan":
         raise ConfigError(
             f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it is "
             "what plans are held against, and there are none. Remove it."

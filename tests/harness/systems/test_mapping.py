@@ -10,9 +10,13 @@ from engine.config import (
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
-from engine.errors import CapacityError, ConfigError, EngineError
+from engine.errors import CapacityError, ConfigError
 from engine.spec import ModelSpec
+from harness.__main__ import main
 from harness.attempt import Attempt, Findings
+from harness.composition import Composer
+from harness.errors import EXIT_BAD_CONFIG
+from harness.search.trial import TrialRunner
 from harness.system_config import SystemConfig
 from harness.systems.accelerate_plan import GIB, Sizes, device_map, host_layers, largest_batch
 from harness.systems.agreement import agree
@@ -213,14 +217,32 @@ def test_nothing_in_common_is_a_reason_and_unknown_ids_are_not_compared():
     assert "no token ids" in unknown.notes[0]
 
 
-def test_plans_are_of_this_projects_engine():
-    with pytest.raises(ConfigError, match=r"mode: expected run with system=vllm, got plan"):
-        check_system(run_config(system=SYSTEMS["vllm"], mode="plan"))
-
-
 @pytest.mark.parametrize("kind", SYSTEMS)
 def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monkeypatch):
     monkeypatch.setattr("harness.systems.mapping.find_spec", lambda _: None)
     config = run_config(system=SYSTEMS[kind])
-    with pytest.raises(EngineError, match=f"system={kind}: expected the package"):
+    with pytest.raises(ConfigError, match=f"system={kind}: expected the package"):
         Attempt(config, None, Findings()).prepare()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "system=native,accelerate"],
+        ["scenario=ab", "ab.a=[]", "ab.b=[system=accelerate]"],
+    ],
+)
+def test_an_absent_package_is_told_before_any_point_begins(words, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("harness.systems.mapping.find_spec", lambda _: None)
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    assert main(["+model=smollm2_135m", "tracking=none", *words]) == EXIT_BAD_CONFIG
+    said = capsys.readouterr().err
+    assert "expected the package accelerate, found none. Run: pip install" in said
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_search_tells_an_absent_package_before_its_trials(monkeypatch):
+    monkeypatch.setattr("harness.systems.mapping.find_spec", lambda _: None)
+    runner = TrialRunner(Composer(), ["+model=glass", "system=accelerate"], goal=None)
+    with pytest.raises(ConfigError, match="expected the package accelerate"):
+        runner.check_goal([])
