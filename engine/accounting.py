@@ -19,6 +19,7 @@ from engine.sizes import (
     HOST_DECODES,
     activation_bytes,
     captured_bytes,
+    captured_prefills,
     graph_sizes,
     load_staging_bytes,
     logits_bytes,
@@ -111,8 +112,10 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     prefills: tuple[tuple[int, int], ...] = ()
     if sizes:
         prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
-    offloads = any(layer.offloaded.num_bytes for layer in layout.layers)
-    captured = prefills if use_graphs and not offloads else ()
+    in_layers = sum(layer.offloaded.num_bytes for layer in layout.layers)
+    captured = (
+        captured_prefills(prefills, spec.num_hidden_layers, in_layers, stage) if use_graphs else ()
+    )
     decodes = sizes if use_graphs else ()
     captured_pool, graph_nodes = captured_bytes(spec, facts.kind, decodes, captured, size)
     items = {
@@ -188,13 +191,14 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     )
 
 
-def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
-    """GPU bytes that a plan without offloaded layers takes to capture steps with prompts."""
+def prefill_graph_bytes(
+    asked: Asked, plan: MemoryPlan, captured: tuple[tuple[int, int], ...]
+) -> int:
+    """GPU bytes that it takes to capture steps with prompts beside a plan's decodes."""
     sizes = plan.graph_sizes if plan.use_graphs else ()
     size, kind = DTYPE_BYTES[asked.dtype], asked.facts.kind
     with_prompts, without = (
-        sum(captured_bytes(asked.spec, kind, sizes, prefills, size))
-        for prefills in (plan.captured_prefills, ())
+        sum(captured_bytes(asked.spec, kind, sizes, prefills, size)) for prefills in (captured, ())
     )
     return with_prompts - without
 

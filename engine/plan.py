@@ -126,8 +126,8 @@ class MemoryPlan:
     prefill_sizes: tuple[tuple[int, int], ...] = ()
     """Decode rows and tokens of prompts that steps with prompts are padded to, where they fit."""
     captured_prefills: tuple[tuple[int, int], ...] = ()
-    """Those of `prefill_sizes` that run as graphs: none where layers are offloaded, as the link
-    takes longer than the launches that it would save."""
+    """Those of `prefill_sizes` that run as graphs: none where the link takes longer for the
+    offloaded layers than the launches that they would save."""
     use_graphs: bool
     """Decode runs in CUDA graphs."""
     pin: bool
