@@ -85,6 +85,9 @@ def check_settings(config: RunConfig) -> None:
         path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(f"scenario.{name}: expected a file, found none at {path.absolute()}.")
+    serve = config.scenario.serve
+    if serve is not None and serve.trace is not None:
+        serve.trace.check_ending()
     check_system(config)
     spec = config.model.spec
     if spec is None:

@@ -1,11 +1,12 @@
 """Prompts in tokens: synthetic ones of a set length from a seed, or rows of a JSONL file."""
 
-import json
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from harness.text_rows import TextError, parse_object, read_text, shown
 
 
 class PromptError(ValueError):
@@ -80,17 +81,17 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
     """
     try:
         # Not splitlines(), which also ends a line at U+2028 and the like inside of a text.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"prompts_file {path}: cannot be read: {error}.") from error
+        lines = read_text(path).split("\n")
+    except TextError as error:
+        raise PromptError(f"prompts_file {path}: {error}") from error
     rows: list[PromptRow] = []
     problems: list[str] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 rows.append(_parse(line, number))
-            except PromptError as error:
-                problems.append(str(error))
+            except TextError as error:
+                problems.append(f"line {number}: {error}.")
     if problems:
         shown = " ".join(problems[:5])
         more = f" And {len(problems) - 5} more." if len(problems) > 5 else ""
@@ -105,33 +106,26 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
 
 
 def _parse(line: str, number: int) -> PromptRow:
-    try:
-        row = json.loads(line)
-    except RecursionError as error:
-        raise PromptError(f"line {number}: brackets nested too deep.") from error
-    except ValueError as error:  # json.JSONDecodeError, or a number of too many digits
-        raise PromptError(f"line {number}: not JSON ({error}).") from error
-    if not isinstance(row, dict):
-        raise PromptError(f"line {number}: expected an object, got {type(row).__name__}.")
+    row = parse_object(line)
     if ("prompt" in row) == ("prompt_token_ids" in row):
-        raise PromptError(f"line {number}: expected one of prompt and prompt_token_ids.")
+        raise TextError("expected one of prompt and prompt_token_ids")
     if "prompt" in row:
-        return PromptRow(number, text=_text(row["prompt"], number))
-    return PromptRow(number, token_ids=_ids(row["prompt_token_ids"], number))
+        return PromptRow(number, text=_text(row["prompt"]))
+    return PromptRow(number, token_ids=_ids(row["prompt_token_ids"]))
 
 
-def _text(value: Any, number: int) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise PromptError(f"line {number}: expected a text that is not empty, got {value!r}.")
+        raise TextError(f"expected a text that is not empty, got {shown(value)}")
     if any("\ud800" <= char <= "\udfff" for char in value):
-        raise PromptError(f"line {number}: expected a text without lone surrogates (\\ud8..).")
+        raise TextError("expected a text without lone surrogates (\\ud8..)")
     return value
 
 
-def _ids(value: Any, number: int) -> tuple[int, ...]:
+def _ids(value: Any) -> tuple[int, ...]:
     ok = isinstance(value, list) and value
     if not ok or any(type(item) is not int or item < 0 for item in value):
-        raise PromptError(f"line {number}: expected whole numbers from 0, got {value!r}.")
+        raise TextError(f"expected whole numbers from 0, got {shown(value)}")
     return tuple(value)
 
 

@@ -217,14 +217,19 @@ class TraceSource(Sealed):
                 "Azure's CSV or Mooncake's JSONL format."
             )
         check_choice(f"{NODE}.trace.format", self.format, TRACE_FORMATS)
-        endings = {".csv": "azure", ".jsonl": "mooncake"}
-        if self.format == "auto" and not self.path.lower().endswith(tuple(endings)):
+        for name in ("time_scale", "length_scale"):
+            check_positive(f"{NODE}.trace.{name}", getattr(self, name))
+
+    def check_ending(self) -> None:
+        """Raise ConfigError where the file's ending does not tell the format.
+
+        Not part of check(): that the file is absent is to be said first.
+        """
+        if self.format == "auto" and not str(self.path).lower().endswith((".csv", ".jsonl")):
             raise ConfigError(
                 f"{NODE}.trace.format: expected azure or mooncake for a file that ends neither in "
                 f".csv nor in .jsonl, got auto for {self.path}. Set it."
             )
-        for name in ("time_scale", "length_scale"):
-            check_positive(f"{NODE}.trace.{name}", getattr(self, name))
 
     @property
     def kind(self) -> str:

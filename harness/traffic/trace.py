@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.prompts import PromptError
+from harness.text_rows import TextError, parse_object, read_text, shown
 from harness.traffic.settings import NODE, TraceSource
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS: Final = 512
 """Tokens that one entry of hash_ids stands for."""
-_GZIP: Final = b"\x1f\x8b"
 _SHOWN: Final = 5
 _MOST_MS: Final = 1e14
 _MOST_TOKENS: Final = 10**9
@@ -40,10 +39,6 @@ class TraceRow:
     """Blocks of 512 prompt tokens; equal numbers are equal tokens. Empty: a prompt of its own."""
 
 
-class _RowError(ValueError):
-    """What is wrong with one row."""
-
-
 def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
     """Return the first rows of a trace in order of time; every row of the file is checked.
 
@@ -57,15 +52,9 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
     """
     path = Path(str(source.path)).expanduser()
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TraceError(f"trace {path}: cannot be read: {error}.") from error
-    if data.startswith(_GZIP):
-        raise TraceError(f"trace {path}: expected text, got a file packed with gzip. Unpack it.")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"trace {path}: expected text in UTF-8: {error}.") from error
+        text = read_text(path)
+    except TextError as error:
+        raise TraceError(f"trace {path}: {error}") from error
     parse = _azure if source.kind == "azure" else _mooncake
     problems: list[str] = []
     rows = sorted(parse(text, problems), key=lambda row: row.time_s)
@@ -136,28 +125,30 @@ def _collect(
     for line, content in rows:
         try:
             found.append(parse(line, content))
-        except _RowError as error:
+        except TextError as error:
             problems.append(f"line {line}: {error}.")
     return found
 
 
 def _azure(text: str, problems: list[str]) -> list[TraceRow]:
     lines = text.splitlines()
-    header = next(csv.reader(lines[:1]), [])
-    names = [name.strip() for name in header]
+    header = lines[0] if lines else ""
+    try:
+        names = _cells(header)
+    except TextError:
+        names = []
     if sorted(names) != sorted(AZURE_COLUMNS):
-        problems.append(f"line 1: expected the columns {', '.join(AZURE_COLUMNS)}, got {names}.")
+        problems.append(
+            f"line 1: expected the columns {', '.join(AZURE_COLUMNS)}, got {shown(header)}."
+        )
         return []
     at = [names.index(name) for name in AZURE_COLUMNS]
 
     def parse(line: int, content: str) -> TraceRow:
-        try:
-            cells = next(csv.reader([content]), [])
-        except csv.Error as error:
-            raise _RowError(f"not CSV ({error})") from error
+        cells = _cells(content)
         if len(cells) != len(names):
-            raise _RowError(f"expected {len(names)} columns, got {len(cells)}")
-        when, context, generated = (cells[index].strip() for index in at)
+            raise TextError(f"expected {len(names)} columns, got {len(cells)}")
+        when, context, generated = (cells[index] for index in at)
         return TraceRow(
             line=line,
             time_s=_date(when),
@@ -169,24 +160,31 @@ def _azure(text: str, problems: list[str]) -> list[TraceRow]:
     return _collect(rows, parse, problems)
 
 
+def _cells(content: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([content]), [])]
+    except csv.Error as error:
+        raise TextError(f"not CSV ({error})") from error
+
+
 def _date(text: str) -> float:
     """Return a date and time as seconds since 1970; without a time zone it is taken as UTC."""
     try:
-        when = datetime.fromisoformat(text)
+        when = datetime.fromisoformat(text if ":" in text else "")  # a date alone has no time
     except ValueError as error:
-        raise _RowError(f"TIMESTAMP: expected a date and time, got {text!r}") from error
+        raise TextError(f"TIMESTAMP: expected a date and time, got {shown(text)}") from error
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
 def _written_tokens(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or len(text) > 12:
-        raise _RowError(f"{name}: expected a whole number from 1, got {text!r}")
+        raise TextError(f"{name}: expected a whole number from 1, got {shown(text)}")
     return _tokens(name, int(text))
 
 
 def _tokens(name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
-        raise _RowError(f"{name}: expected a whole number from 1, got {value!r}")
+        raise TextError(f"{name}: expected a whole number from 1, got {shown(value)}")
     return int(value)
 
 
@@ -196,25 +194,20 @@ def _mooncake(text: str, problems: list[str]) -> list[TraceRow]:
 
 
 def _mooncake_row(line: int, content: str) -> TraceRow:
-    try:
-        row = json.loads(content)
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        raise _RowError(f"not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise _RowError(f"expected an object, got {type(row).__name__}")
+    row = parse_object(content)
     for name in ("timestamp", "input_length", "output_length"):
         if name not in row:
-            raise _RowError(f"{name}: expected a value, got none")
+            raise TextError(f"{name}: expected a value, got none")
     when = row["timestamp"]
     if type(when) not in {int, float} or not 0 <= when <= _MOST_MS:
-        raise _RowError(f"timestamp: expected milliseconds from 0, got {when!r}")
+        raise TextError(f"timestamp: expected milliseconds from 0, got {shown(when)}")
     hashes = row.get("hash_ids", [])
     if not isinstance(hashes, list) or any(type(item) is not int for item in hashes):
-        raise _RowError("hash_ids: expected a list of whole numbers")
+        raise TextError("hash_ids: expected a list of whole numbers")
     prompt_tokens = _tokens("input_length", row["input_length"])
     most = math.ceil(prompt_tokens / MOONCAKE_BLOCK_TOKENS)
     if len(hashes) > most:
-        raise _RowError(
+        raise TextError(
             f"hash_ids: expected at most {most} for {prompt_tokens} tokens, one for each "
             f"{MOONCAKE_BLOCK_TOKENS}, got {len(hashes)}"
         )

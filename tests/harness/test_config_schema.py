@@ -23,6 +23,8 @@ from harness.schema import (
     TrackingConfig,
 )
 from harness.system_config import SystemConfig
+from harness.traffic.scenario import ServeScenario
+from harness.traffic.settings import Arrivals, TraceSource
 
 SPEC = ModelSpec(
     model_type="llama",
@@ -53,6 +55,13 @@ def run_config(**changes: Any) -> RunConfig:
 def latency(**changes: Any) -> ScenarioConfig:
     """A scenario of one part."""
     return ScenarioConfig(name="s", latency=LatencyScenario(**changes))
+
+
+def traced(path: str) -> ScenarioConfig:
+    """A scenario that sends a trace again."""
+    arrivals = Arrivals(process="trace")
+    part = ServeScenario(num_requests=None, arrivals=arrivals, trace=TraceSource(path=path))
+    return ScenarioConfig(name="s", serve=part)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +163,8 @@ def uva(**settings: Any) -> OffloadConfig:
         ),
         ({"engine": EngineSettings(max_model_len=129)}, ["engine.max_model_len", "128", "129"]),
         ({"scenario": latency(prompts_file="nosuch.jsonl")}, ["prompts_file", "nosuch.jsonl"]),
+        ({"scenario": traced("nosuch.txt")}, ["trace.path", "found none at", "nosuch.txt"]),
+        ({"scenario": traced(__file__)}, ["trace.format", "expected azure or mooncake"]),
     ],
 )
 def test_what_depends_on_the_model_is_refused_before_anything_loads(

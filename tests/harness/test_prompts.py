@@ -68,6 +68,7 @@ def test_rows_of_text_and_of_ids(tmp_path):
         (r'{"prompt": "a \ud800"}', "line 2: expected a text without lone surrogates"),
         ('{"prompt_token_ids": [' + "1" * 5000 + "]}", "line 2: not JSON"),
         ("[" * 100_000, "line 2: brackets nested too deep"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2: 'prompt' stands there twice"),
         ('{"prompt": 5}', "line 2: expected a text that is not empty, got 5"),
         ('{"prompt_token_ids": []}', r"line 2: expected whole numbers from 0, got \[\]"),
         ('{"prompt_token_ids": [1, -2]}', r"line 2: expected whole numbers from 0"),
@@ -96,3 +97,10 @@ def test_too_few_rows_are_refused(tmp_path):
 def test_an_absent_file_is_refused(tmp_path):
     with pytest.raises(PromptError, match="cannot be read"):
         read_prompts(tmp_path / "absent.jsonl", 1)
+
+
+def test_a_file_in_another_encoding_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(PromptError, match="line 2 has the byte 0xe9"):
+        read_prompts(path, 1)

@@ -38,7 +38,10 @@ SEARCH = PeakSearch(low_per_s=1, high_per_s=4)
         (lambda: Turns(first_tokens=5), "turns.first_tokens: expected null with one turn"),
         (lambda: Turns(num=2, first_tokens=0), "turns.first_tokens"),
         (TraceSource, "trace.path: expected a file"),
-        (lambda: TraceSource(path="a.txt"), "trace.format: expected azure or mooncake"),
+        (
+            lambda: TraceSource(path="a.txt").check_ending(),
+            "trace.format: expected azure or mooncake",
+        ),
         (lambda: TraceSource(path="a.csv", time_scale=0), "time_scale: expected a number > 0"),
         (lambda: Seeds(order=-1), "seeds.order: expected an integer >= 0"),
         (lambda: Objectives(ttft_ms=0), "slo.ttft_ms: expected a number > 0"),

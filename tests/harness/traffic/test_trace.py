@@ -78,6 +78,8 @@ def test_mooncake_rows(tmp_path):
         ("2023-11-16 18:15:47,1", "line 3: expected 3 columns, got 2"),
         ("2023-11-16 18:15:47,1,2,3", "line 3: expected 3 columns, got 4"),
         ("yesterday,1,2", "line 3: TIMESTAMP: expected a date and time, got 'yesterday'"),
+        ("2023-11-16,1,2", "line 3: TIMESTAMP: expected a date and time, got '2023-11-16'"),
+        ("x" * 5000 + ",1,2", f"line 3: TIMESTAMP: expected a date and time, got '{'x' * 79}..."),
         ("2023-11-16 18:15:47,x,2", "line 3: ContextTokens: expected a whole number from 1"),
         ("2023-11-16 18:15:47,1,0", "line 3: GeneratedTokens: expected a whole number from 1"),
         ("2023-11-16 18:15:47,-4,2", "line 3: ContextTokens"),
@@ -101,7 +103,10 @@ def test_only_the_first_malformed_rows_are_shown(tmp_path):
         read_trace(written(tmp_path, text), None)
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "2023-11-16 18:15:46.6805900,374,44\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,b\n1,2\n", "2023-11-16 18:15:46.6805900,374,44\n", "x" * 200_000, "\0\n" + AZURE],
+)
 def test_azure_without_its_header_is_refused(tmp_path, text):
     with pytest.raises(TraceError, match="line 1: expected the columns TIMESTAMP"):
         read_trace(written(tmp_path, text), None)
@@ -111,6 +116,11 @@ def test_azure_without_its_header_is_refused(tmp_path, text):
     ("line", "words"),
     [
         ("{", "line 2: not JSON"),
+        ("[" * 100_000, "line 2: brackets nested too deep"),
+        (
+            '{"timestamp": 1, "timestamp": 2, "input_length": 2, "output_length": 1}',
+            "line 2: 'timestamp' stands there twice",
+        ),
         ("[1]", "line 2: expected an object, got list"),
         ('{"timestamp": 1, "input_length": 2}', "line 2: output_length: expected a value"),
         ('{"timestamp": -1, "input_length": 2, "output_length": 1}', "line 2: timestamp"),
@@ -174,6 +184,9 @@ def test_a_packed_file_and_one_in_another_encoding_are_named(tmp_path):
         read_trace(TraceSource(path=str(packed)), None)
     packed.write_bytes(AZURE.encode("utf-16"))
     with pytest.raises(TraceError, match="expected text in UTF-8"):
+        read_trace(TraceSource(path=str(packed)), None)
+    packed.write_bytes(AZURE.encode() + b"# caf\xe9")
+    with pytest.raises(TraceError, match="in UTF-8: line 5 has the byte 0xe9"):
         read_trace(TraceSource(path=str(packed)), None)
 
 
