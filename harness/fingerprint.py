@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from harness.schema import RunConfig
 __all__ = ["fingerprint", "input_hashes"]
 
 
-def fingerprint(config: RunConfig, environment: Mapping[str, Any]) -> str:
+def fingerprint(
+    config: RunConfig, environment: Mapping[str, Any], inputs: Mapping[str, str | None]
+) -> str:
     """Return a hash that is equal for points whose results may stand for each other.
 
     It covers the resolved configuration without what changes no result (as in config_hash), the
@@ -23,11 +25,12 @@ def fingerprint(config: RunConfig, environment: Mapping[str, Any]) -> str:
     Args:
         config: of the point.
         environment: of the machine, as environment.collect returns it.
+        inputs: the point's input_hashes.
     """
     gpu = environment.get("gpu") or {}
     facts = {
         "config": config_hash(config.to_dict()),
-        "files": dict(_files(config)),
+        "files": {**inputs, **_model_files(config)},
         "git": environment.get("git"),
         "gpu": {key: gpu.get(key) for key in ("name", "memory_bytes")},
         "cpu": (environment.get("cpu") or {}).get("name"),
@@ -39,19 +42,29 @@ def fingerprint(config: RunConfig, environment: Mapping[str, Any]) -> str:
 
 
 def input_hashes(config: RunConfig) -> dict[str, str | None]:
-    """Return the SHA-256 of each file of prompts and trace by its setting; None of absent ones."""
+    """Return the SHA-256 of each file of prompts and trace by its setting.
+
+    None of a file that is absent or cannot be read.
+    """
     paths = {name: Path(file).expanduser() for name, file in config.scenario.files().items()}
-    return {
-        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-        for name, path in paths.items()
-    }
+    return {name: _sha256(path) for name, path in paths.items()}
 
 
-def _files(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """Yield what names the content of every file that the point reads."""
-    yield from input_hashes(config).items()
-    if config.model.path is not None:
-        folder = Path(config.model.path).expanduser()
-        files = sorted(path for path in folder.glob("*") if path.is_file())
-        stats = [(path.name, path.stat()) for path in files]
-        yield "model", [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+def _sha256(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:  # the point says so where it reads its prompts
+        return None
+
+
+def _model_files(config: RunConfig) -> dict[str, object]:
+    """Return names, sizes and times of the files in model.path, nothing without one."""
+    if config.model.path is None:
+        return {}
+    folder = Path(config.model.path).expanduser()
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    stats = [(path.name, path.stat()) for path in files]
+    return {"model": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.fingerprint import fingerprint
+from harness.fingerprint import fingerprint, input_hashes
 from harness.finished import TAKEN_FROM, FinishedPoints
 from harness.point import run_point
 from harness.schema import LatencyScenario, TrackingConfig
@@ -38,8 +38,12 @@ def run(tmp_path, name, rerun, **script):
     return run_point(config, tmp_path / name, [f"name={name}"], command=command)
 
 
+def hashed(config, environment):
+    return fingerprint(config, environment, input_hashes(config))
+
+
 def test_what_changes_no_result_is_not_in_the_hash():
-    key = fingerprint(run_config(), ENVIRONMENT)
+    key = hashed(run_config(), ENVIRONMENT)
     other = run_config(
         rerun="none",
         fail_fast=True,
@@ -47,9 +51,9 @@ def test_what_changes_no_result_is_not_in_the_hash():
         timeout_s=5.0,
         tracking=TrackingConfig(experiment="other"),
     )
-    assert fingerprint(other, ENVIRONMENT) == key
+    assert hashed(other, ENVIRONMENT) == key
     moved = ENVIRONMENT | {"host": "there", "gpu": ENVIRONMENT["gpu"] | {"uuid": "GPU-2"}}
-    assert fingerprint(run_config(), moved) == key
+    assert hashed(run_config(), moved) == key
 
 
 @pytest.mark.parametrize(
@@ -65,8 +69,8 @@ def test_what_changes_no_result_is_not_in_the_hash():
     ],
 )
 def test_code_card_and_versions_are_in_the_hash(changes):
-    key = fingerprint(run_config(), ENVIRONMENT)
-    assert fingerprint(run_config(), ENVIRONMENT | changes) != key
+    key = hashed(run_config(), ENVIRONMENT)
+    assert hashed(run_config(), ENVIRONMENT | changes) != key
 
 
 def test_settings_and_the_content_of_files_are_in_the_hash(tmp_path):
@@ -74,25 +78,31 @@ def test_settings_and_the_content_of_files_are_in_the_hash(tmp_path):
     prompts.write_text('{"prompt": "a"}\n')
     latency = LatencyScenario(num_requests=11, prompts_file=str(prompts))
     config = run_config(scenario=scenario(latency=latency))
-    key = fingerprint(config, ENVIRONMENT)
-    assert key != fingerprint(run_config(), ENVIRONMENT)
+    key = hashed(config, ENVIRONMENT)
+    assert key != hashed(run_config(), ENVIRONMENT)
     prompts.write_text('{"prompt": "b"}\n')
-    assert fingerprint(config, ENVIRONMENT) != key
+    assert hashed(config, ENVIRONMENT) != key
     model = tmp_path / "model"
     model.mkdir()
     local = run_config(model=replace(config.model, path=str(model)))
-    empty = fingerprint(local, ENVIRONMENT)
+    empty = hashed(local, ENVIRONMENT)
     (model / "a.safetensors").write_text("x")
-    assert fingerprint(local, ENVIRONMENT) != empty
+    assert hashed(local, ENVIRONMENT) != empty
 
 
-def test_the_record_names_the_content_of_files(tmp_path):
+def test_the_record_names_the_content_of_files_which_is_read_once(tmp_path, monkeypatch):
+    read = []
+    digest_of = hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: read.append(file.name) or digest_of(file, name)
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_bytes(b'{"prompt": 3}')
     latency = LatencyScenario(num_requests=1, prompts_file=str(prompts))
     record = run_point(run_config(scenario=scenario(latency=latency)), tmp_path / "run")
     digest = hashlib.sha256(b'{"prompt": 3}').hexdigest()
     assert record.effective["inputs"] == {"latency.prompts_file": digest}
+    assert read.count(str(prompts)) == 1
 
 
 def test_a_point_that_ended_ok_is_taken_over(tmp_path, capsys):
@@ -143,3 +153,17 @@ def test_points_that_did_not_end_by_themselves_are_not_noted(tmp_path, home, sta
     record = RunRecord(run_id="a", name="a", status=status, error=error)
     FinishedPoints(home).note("key", tmp_path, record)
     assert not (home / "points").exists()
+
+
+def test_a_file_that_cannot_be_read_fails_the_point_alone(tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(b'{"prompt": 3}')
+
+    def refuse(self, *_, **__):
+        raise PermissionError(f"not yours: {self}")
+
+    monkeypatch.setattr(type(prompts), "open", refuse)
+    config = run_config(
+        scenario=scenario(latency=LatencyScenario(num_requests=1, prompts_file=str(prompts)))
+    )
+    assert input_hashes(config) == {"latency.prompts_file": None}
