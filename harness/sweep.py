@@ -46,7 +46,7 @@ def finish_sweep(
     status = "ok" if (set(counts) <= {"ok"} if is_ok is None else is_ok) else "failed"
     if interrupted:
         status = "killed"
-    warnings = build_report(sweep.folder) if records and not interrupted else []
+    warnings = build_report(sweep.folder) if records else []
     try:
         _write_failures(sweep, records)
     except OSError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig, ModelConfig
+from harness import sweep
 from harness.correctness import WrongTokensError, compare_tokens, reference_key
 from harness.describe import config_hash, flat_params, point_name, tags
 from harness.lock import device_lock_path, hold_one
@@ -324,6 +325,15 @@ def test_the_report_of_a_record_is_made(tmp_path):
     record().write(tmp_path / "result.json")
     assert build_report(tmp_path) == []
     assert (tmp_path / "report.html").is_file()
+
+
+def test_the_report_of_a_sweep_that_was_interrupted_is_made(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(sweep, "build_report", lambda folder: made.append(folder) or [])
+    context = SweepContext(sweep_id="s", folder=tmp_path, index=0, total=2)
+    none = TrackingConfig(backend="none")
+    assert sweep.finish_sweep(none, context, [record(status="killed")], interrupted=True) == []
+    assert made == [tmp_path]
 
 
 def test_a_lock_is_exclusive_within_a_machine(tmp_path):

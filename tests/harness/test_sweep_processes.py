@@ -135,6 +135,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_worker(environ, tmp_path, launc
     assert found["1"] == "killed"
     assert found.get("0", "killed") in ({"ok"} if is_basic else {"ok", "killed"})
     assert records(folder)["1"].error["type"] == "Interrupted"
+    assert "killed" in (folder / "sweep.csv").read_text()
     wait_for_end(worker)
     assert owner is not None
     assert not owner.is_alive
