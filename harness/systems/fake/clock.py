@@ -1,6 +1,7 @@
 """Clocks of model=fake: one that moves only as scripted, and the machine's."""
 
 import asyncio
+import math
 import selectors
 import time
 from collections.abc import Coroutine
@@ -70,7 +71,9 @@ class _Selector(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready and timeout:
-            self._clock.now_s += timeout
+            # A timer is due once the time is beyond its own, which asyncio makes sure of by adding
+            # 1 ns: after 97 days that adds nothing to a time, and no timer would ever be due.
+            self._clock.now_s = math.nextafter(self._clock.now_s + timeout, math.inf)
         return ready
 
 
