@@ -113,6 +113,7 @@ class HTTPClient:
                         break
                 for content in lines.end():
                     answer.feed(content, now_s)
+                _check_stream(response.content_type, answer)
         except (ClientConnectorError, ConnectionTimeoutError) as error:
             raise ConnectionError(_words(error)) from error
         except TimeoutError as error:
@@ -152,6 +153,14 @@ class HTTPClient:
         await asyncio.gather(*others, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+
+def _check_stream(content_type: str, answer: StreamedAnswer) -> None:
+    if not answer.num_parts and content_type != "text/event-stream":
+        raise ServerError(
+            f"the server sent {content_type} without a token, where a stream of events was asked "
+            "for"
+        )
 
 
 def _words(error: BaseException) -> str:

@@ -73,7 +73,11 @@ class HTTPEngine:
         self._open: dict[str, Any] = {}
         self._names, self._unreached, self._failed = count(), 0, 0
         self._counts = dict.fromkeys(
-            ("parts", "tokens", "added_tokens", "surplus_tokens", "unknown_ids"), 0
+            (
+                *("answers", "pieces", "parts", "tokens"),
+                *("added_tokens", "surplus_tokens", "surplus_ids", "unknown_ids"),
+            ),
+            0,
         )
         self._mismatch: tuple[int, int] | None = None
         self._too_long: list[str] = []
@@ -134,10 +138,13 @@ class HTTPEngine:
         emit(answer, is_last=True)
 
     def _note(self, request: Request, answer: StreamedAnswer, missing: int) -> None:
+        self._counts["answers"] += 1
+        self._counts["pieces"] += answer.is_in_one_piece
         self._counts["parts"] += answer.num_parts
         self._counts["tokens"] += len(answer.token_ids)
         self._counts["added_tokens"] += missing
-        self._counts["surplus_tokens"] += answer.num_surplus
+        kind = "surplus_tokens" if UNKNOWN_TOKEN in answer.token_ids else "surplus_ids"
+        self._counts[kind] += answer.num_surplus
         self._counts["unknown_ids"] += answer.token_ids.count(UNKNOWN_TOKEN)
         num_tokens, asked = len(answer.token_ids), request.params.max_tokens
         if asked is not None and num_tokens > asked:
@@ -208,6 +215,17 @@ class HTTPEngine:
                 f"http: {len(self._too_long)} answers have more tokens than were asked for; "
                 f"{self._too_long[0]}. The server does not keep to max_tokens, or its usage is "
                 "wrong: the figures are not of the work that was asked. Mend the server."
+            )
+        if counts["pieces"] > counts["answers"] / 2:
+            reasons.append(
+                f"http: {counts['pieces']} of {counts['answers']} answers came in one piece, all "
+                "tokens at one moment: times to the first token and per token are not known. Have "
+                "the server stream, and nothing between hold its answers back (a proxy's buffer)."
+            )
+        if counts["surplus_ids"]:
+            notes.append(
+                f"http: the server counted {counts['surplus_ids']} tokens fewer than it sent ids; "
+                "the ids count."
             )
         if counts["parts"] and counts["tokens"] != counts["parts"]:
             notes.append(

@@ -11,6 +11,8 @@ from harness.systems.agreement import UNKNOWN_TOKEN
 
 _CHAT_TEXTS: Final = ("content", "reasoning_content", "reasoning")
 """Where a part of a chat has text; one with a role alone has none."""
+PIECE_TOKENS: Final = 8
+"""An answer of fewer tokens may arrive at once from a fast server."""
 
 
 class ServerError(RequestError):
@@ -111,10 +113,15 @@ class StreamedAnswer:
 
     @property
     def num_surplus(self) -> int:
-        """Parts that were counted as a token each beyond what the server says it generated."""
+        """Tokens that were counted here beyond what the server says it generated."""
         if self.completion_tokens is None:
             return 0
-        return max(0, self.token_ids.count(UNKNOWN_TOKEN) - self.completion_tokens)
+        return max(0, len(self.token_ids) - self.completion_tokens)
+
+    @property
+    def is_in_one_piece(self) -> bool:
+        """Whether so many tokens arrived at one moment that something held them back."""
+        return len(self.times_s) >= PIECE_TOKENS and self.times_s[0] == self.times_s[-1]
 
     def end(self) -> int:
         """Take the end of the stream; return how many tokens the usage names beyond those seen.

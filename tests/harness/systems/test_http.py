@@ -202,6 +202,24 @@ def test_more_parts_than_the_server_counts_tokens_speak_against_the_figures():
     assert ask(Script(), PROMPTS)[2]["reasons"] == []
 
 
+def test_where_ids_are_sent_they_count_and_another_count_is_noted():
+    requests, _, stats = ask(Script(extra_usage=-2), PROMPTS)
+    assert [len(request.token_ids) for request in requests] == [5, 5]
+    assert "counted 4 tokens fewer than it sent ids" in stats["notes"][0]
+    assert stats["reasons"] == []
+
+
+def test_answers_that_were_held_back_have_no_times():
+    _, _, stats = ask(Script(tokens_per_part=9), PROMPTS, output=9)
+    assert "2 of 2 answers came in one piece" in stats["reasons"][0]
+    assert ask(Script(tokens_per_part=7), PROMPTS, output=7)[2]["reasons"] == []  # too few
+
+
+def test_what_is_no_stream_is_named():
+    requests, _, _ = ask(Script(raw='{"choices": [{"text": "abc"}]}'), PROMPTS[:1])
+    assert "sent application/octet-stream without a token" in requests[0].error
+
+
 def test_answers_longer_than_asked_speak_against_the_figures():
     _, _, stats = ask(Script(extra_usage=2), PROMPTS)
     assert "2 answers have more tokens than were asked for; r-" in stats["reasons"][0]
