@@ -109,12 +109,13 @@ class Forecast:
     def recommended(self) -> Row | None:
         """The row that moves nothing where it fits; else what is chosen; else the fastest.
 
-        Of a queue what is chosen, as that may be faster with more room for KV.
+        Where more room for KV is asked for, or serves a queue, what is chosen to make it.
         """
         fitting = {row.label: row for row in self.rows if row.plan is not None}
         none, auto = fitting.get("none"), fitting.get("auto")
-        is_queue = self.config.planner.objective == "throughput"
-        if auto is not None and is_queue and auto.moves_something:
+        planner = self.config.planner
+        wants_room = planner.objective == "throughput" or planner.kv_tokens is not None
+        if auto is not None and wants_room and auto.moves_something:
             return auto
         if none is not None and none.plan is not None and not none.plan.offloaded_layers:
             return none

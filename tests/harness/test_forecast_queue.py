@@ -47,6 +47,17 @@ def test_it_is_recommended_where_the_objective_is_a_queue(composer: Composer) ->
     assert roomy.recommended is roomy.rows[0]
 
 
+def test_what_makes_the_room_that_is_asked_for_is_recommended(composer: Composer) -> None:
+    found = found_of(composer, "offload=auto", "planner.kv_tokens=9000", "scenario=latency")
+    best = found.recommended
+    assert best is not None
+    assert best.label == "auto"
+    assert best.plan is not None
+    assert best.plan.kv_tokens >= 9000
+    little = found_of(composer, "offload=auto", "planner.kv_tokens=900", "scenario=latency")
+    assert little.recommended is little.rows[0]
+
+
 def test_one_request_at_a_time_shows_no_queue(composer: Composer) -> None:
     found = found_of(composer, "scenario=latency")
     assert [row.label.split(",")[0] for row in found.rows] == ["none", "uva", "prefetch", "auto"]
