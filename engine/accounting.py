@@ -19,7 +19,6 @@ from engine.sizes import (
     HOST_DECODES,
     activation_bytes,
     captured_bytes,
-    captured_prefills,
     graph_sizes,
     load_staging_bytes,
     logits_bytes,
@@ -112,10 +111,8 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     prefills: tuple[tuple[int, int], ...] = ()
     if sizes:
         prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
-    in_layers = sum(layer.offloaded.num_bytes for layer in layout.layers)
-    captured = (
-        captured_prefills(prefills, spec.num_hidden_layers, in_layers, stage) if use_graphs else ()
-    )
+    offloads = any(layer.offloaded.num_bytes for layer in layout.layers)
+    captured = prefills if use_graphs and not offloads else ()
     decodes = sizes if use_graphs else ()
     captured_pool, graph_nodes = captured_bytes(spec, facts.kind, decodes, captured, size)
     items = {
@@ -191,14 +188,13 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     )
 
 
-def prefill_graph_bytes(
-    asked: Asked, plan: MemoryPlan, captured: tuple[tuple[int, int], ...]
-) -> int:
-    """GPU bytes that it takes to capture steps with prompts beside a plan's decodes."""
+def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
+    """GPU bytes that a plan without offloaded layers takes to capture steps with prompts."""
     sizes = plan.graph_sizes if plan.use_graphs else ()
     size, kind = DTYPE_BYTES[asked.dtype], asked.facts.kind
     with_prompts, without = (
-        sum(captured_bytes(asked.spec, kind, sizes, prefills, size)) for prefills in (captured, ())
+        sum(captured_bytes(asked.spec, kind, sizes, prefills, size))
+        for prefills in (plan.captured_prefills, ())
     )
     return with_prompts - without
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import combinations
 from typing import Final
 
 from engine.accounting import (
@@ -24,14 +25,28 @@ from engine.accounting import (
 from engine.candidate import GAIN, NOTHING, Candidate, label_of
 from engine.cost import CONTEXT_TOKENS, EMBED, Shape, shape_of
 from engine.cost_queue import queue_of
-from engine.granules import GRANULES, granules_of
-from engine.placement import Assignment, Placement, assign_resident
+from engine.placement import Assignment, Placement, assign_resident, spread_layers
 from engine.plan import MemoryPlan, align
 from engine.rates import Rates
-from engine.sizes import captured_prefills
 from engine.spec import DTYPE_BYTES
 
 HEAD: Final = "lm_head.weight"
+QKV, OUT, GATE_UP, DOWN = (
+    "self_attn.qkv_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
+)
+GRANULES: Final = {
+    "whole layers": (),
+    "mlp": (GATE_UP, DOWN),
+    "attention products": (QKV, OUT),
+    "mlp.gate_up_proj": (GATE_UP,),
+    "mlp.down_proj": (DOWN,),
+    "self_attn.qkv_proj": (QKV,),
+    "self_attn.o_proj": (OUT,),
+}
+"""What is taken of a layer; nothing named: all of it."""
 NEAR: Final = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.35, 1.5, 1.75)
 """Of the KV blocks of the best candidate for a queue, where better ones are looked for."""
 NUM_CLOSE: Final = 12
@@ -52,10 +67,14 @@ class Chooser:
         self._spec = asked.spec
         self._size = DTYPE_BYTES[asked.dtype]
         self._layers = asked.spec.num_hidden_layers
-        self._granules = granules_of(asked.spec, self._size)
+        self._tensors = {
+            tensor.name.split(".", 3)[3]: align(tensor.numel * self._size)
+            for tensor in asked.spec.layer_tensors(0)
+        }
         self._outer = {t.name: align(t.numel * self._size) for t in asked.spec.outer_tensors()}
         self.resident = build_plan(asked, assign_resident(asked.spec))
         self._tier = asked_tier(asked, self.resident.kv, 0)
+        self._prefill_graphs = prefill_graph_bytes(asked, self.resident)
 
     @cached_property
     def _least_blocks(self) -> int:
@@ -232,21 +251,19 @@ class Chooser:
         other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
         if "kv_stages" in plan.gpu_items:
             other -= plan.gpu_items["kv_stages"] + self._tier.graph_bytes
-        other -= self._graphs_bytes(plan.captured_prefills)
         freed = sum(self._outer[item] for item in outer)
         need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
-        num_slots = self._num_slots(kind, lookahead)
-        found = self._taken(need, name, kind, num_slots)
-        if found is None:
+        if need > 0:  # steps with prompts are captured only where no layer is moved
+            other -= self._prefill_graphs
+            need = max(1, need - self._prefill_graphs)
+        taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
+        if taken is None:
             return None
-        taken, captured = found
-        other += self._graphs_bytes(captured)
-        sizes = [self._granules.size(items) for items in taken]
-        slots = min(num_slots, sum(1 for size in sizes if size))
+        sizes = [sum(self._tensors[item] for item in items) for items in taken]
+        slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
         moved = sum(sizes)
         left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
         shape = self._shape(sizes, outer, kind, slots, *tier.share_out(plan.kv, left))
-        shape = replace(shape, captured_prefills=captured)
         context = self._asked.max_model_len
         if self._asked.config.planner.objective != "context":
             context = min(CONTEXT_TOKENS, context)
@@ -258,42 +275,6 @@ class Chooser:
             rates=self._rates,
             context_tokens=context,
         )
-
-    def _taken(
-        self, need: int, name: str, kind: Placement, slots: int
-    ) -> tuple[list[tuple[str, ...]], tuple[tuple[int, int], ...]] | None:
-        """Return what is taken of each layer to free `need` bytes, and the prompts' graphs then.
-
-        The more is moved the fewer steps are captured, and the less room that takes.
-        """
-        resident = self.resident.captured_prefills
-        # A queue takes as much room as there is.
-        is_queue = self._asked.config.planner.objective == "throughput"
-        for assumed in ((), self._captured(kind, slots, 1), resident):
-            room = self._graphs_bytes(assumed)
-            taken = self._granules.take(need + room, name, slots, or_all=is_queue)
-            if taken is None:
-                continue
-            moved = sum(map(self._granules.size, taken))
-            captured = self._captured(kind, slots, moved)
-            if self._graphs_bytes(captured) <= room:
-                return taken, captured
-        return None
-
-    def _captured(self, kind: Placement, slots: int, moved: int) -> tuple[tuple[int, int], ...]:
-        """Steps with prompts that are captured beside so many bytes of moved layers."""
-        resident = self.resident.captured_prefills
-        if not moved:
-            return resident
-        stage = self._stage_tokens(kind, slots)
-        return captured_prefills(resident, self._layers, moved, stage)
-
-    def _graphs_bytes(self, captured: tuple[tuple[int, int], ...]) -> int:
-        return prefill_graph_bytes(self._asked, self.resident, captured)
-
-    def _stage_tokens(self, kind: Placement, slots: int) -> int | None:
-        is_staged = kind is Placement.UVA and slots > 0
-        return self._asked.config.engine.uva_stage_tokens if is_staged else None
 
     def _room(self, blocks: int) -> int:
         """Bytes on the GPU with which there are so many blocks, and stages where they are few."""
@@ -311,6 +292,38 @@ class Chooser:
             return 2 if settings.uva_stage_tokens <= settings.max_num_batched_tokens else 0
         return lookahead + 1 if kind is Placement.PREFETCH else 1
 
+    def _choose_layers(self, need: int, name: str, slots: int) -> list[tuple[str, ...]] | None:
+        """Return what is taken of each layer so that `need` bytes are freed beside the slots."""
+        whole = GRANULES[name] or tuple(self._tensors)
+        none: list[tuple[str, ...]] = [()] * self._layers
+        if need <= 0:
+            return none
+        size = sum(self._tensors[item] for item in whole)
+        count = slots + math.ceil(need / size)
+        if count > self._layers:
+            # A queue takes as much room as there is.
+            is_queue = self._asked.config.planner.objective == "throughput"
+            return [whole] * self._layers if is_queue and not GRANULES[name] else None
+        taken = none
+        places = spread_layers(self._layers, count)
+        for layer in places:
+            taken[layer] = whole
+        taken[places[-1]] = self._part(whole, need - (count - 1 - slots) * size)
+        return taken
+
+    def _part(self, whole: tuple[str, ...], least: int) -> tuple[str, ...]:
+        """Return the fewest bytes of products that reach `least`, or the whole."""
+        products = [item for item in whole if item in {QKV, OUT, GATE_UP, DOWN}]
+        options = [
+            items
+            for count in range(1, len(products) + 1)
+            for items in combinations(products, count)
+        ]
+        sizes = {items: sum(self._tensors[item] for item in items) for items in options}
+        enough = [items for items in options if sizes[items] >= least]
+        part = min(enough, key=sizes.__getitem__, default=whole)
+        return whole if len(part) == len(products) else part
+
     def _shape(
         self,
         sizes: list[int],
@@ -322,6 +335,7 @@ class Chooser:
     ) -> Shape:
         base = self._base
         head = self._outer.get(HEAD, 0) if HEAD in outer else 0
+        threshold = self._asked.config.engine.uva_stage_tokens
         return replace(
             base,
             resident_bytes=tuple(
@@ -330,11 +344,12 @@ class Chooser:
             offloaded_bytes=tuple(sizes),
             placement=kind if any(sizes) else Placement.RESIDENT,
             num_slots=slots,
-            stage_tokens=self._stage_tokens(kind, slots),
+            stage_tokens=threshold if kind is Placement.UVA and slots else None,
             head_bytes=base.head_bytes - head,
             head_in_place_bytes=head,
             embed_row_bytes=self._spec.hidden_size * self._size if EMBED in outer else 0,
             uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
+            captured_prefills=() if any(sizes) else base.captured_prefills,
             is_pinned=self._asked.facts.can_pin,
             kv_pools=pools,
             in_place_blocks=self._tier.reach if in_place else 0,

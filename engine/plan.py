@@ -126,8 +126,9 @@ class MemoryPlan:
     prefill_sizes: tuple[tuple[int, int], ...] = ()
     """Decode rows and tokens of prompts that steps with prompts are padded to, where they fit."""
     captured_prefills: tuple[tuple[int, int], ...] = ()
-    """Those of `prefill_sizes` that run as graphs: none where the link takes longer for the
-    offloaded layers than the launches that they would save."""
+    """Those of `prefill_sizes` that run as graphs: none where layers are offloaded. Where many are
+    the link takes longer than the launches; where few are more would have to be, for the room that
+    graphs take, which costs every decode step (docs/performance.md, Predictions)."""
     use_graphs: bool
     """Decode runs in CUDA graphs."""
     pin: bool

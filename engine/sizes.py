@@ -18,9 +18,6 @@ PREFILL_SEQUENCES = 4
 """Prompts whose parts a captured step holds at most."""
 PREFILL_TOKENS = (16, 64, 256)
 """Tokens of prompts that captured steps are padded to."""
-LAUNCH_BYTES = 24 * MIB
-"""What a link copies while a layer without a graph is launched: a millisecond of 25 GB/s. Where a
-step copies more for each layer, a graph of it saves no time."""
 MAX_LOAD_THREADS = 16
 """That read weights, at most."""
 PIECE_BYTES = 8 * MIB
@@ -59,26 +56,6 @@ def prefill_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[tuple
         for tokens in (few, some - decodes if decodes <= MAX_SMALL_TOKENS // 2 else some, many)
         if decodes + tokens <= max_num_batched_tokens
     )
-
-
-def captured_prefills(
-    sizes: tuple[tuple[int, int], ...],
-    num_layers: int,
-    offloaded_bytes: int,
-    stage_tokens: int | None,
-) -> tuple[tuple[int, int], ...]:
-    """Return those of `prefill_sizes` that run as graphs.
-
-    Args:
-        sizes: All of them.
-        num_layers: Of the model.
-        offloaded_bytes: Of layers in host memory.
-        stage_tokens: Tokens of a step from which on layers that are read in place are staged, which
-            no graph does; None: never.
-    """
-    if offloaded_bytes > num_layers * LAUNCH_BYTES:
-        return ()
-    return tuple(size for size in sizes if stage_tokens is None or sum(size) < stage_tokens)
 
 
 def padded_prefill(

@@ -9,9 +9,9 @@ import pytest
 from engine import LLM, SamplingParams, build
 from engine.device.cpu import CPUDevice
 from engine.plan import MemoryPlan
-from engine.sizes import LAUNCH_BYTES, PREFILL_SEQUENCES, graph_sizes
+from engine.sizes import PREFILL_SEQUENCES, graph_sizes
 from tests.engine.conftest import TinyModels
-from tests.engine.specs import plan_olmo, prefetch, uva
+from tests.engine.specs import plan_olmo, uva
 from tests.engine.test_overlap import KINDS, PROMPTS, few_blocks, open_overlap
 from tests.tiny import FAMILIES, tokens_of
 
@@ -37,7 +37,7 @@ def padded(monkeypatch: pytest.MonkeyPatch, *, use_graphs: bool) -> None:
             found,
             graph_sizes=graph_sizes(found.max_num_seqs),
             prefill_sizes=SIZES,
-            captured_prefills=SIZES if use_graphs else (),
+            captured_prefills=SIZES if use_graphs and not found.offloaded_layers else (),
             use_graphs=use_graphs,
         )
 
@@ -63,12 +63,6 @@ def count_graph_steps(llm: LLM) -> list[tuple[int, int, bool]]:
 
     core._collect = note
     return steps
-
-
-def moved_bytes(llm: LLM) -> int:
-    """Weight bytes copied or read in place so far."""
-    runner = llm._engine.core.runner
-    return runner.copied_bytes + runner.in_place_bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,24 +101,17 @@ def test_more_prompts_than_a_graph_holds_run_eagerly(
     llm.close()
 
 
-@pytest.mark.parametrize("offload", [{"offload_group_size": 1}, {"cpu_offload_gb": 1}])
-def test_graphs_of_prompts_beside_offloaded_layers_give_the_same_tokens(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, offload: dict[str, Any]
+def test_offloaded_layers_pad_alike_and_capture_no_prompts(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    padded(monkeypatch, use_graphs=False)
-    eager = open_overlap(tiny.folder("llama"), **offload)
-    before = moved_bytes(eager)
-    expected, moved = load(eager), moved_bytes(eager) - before
-    eager.close()
     padded(monkeypatch, use_graphs=True)
-    llm = open_overlap(tiny.folder("llama"), **offload)
-    assert llm.plan.offloaded_layers
-    assert llm.effective()["prefill_graphs"] == [list(size) for size in SIZES]
-    steps = count_graph_steps(llm)
-    before = moved_bytes(llm)
+    resident = open_overlap(tiny.folder("llama"))
+    expected = load(resident)
+    resident.close()
+    llm = open_overlap(tiny.folder("llama"), offload_group_size=1)
+    assert llm.plan.prefill_sizes == SIZES
+    assert llm.effective()["prefill_graphs"] == []
     assert load(llm) == expected
-    assert any(prompt and used for prompt, _, used in steps)
-    assert moved_bytes(llm) - before == moved > 0
     llm.close()
 
 
@@ -138,11 +125,6 @@ def test_planned_sizes_on_a_gpu() -> None:
     assert offloaded.captured_prefills == ()
     for item, least in (("graphs", 9 * 32 * 2**16), ("activations", 2**25)):
         assert plan.gpu_items[item] - offloaded.gpu_items[item] >= least
-    little = plan_olmo(offload=prefetch(32, 1, 1), memory_gib=24, max_model_len=512)
-    assert 0 < little.offloaded_layers[0].offloaded.num_bytes < 32 * LAUNCH_BYTES
-    assert little.captured_prefills == little.prefill_sizes
-    read = plan_olmo(offload=uva(0.5), memory_gib=24, max_model_len=512, max_num_seqs=64)
-    assert read.captured_prefills == ((0, 16), (0, 64), (8, 16), (8, 56))  # more are staged
     eager = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64, enforce_eager=True)
     assert eager.prefill_sizes == plan.prefill_sizes
     assert eager.captured_prefills == ()
