@@ -20,8 +20,16 @@ from engine.sealed import Sealed, check_choice, check_number
 from harness.ab_config import AbConfig
 from harness.model_config import ModelNode, ModelSource
 from harness.system_config import SystemConfig
+from harness.traffic.bounds import (
+    MOST_LENGTH,
+    MOST_REQUESTS,
+    MOST_S,
+    check_counts,
+    check_positive,
+    check_repeats,
+    check_size,
+)
 from harness.traffic.scenario import ServeScenario
-from harness.traffic.settings import check_repeats
 
 __all__ = [
     "CorrectnessConfig",
@@ -39,11 +47,6 @@ __all__ = [
 ]
 
 
-def _check_counts(prefix: str, node: object, least: dict[str, int]) -> None:
-    for name, low in least.items():
-        check_number(f"{prefix}.{name}", getattr(node, name), low=low, integer=True)
-
-
 @dataclass(kw_only=True)
 class LoadScenario(Sealed):
     """Starts of the engine in fresh processes, from nothing to the first token."""
@@ -55,7 +58,8 @@ class LoadScenario(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when no start is asked for."""
-        _check_counts("scenario.load", self, {"cold_starts": 0, "warm_starts": 0})
+        least = {"cold_starts": 0, "warm_starts": 0}
+        check_counts("scenario.load", self, least, MOST_REQUESTS)
         if self.cold_starts + self.warm_starts == 0:
             raise ConfigError(
                 "scenario.load: expected at least one start, got cold_starts=0 and warm_starts=0. "
@@ -91,18 +95,15 @@ class RequestSet(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        least = {
-            "num_requests": 1,
-            "warmup_requests": 0,
-            "prompt_tokens": 1,
-            "output_tokens": 1,
-            "seed": 0,
-        }
-        _check_counts(f"scenario.{self.part}", self, least)
-        check_repeats(f"scenario.{self.part}", self.repeats, self.stop_share)
-        if self.max_duration_s is not None:
-            name = f"scenario.{self.part}.max_duration_s"
-            check_number(name, self.max_duration_s, low=0, low_open=True, hint="In seconds.")
+        node = f"scenario.{self.part}"
+        check_counts(node, self, {"num_requests": 1, "warmup_requests": 0}, MOST_REQUESTS)
+        check_counts(node, self, {"prompt_tokens": 1, "output_tokens": 1}, MOST_LENGTH)
+        check_number(f"{node}.seed", self.seed, low=0, integer=True)
+        check_repeats(node, self.repeats, self.stop_share)
+        check_positive(f"{node}.max_duration_s", self.max_duration_s, high=MOST_S)
+        each = self.prompt_tokens if self.prompts_file is None else 0
+        settings = "its num_requests, repeats or prompt_tokens"
+        check_size(node, self.num_rows, self.num_rows * each, settings)
         if self.prompts_file is not None and not self.prompts_file.strip():
             raise ConfigError(
                 f"scenario.{self.part}.prompts_file: expected a JSONL file or null, got ''."
@@ -147,8 +148,15 @@ class CorrectnessConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        least = {"num_prompts": 1, "prompt_tokens": 1, "output_tokens": 1}
-        _check_counts("scenario.correctness", self, least)
+        node = "scenario.correctness"
+        check_counts(node, self, {"prompt_tokens": 1, "output_tokens": 1}, MOST_LENGTH)
+        check_counts(node, self, {"num_prompts": 1}, MOST_REQUESTS)
+        check_size(
+            node,
+            self.num_prompts,
+            self.num_prompts * self.prompt_tokens,
+            "its num_prompts or prompt_tokens",
+        )
 
 
 @dataclass(kw_only=True)

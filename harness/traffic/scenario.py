@@ -6,6 +6,15 @@ from typing import ClassVar
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_number
+from harness.traffic.bounds import (
+    MOST_REQUESTS,
+    MOST_S,
+    check_counts,
+    check_positive,
+    check_repeats,
+    check_size,
+    check_used,
+)
 from harness.traffic.settings import (
     NODE,
     Arrivals,
@@ -16,9 +25,6 @@ from harness.traffic.settings import (
     Seeds,
     TraceSource,
     Turns,
-    check_positive,
-    check_repeats,
-    check_used,
 )
 
 
@@ -66,12 +72,9 @@ class ServeScenario(Sealed):
     def check(self) -> None:
         """Raise ConfigError when settings are out of bounds or contradict each other."""
         counts = {"num_requests": 1, "warmup_requests": 0, "max_concurrency": 1}
-        for name, low in counts.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{NODE}.{name}", value, low=low, integer=True)
-        check_number(f"{NODE}.drain_s", self.drain_s, low=0)
-        check_positive(f"{NODE}.min_duration_s", self.min_duration_s)
+        check_counts(NODE, self, counts, MOST_REQUESTS)
+        check_number(f"{NODE}.drain_s", self.drain_s, low=0, high=MOST_S)
+        check_positive(f"{NODE}.min_duration_s", self.min_duration_s, high=MOST_S)
         check_repeats(NODE, self.repeats, self.stop_share)
         if self.search is not None and self.repeats > 1:
             raise ConfigError(
@@ -81,6 +84,7 @@ class ServeScenario(Sealed):
         self._check_source()
         self._check_arrivals()
         self._check_seeds()
+        self._check_size()
 
     def _check_source(self) -> None:
         lengths = {"prompt": self.prompt, "output": self.output, "prompts_file": self.prompts_file}
@@ -152,11 +156,19 @@ class ServeScenario(Sealed):
                 "have their own times; remove it."
             )
 
+    def _check_size(self) -> None:
+        """Refuse what is too much to build; the schedule of one repeat is there at a time."""
+        most = self.num_rows
+        each = self.prompt.mean_bound + self.prefixes.tokens if self.prompt is not None else 0
+        lower = "num_requests, repeats or prompt"
+        if self.search is not None:
+            lower = "search.high_per_s, search.duration_s or prompt"
+        check_size(NODE, most, most // self.repeats * each, f"its {lower}")
+
     @property
     def num_rows(self) -> int:
         """Rows of prompts_file that are read: of all repeats, or for the highest rate tried."""
-        most = self if self.search is None else self.for_rate(self.search.high_per_s)
-        return self.repeats * (most.num_requests or 1)
+        return self.repeats * self._num_at(self.search.high_per_s if self.search else 0.0)
 
     def for_rate(self, rate_per_s: float) -> "ServeScenario":
         """Return the scenario with as many requests as a search needs at a rate.
@@ -166,9 +178,15 @@ class ServeScenario(Sealed):
         """
         if self.search is None or self.num_requests is None:
             return self
+        return replace(self, num_requests=self._num_at(rate_per_s))
+
+    def _num_at(self, rate_per_s: float) -> int:
+        """Return how many requests a rate needs: those asked for, in a search at least."""
+        asked = self.num_requests or 1
+        if self.search is None:
+            return asked
         seconds = self.search.duration_s + (self.arrivals.ramp_up_s or 0.0)
-        needed = self.turns.num * (math.ceil(rate_per_s * seconds) + 1)
-        return replace(self, num_requests=max(self.num_requests, needed))
+        return max(asked, self.turns.num * (math.ceil(rate_per_s * seconds) + 1))
 
     def for_repeat(self, number: int) -> "ServeScenario":
         """Return the scenario with draws of its own.

@@ -8,52 +8,24 @@ from typing import Final
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
-from harness.measure.statistics import LEAST_REPEATS
+from harness.traffic.bounds import (
+    LEAST_BURSTINESS,
+    LEAST_RATE,
+    MOST_BURSTINESS,
+    MOST_FACTOR,
+    MOST_LENGTH,
+    MOST_RATE,
+    MOST_REQUESTS,
+    MOST_S,
+    check_counts,
+    check_positive,
+    check_used,
+)
 
 NODE: Final = "scenario.serve"
 PROCESSES: Final = ("poisson", "gamma", "constant", "at_once", "trace")
 DISTRIBUTIONS: Final = ("fixed", "uniform", "normal", "lognormal")
 TRACE_FORMATS: Final = ("auto", "azure", "mooncake")
-
-
-def check_positive(name: str, value: float | None) -> None:
-    """Raise ConfigError unless `value` is None or a number above 0."""
-    if value is not None:
-        check_number(name, value, low=0, low_open=True)
-
-
-def check_repeats(node: str, repeats: int, stop_share: float | None) -> None:
-    """Check how often a part is measured.
-
-    Raises:
-        ConfigError: A value is out of bounds, or would have no effect.
-    """
-    check_number(f"{node}.repeats", repeats, low=1, integer=True)
-    if stop_share is None:
-        return
-    name = f"{node}.stop_share"
-    check_number(name, stop_share, low=0, high=1, low_open=True)
-    if repeats <= LEAST_REPEATS:
-        raise ConfigError(
-            f"{name}: expected null with repeats={repeats}: a series does not end before "
-            f"{LEAST_REPEATS}. Raise {node}.repeats or remove it."
-        )
-
-
-def check_used(node: str, values: dict[str, object], needed: set[str], why: str) -> None:
-    """Check that exactly the needed settings have a value.
-
-    Raises:
-        ConfigError: One is null that is needed, or has a value that would have no effect.
-    """
-    for name, value in values.items():
-        if name in needed and value is None:
-            raise ConfigError(f"{node}.{name}: expected a value for {why}, got null. Set it.")
-        if name not in needed and value is not None:
-            raise ConfigError(
-                f"{node}.{name}: expected null for {why}, got {value!r}. It would have no effect; "
-                "remove it."
-            )
 
 
 @dataclass(kw_only=True)
@@ -72,8 +44,15 @@ class Arrivals(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
         check_choice(f"{NODE}.arrivals.process", self.process, PROCESSES)
-        for name in ("rate_per_s", "burstiness", "ramp_up_s"):
-            check_positive(f"{NODE}.arrivals.{name}", getattr(self, name))
+        bounds = {
+            "rate_per_s": (LEAST_RATE, MOST_RATE),
+            "burstiness": (LEAST_BURSTINESS, MOST_BURSTINESS),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_number(f"{NODE}.arrivals.{name}", value, low=low, high=high)
+        check_positive(f"{NODE}.arrivals.ramp_up_s", self.ramp_up_s, high=MOST_S)
         why = f"process={self.process}"
         is_gamma = self.process == "gamma"
         check_used(
@@ -116,11 +95,8 @@ class Lengths(Sealed):
         """Raise ConfigError when a field is absent, out of bounds or has no effect."""
         node = f"{NODE}.(prompt|output)"
         check_choice(f"{node}.distribution", self.distribution, DISTRIBUTIONS)
-        for name in ("tokens", "low", "high"):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{node}.{name}", value, low=1, integer=True)
-        check_positive(f"{node}.std", self.std)
+        check_counts(node, self, {"tokens": 1, "low": 1, "high": 1}, MOST_LENGTH)
+        check_positive(f"{node}.std", self.std, high=MOST_LENGTH)
         needed = {
             "fixed": {"tokens"},
             "uniform": {"low", "high"},
@@ -146,6 +122,13 @@ class Lengths(Sealed):
         """The longest length that can be drawn."""
         return int(self.high or self.tokens or 0)
 
+    @property
+    def mean_bound(self) -> float:
+        """What the mean of the lengths is at most."""
+        if self.distribution == "uniform":
+            return (self.least + self.most) / 2
+        return min(self.most, max(self.least, (self.tokens or 0) + (self.std or 0.0)))
+
 
 @dataclass(kw_only=True)
 class Prefixes(Sealed):
@@ -158,8 +141,7 @@ class Prefixes(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        for name in ("num", "tokens"):
-            check_number(f"{NODE}.prefixes.{name}", getattr(self, name), low=0, integer=True)
+        check_counts(f"{NODE}.prefixes", self, {"num": 0, "tokens": 0}, MOST_LENGTH)
         if (self.num == 0) != (self.tokens == 0):
             raise ConfigError(
                 f"{NODE}.prefixes: expected num and tokens both above 0 or both 0, got "
@@ -180,20 +162,18 @@ class Turns(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        check_number(f"{NODE}.turns.num", self.num, low=1, integer=True)
-        check_number(f"{NODE}.turns.think_s", self.think_s, low=0)
+        check_counts(f"{NODE}.turns", self, {"num": 1, "first_tokens": 1}, MOST_LENGTH)
+        check_number(f"{NODE}.turns.think_s", self.think_s, low=0, high=MOST_S)
         if self.num == 1 and self.think_s:
             raise ConfigError(
                 f"{NODE}.turns.think_s: expected 0 with one turn, got {self.think_s}. Raise "
                 "turns.num or remove it."
             )
-        if self.first_tokens is not None:
-            check_number(f"{NODE}.turns.first_tokens", self.first_tokens, low=1, integer=True)
-            if self.num == 1:
-                raise ConfigError(
-                    f"{NODE}.turns.first_tokens: expected null with one turn, got "
-                    f"{self.first_tokens}. Set prompt.tokens, raise turns.num, or remove it."
-                )
+        if self.num == 1 and self.first_tokens is not None:
+            raise ConfigError(
+                f"{NODE}.turns.first_tokens: expected null with one turn, got "
+                f"{self.first_tokens}. Set prompt.tokens, raise turns.num, or remove it."
+            )
 
 
 @dataclass(kw_only=True)
@@ -218,7 +198,7 @@ class TraceSource(Sealed):
             )
         check_choice(f"{NODE}.trace.format", self.format, TRACE_FORMATS)
         for name in ("time_scale", "length_scale"):
-            check_positive(f"{NODE}.trace.{name}", getattr(self, name))
+            check_positive(f"{NODE}.trace.{name}", getattr(self, name), high=MOST_FACTOR)
 
     def check_ending(self) -> None:
         """Raise ConfigError where the file's ending does not tell the format.
@@ -272,7 +252,7 @@ class Objectives(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a bound is not above 0."""
         for name, value in self.bounds().items():
-            check_positive(f"{NODE}.slo.{name}", value)
+            check_positive(f"{NODE}.slo.{name}", value, high=1e3 * MOST_S)
 
     def bounds(self) -> dict[str, float]:
         """Return the bounds that are set, in milliseconds."""
@@ -301,8 +281,8 @@ class PeakSearch(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
         node = f"{NODE}.search"
-        check_positive(f"{node}.low_per_s", self.low_per_s)
-        check_positive(f"{node}.high_per_s", self.high_per_s)
+        for name in ("low_per_s", "high_per_s"):
+            check_number(f"{node}.{name}", getattr(self, name), low=LEAST_RATE, high=MOST_RATE)
         if self.high_per_s <= self.low_per_s:
             raise ConfigError(
                 f"{node}.high_per_s: expected above low_per_s={self.low_per_s:g}, got "
@@ -310,5 +290,5 @@ class PeakSearch(Sealed):
             )
         for name in ("good_share", "tolerance"):
             check_number(f"{node}.{name}", getattr(self, name), low=0, high=1, low_open=True)
-        check_number(f"{node}.max_trials", self.max_trials, low=2, integer=True)
-        check_positive(f"{node}.duration_s", self.duration_s)
+        check_counts(node, self, {"max_trials": 2}, MOST_REQUESTS)
+        check_positive(f"{node}.duration_s", self.duration_s, high=MOST_S)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from harness.prompts import PromptError
 from harness.text_rows import TextError, parse_object, read_text, shown
+from harness.traffic.bounds import MOST_PROMPT_TOKENS, MOST_REQUESTS
 from harness.traffic.settings import NODE, TraceSource
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -71,6 +72,14 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
             f"trace {path}: expected at least {num_requests} rows, got {len(rows)}. Lower "
             f"{NODE}.num_requests, or add rows."
         )
+    rows = rows[:num_requests]
+    built = sum(scaled_tokens(row.prompt_tokens, source.length_scale) for row in rows)
+    if len(rows) > MOST_REQUESTS or built > MOST_PROMPT_TOKENS:
+        raise TraceError(
+            f"trace {path}: expected at most {MOST_REQUESTS:,} requests and "
+            f"{MOST_PROMPT_TOKENS:,} prompt tokens in all, got {len(rows):,} and {built:,}. Lower "
+            f"{NODE}.num_requests or {NODE}.trace.length_scale."
+        )
     first_s = rows[0].time_s
     return [
         TraceRow(
@@ -80,7 +89,7 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
             output_tokens=row.output_tokens,
             hash_ids=row.hash_ids,
         )
-        for row in rows[:num_requests]
+        for row in rows
     ]
 
 

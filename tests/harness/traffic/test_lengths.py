@@ -46,3 +46,4 @@ def test_lengths_stay_within_their_bounds(distribution, mean, std, low, room, se
     assert all(low <= tokens <= high for tokens in found)
     assert all(type(tokens) is int for tokens in found)
     assert found == draw(lengths, 50, seed)
+    assert statistics.fmean(draw(lengths, 200, seed)) <= lengths.mean_bound

@@ -21,7 +21,7 @@ SEARCH = PeakSearch(low_per_s=1, high_per_s=4)
     ("make", "words"),
     [
         (lambda: Arrivals(process="burst"), "arrivals.process: expected one of poisson"),
-        (lambda: Arrivals(rate_per_s=0), "rate_per_s: expected a number > 0"),
+        (lambda: Arrivals(rate_per_s=0), "rate_per_s: expected a number >= 0.0001"),
         (lambda: Arrivals(rate_per_s=1, burstiness=2), "burstiness: expected null for process=poi"),
         (lambda: Arrivals(process="gamma", rate_per_s=1), "burstiness: expected a value"),
         (lambda: Arrivals(process="at_once", rate_per_s=1), "rate_per_s: expected null"),
@@ -48,6 +48,33 @@ SEARCH = PeakSearch(low_per_s=1, high_per_s=4)
         (lambda: PeakSearch(low_per_s=2, high_per_s=2), "high_per_s: expected above low_per_s=2"),
         (lambda: PeakSearch(low_per_s=1, high_per_s=2, good_share=1.5), "good_share"),
         (lambda: serve(num_requests=0), "num_requests: expected an integer >= 1"),
+        (lambda: serve(num_requests=10**11), "num_requests: expected an integer >= 1 and <= 1e+06"),
+        (lambda: serve(repeats=10**6), "at most 1,000,000 requests in all, got 4,000,000"),
+        (
+            lambda: serve(num_requests=10**5, prompt=Lengths(tokens=10**4)),
+            "at most 250,000,000 prompt tokens in all, got 1,000,000,000",
+        ),
+        (
+            lambda: serve(
+                arrivals=Arrivals(),
+                slo=Objectives(ttft_ms=1),
+                search=PeakSearch(low_per_s=1, high_per_s=1e6, duration_s=1e7),
+            ),
+            "at most 1,000,000 requests in all, got 10,000,000,000,001. They are built before "
+            "anything is sent; lower its search.high_per_s",
+        ),
+        (
+            lambda: Arrivals(process="gamma", rate_per_s=1, burstiness=1e308),
+            "burstiness: expected a number >= 0.001 and <= 1e+06",
+        ),
+        (
+            lambda: Lengths(distribution="lognormal", tokens=3, std=1e200, high=9),
+            "std: expected a number > 0 and <= 1e+08",
+        ),
+        (
+            lambda: TraceSource(path="a.csv", length_scale=1e308),
+            "length_scale: expected a number > 0 and <= 1e+06",
+        ),
         (lambda: serve(num_requests=None), "num_requests: expected a number without a trace"),
         (lambda: serve(max_concurrency=0), "max_concurrency: expected an integer >= 1"),
         (lambda: serve(prompt=None), "prompt: expected a value for synthetic prompts"),

@@ -156,6 +156,8 @@ def test_a_file_that_is_not_there_or_not_text_or_short_is_refused(tmp_path):
         read_trace(TraceSource(path=str(tmp_path / "bytes.csv")), None)
     with pytest.raises(TraceError, match="expected at least 4 rows, got 3"):
         read_trace(written(tmp_path, AZURE), 4)
+    with pytest.raises(TraceError, match=r"at most .* 250,000,000 prompt tokens in all, got 3 and"):
+        read_trace(TraceSource(path=str(tmp_path / "trace.csv"), length_scale=1e6), 3)
     with pytest.raises(TraceError, match="expected rows, got none"):
         read_trace(mooncake(tmp_path, []), None)
 
