@@ -11,6 +11,8 @@ TEXT_PARTS = {"gemma3": "gemma3_text"}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 PATTERN = 6
 """transformers' default of sliding_window_pattern."""
+MAX_LAYERS = 1024
+"""More than any model has; planning takes seconds for so many."""
 
 
 def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +39,10 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = _stated(config, "num_attention_heads", arch.heads_default)
     hidden = _stated(config, "hidden_size", arch.hidden_default)
     layers = _stated(config, "num_hidden_layers", arch.layers_default)
+    if layers > MAX_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers: expected at most {MAX_LAYERS}, got {layers}."
+        )
     theta = rope.get("rope_theta") or config.get("rope_theta") or arch.theta_default
     # The family's defaults are for a key that is absent; null means as in Llama.
     kv_default = None if "num_key_value_heads" in config else arch.kv_heads_default

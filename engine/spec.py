@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.architectures import ARCHITECTURES, FULL, ROPE_TYPES, WINDOW, Architecture
 from engine.errors import CheckpointError, ConfigError
-from engine.hf_config import sizes_of
+from engine.hf_config import MAX_LAYERS, sizes_of
 from engine.sealed import Sealed, check_choice, check_flag, check_number
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -108,7 +108,8 @@ class ModelSpec(Sealed):
             "head_dim",
             "max_position_embeddings",
         ):
-            check_number(f"model.spec.{name}", getattr(self, name), low=1, integer=True)
+            high = MAX_LAYERS if name == "num_hidden_layers" else math.inf
+            check_number(f"model.spec.{name}", getattr(self, name), low=1, high=high, integer=True)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 "model.spec.num_key_value_heads: expected a divisor of num_attention_heads="

@@ -46,6 +46,11 @@ def hf_config(model_type: str, changes: dict[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **settings)
 
 
+WINDOW, FULL = "sliding_attention", "full_attention"
+QWEN = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7}
+GEMMA = {"model_type": "gemma3_text", "sliding_window": 7}
+
+
 @pytest.mark.parametrize(("model_type", "changes"), FAMILIES)
 def test_tensors_are_those_of_transformers(model_type: str, changes: dict[str, Any]) -> None:
     import torch
@@ -128,6 +133,7 @@ def test_sliding_window(changes: dict[str, Any], window: int | None) -> None:
         ({"vocab_size": "64"}, ["vocab_size", "an integer", "'64'"]),
         ({"hidden_size": 64.5}, ["hidden_size", "an integer", "64.5"]),
         ({"num_attention_heads": 0}, ["num_attention_heads", ">= 1"]),
+        ({"num_hidden_layers": 10**12} | GEMMA, ["num_hidden_layers", "at most 1024"]),
         ({"rms_norm_eps": "x"}, ["wrong kind", "'x'"]),
         ({"rope_scaling": "x"}, ["wrong kind"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
@@ -181,11 +187,6 @@ def test_every_key_that_is_left_out_means_what_it_means_to_transformers(kind: st
 def test_a_size_that_is_null_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name}: expected an integer, got None"):
         ModelSpec.from_hf_config({"model_type": "llama"} | SIZES | {name: None})
-
-
-WINDOW, FULL = "sliding_attention", "full_attention"
-QWEN = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7}
-GEMMA = {"model_type": "gemma3_text", "sliding_window": 7}
 
 
 @pytest.mark.parametrize(
@@ -293,6 +294,7 @@ def test_a_config_that_is_none_is_refused(content: Any) -> None:
         ({"rope_theta": 0.0}, ["rope_theta"]),
         ({"sliding_window": 0}, ["sliding_window"]),
         ({"rope_scaling": {"factor": 2.0}}, ["rope_type", "factor"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers", "<= 1024"]),
         ({"layer_types": ["full_attention"] * 3}, ["layer_types", "a sliding_window beside"]),
         ({"rope_local_base_freq": 1e4}, ["rope_local_base_freq", "a sliding_window beside"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, ["factor", "'x'"]),
