@@ -25,6 +25,7 @@ from reports.record import RunRecord
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 DATABASE_NAME: Final = "mlflow.db"
 _FINAL_STATUS: Final = {"ok": "FINISHED", "killed": "KILLED"}
@@ -122,8 +123,9 @@ class MlflowTracker:
     def _make_database(self) -> None:
         """Create an SQLite file that is absent, with MLflow's own experiment beside its files.
 
-        A client would put that experiment's files into the folder of the first command. One that
-        was moved gets its files' addresses corrected.
+        A client would put that experiment's files into the folder of the first command. The file
+        has its name when it is complete: a creation that was killed cannot be gone on with. One
+        that was moved gets its files' addresses corrected.
         """
         path = sqlite_path(self._uri)
         if path is None or self._artifacts is None:
@@ -134,7 +136,12 @@ class MlflowTracker:
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        SqlAlchemyStore(self._uri, self._artifacts)  # type: ignore[no-untyped-call]
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        for file in path.parent.glob(f"{unfinished.name}*"):  # and its journal
+            file.unlink()
+        store = SqlAlchemyStore(f"sqlite:///{unfinished}", self._artifacts)  # type: ignore[no-untyped-call]
+        store.engine.dispose()
+        unfinished.replace(path)
 
     def start_sweep(self, sweep: SweepContext) -> None:
         """Create the sweep's run with status RUNNING."""
@@ -201,6 +208,8 @@ class MlflowTracker:
             self._log_files(run_id, sweep.context.folder, _SWEEP_ARTIFACTS)
         finally:
             client.set_terminated(run_id, _SWEEP_STATUS[sweep.status])
+            for run in self._running("harness.sweep_id", sweep.context.sweep_id):
+                self._kill(run.info.run_id)  # a point whose end a second Ctrl-C cut short
 
     def view_command(self) -> str | None:
         """Return the command that opens the UI, and the page of these runs in it.
@@ -291,17 +300,23 @@ class MlflowTracker:
 
     def _repair(self) -> None:
         """End runs of this machine that are RUNNING although their process is gone."""
-        client, host = self._open_client(), socket.gethostname()
-        for run in client.search_runs(
-            [self._experiment_id],
-            f"attributes.status = 'RUNNING' and tags.`harness.host` = '{host}'",
-            max_results=_MAX_BATCH,
-        ):
+        for run in self._running("harness.host", socket.gethostname()):
             pid = run.data.tags.get("harness.pid", "")
             ticks = start_ticks(int(pid)) if pid.isdecimal() else None
             if str(ticks) != run.data.tags.get("harness.pid_start"):
-                client.set_tag(run.info.run_id, "harness.status", "killed")
-                client.set_terminated(run.info.run_id, "KILLED")
+                self._kill(run.info.run_id)
+
+    def _running(self, tag: str, value: str) -> "Sequence[Run]":
+        """Return runs with a tag that are RUNNING."""
+        return self._open_client().search_runs(
+            [self._experiment_id],
+            f"attributes.status = 'RUNNING' and tags.`{tag}` = '{value}'",
+            max_results=_MAX_BATCH,
+        )
+
+    def _kill(self, run_id: str) -> None:
+        self._open_client().set_tag(run_id, "harness.status", "killed")
+        self._open_client().set_terminated(run_id, "KILLED")
 
 
 def sqlite_path(uri: str) -> Path | None:

@@ -202,6 +202,37 @@ def test_a_sweep_has_a_parent_and_a_child_for_each_point(tmp_path, request, clie
     assert (first.info.status, second.info.status) == ("FINISHED", "FAILED")
 
 
+def test_the_end_of_a_sweep_ends_points_that_are_running_yet(tmp_path, request, client, home):
+    sweep = SweepContext(sweep_id=request.node.name, folder=tmp_path, index=0, total=1)
+    cut_short = open_tracker(tracking(request), home)
+    cut_short.start_point(PointFacts(run_id="1", name="point", params={}, tags={}, sweep=sweep))
+    finish_sweep(tracking(request), sweep, [], interrupted=True)
+    assert [run.info.status for run in runs_of(client, request.node.name)] == ["KILLED"] * 2
+
+
+def test_a_database_whose_creation_was_killed_is_made_anew(tmp_path, monkeypatch):
+    class Store:
+        def __init__(self, uri, _):
+            self.file, self.engine = Path(uri.removeprefix("sqlite:///")), self
+            assert not self.file.exists()
+            self.file.touch()
+            if not is_complete:
+                raise KeyboardInterrupt
+
+        def dispose(self):
+            self.file.write_text("complete")
+
+    monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore", Store)
+    tracker, database, is_complete = MlflowTracker(TrackingConfig(), tmp_path), "mlflow.db", False
+    with pytest.raises(KeyboardInterrupt):
+        tracker._make_database()
+    assert not (tmp_path / database).exists()
+    is_complete = True
+    tracker._make_database()
+    assert [file.name for file in tmp_path.iterdir()] == [database]
+    assert (tmp_path / database).read_text() == "complete"
+
+
 def test_a_broken_database_costs_no_point(tmp_path, request, monkeypatch):
     home = tmp_path / "broken"
     home.mkdir()
