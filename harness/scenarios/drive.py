@@ -254,7 +254,7 @@ class Driver:
 def run_in_turn(
     llm: Engine,
     prompts: Sequence[Sequence[int]],
-    output_tokens: int,
+    output_tokens: int | Sequence[int],
     *,
     clock: Clock,
     prefix: str,
@@ -267,7 +267,7 @@ def run_in_turn(
     Args:
         llm: the engine.
         prompts: token ids of each.
-        output_tokens: of each.
+        output_tokens: of each, or a list with one of each.
         clock: seconds.
         prefix: of their ids.
         on_progress: called after each step.
@@ -277,6 +277,7 @@ def run_in_turn(
     driver = Driver(llm, clock, on_end)
     requests: list[RequestTimes] = []
     num_tokens, begin_s = 0, clock()
+    lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
 
     def is_over() -> bool:
         return bool(requests) and limit_s is not None and clock() - begin_s >= limit_s
@@ -289,10 +290,10 @@ def run_in_turn(
         if is_over():
             driver.cancel(_late(limit_s))
 
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         if is_over():
             break
-        times = driver.offer(prompt, output_tokens, f"{prefix}-{index}")
+        times = driver.offer(prompt, length, f"{prefix}-{index}")
         driver.drain(on_step)
         requests.append(times)
     if on_progress is not None:

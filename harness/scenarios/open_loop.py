@@ -47,6 +47,13 @@ class Limits:
     """Requests at the engine at once."""
     drain_s: float
     """Seconds after the last arrival until what still runs is cancelled."""
+    max_duration_s: float | None = None
+    """Seconds after which the run ends, whatever runs or is to come; None: no limit."""
+
+    @property
+    def late(self) -> str:
+        """Error of the requests that ran or were to come when max_duration_s had passed."""
+        return f"max_duration_s={self.max_duration_s or math.inf:g} had passed"
 
 
 async def run_open_loop(
@@ -107,8 +114,10 @@ class _Run:
         self._tasks: list[asyncio.Task[None]] = []
         self._num_done = self._num_tokens = 0
         self._on_end, self._told = on_end, set[str]()
-        self._give_up, self._look_s, self._is_cut_off = give_up, -math.inf, False
+        self._give_up, self._look_s = give_up, -math.inf
+        self._ended: str | None = None
         self._begin_s = self._last_arrival_s = clock()
+        self._end_s = self._begin_s + (limits.max_duration_s or math.inf)
         self.served = {request.request_id: _not_sent(request) for request in schedule.requests}
 
     async def send_all(self) -> None:
@@ -116,7 +125,7 @@ class _Run:
         for turns in self._conversations:
             arrival_s = self._begin_s + (turns[0].scheduled_s or 0.0)
             self._last_arrival_s = max(self._last_arrival_s, arrival_s)
-            await self._wait_until(arrival_s)
+            await self._wait_until(min(arrival_s, self._end_s))
             if self._is_over():
                 return
             self._tasks.append(asyncio.create_task(self._converse(turns, arrival_s)))
@@ -125,30 +134,32 @@ class _Run:
         """Wait until everything ended, or until the time after the last arrival is over."""
         open_tasks = set(self._tasks)
         while open_tasks and not self._is_over():
-            left_s = self._last_arrival_s + self._limits.drain_s - self._clock()
+            now_s = self._clock()
+            left_s = self._last_arrival_s + self._limits.drain_s - now_s
             if left_s <= 0:
                 return
-            _, open_tasks = await asyncio.wait(open_tasks, timeout=min(left_s, _LOOK_S))
+            wait_s = max(0.0, min(left_s, _LOOK_S, self._end_s - now_s))
+            _, open_tasks = await asyncio.wait(open_tasks, timeout=wait_s)
 
     def _is_over(self) -> bool:
         """Return whether nothing is worth waiting for."""
-        if self._is_cut_off or self._door.failure is not None:
-            return True
         now_s = self._clock()
-        if self._give_up is None or now_s < self._look_s + _LOOK_S:
-            return False
-        self._look_s = now_s
-        self._is_cut_off = self._give_up(list(self.served.values()), now_s)
-        return self._is_cut_off
+        if now_s >= self._end_s:
+            self._ended = self._limits.late
+        elif self._give_up is not None and now_s >= self._look_s + _LOOK_S:
+            self._look_s = now_s
+            if self._give_up(list(self.served.values()), now_s):
+                self._ended = CUT_OFF
+        return self._ended is not None or self._door.failure is not None
 
     async def cancel_rest(self) -> None:
         """Take back what still runs, and wait until it is noted."""
         for task in self._tasks:
             task.cancel()
         ends = await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._is_cut_off:
+        if self._ended is not None:
             for served in self.served.values():
-                served.error = CUT_OFF if served.is_cancelled else served.error
+                served.error = self._ended if served.is_cancelled else served.error
         for served in self.served.values():
             self._tell(served)
         for end in ends:

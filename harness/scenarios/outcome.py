@@ -79,9 +79,10 @@ def cut_reasons(
     node, _, rest = part.partition(" ")
     effect = "it was shorter than asked" if rest else "the figures are of what was done until then"
     setting = "warmup_requests" if rest else "num_requests"
+    outputs = "output" if node == "serve" else "output_tokens"
     return [
         f"{part}: scenario.{node}.max_duration_s={limit_s:g} had passed when {ended} of {planned} "
-        f"requests had ended; {effect}. Raise it, or lower {setting} or output_tokens of "
+        f"requests had ended; {effect}. Raise it, or lower {setting} or {outputs} of "
         f"scenario.{node}."
     ]
 

@@ -4,6 +4,7 @@ One run at a rate, or a search of the highest rate that keeps the objectives.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
@@ -20,9 +21,9 @@ from harness.measure.serving import (
 )
 from harness.measure.statistics import drift
 from harness.prompts import synthetic_prompts
-from harness.scenarios.drive import Clock, Driver, Engine, OnEnd, OnProgress, StepTotals
+from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals, run_in_turn
 from harness.scenarios.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
-from harness.scenarios.outcome import Outcome, failure_reasons
+from harness.scenarios.outcome import Outcome, cut_reasons, failure_reasons
 from harness.scenarios.peak import Peak, search_peak
 from harness.traffic.prompts import fill_tokens
 from harness.traffic.scenario import ServeScenario
@@ -102,22 +103,34 @@ class Load:
 
 
 def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
-    """Run requests of the first planned lengths, one at a time; return what went wrong."""
-    driver = Driver(llm, clock)
-    served = []
-    schedule = load.schedule(rate_per_s=1.0)
-    for index, request in enumerate(schedule.requests[: load.config.warmup_requests]):
-        (prompt,) = synthetic_prompts(
+    """Run requests of the first planned lengths, one at a time; return what went wrong.
+
+    Where more are asked for than are planned, the lengths begin again.
+    """
+    config, name = load.config, "serve warm-up"
+    lengths = itertools.cycle(load.schedule(rate_per_s=1.0).requests)
+    planned = list(itertools.islice(lengths, config.warmup_requests))
+    prompts = [
+        synthetic_prompts(
             1,
             max(1, request.num_prompt_tokens or 1),
             vocab_size=load.vocab_size,
-            seed=load.config.seeds.prompts,
+            seed=config.seeds.prompts,
             stream=f"serve/warm-up/{index}",
             avoid=load.avoid,
-        )
-        served.append(driver.offer(prompt, request.output_tokens, f"serve-warm-up-{index}"))
-        driver.drain()
-    return failure_reasons("serve warm-up", served)
+        )[0]
+        for index, request in enumerate(planned)
+    ]
+    served, _ = run_in_turn(
+        llm,
+        prompts,
+        [request.output_tokens for request in planned],
+        clock=clock,
+        prefix="serve-warm-up",
+        limit_s=config.max_duration_s,
+    )
+    cut = cut_reasons(name, served, len(planned), config.max_duration_s)
+    return [*cut, *failure_reasons(name, served)]
 
 
 def measure_serve(
@@ -187,7 +200,7 @@ async def _serve(
 ) -> list[ServedRequest]:
     is_trial = config.search is not None
     door = open_one(len(schedule.requests))
-    limits = Limits(max_concurrency=config.max_concurrency, drain_s=config.drain_s)
+    limits = limits_of(config)
     try:
         return await run_open_loop(
             door,
@@ -201,6 +214,15 @@ async def _serve(
         )
     finally:
         door.release()
+
+
+def limits_of(config: ServeScenario) -> Limits:
+    """Return what bounds one run of a scenario."""
+    return Limits(
+        max_concurrency=config.max_concurrency,
+        drain_s=config.drain_s,
+        max_duration_s=config.max_duration_s,
+    )
 
 
 def good_share(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> float:
@@ -249,6 +271,7 @@ def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequ
         pools=serving_pools(served),
         samples=_samples(accounts, served),
         num_measured=accounts.completed,
+        is_cut=any(request.error == limits_of(config).late for request in served),
         reasons=[
             *_account_reasons(config, accounts, served),
             *_schedule_reasons(config, metrics, served),
@@ -290,6 +313,8 @@ def _account_reasons(
         remedy = f"Lower the rate, or raise scenario.serve.drain_s (now {config.drain_s:g})."
         if first.error == CUT_OFF:
             remedy = "Lower the rate, or relax scenario.serve.slo."
+        elif first.error == limits_of(config).late:
+            remedy = "Raise scenario.serve.max_duration_s, or lower num_requests."
         reasons.append(
             f"serve: {len(cancelled)} of {accounts.planned} requests were cancelled; "
             f"{first.request_id}: {first.error}. {remedy}"

@@ -59,6 +59,9 @@ class ServeScenario(Sealed):
     """What a good request keeps to."""
     drain_s: float = 60.0
     """Seconds after the last arrival until requests that still run are cancelled."""
+    max_duration_s: float | None = None
+    """Seconds after which the warm-up (at least one request), and each run at a rate, ends with
+    what there is; the figures are then not valid. null: no limit."""
     min_duration_s: float | None = None
     """Least seconds from the first counted arrival to the last; shorter is not valid."""
     search: PeakSearch | None = None
@@ -74,7 +77,13 @@ class ServeScenario(Sealed):
         counts = {"num_requests": 1, "warmup_requests": 0, "max_concurrency": 1}
         check_counts(NODE, self, counts, MOST_REQUESTS)
         check_number(f"{NODE}.drain_s", self.drain_s, low=0, high=MOST_S)
-        check_positive(f"{NODE}.min_duration_s", self.min_duration_s, high=MOST_S)
+        for name in ("max_duration_s", "min_duration_s"):
+            check_positive(f"{NODE}.{name}", getattr(self, name), high=MOST_S)
+        if (self.min_duration_s or 0) >= (self.max_duration_s or math.inf):
+            raise ConfigError(
+                f"{NODE}.min_duration_s: expected below max_duration_s={self.max_duration_s:g}, "
+                f"got {self.min_duration_s:g}. Lower it, or raise max_duration_s."
+            )
         check_repeats(NODE, self.repeats, self.stop_share)
         if self.search is not None and self.repeats > 1:
             raise ConfigError(

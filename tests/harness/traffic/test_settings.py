@@ -76,6 +76,10 @@ SEARCH = PeakSearch(low_per_s=1, high_per_s=4)
             "length_scale: expected a number > 0 and <= 1e+06",
         ),
         (lambda: serve(num_requests=None), "num_requests: expected a number without a trace"),
+        (
+            lambda: serve(max_duration_s=5, min_duration_s=5),
+            "min_duration_s: expected below max_duration_s=5, got 5",
+        ),
         (lambda: serve(max_concurrency=0), "max_concurrency: expected an integer >= 1"),
         (lambda: serve(prompt=None), "prompt: expected a value for synthetic prompts"),
         (lambda: serve(prompts_file="a"), "prompt: expected null for a prompts_file"),

@@ -163,3 +163,42 @@ def test_multi_turn_conversations_wait_for_the_answers(tmp_path):
     assert second["scheduled_s"] == pytest.approx(first["scheduled_s"] + 1.03)
     assert (first["num_prompt_tokens"], second["num_prompt_tokens"]) == (8, 8 + 3 + 8)
     assert second["ttft_ms"] == pytest.approx(20)
+
+
+def test_a_run_ends_when_its_time_has_passed(tmp_path):
+    """Arrivals every 100 ms, each served within 30; at 450 ms five are done and five to come."""
+    part = near_arrivals(10, 10, max_duration_s=0.45, slo=Objectives(ttft_ms=100), repeats=3)
+    result = run(tmp_path, job(part, FakeScript(prefill_ms=[20], decode_ms=[5])))
+    samples, metrics = result["samples"]["serve"], result["metrics"]
+    assert (samples["num_completed"], samples["num_cancelled"]) == (5, 5)  # no further repeat
+    assert samples["requests"][-1]["error"] == "max_duration_s=0.45 had passed"
+    assert metrics["serve/wall_s"] == pytest.approx(0.43)
+    assert metrics["serve/good_share"] == 0.5
+    assert result["reasons"] == [
+        "serve: 5 of 10 requests were cancelled; serve-5: max_duration_s=0.45 had passed. Raise "
+        "scenario.serve.max_duration_s, or lower num_requests."
+    ]
+
+
+def test_requests_under_way_are_taken_back_when_the_time_has_passed(tmp_path):
+    """All arrive at once; the tokens of 20, 25, ..., 95 ms are there at 99 ms, where 24 are due."""
+    part = near_arrivals(
+        10, 2, output=Lengths(tokens=24), arrivals=Arrivals(process="at_once"), max_duration_s=0.099
+    )
+    result = run(tmp_path, job(part, FakeScript(prefill_ms=[20], decode_ms=[5])))
+    assert result["status"] == "failed"  # nothing completed
+    rows = result["samples"]["serve"]["requests"]
+    assert [row["num_output_tokens"] for row in rows] == [16, 16]
+    assert all(row["error"] == "max_duration_s=0.099 had passed" for row in rows)
+
+
+def test_a_warm_up_ends_when_its_time_has_passed(tmp_path):
+    """Each takes 30 ms; a step of the second one ends at 55 ms, where the time is over."""
+    part = near_arrivals(1000, 2, warmup_requests=5, max_duration_s=0.055)
+    result = run(tmp_path, job(part, FakeScript(prefill_ms=[20], decode_ms=[5])))
+    assert result["reasons"] == [
+        "serve warm-up: scenario.serve.max_duration_s=0.055 had passed when 1 of 5 requests had "
+        "ended; it was shorter than asked. Raise it, or lower warmup_requests or output of "
+        "scenario.serve."
+    ]
+    assert result["metrics"]["serve/wall_s"] == pytest.approx(0.05)
