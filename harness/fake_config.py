@@ -86,9 +86,13 @@ class FakeScript(Sealed):
             check_number("model.fake.gpu_peak_gib", self.gpu_peak_gib, low=0)
         self._check_counts()
 
+    def fails_at(self, place: str) -> bool:
+        """Return whether a failure is scripted at one of PLACES."""
+        return self.fail != "none" and self.fail_at == place
+
     def _check_counts(self) -> None:
         check_number("model.fake.fail_after_steps", self.fail_after_steps, low=0, integer=True)
-        if self.fail_after_steps and (self.fail == "none" or self.fail_at != "step"):
+        if self.fail_after_steps and not self.fails_at("step"):
             raise ConfigError(
                 f"model.fake.fail_after_steps: expected 0 with fail={self.fail} and "
                 f"fail_at={self.fail_at}, got {self.fail_after_steps}. Set model.fake.fail, and "

@@ -129,7 +129,7 @@ class FakeLLM:
         progress("read", 0, total)
         clock.wait_until(clock() + script.load_s)
         progress("read", total, total)
-        if script.fail_at == ("reference" if reference else "build") and script.fail != "none":
+        if script.fails_at("reference" if reference else "build"):
             strike(script.fail, self.plan.to_dict())
         self.load_report = SimpleNamespace(
             phases={"read": script.load_s},
@@ -193,7 +193,7 @@ class FakeLLM:
         if not any(sequence.is_check for sequence in sequences) and not self._is_reference:
             counts.timed_steps += 1
             is_now = counts.timed_steps > script.fail_after_steps
-            if script.fail != "none" and script.fail_at == "step" and is_now:
+            if script.fails_at("step") and is_now:
                 strike(script.fail, self.plan.to_dict())
         self._work = _Work(sequences=sequences, is_prefill=is_prefill)
         time_ms = self.plan.offloaded_bytes / GIB * script.ms_per_offloaded_gib
@@ -299,7 +299,7 @@ def plan_of(script: FakeScript, config: EngineConfig, *, reference: bool) -> Fak
         CapacityError: it does not fit, or the script says so.
         Exception: whatever else the script says of planning.
     """
-    if script.fail != "none" and script.fail_at == "plan" and not reference:
+    if script.fails_at("plan") and not reference:
         strike(script.fail, None)
     if not reference:
         return plan_fake(script, config)

@@ -95,6 +95,16 @@ def test_wrong_tokens_fail_and_nothing_is_timed(tmp_path):
     assert "latency" not in record.samples
 
 
+def test_a_reference_that_is_kept_does_not_hide_its_scripted_failure(tmp_path):
+    parts = {"correctness": type(UNCHECKED)()}
+    assert run_point(config(FakeScript(**SMALL), parts=parts), tmp_path / "first").status == "ok"
+    record = end(tmp_path, FakeScript(fail="error", fail_at="reference", **SMALL), parts=parts)
+    assert (record.status, record.error["message"]) == (
+        "failed",
+        "scripted: the engine broke down",
+    )
+
+
 def test_a_hang_ends_with_timeout(tmp_path):
     record = end(tmp_path, FakeScript(fail="hang", **SMALL), timeout_s=3.0)
     assert (record.status, record.error["type"]) == ("timeout", "Timeout")
