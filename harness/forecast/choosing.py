@@ -190,8 +190,8 @@ def _advice_table() -> Iterator[str]:
         "",
         "For many requests at once room for KV counts: `offload=auto planner.objective=throughput`",
         "also moves weights of a model that fits, where a queue is predicted to gain a tenth by it",
-        "(measured: 1.18 to 1.60 times the tokens/s, performance.md, Predictions). `mode=plan` of a",
-        "scenario with throughput or serve shows it beside the other ways.",
+        "(1.18 to 1.60 times the tokens/s in three measured cases: performance.md, Predictions).",
+        "`mode=plan` of a scenario with throughput or serve shows it beside the other ways.",
     )
 
 
