@@ -210,13 +210,10 @@ def _draw_scale(figure: "Figure", axes: "Axes", colours: Theme, peaks_gib: list[
 
 def _set_scale(axes: "Axes", axis: Literal["x", "y"], values: Sequence[float]) -> None:
     """Make an axis logarithmic where its values differ 10-fold, else let it start at 0."""
-    set_scale, set_limits = (
-        (axes.set_xscale, axes.set_xlim) if axis == "x" else (axes.set_yscale, axes.set_ylim)
-    )
     low, high = min(values), max(values)
     if low > 0 and high / low > 10:
-        set_scale("log")
-        set_limits(low / 2, high * 2.5)
+        theme.log_axis(axes, axis, low / 2, high * 2.5)
     else:
+        set_limits = axes.set_xlim if axis == "x" else axes.set_ylim
         set_limits(0, high * 1.18 or 1)
         axes.locator_params(axis=axis, nbins=5)

@@ -81,8 +81,7 @@ def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> Dra
     theme.style_axes(axes, colours)
     places = list(range(len(rates)))
     if is_log:
-        axes.set_xscale("log")
-        axes.set_xlim(min(values) / 3, max(values) * 4)
+        theme.log_axis(axes, "x", min(values) / 3, max(values) * 4)
         axes.hlines(places, min(values) / 3, values, color=colours.grid, linewidth=2)
         axes.plot(values, places, "o", color=colours.accent, markersize=9)
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from reports import facts, theme
 from reports.page import Section
 from reports.record import RunRecord
-from reports.tables import metric_table
+from reports.tables import value_tables
 from reports.text import GIB, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
@@ -23,6 +23,8 @@ FLOWS: Final = (
     ("in_place_bytes", "read in place"),
 )
 LEAST_ROWS: Final = 2
+LEAST_SHARE: Final = 0.05
+"""Of a tier's size; less is not seen on an axis up to that size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,8 @@ def _trace(record: RunRecord) -> _Trace | None:
 
 def kv_section(record: RunRecord) -> Section | None:
     """Return the section, None where nothing of KV was counted."""
-    table = metric_table(record, ["kv"])
-    if table is None:
+    names = [name for name in record.metrics if name.startswith("kv/")]
+    if not names:
         return None
     trace = _trace(record)
     text: tuple[str, ...] = ()
@@ -92,7 +94,8 @@ def kv_section(record: RunRecord) -> Section | None:
             if blocks
         )
         text = (f"{sizes}; counted during {trace.part}.",)
-    return Section(title="KV cache", text=text, figures=("kv",), tables=(table,))
+    tables = value_tables(record, names, folds_zero=True)
+    return Section(title="KV cache", text=text, figures=("kv",), tables=tables)
 
 
 def kv_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
@@ -125,17 +128,27 @@ def _draw_tier(axes: "Axes", colours: Theme, trace: _Trace, tier: str, label: st
     theme.style_axes(axes, colours, grid="y")
     names = PARTS if tier == "cpu" else PARTS[:2]
     palette = (colours.accent, colours.second, colours.muted)
+    held = [trace.gib(f"{tier}.{name}") for name, _ in names]
     axes.stackplot(
         trace.time_s,
-        [trace.gib(f"{tier}.{name}") for name, _ in names],
+        held,
         colors=palette[: len(names)],
         labels=[words for _, words in names],
         linewidth=0,
         alpha=0.85,
     )
     size = trace.blocks[tier] * trace.block_bytes / GIB
-    axes.axhline(size, color=colours.ink, linewidth=1.2, linestyle="--")
-    axes.set_ylim(0, size * 1.1)
+    most = max(map(sum, zip(*held, strict=True)))
+    if 0 < most < LEAST_SHARE * size:
+        axes.set_ylim(0, most * 1.5)
+        text = f"size {number(size)} GiB, beyond the axis"
+        place = axes.transAxes
+        axes.text(
+            1, 0.97, text, transform=place, ha="right", va="top", fontsize=9, color=colours.muted
+        )
+    else:
+        axes.axhline(size, color=colours.ink, linewidth=1.2, linestyle="--")
+        axes.set_ylim(0, size * 1.1)
     axes.set_xlim(trace.time_s[0], max(trace.time_s[-1], trace.time_s[0] + 1e-9))
     axes.set_ylabel(f"{label}, GiB")
 

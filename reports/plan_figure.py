@@ -97,8 +97,9 @@ def _draw(
     least, most = min(values, default=1.0), max(values, default=1.0)
     is_log = most / least > LOG_RATIO
     if is_log:
-        axes.set_xscale("log")
-    axes.set_xlim(least / 3 if is_log else 0, most * (4 if is_log else 1.25))
+        theme.log_axis(axes, "x", least / 3, most * 4)
+    else:
+        axes.set_xlim(0, most * 1.25)
     width = 0.8 / len(kinds)
     for index, kind in enumerate(kinds):
         shift = (index - (len(kinds) - 1) / 2) * width

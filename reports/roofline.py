@@ -139,9 +139,6 @@ def roofline_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawi
 def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof: Roof) -> None:
     theme.style_axes(axes, colours, grid="both")
     shown = [point for point in points if point.bound_tok_s(roof)]
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.minorticks_off()
     sizes = [point.bytes_of(roof) / 1e9 for point in shown]
     ends = (min(sizes) / 3, max(sizes) * 3)
     rate = shown[0].rate_of(roof) or 0.0
@@ -181,8 +178,9 @@ def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof
             color=colours.ink,
         )
     lows = [value for p in shown for value in (p.measured_tok_s, p.predicted_tok_s) if value]
-    axes.set_xlim(*ends)
-    axes.set_ylim(min([*lows, rate / ends[1]]) / 4, max([*lows, rate / ends[0]]) * 1.6)
+    theme.log_axis(axes, "x", *ends)
+    lowest, highest = min([*lows, rate / ends[1]]), max([*lows, rate / ends[0]])
+    theme.log_axis(axes, "y", lowest / 4, highest * 1.6)
     axes.set_xlabel(f"GB a token, {WORDS[roof]}")
 
 

@@ -2,13 +2,16 @@
 
 import csv
 import io
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 from reports.definitions import STATISTIC_DEFINITIONS, definition
 from reports.page import Table
 from reports.record import RunRecord
-from reports.text import base_name, flatten, gib, leaf, metric_number, metric_text
+from reports.text import ABSENT, base_name, flatten, gib, leaf, metric_number, metric_text
+
+STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99", "min", "max", "std")
 
 
 def metric_table(record: RunRecord, areas: list[str]) -> Table | None:
@@ -17,10 +20,71 @@ def metric_table(record: RunRecord, areas: list[str]) -> Table | None:
     return named_table(record, names) if names else None
 
 
+def value_tables(
+    record: RunRecord, names: list[str], *, folds_zero: bool = False
+) -> tuple[Table, ...]:
+    """Return the named metrics that have a value, and the others as a table that is folded.
+
+    Args:
+        record: of the run.
+        names: at least one.
+        folds_zero: whether a value of 0 is folded as well.
+    """
+    absent = (None, 0) if folds_zero else (None,)
+    found = [name for name in names if record.metrics[name] not in absent]
+    rest = [name for name in names if record.metrics[name] in absent]
+    tables = [named_table(record, found)] if found else []
+    if rest:
+        caption = "Counts of 0, and what was not measured" if folds_zero else "Not measured here"
+        tables.append(replace(named_table(record, rest), caption=caption, is_folded=True))
+    return tuple(tables)
+
+
+def statistics_table(
+    record: RunRecord,
+    area: str,
+    panels: Sequence[tuple[str, str]],
+    counts: Mapping[str, int] | None = None,
+) -> Table | None:
+    """Return a row of statistics for each quantity that has some, None where none has.
+
+    Args:
+        record: of the run.
+        area: latency or serve.
+        panels: quantity and its label, in order.
+        counts: samples of each quantity, a column of their own; None: without it.
+    """
+    found = [
+        (f"{area}/{key}", label, (counts or {}).get(key, 0))
+        for key, label in panels
+        if (counts or {}).get(key)
+        or any(record.metrics.get(f"{area}/{key}/{name}") is not None for name in STATISTICS)
+    ]
+    if not found:
+        return None
+    has_interval = any(interval(record, base) for base, _, _ in found)
+    rows = []
+    for base, label, count in found:
+        mean, *others = (
+            metric_number(base, record.metrics.get(f"{base}/{name}")) for name in STATISTICS
+        )
+        cells = [label, mean, *([interval(record, base) or ABSENT] if has_interval else [])]
+        cells += [*others, *([str(count) if count else ABSENT] if counts is not None else [])]
+        rows.append((*cells, definition(base) or ""))
+    titles = ["", STATISTICS[0], *(["95 % interval"] if has_interval else []), *STATISTICS[1:]]
+    titles += ["samples"] if counts is not None else []
+    return Table(
+        columns=(*titles, "definition"),
+        rows=rows,
+        numeric=frozenset(range(1, len(titles))),
+        wide=frozenset({len(titles)}),
+    )
+
+
 def named_table(record: RunRecord, names: list[str]) -> Table:
     """Return the named metrics beside their definitions."""
     rows = [
-        (name, metric_text(name, record.metrics[name]) + _interval(record, name), _meaning(name))
+        (name, _with_interval(record, name), _meaning(name))
         for name in names
         if not _is_of_another(name, names)
     ]
@@ -54,12 +118,15 @@ def _is_of_another(name: str, names: Collection[str]) -> bool:
     return last in {"ci95_low", "ci95_high"} and mean in names
 
 
-def _interval(record: RunRecord, name: str) -> str:
+def interval(record: RunRecord, name: str) -> str:
     """Return the 95 % interval of a mean over repeats as text, empty without one."""
     ends = [record.metrics.get(f"{name}/{end}") for end in ("ci95_low", "ci95_high")]
-    if None in ends:
-        return ""
-    return f" ({' to '.join(metric_number(name, end) for end in ends)})"
+    return "" if None in ends else " to ".join(metric_number(name, end) for end in ends)
+
+
+def _with_interval(record: RunRecord, name: str) -> str:
+    text, ends = metric_text(name, record.metrics[name]), interval(record, name)
+    return f"{text} ({ends})" if ends else text
 
 
 def tree_table(tree: Mapping[str, object], caption: str = "", *, is_folded: bool = False) -> Table:

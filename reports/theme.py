@@ -1,6 +1,7 @@
 """Colours and the drawing surface that all figures share; matplotlib is imported when drawing."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -26,6 +27,9 @@ _KEY_IN: Final = 0.42
 """Width of a legend's key and the gaps around it."""
 _ROW_IN: Final = 0.19
 """Height of a row of a legend."""
+LOG_STEPS: Final = ((1.3, (1, 2, 5)), (2.3, (1, 3)))
+"""Decades of a logarithmic axis up to which these numbers of each have a tick; else its first."""
+MOST_DECADES: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +137,38 @@ def style_axes(axes: "Axes", theme: Theme, *, grid: Literal["x", "y", "both"] = 
         spine.set_visible(side == "bottom" or (side == "left" and grid != "x"))
         spine.set_color(theme.grid)
     axes.tick_params(colors=theme.muted, labelsize=9, length=3, color=theme.grid)
+    for one in (axes.xaxis, axes.yaxis):
+        one.set_major_formatter("{x:,.6g}")
     axes.xaxis.label.set_color(theme.muted)
     axes.yaxis.label.set_color(theme.muted)
     axes.xaxis.label.set_fontsize(9)
     axes.yaxis.label.set_fontsize(9)
     axes.grid(visible=True, axis=grid, color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def log_axis(axes: "Axes", axis: Literal["x", "y"], low: float, high: float) -> None:
+    """Make an axis logarithmic between two ends above 0, with ticks at round numbers."""
+    ticks = log_ticks(low, high)
+    labels = [f"{tick:,.6g}" for tick in ticks]
+    if axis == "x":
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+        axes.set_xticks(ticks, labels)
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+        axes.set_yticks(ticks, labels)
+    axes.minorticks_off()
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers between two: 1, 2 and 5 of each decade, or few of many decades."""
+    first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
+    steps = next((s for most, s in LOG_STEPS if math.log10(high / low) <= most), (1,))
+    stride = max(1, (last - first) // MOST_DECADES)
+    found = (step * 10.0**power for power in range(first, last + 1, stride) for step in steps)
+    return [tick for tick in found if low <= tick <= high]
 
 
 def draw_legend(

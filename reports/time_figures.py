@@ -97,13 +97,14 @@ TIME_FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
 """Name (also of the image's file) -> figure over the rows of telemetry."""
 
 
-def time_section() -> Section:
+def time_section(record: RunRecord) -> Section:
     """Return the section; what has no rows is not drawn."""
-    text = (
+    gpu = (
         "GPU memory is that of all processes on the card; the link is the GPU's own counter, packet"
-        " headers included. Shaded: what was timed.",
+        " headers included. "
     )
-    return Section(title="Over time", text=text, figures=("memory_time", "activity"))
+    text = f"{'' if facts.is_emulated(record) else gpu}Shaded: what was timed."
+    return Section(title="Over time", text=(text,), figures=("memory_time", "activity"))
 
 
 def _draw_gpu(axes: "Axes", colours: Theme, record: RunRecord, line: Line) -> None:

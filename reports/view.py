@@ -13,16 +13,14 @@ from reports.page import Card, Page, Section, Table
 from reports.predicted import predicted_section
 from reports.record import SAMPLE_FLOORS, RunRecord
 from reports.roofline import roofline_section
-from reports.tables import metric_table, named_table, tree_table
+from reports.tables import metric_table, named_table, statistics_table, tree_table, value_tables
 from reports.text import (
-    ABSENT,
     GIB,
     base_name,
     duration,
     gib,
     label_of,
     leaf,
-    metric_number,
     metric_parts,
     number,
     seconds,
@@ -31,7 +29,7 @@ from reports.time_figures import time_section
 from reports.timeline_figure import timeline_section
 from reports.verdict import verdict
 
-STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99", "min", "max", "std")
+SERVE_PANELS: Final = (*LATENCY_PANELS, ("schedule_lag_ms", "schedule lag (ms)"))
 HEADLINES: Final = (
     ("throughput/output_tok_s", "Output"),
     ("latency/tpot_ms", "TPOT"),
@@ -66,7 +64,7 @@ def run_page(record: RunRecord) -> Page:
         asked_section(record),
         failed_section(record),
         memory_section(record),
-        time_section(),
+        time_section(record),
         _latency(record),
         timeline_section(record),
         _metrics(record, "throughput", "Throughput"),
@@ -177,31 +175,17 @@ def _plan_cards(record: RunRecord) -> list[Card]:
 
 
 def _latency(record: RunRecord) -> Section | None:
-    rows, counts = [], []
-    for key, label in LATENCY_PANELS:
-        base = f"latency/{key}"
-        cells = [record.metrics.get(f"{base}/{statistic}") for statistic in STATISTICS]
-        count = len(facts.latency_values(record, key))
-        if not count and all(cell is None for cell in cells):
-            continue
-        texts = [metric_number(base, cell) for cell in cells]
-        shown = str(count) if count else ABSENT
-        rows.append((label, *texts, shown, definition(base) or ""))
-        counts.append((label, count))
-    if not rows:
+    counts = {key: len(facts.latency_values(record, key)) for key, _ in LATENCY_PANELS}
+    table = statistics_table(record, "latency", LATENCY_PANELS, counts)
+    if table is None:
         return None
-    table = Table(
-        columns=("", *STATISTICS, "samples", "definition"),
-        rows=rows,
-        numeric=frozenset(range(1, len(STATISTICS) + 2)),
-        wide=frozenset({len(STATISTICS) + 2}),
-    )
-    return Section(title="Latency", text=_floor_text(counts), figures=("latency",), tables=(table,))
+    text = _floor_text(counts.values())
+    return Section(title="Latency", text=text, figures=("latency",), tables=(table,))
 
 
-def _floor_text(counts: list[tuple[str, int]]) -> tuple[str, ...]:
+def _floor_text(counts: Iterable[int]) -> tuple[str, ...]:
     """Say which percentiles are left out for lack of samples."""
-    smallest = min((count for _, count in counts if count), default=0)
+    smallest = min((count for count in counts if count), default=0)
     short = [f"p{q} (needs {floor})" for q, floor in SAMPLE_FLOORS.items() if smallest < floor]
     if not smallest or not short:
         return ()
@@ -218,9 +202,15 @@ def _metrics(record: RunRecord, area: str, title: str) -> Section | None:
 
 def _serving(record: RunRecord) -> Section | None:
     """Show what came of the planned requests, the rates of a search, and the metrics."""
-    table = metric_table(record, ["serve"])
-    if table is None:
+    of_requests = {f"serve/{key}" for key, _ in SERVE_PANELS}
+    names = [name for name in record.metrics if name.startswith("serve/")]
+    if not names:
         return None
+    single = [name for name in names if base_name(name) not in of_requests]
+    found_tables = (
+        statistics_table(record, "serve", SERVE_PANELS),
+        named_table(record, single) if single else None,
+    )
     found = record.samples.get("serve")
     samples = found if isinstance(found, Mapping) else {}
     counts = [
@@ -230,7 +220,8 @@ def _serving(record: RunRecord) -> Section | None:
     ]
     text = (f"Requests: {', '.join(counts)}.",) if counts else ()
     trials = samples.get("trials")
-    tables = [_trial_table(trials), table] if isinstance(trials, list) and trials else [table]
+    tables = [_trial_table(trials)] if isinstance(trials, list) and trials else []
+    tables += [table for table in found_tables if table is not None]
     return Section(title="Serving", text=text, tables=tuple(tables))
 
 
@@ -298,7 +289,7 @@ def _others(record: RunRecord) -> Section | None:
     ]
     if not names:
         return None
-    return Section(title="Link, offload and other metrics", tables=(named_table(record, names),))
+    return Section(title="Link, offload and other metrics", tables=value_tables(record, names))
 
 
 def _configuration(record: RunRecord) -> Section | None:

@@ -11,7 +11,7 @@ from reports.compare import SWEEP_FIGURES, frontier
 from reports.figures import FIGURES, PHASE_ORDER, phase_names
 from reports.load import Point
 from reports.sweep import sweep_rows
-from reports.theme import THEMES, part_colours, plain
+from reports.theme import THEMES, log_ticks, part_colours, plain
 from tests.reports.conftest import sweep_records
 from tests.reports.examples import gib, kv_rows, latency_rows, no_fit_record, ok_record
 
@@ -202,6 +202,25 @@ def test_the_kv_figure_has_a_panel_for_each_tier_that_is_there():
     png = FIGURES["kv"](ok_record(samples={"kv": still}), "light")
     assert pixels(png).shape[0] < with_host.shape[0]  # nothing crossed the link
     assert pixels(FIGURES["kv"](alone, "light")).shape[0] < with_host.shape[0]
+
+
+def test_a_little_of_a_large_kv_cache_is_seen():
+    png = FIGURES["kv"](ok_record(samples={"kv": kv_rows(0) | {"gpu_blocks": 2.5e6}}), "light")
+    held = [round(0.85 * part + 0.15 * 255) for part in rgb(THEMES["light"].accent)]
+    assert share_near(png, "#" + "".join(f"{part:02x}" for part in held)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (3, 40, [5, 10, 20]),
+        (0.4, 30, [1, 3, 10, 30]),
+        (80, 30_000, [100, 1000, 10_000]),
+        (1, 1e12, [1, 100, 1e4, 1e6, 1e8, 1e10, 1e12]),
+    ],
+)
+def test_ticks_of_a_logarithmic_axis_are_few_and_round(low, high, ticks):
+    assert log_ticks(low, high) == pytest.approx(ticks)
 
 
 @pytest.mark.parametrize(

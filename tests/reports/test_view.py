@@ -58,9 +58,12 @@ def test_serving_shows_its_accounts_and_the_rates_of_a_search():
     }
     (section,) = [s for s in run_page(record).sections if s.title == "Serving"]
     assert section.text == ("Requests: 40 planned, 38 completed, 1 failed, 1 cancelled.",)
-    trials, metrics = section.tables
+    trials, requests, metrics = section.tables
     assert [row[2] for row in trials.rows] == ["yes", "no"]
-    assert {row[0] for row in metrics.rows} == {n for n in record.metrics if n.startswith("serve/")}
+    assert requests.columns[:3] == ("", "mean", "p50")
+    assert [row[:3] for row in requests.rows] == [("TTFT (ms)", "n/a", "120.0")]
+    single = {"serve/peak_requests_s", "serve/good_share", "serve/output_tok_s"}
+    assert {row[0] for row in metrics.rows} == single
     assert "n/a" not in {row[1] for row in metrics.rows}
     cards = {card.label: (card.value, card.unit) for card in run_page(record).cards}
     assert cards["Peak rate"][0].startswith("4")
@@ -76,8 +79,12 @@ def test_the_kv_cache_shows_its_sizes_and_counts():
     )
     assert {row[0] for row in section.tables[0].rows} == {"kv/cpu_hit_tokens", "kv/loaded_gib"}
     bare = ok_record(samples={})
+    bare.metrics |= {"kv/swaps_in": 0, "kv/hit_share": None}
     (section,) = [s for s in run_page(bare).sections if s.title == "KV cache"]
     assert section.text == ()
+    (_, folded) = section.tables
+    assert folded.is_folded
+    assert {row[0] for row in folded.rows} == {"kv/swaps_in", "kv/hit_share"}
 
 
 def test_an_empty_record_is_a_page():
@@ -144,6 +151,22 @@ def test_latency_rows_show_absent_percentiles_and_say_why():
         "Left out below their sample floor, with 20 samples: p90 (needs 64), p95 (needs 130),"
         " p99 (needs 662).",
     )
+
+
+def test_intervals_over_repeats_stand_beside_the_means():
+    record = ok_record()
+    assert "95 % interval" not in latency_table(record).columns
+    record.metrics |= {"latency/tpot_ms/ci95_low": 150.0, "latency/tpot_ms/ci95_high": 160.0}
+    table = latency_table(record)
+    place = table.columns.index("95 % interval")
+    cells = {row[0]: row[place] for row in table.rows}
+    assert (cells["TPOT (ms)"], cells["TTFT (ms)"]) == ("150.0 to 160.0", "n/a")
+    assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def latency_table(record):
+    (section,) = [s for s in run_page(record).sections if s.title == "Latency"]
+    return section.tables[0]
 
 
 def test_every_metric_is_on_the_page_once():
