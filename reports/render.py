@@ -20,6 +20,7 @@ from reports.page import Page, Section
 from reports.peers import peers_section
 from reports.ratio_figure import ratio_figure
 from reports.record import RunRecord, write_bytes_atomic, write_text_atomic
+from reports.search import search_section
 from reports.sweep import Row, sweep_csv, sweep_page, sweep_rows
 from reports.tables import metrics_csv
 from reports.telemetry import Table, read_telemetry
@@ -102,7 +103,11 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     rows = sweep_rows(load_points(sweep_dir))
     target = out or sweep_dir
     draws: dict[str, Draw] = {name: partial(draw, rows) for name, draw in SWEEP_FIGURES.items()}
-    page = sweep_page(f"Sweep {sweep_dir.resolve().name}", rows, _links(rows, sweep_dir, target))
+    name, trials = sweep_dir.resolve().name, search_section(sweep_dir)
+    title = f"Sweep {name}" if trials is None else f"Search {name}"
+    page = sweep_page(title, rows, _links(rows, sweep_dir, target))
+    if trials is not None:
+        page = replace(page, sections=(trials, *page.sections))
     against = peers_section(rows)
     if against is not None:
         page = replace(page, sections=(page.sections[0], against, *page.sections[1:]))
