@@ -26,7 +26,7 @@ from reports.tables import metrics_csv
 from reports.telemetry import Table, read_telemetry
 from reports.theme import THEMES, Drawing, ThemeName
 from reports.time_figures import TIME_FIGURES
-from reports.versus import check_alike, versus_csv, versus_page, versus_rows
+from reports.versus import check_alike, check_distinct, versus_csv, versus_page, versus_rows
 from reports.view import run_page
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
@@ -126,9 +126,10 @@ def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
 
     Raises:
         RecordError: when a record cannot be read.
-        UnlikeError: when the runs did not do the same work.
+        UnlikeError: when the runs did not do the same work, or a run is given twice.
     """
     rows = versus_rows([Point(folder=folder, record=load_run(folder)) for folder in folders])
+    check_distinct(rows)
     check_alike(rows)
     links = {}
     for index, row in enumerate(rows):

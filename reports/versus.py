@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from reports import facts
@@ -85,6 +86,23 @@ def _distinct_parts(names: Sequence[str]) -> list[str]:
     return [",".join(own) for own in left] if all(left) else list(names)
 
 
+def check_distinct(rows: Sequence[Row]) -> None:
+    """Check that no run is there twice; a sweep that took one over has the same run.
+
+    Raises:
+        UnlikeError: naming the folders.
+    """
+    seen: dict[str, Path] = {}
+    for row in rows:
+        run_id = row.record.run_id if row.record else ""
+        if run_id in seen:
+            raise UnlikeError(
+                f"expected runs that differ, got run {run_id} twice: {seen[run_id]} and "
+                f"{row.point.folder}. Give other runs; rerun=all measures a point again."
+            )
+        seen[run_id] = row.point.folder
+
+
 def check_alike(rows: Sequence[Row]) -> None:
     """Check that all records did the same work.
 
@@ -127,9 +145,11 @@ def _work(record: RunRecord) -> dict[str, object]:
 
 
 def ratio(base: RunRecord, other: RunRecord, metric: str) -> float | None:
-    """Return a metric of `other` over that of `base`, None where either is absent or 0."""
+    """Return a metric of `other` over that of `base`, None where one is absent or below 0."""
     below, above = base.metrics.get(metric), other.metrics.get(metric)
-    return above / below if above is not None and below else None
+    if below is None or above is None:
+        return None
+    return above / below if below > 0 <= above else None
 
 
 def ratio_interval(base: RunRecord, other: RunRecord, metric: str) -> tuple[float, float] | None:

@@ -48,6 +48,8 @@ def test_ratios_are_to_the_first_run(tmp_path):
     assert ratio(base, peer, "latency/tpot_ms/p50") == pytest.approx(2)
     assert ratio(base, peer, "throughput/output_tok_s") == pytest.approx(0.5)
     assert ratio(base, peer, "no/such") is None
+    peer.metrics["memory/budget_margin_gib"], base.metrics["memory/budget_margin_gib"] = -1, 2
+    assert ratio(base, peer, "memory/budget_margin_gib") is None
     page = versus_page(rows_of(tmp_path, base, peer), {})
     table = page.sections[0].tables[0]
     found = {row[0]: row[1] for row in table.rows}
@@ -213,7 +215,8 @@ def test_labels_leave_out_settings_that_all_runs_have(tmp_path, names, labels):
 
 
 def test_files_of_a_comparison(tmp_path, capsys):
-    folders = [write_run(ok_record(), tmp_path / "a"), write_run(peer_record(), tmp_path / "b")]
+    peer = peer_record(run_id="other")
+    folders = [write_run(ok_record(), tmp_path / "a"), write_run(peer, tmp_path / "b")]
     out = tmp_path / "out"
     assert main(["compare", *map(str, folders), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -233,7 +236,10 @@ def test_command_refuses_one_run_and_unlike_runs(tmp_path, capsys):
     a = write_run(ok_record(), tmp_path / "a")
     assert main(["compare", str(a)]) == 2
     assert "at least two" in capsys.readouterr().err
-    other = ok_record(name="b", config=config())
+    copy = write_run(ok_record(), tmp_path / "copy")
+    assert main(["compare", str(a), str(copy)]) == 2
+    assert f"twice: {a} and {copy}" in capsys.readouterr().err
+    other = ok_record(name="b", config=config(), run_id="other")
     other.config["scenario"] = {"name": "quick", "latency": {"seed": 5}}
     b = write_run(other, tmp_path / "b")
     assert main(["compare", str(a), str(b)]) == 2
