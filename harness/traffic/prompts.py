@@ -41,15 +41,15 @@ def fill_tokens(
         raise PromptError(f"prompts: expected usable token ids, got none of {vocab_size}.")
     source = _Source(allowed, f"tightfit/{stream}/{config.seeds.prompts}")
     scale = config.trace.length_scale if config.trace is not None else 1.0
-    filled = []
-    for request in schedule.requests:
+    filled = {}
+    for request in sorted(schedule.requests, key=lambda request: request.place):
         if request.hash_ids:
             ids = source.of_blocks(request, scale)
         else:
             ids = source.prefix(request.prefix, config.prefixes.tokens)
             ids += source.new(request.own_tokens or 0)
-        filled.append(replace(request, prompt_token_ids=tuple(ids)))
-    return replace(schedule, requests=tuple(filled))
+        filled[request.request_id] = replace(request, prompt_token_ids=tuple(ids))
+    return replace(schedule, requests=tuple(filled[r.request_id] for r in schedule.requests))
 
 
 def _of_file(request: PlannedRequest, rows: Sequence[Sequence[int]]) -> PlannedRequest:

@@ -22,6 +22,8 @@ class PlannedRequest:
     """Length of the whole prompt, earlier turns too; None until a text is encoded."""
     output_tokens: int
     """Tokens to generate."""
+    place: int = 0
+    """In the order in which lengths and tokens are drawn, whatever order requests are sent in."""
     own_tokens: int | None = None
     """Tokens that only this request has: without shared prefix and earlier turns."""
     prefix: int | None = None
@@ -136,6 +138,7 @@ def _draw_conversations(config: ServeScenario, num: int) -> list[list[PlannedReq
                     scheduled_s=None,
                     num_prompt_tokens=whole,
                     output_tokens=outputs[at],
+                    place=at,
                     own_tokens=tokens,
                     prefix=None if number else prefix,
                     row=at if tokens is None else None,
@@ -160,6 +163,7 @@ def _from_trace(config: ServeScenario, trace: Sequence[TraceRow], name: str) -> 
                 scheduled_s=row.time_s * source.time_scale,
                 num_prompt_tokens=tokens,
                 output_tokens=scaled_tokens(row.output_tokens, source.length_scale),
+                place=index,
                 own_tokens=None if row.hash_ids else tokens,
                 hash_ids=row.hash_ids,
             )
