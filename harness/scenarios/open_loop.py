@@ -111,7 +111,7 @@ class _Run:
         self._clock, self._wait, self._on_progress = clock, wait, on_progress
         self._slots = asyncio.Semaphore(limits.max_concurrency or len(schedule.requests) or 1)
         self._conversations = _conversations(schedule)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []  # the one that begins the others first
         self._num_done = self._num_tokens = 0
         self._on_end, self._told = on_end, set[str]()
         self._give_up, self._look_s = give_up, -math.inf
@@ -121,7 +121,11 @@ class _Run:
         self.served = {request.request_id: _not_sent(request) for request in schedule.requests}
 
     async def send_all(self) -> None:
-        """Start each conversation at its time; return when the last has begun."""
+        """Start each conversation at its time; return when the last has begun or none is to."""
+        self._tasks.append(asyncio.create_task(self._begin_all()))
+        await asyncio.wait(self._tasks[:1])
+
+    async def _begin_all(self) -> None:
         for turns in self._conversations:
             arrival_s = self._begin_s + (turns[0].scheduled_s or 0.0)
             self._last_arrival_s = max(self._last_arrival_s, arrival_s)
@@ -201,6 +205,8 @@ class _Run:
                     self._note(served, events)
         except EngineError as error:  # a RequestError too
             served.error = str(error)
+            if self._door.failure is not None:
+                self._tasks[0].cancel()  # whatever was to come, and however long it would take
         except asyncio.CancelledError:
             if not served.is_complete:
                 served.is_cancelled = True

@@ -27,7 +27,7 @@ from harness.scenarios.outcome import Outcome, cut_reasons, failure_reasons
 from harness.scenarios.peak import Peak, search_peak
 from harness.traffic.prompts import fill_tokens
 from harness.traffic.scenario import ServeScenario
-from harness.traffic.schedule import Schedule, plan_requests
+from harness.traffic.schedule import Schedule, check_counted, plan_requests
 from harness.traffic.trace import TraceRow
 
 T = TypeVar("T")
@@ -167,6 +167,7 @@ def measure_serve(
         )
 
     def serve(schedule: Schedule) -> list[ServedRequest]:
+        check_counted(schedule, load.config)
         return run_async(_serve(open_one, schedule, load.config, clock, wait, on_progress, on_end))
 
     if load.config.search is None:
@@ -270,7 +271,7 @@ def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequ
         metrics=metrics,
         pools=serving_pools(served),
         samples=_samples(accounts, served),
-        num_measured=accounts.completed,
+        num_measured=sum(request.is_complete for request in counted),
         is_cut=any(request.error == limits_of(config).late for request in served),
         reasons=[
             *_account_reasons(config, accounts, served),

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine.errors import RequestError
 from harness.traffic.arrivals import arrival_times
 from harness.traffic.lengths import draw_lengths
 from harness.traffic.scenario import ServeScenario
@@ -63,6 +64,20 @@ class Schedule:
     def planned_per_s(self) -> float | None:
         """(n - 1) / (last - first planned arrival); None below two or for no span."""
         return mean_rate(self.arrivals_s)
+
+
+def check_counted(schedule: Schedule, config: ServeScenario) -> None:
+    """Refuse a schedule of whose requests none would be counted, before anything is sent.
+
+    Raises:
+        RequestError: all arrive in the ramp.
+    """
+    if all(request.is_ramp_up for request in schedule.requests):
+        raise RequestError(
+            f"serve: expected requests after scenario.serve.arrivals.ramp_up_s="
+            f"{config.arrivals.ramp_up_s:g}, got all {len(schedule.requests)} before; none would "
+            "be counted. Lower it, or raise num_requests."
+        )
 
 
 def mean_rate(times_s: Sequence[float]) -> float | None:

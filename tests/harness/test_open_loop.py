@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from engine.errors import EngineError
 from harness.measure.serving import (
     Window,
     arrival_window,
@@ -254,6 +255,24 @@ def test_an_engine_that_fails_ends_the_run_with_its_error():
 
     with pytest.raises(MemoryError, match="out of memory"):
         run(planned(num_requests=500), during=strike)
+
+
+def test_an_engine_that_fails_is_told_before_the_next_arrival():
+    class Door(ScriptedDoor):
+        async def tokens(self, prompt, params=None, request_id=None):
+            async for events in super().tokens(prompt, params, request_id):
+                yield events
+                self.failure = MemoryError("out of memory")
+                raise EngineError("the engine failed")
+
+    async def main():
+        schedule = planned(arrivals=Arrivals(process="constant", rate_per_s=0.001))
+        limits = Limits(max_concurrency=None, drain_s=9)
+        with pytest.raises(MemoryError):
+            await run_open_loop(Door(), schedule, limits, clock=now_s)
+        return now_s()
+
+    assert run_virtually(main()) < 2  # and not at 1000 s
 
 
 def test_progress_counts_ended_requests_and_tokens():

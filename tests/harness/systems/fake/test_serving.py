@@ -202,3 +202,11 @@ def test_a_warm_up_ends_when_its_time_has_passed(tmp_path):
         "scenario.serve."
     ]
     assert result["metrics"]["serve/wall_s"] == pytest.approx(0.05)
+
+
+def test_a_ramp_that_holds_all_arrivals_counts_none_and_is_refused(tmp_path):
+    arrivals = Arrivals(process="constant", rate_per_s=10, ramp_up_s=60)
+    result = run(tmp_path, job(near_arrivals(10, 40, arrivals=arrivals), FakeScript()))
+    assert result["status"] == "failed"
+    assert "ramp_up_s=60, got all 40 before" in result["error"]["message"]
+    assert result["windows"] == []  # nothing was sent
