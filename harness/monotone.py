@@ -8,7 +8,7 @@ from engine.errors import CapacityError, EngineError
 from engine.planner import plan_memory
 from harness.build import with_model
 from harness.describe import NOT_IDENTITY
-from harness.forecast.machine import machine_facts
+from harness.forecast.machine import running_facts
 from harness.forecast.rows import read_spec
 from harness.schema import RunConfig
 from harness.systems.fake.memory import plan_fake
@@ -64,7 +64,7 @@ def certain_not_to_fit(config: RunConfig, ended: Sequence[RunRecord]) -> str | N
 
 
 def planned_shortage(config: RunConfig) -> CapacityError | None:
-    """Return why the plan of a point does not fit on this machine or card; None: it does.
+    """Return why the plan of a point does not fit where it would run, here; None: it does.
 
     Nothing is built or allocated. None too where there is nothing to plan with: another system,
     or a model whose sizes are not here yet.
@@ -78,7 +78,7 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
         if config.model.fake is not None:
             plan_fake(config.model.fake, engine)
         else:
-            plan_memory(engine, spec, machine_facts(config)[0])
+            plan_memory(engine, spec, running_facts(config))
     except CapacityError as error:
         return error
     except EngineError:

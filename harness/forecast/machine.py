@@ -40,8 +40,20 @@ def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
             host_available_bytes=UNKNOWN_HOST_BYTES,
         )
         return card, None
+    return _cpu_facts(), read_rates(None)
+
+
+def running_facts(config: RunConfig) -> DeviceFacts:
+    """Return what a plan must know of the device that a run takes here.
+
+    Without a GPU that is the CPU, whatever card is named: it stands in for that one.
+    """
+    return _cpu_facts() if open_gpu() is None else machine_facts(config)[0]
+
+
+def _cpu_facts() -> DeviceFacts:
     host = available_bytes()
-    facts = DeviceFacts(
+    return DeviceFacts(
         kind="cpu",
         name="CPU",
         total_bytes=host // 2,
@@ -49,7 +61,6 @@ def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
         host_available_bytes=host,
         num_threads=num_threads(),
     )
-    return facts, read_rates(None)
 
 
 def _is_here(gpu: GPUConfig, here: Gpu) -> bool:

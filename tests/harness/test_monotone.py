@@ -85,3 +85,10 @@ def test_the_engine_s_own_plan_says_what_is_short(offload_gb):
     assert shortage is not None
     assert "GPU budget 0.0000" in str(shortage)
     assert planned_shortage(point(1.0, offload_gb, model=tiny)) is None
+
+
+def test_without_a_gpu_a_card_s_points_are_planned_for_the_cpu_that_stands_in(monkeypatch):
+    monkeypatch.setattr("harness.forecast.machine.open_gpu", lambda: None)
+    tiny = ModelNode(name="tiny", load_format="dummy", spec=SPEC)
+    card = replace(point(model=tiny), gpu=GPUConfig(name="card", memory_gib=0.4))
+    assert planned_shortage(card) is None  # a CUDA context alone would take more
