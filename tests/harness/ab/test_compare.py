@@ -80,6 +80,16 @@ def test_metrics_that_a_side_lacks_are_left_out_pair_by_pair():
     assert rows["memory/gpu_peak_gib"].num_pairs == 1
 
 
+def test_the_peak_of_a_search_and_good_requests_are_compared():
+    ours = {"serve/peak_requests_s": 8.0, "serve/good_requests_s": 6.0, "energy/j_per_token": 2.0}
+    theirs = {name: value / 2 for name, value in ours.items()}
+    rows = {row.metric: row for row in compare([(ours, theirs)], [])}
+    assert {name: row.ratio for name, row in rows.items()} == pytest.approx(
+        dict.fromkeys(ours, 0.5)
+    )
+    assert [row.less_is_better for row in rows.values()] == [False, False, True]
+
+
 def record(**changes):
     return RunRecord(run_id="r", name="n", status="ok", **changes)
 
