@@ -18,6 +18,8 @@ FAILURES: Final = (
     "sigsegv",
     "hang",
 )
+_MOST: Final = 1e6
+"""Of every time in its unit, and of GiB: sums of them stay exact enough to be held against."""
 PLACES: Final = ("plan", "build", "reference", "step")
 
 
@@ -59,8 +61,8 @@ class FakeScript(Sealed):
     refuse_every: int | None = None
     """Of timed requests every one whose number it divides is refused; null: none."""
     break_every: int | None = None
-    """Of timed requests every one whose number it divides ends with an error after its first token;
-    null: none."""
+    """Of timed requests every one whose number it divides ends with an error in the step after that
+    of its first token; null: none."""
     stop_after: int | None = None
     """Tokens after which an answer stops by itself, if it is longer; null: at its full length."""
     wrong_token_at: int | None = None
@@ -76,14 +78,16 @@ class FakeScript(Sealed):
             if not times:
                 raise ConfigError(f"model.fake.{name}: expected at least one time, got none.")
             for time_ms in times:
-                check_number(f"model.fake.{name}", time_ms, low=0)
+                check_number(f"model.fake.{name}", time_ms, low=0, high=_MOST)
         for name in ("load_s", "prefill_ms_per_token", "ms_per_offloaded_gib", "kv_gib"):
-            check_number(f"model.fake.{name}", getattr(self, name), low=0)
-        check_number("model.fake.host_touched_gib", self.host_touched_gib, low=0)
+            check_number(f"model.fake.{name}", getattr(self, name), low=0, high=_MOST)
+        check_number("model.fake.host_touched_gib", self.host_touched_gib, low=0, high=_MOST)
         for name in ("weights_gib", "gpu_gib"):
-            check_number(f"model.fake.{name}", getattr(self, name), low=0, low_open=True)
+            check_number(
+                f"model.fake.{name}", getattr(self, name), low=0, high=_MOST, low_open=True
+            )
         if self.gpu_peak_gib is not None:
-            check_number("model.fake.gpu_peak_gib", self.gpu_peak_gib, low=0)
+            check_number("model.fake.gpu_peak_gib", self.gpu_peak_gib, low=0, high=_MOST)
         self._check_counts()
 
     def fails_at(self, place: str) -> bool:

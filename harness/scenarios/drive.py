@@ -230,7 +230,7 @@ class Driver:
         if event.request_id in self._cancelled:
             return
         times = self._open[event.request_id]
-        if event.finish_reason == "error":  # of a server: no token came with it
+        if event.finish_reason == "error":  # no token comes with it
             times.error = str(event.stop_reason)
             self._end(times)
             return

@@ -1,5 +1,6 @@
 """The engine of model=fake: scripted tokens at scripted times, with scripted failures."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -8,7 +9,7 @@ from typing import Any, Final
 
 from engine.config import EngineConfig
 from engine.errors import RequestError
-from engine.request import FinishReason, TokenEvent
+from engine.request import NO_TOKEN, FinishReason, TokenEvent
 from engine.sampling_params import SamplingParams
 from harness.correctness import STREAM
 from harness.door import Progress
@@ -223,7 +224,23 @@ class FakeLLM:
             in_place_bytes=read,
         )
         now_s = self._clock()
-        return [self._next_token(sequence, now_s) for sequence in alive]
+        return [self._next_event(sequence, now_s) for sequence in alive]
+
+    def _next_event(self, sequence: FakeSequence, now_s: float) -> TokenEvent:
+        if not (sequence.is_broken and sequence.num_out):
+            return self._next_token(sequence, now_s)
+        self._counts.running.remove(sequence)
+        return TokenEvent(
+            request_id=sequence.request_id,
+            index=0,
+            token_id=NO_TOKEN,
+            position=len(sequence.prompt) + sequence.num_out,
+            finish_reason="error",
+            logprob=math.nan,
+            time_s=now_s,
+            stop_reason="request: scripted to break (model.fake.break_every="
+            f"{self._script.break_every}).",
+        )
 
     def _next_token(self, sequence: FakeSequence, now_s: float) -> TokenEvent:
         token = _token(sequence, self.spec.vocab_size)
@@ -248,7 +265,7 @@ class FakeLLM:
     def _end_of(self, sequence: FakeSequence) -> FinishReason | None:
         """Return why a sequence ends with its newest token; None if it goes on."""
         if sequence.is_broken:
-            return "error"
+            return None
         if sequence.num_out == sequence.max_tokens:
             return "length"
         is_stopped = sequence.num_out == self._script.stop_after and not sequence.is_check

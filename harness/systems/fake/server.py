@@ -30,7 +30,7 @@ class ScriptedServer:
     ) -> None:
         self._llm, self._clock = llm, clock
         self._max_pending, self._on_step = max_pending, on_step
-        self._answers: dict[str, asyncio.Queue[list[TokenEvent] | BaseException]] = {}
+        self._answers: dict[str, asyncio.Queue[TokenEvent | BaseException]] = {}
         self._stepping: asyncio.Task[None] | None = None
         self.failure: BaseException | None = None
 
@@ -52,11 +52,13 @@ class ScriptedServer:
         try:
             is_last = False
             while not is_last:
-                events = await answer.get()
-                if isinstance(events, BaseException):
-                    raise EngineError(f"the engine failed: {events}") from events
-                is_last = events[-1].finish_reason is not None
-                yield events
+                event = await answer.get()
+                if isinstance(event, BaseException):
+                    raise EngineError(f"the engine failed: {event}") from event
+                if event.finish_reason == "error":
+                    raise RequestError(str(event.stop_reason))
+                is_last = event.finish_reason is not None
+                yield [event]
         finally:
             del self._answers[name]
             self._llm.abort(name)
@@ -70,7 +72,7 @@ class ScriptedServer:
                 self._on_step(self._llm.last_step, self._clock() - begin_s)
                 for event in events:
                     if event.request_id in self._answers:
-                        self._answers[event.request_id].put_nowait([event])
+                        self._answers[event.request_id].put_nowait(event)
         except Exception as error:  # noqa: BLE001  the edge: carried to every client
             self.failure = error
             for answer in self._answers.values():

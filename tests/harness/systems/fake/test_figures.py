@@ -181,6 +181,8 @@ def test_refused_and_broken_requests_are_counted_out_and_named(tmp_path):
     assert result["metrics"]["latency/ttft_ms/p50"] is None  # of 8
     failed = [row for row in result["samples"]["latency"] if row["error"]]
     assert [row["request_id"] for row in failed] == [f"latency-{n}" for n in (3, 5, 7, 11)]
+    assert failed[1]["error"] == "request: scripted to break (model.fake.break_every=6)."
+    assert [row["num_output_tokens"] for row in failed] == [0, 1, 0, 0]
 
 
 def test_nothing_completed_is_a_failure_and_no_zero(tmp_path):

@@ -210,3 +210,15 @@ def test_a_ramp_that_holds_all_arrivals_counts_none_and_is_refused(tmp_path):
     assert result["status"] == "failed"
     assert "ramp_up_s=60, got all 40 before" in result["error"]["message"]
     assert result["windows"] == []  # nothing was sent
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_request_that_breaks_keeps_its_first_token_and_says_why(tmp_path, tokens):
+    """The second one gets its token at 120 ms and its error at 125, even one of one token."""
+    part = near_arrivals(10, 3, output=Lengths(tokens=tokens), slo=Objectives(ttft_ms=100))
+    result = run(tmp_path, job(part, FakeScript(break_every=2)))
+    row = result["samples"]["serve"]["requests"][1]
+    assert row["error"] == "request: scripted to break (model.fake.break_every=2)."
+    assert (row["num_output_tokens"], row["ttft_ms"]) == (1, pytest.approx(20))
+    assert result["metrics"]["serve/good_share"] == pytest.approx(2 / 3)
+    assert result["samples"]["serve"]["num_failed"] == 1
