@@ -44,6 +44,7 @@ NOT_WORK: Final = (
     "model.name",
 )
 """Of these, settings that change nothing that is timed; the sizes say which model it was."""
+LABEL_CHARS: Final = 48
 NO_RATIO: Final = "No figure is of the first run and of another one: there is nothing to divide."
 IDLE: Final = ("tracking.", "scenario.correctness.")
 IDLE_ROOTS: Final = frozenset(
@@ -62,12 +63,12 @@ class UnlikeError(RecordError):
 
 
 def versus_rows(points: Sequence[Point]) -> list[Row]:
-    """Return a row for each run, labelled by its name, and by its run's id where names repeat.
+    """Return a row for each run, labelled by its name, and by its run's id where labels repeat.
 
-    Of names that list settings, those that all runs have are left out.
+    Of names that list settings, those that all runs have are left out; long ones are shortened.
     """
     names = [point.record.name if point.record else point.folder.name for point in points]
-    names = _distinct_parts(names)
+    names = [shorten(name, LABEL_CHARS) for name in _distinct_parts(names)]
     rows = []
     for place, (point, name) in enumerate(zip(points, names, strict=True)):
         run_id = point.record.run_id if point.record else point.folder.name

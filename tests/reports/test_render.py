@@ -23,11 +23,13 @@ class Reader(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.stack, self.text, self.attributes, self.rows = [], [], [], []
+        self.goes_on = False
         self.feed(html)
         assert self.stack == []
 
     def handle_starttag(self, tag, attrs):
         self.attributes += [(tag, name, value) for name, value in attrs]
+        self.goes_on = tag == "wbr"
         if tag == "tr":
             self.rows.append([])
         if tag == "td":
@@ -41,7 +43,11 @@ class Reader(HTMLParser):
     def handle_data(self, data):
         if "style" in self.stack:
             return
-        self.text.append(data)
+        if self.goes_on:  # a place where a line may break is no end of a word
+            self.text[-1] += data
+        else:
+            self.text.append(data)
+        self.goes_on = False
         if "td" in self.stack:
             self.rows[-1][-1] += data
 

@@ -214,6 +214,13 @@ def test_labels_leave_out_settings_that_all_runs_have(tmp_path, names, labels):
     assert [row.label for row in rows] == labels
 
 
+def test_long_labels_are_shortened_and_told_apart(tmp_path):
+    same = [ok_record(name="n" * 70 + middle + "n" * 70, run_id=middle) for middle in "ab"]
+    first, second = (row.label for row in rows_of(tmp_path, *same))
+    assert len(first) < 60
+    assert (first[-2:], second[-2:]) == (" a", " b")
+
+
 def test_files_of_a_comparison(tmp_path, capsys):
     peer = peer_record(run_id="other")
     folders = [write_run(ok_record(), tmp_path / "a"), write_run(peer, tmp_path / "b")]
