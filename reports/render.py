@@ -107,7 +107,11 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     title = f"Sweep {name}" if trials is None else f"Search {name}"
     page = sweep_page(title, rows, _links(rows, sweep_dir, target))
     if trials is not None:
-        page = replace(page, sections=(trials, *page.sections))
+        page = replace(
+            page,
+            verdict=replace(page.verdict, lines=trials.text),
+            sections=(replace(trials, text=()), *page.sections),
+        )
     against = peers_section(rows)
     if against is not None:
         page = replace(page, sections=(page.sections[0], against, *page.sections[1:]))
