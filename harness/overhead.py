@@ -23,11 +23,12 @@ from harness.measure.statistics import Interval, interval
 from harness.request_log import RequestLog
 from harness.scenarios.drive import Engine, OnEnd, OnProgress
 from harness.scenarios.latency import measure_latency
-from harness.scenarios.serve import Load, measure_serve
+from harness.scenarios.serve import measure_serve
 from harness.scenarios.throughput import measure_throughput
 from harness.scenarios.workload import engine_prompts
 from harness.state import StateWriter
 from harness.systems.fake.door import fake_door
+from harness.traffic.load import Load
 from harness.traffic.scenario import ServeScenario
 from harness.traffic.settings import Arrivals, Lengths
 from reports.record import number

@@ -42,7 +42,7 @@ from harness.scenarios.memory import memory_metrics
 from harness.scenarios.outcome import Outcome
 from harness.scenarios.predicted import differences, link_reasons
 from harness.scenarios.repeats import measure_repeats
-from harness.scenarios.serve import Load, measure_serve, warm_up
+from harness.scenarios.serve import measure_serve, warm_up
 from harness.scenarios.throughput import measure_throughput
 from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
 from harness.scenarios.workload import engine_prompts, part_prompts, warm_up_part
@@ -50,6 +50,7 @@ from harness.schema import RequestSet
 from harness.state import StateWriter
 from harness.systems.agreement import agree
 from harness.systems.choose import door_for
+from harness.traffic.load import Load
 from harness.traffic.scenario import ServeScenario
 from reports.record import write_text_atomic
 

@@ -5,8 +5,8 @@ One run at a rate, or a search of the highest rate that keeps the objectives.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from typing import Any, Final, Protocol, TypeVar
 
 from engine.async_llm import AsyncLLM
@@ -25,10 +25,9 @@ from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals
 from harness.scenarios.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
 from harness.scenarios.outcome import Outcome, cut_reasons, failure_reasons
 from harness.scenarios.peak import Peak, search_peak
-from harness.traffic.prompts import fill_tokens
+from harness.traffic.load import Load
 from harness.traffic.scenario import ServeScenario
-from harness.traffic.schedule import Schedule, check_counted, plan_requests
-from harness.traffic.trace import TraceRow
+from harness.traffic.schedule import Schedule, check_counted
 
 T = TypeVar("T")
 LEAST_SENT_SHARE: Final = 0.95
@@ -61,54 +60,13 @@ class RunAsync(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What is sent: the scenario and what was read for it."""
-
-    config: ServeScenario
-    rows: Sequence[Sequence[int]] = ()
-    """Encoded rows of the file of prompts."""
-    trace: Sequence[TraceRow] = ()
-    """Rows of the trace."""
-    vocab_size: int
-    avoid: Collection[int] = ()
-    """Ids that synthetic prompts do not hold."""
-
-    def of_repeat(self, number: int) -> "Load":
-        """Return what one repeat sends: draws, and rows of the file, of its own.
-
-        Args:
-            number: of the repeat, from 0.
-        """
-        count = self.config.num_rows // self.config.repeats
-        return replace(
-            self,
-            config=self.config.for_repeat(number),
-            rows=self.rows[number * count : (number + 1) * count],
-        )
-
-    def schedule(self, rate_per_s: float | None = None, trial: int = 0) -> Schedule:
-        """Return what to send, with token ids; each trial has prompts of its own."""
-        name = f"serve-{trial}" if trial else "serve"
-        config = self.config if rate_per_s is None else self.config.for_rate(rate_per_s)
-        planned = plan_requests(config, self.trace, rate_per_s=rate_per_s, name=name)
-        return fill_tokens(
-            planned,
-            config,
-            vocab_size=self.vocab_size,
-            avoid=self.avoid,
-            rows=self.rows,
-            stream=name,
-        )
-
-
 def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
     """Run requests of the first planned lengths, one at a time; return what went wrong.
 
     Where more are asked for than are planned, the lengths begin again.
     """
     config, name = load.config, "serve warm-up"
-    lengths = itertools.cycle(load.schedule(rate_per_s=1.0).requests)
+    lengths = itertools.cycle(load.first.requests)
     planned = list(itertools.islice(lengths, config.warmup_requests))
     prompts = [
         synthetic_prompts(
@@ -171,12 +129,12 @@ def measure_serve(
         return run_async(_serve(open_one, schedule, load.config, clock, wait, on_progress, on_end))
 
     if load.config.search is None:
-        schedule = load.schedule()
-        return judge(load.config, schedule, serve(schedule)), totals
+        return judge(load.config, load.first, serve(load.first)), totals
     found: dict[float, tuple[Schedule, list[ServedRequest]]] = {}
 
     def measure(rate_per_s: float) -> float:
-        schedule = load.schedule(rate_per_s, trial=len(found) + 1)
+        trial = len(found) + 1
+        schedule = load.schedule(rate_per_s, trial) if found else load.first
         served = serve(schedule)
         found[rate_per_s] = (schedule, served)
         return good_share(load.config, schedule, served)

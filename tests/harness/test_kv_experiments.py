@@ -13,7 +13,8 @@ from harness.composition import Composer
 from harness.prompts import synthetic_prompts
 from harness.scenarios.kv import KVWatch
 from harness.scenarios.latency import measure_latency
-from harness.scenarios.serve import Load, measure_serve
+from harness.scenarios.serve import measure_serve
+from harness.traffic.load import Load
 
 pytestmark = pytest.mark.slow
 

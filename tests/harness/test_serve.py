@@ -13,8 +13,9 @@ from harness.job import WorkerJob
 from harness.measure.serving import ServedRequest
 from harness.prompts import PromptRow
 from harness.scenarios.open_loop import Limits, run_open_loop
-from harness.scenarios.serve import Load, good_share, is_lost, judge, measure_serve, warm_up
+from harness.scenarios.serve import good_share, is_lost, judge, measure_serve, warm_up
 from harness.schema import ScenarioConfig
+from harness.traffic.load import Load
 from harness.traffic.schedule import plan_requests
 from harness.traffic.settings import (
     Arrivals,
@@ -304,6 +305,7 @@ def test_warm_up_has_the_first_lengths_and_prompts_of_its_own():
     assert len(sent["serve-warm-up-0"]) == planned[0].num_prompt_tokens
     assert len(sent["serve-warm-up-2"]) == planned[2].num_prompt_tokens
     assert tuple(sent["serve-warm-up-0"]) != planned[0].prompt_token_ids
+    assert found.of_repeat(0).first is found.first  # the run draws no prompts in its time
 
 
 # Through the worker.
