@@ -9,6 +9,8 @@ from engine.sealed import Sealed, check_number
 
 SIDES: Final = ("a", "b")
 _LIST: Final = re.compile(r"(\+{0,2}ab\.[ab])=\[(.*)\]", re.DOTALL)
+_MOST_PAIRS: Final = 1000
+"""Each is two runs in fresh processes."""
 
 
 @dataclass(kw_only=True)
@@ -26,8 +28,8 @@ class AbConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when there is nothing to compare."""
-        check_number("ab.pairs", self.pairs, low=1, integer=True)
-        check_number("ab.aa_pairs", self.aa_pairs, low=0, integer=True)
+        check_number("ab.pairs", self.pairs, low=1, high=_MOST_PAIRS, integer=True)
+        check_number("ab.aa_pairs", self.aa_pairs, low=0, high=_MOST_PAIRS, integer=True)
         if self.aa_pairs == 1:
             raise ConfigError(
                 "ab.aa_pairs: expected 0 or at least 2, got 1: one pair has no deviation."

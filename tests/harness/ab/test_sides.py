@@ -89,6 +89,9 @@ def test_equal_overrides_are_refused():
         AbConfig(a=["x=1", "y=2"], b=["y=2", "x=1"])
     with pytest.raises(ConfigError, match="one pair has no deviation"):
         AbConfig(b=["x=1"], aa_pairs=1)
+    for name in ("pairs", "aa_pairs"):
+        with pytest.raises(ConfigError, match=rf"ab.{name}: .* <= 1000, got 100000000000"):
+            AbConfig(b=["x=1"], **{name: 10**11})
     with pytest.raises(ConfigError, match="expected an integer >= 1"):
         AbConfig(b=["x=1"], pairs=0)
 
