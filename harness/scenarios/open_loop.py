@@ -22,6 +22,8 @@ CUT_OFF: Final = "the run was cut off: too many requests were bad for the rate t
 """Error of the requests that ran or were to come when `give_up` ended the run."""
 _LOOK_S: Final = 0.25
 """Seconds between looks at whether to go on."""
+_SIGN_S: Final = 600.0
+"""Seconds between signs of work where no request runs: a third of the default of silence_s."""
 
 
 class Door(Protocol):
@@ -112,7 +114,7 @@ class _Run:
         self._slots = asyncio.Semaphore(limits.max_concurrency or len(schedule.requests) or 1)
         self._conversations = _conversations(schedule)
         self._tasks: list[asyncio.Task[None]] = []  # the one that begins the others first
-        self._num_done = self._num_tokens = 0
+        self._num_open = self._num_done = self._num_tokens = 0
         self._on_end, self._told = on_end, set[str]()
         self._give_up, self._look_s = give_up, -math.inf
         self._ended: str | None = None
@@ -172,7 +174,9 @@ class _Run:
 
     async def _wait_until(self, time_s: float) -> None:
         while (left_s := time_s - self._clock()) > 0:
-            await self._wait(left_s)
+            await self._wait(min(left_s, _SIGN_S))
+            if not self._num_open:  # a pause of the schedule, not of the engine
+                self._report()
 
     async def _converse(self, turns: list[PlannedRequest], arrival_s: float) -> None:
         """Send the turns of a conversation, each after the answer to the one before."""
@@ -198,6 +202,7 @@ class _Run:
         params = SamplingParams(temperature=0.0, max_tokens=served.output_tokens, ignore_eos=True)
         served.is_cancelled, served.error = False, None
         served.sent_s = self._clock()
+        self._num_open += 1
         parts = self._door.tokens(prompt, params, served.request_id)
         try:
             async with contextlib.aclosing(parts):
@@ -214,6 +219,7 @@ class _Run:
             raise
         if served.error is None and not served.is_complete:
             served.error = f"the engine ended it with {served.finish_reason}"
+        self._num_open -= 1
         self._num_done += 1
         self._tell(served)
         self._report()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -290,3 +291,23 @@ def test_progress_counts_ended_requests_and_tokens():
     run_virtually(main())
     assert seen[-1] == (2, 2, 8)
     assert [tokens for _, _, tokens in seen] == sorted(tokens for _, _, tokens in seen)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_pause_of_the_schedule_is_no_silence_but_one_of_the_engine_is(is_stuck):
+    """Arrivals an hour apart: progress is told at least every ten minutes, unless one runs."""
+    told = []
+
+    async def main():
+        arrivals = Arrivals(process="constant", rate_per_s=1 / 3600)
+        await run_open_loop(
+            ScriptedDoor(first_s=3000.0 if is_stuck else 0.5),
+            planned(num_requests=2, arrivals=arrivals),
+            Limits(max_concurrency=None, drain_s=9),
+            clock=now_s,
+            on_progress=lambda *_: told.append(now_s()),
+        )
+
+    run_virtually(main())
+    pauses = [after - before for before, after in itertools.pairwise(told)]
+    assert max([told[0], *pauses]) == pytest.approx(3000 if is_stuck else 600, abs=1)
