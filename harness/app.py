@@ -31,6 +31,7 @@ from harness.models.home import tightfit_home
 from harness.overview import sweep_lines
 from harness.systems.mapping import require_package
 from harness.task import PointTask, SweepPlan, failure_record
+from harness.writable import require_writable, require_writable_stores
 from reports.record import RESULT_NAME, RecordError, RunRecord
 
 __all__ = ["run"]
@@ -70,6 +71,8 @@ def run(line: CommandLine) -> int:
     for point in plan.points:
         require_package(point.config.system.kind)
     require_room(tightfit_home())
+    require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
+    require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
     check_comparisons(plan, line.config_dir)
     return _Session(plan, line.config_dir).run()
@@ -129,6 +132,7 @@ def _check_folder(plan: Plan) -> None:
     hydra_node = plan.points[0].composed.hydra
     name, pattern = ("sweep", f"*/{RESULT_NAME}") if plan.multirun else ("run", RESULT_NAME)
     folder = Path(str(hydra_node[name].dir))
+    require_writable(f"hydra.{name}.dir", folder)
     found = next(folder.glob(pattern), None)
     if found is not None:
         raise ConfigError(

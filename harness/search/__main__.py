@@ -18,6 +18,7 @@ from harness.search.space import Proposal, overrides_of
 from harness.search.study import Study, facts_of, open_study, require_optuna
 from harness.search.trial import Outcome, TrialRunner
 from harness.streams import outlive_readers
+from harness.writable import require_writable
 from reports.record import number, write_text_atomic
 
 __all__ = ["main", "search"]
@@ -53,6 +54,7 @@ def search(request: SearchRequest) -> int:
         KeyboardInterrupt: Ctrl-C; trials that ended are kept.
     """
     folder = searches_folder() / request.name
+    require_writable("TIGHTFIT_HOME", folder)
     runner = TrialRunner(Composer(request.config_dir), request.base, request.goal)
     _check(runner, request)
     with open_study(request, folder) as study:
