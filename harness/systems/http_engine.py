@@ -64,7 +64,7 @@ class HTTPEngine:
             self._client.close()
             raise
         self._bodies = Bodies(system, self._model, self.tokenizer)
-        told = self._listed.get("max_model_len")
+        told = _length(self._listed.get("max_model_len"))
         longest = config.engine.max_model_len or told or self.spec.max_position_embeddings
         self.max_model_len = int(min(longest, told or longest))
         facts = {"system": "http", "base_url": system.base_url, "served_model": self._model}
@@ -339,6 +339,11 @@ def _served(listed: Any, system: SystemConfig) -> tuple[str, dict[str, Any]]:
             f"got {system.served_model!r}."
         )
     return name, models.get(name, {})
+
+
+def _length(told: Any) -> int | None:
+    """Return the longest sequence that a server tells of; None where that is no length."""
+    return told if isinstance(told, int) and told > 0 else None
 
 
 def _event(request: Request, answer: StreamedAnswer, index: int) -> TokenEvent:

@@ -215,6 +215,12 @@ def test_answers_that_were_held_back_have_no_times():
     assert ask(Script(tokens_per_part=7), PROMPTS, output=7)[2]["reasons"] == []  # too few
 
 
+@pytest.mark.parametrize("told", ["big", 0, -1, None, 2.5])
+def test_a_length_that_is_none_is_left(told):
+    assert http_engine._length(told) is None
+    assert http_engine._length(4096) == 4096
+
+
 def test_what_is_no_stream_is_named():
     requests, _, _ = ask(Script(raw='{"choices": [{"text": "abc"}]}'), PROMPTS[:1])
     assert "sent application/octet-stream without a token" in requests[0].error
