@@ -47,7 +47,6 @@ def test_a_system_is_chosen_on_the_command_line():
         (["system=http", "scenario.load=null"], "system.base_url: expected the address"),
         (["system=vllm", "system.base_url=http://a"], "system.base_url: expected null"),
         (["system=accelerate", "offload=prefetch"], "offload.prefetch.offload_group_size"),
-        (["system=vllm", "mode=plan"], "mode: expected run with system=vllm"),
         (["system=vllm", "gpu.host_gib=8"], "gpu.host_gib: expected null with system=vllm"),
     ],
 )
