@@ -1,12 +1,16 @@
 """Check overrides against groups and keys, and bring them into the spelling that Hydra composes."""
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+import yaml
 from hydra.conf import HydraConf
 from hydra.core.override_parser.types import Override
 
 from harness.errors import ConfigError, did_you_mean
+from harness.folders import CONF
 from harness.keys import GROUPS, is_free_key, is_known_key, key_types, unknown_key
 from harness.launchers import check_launcher
 from harness.schema import RunConfig
@@ -44,10 +48,24 @@ def _check_options(override: Override, options: Sequence[str]) -> None:
         )
     for value in values:
         if value not in options:
-            is_folder = group == "model" and "/" in str(value)
-            local = f" A folder is +model=local model.path={value}."
-            hint = local if is_folder else did_you_mean(str(value), options)
+            is_elsewhere = group == "model" and "/" in str(value)
+            hint = _elsewhere(str(value)) if is_elsewhere else did_you_mean(str(value), options)
             raise ConfigError(f"{group}: expected one of {listed}, got {value!r}.{hint}")
+
+
+def _elsewhere(value: str) -> str:
+    """Return what to write for a folder, or for OWNER/NAME of a model hub."""
+    is_of_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", value) and not Path(value).exists()
+    if not is_of_hub:
+        return f" A folder is +model=local model.path={value}."
+    for file in sorted((CONF / "model").glob("*.yaml")):
+        source = yaml.safe_load(file.read_text(encoding="utf-8")).get("source", {})
+        if str(source.get("repo", "")).lower() == value.lower():
+            return f" That is +model={file.stem}."
+    return (
+        f" Another model of the hub: hf download {value} --local-dir FOLDER, then +model=local "
+        "model.path=FOLDER."
+    )
 
 
 def _check_switch(override: Override) -> None:
