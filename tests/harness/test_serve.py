@@ -32,7 +32,6 @@ from tests.harness.cases import SPEC
 from tests.harness.fakes import FakeClock, FakeLLM, Script, fake_door
 from tests.harness.traffic.cases import fixed, serve
 
-ONE_A_SECOND = Arrivals(process="constant", rate_per_s=1.0)
 AT_ONCE = Arrivals(process="at_once")
 
 
