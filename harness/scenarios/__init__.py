@@ -1,1 +1,1 @@
-"""What is measured: load, throughput, latency."""
+"""What is measured: load, throughput, latency, serving."""

@@ -62,3 +62,18 @@ def test_a_request_takes_the_route(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     # Returned before, and not yet called.
     decides = {"engine/scheduler.py", "kernels/ops_attention.py"}
     assert taken == [file for file, _ in route() if file not in decides]
+
+
+def test_every_package_is_in_the_table() -> None:
+    """A row names its packages once with their folder: `harness/ab, search`."""
+    named = set()
+    row = re.compile(r"^\| ((?:harness|engine|kernels)/[\w, ]+) \|", flags=re.MULTILINE)
+    for cell in row.findall(TEXT):
+        folder, names = cell.split("/")
+        named |= {f"{folder}/{name}" for name in names.split(", ")}
+    packages = {
+        file.parent.relative_to(ROOT).as_posix()
+        for folder in ("harness", "engine", "kernels")
+        for file in (ROOT / folder).glob("*/__init__.py")
+    }
+    assert named == packages
