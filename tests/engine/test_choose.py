@@ -263,7 +263,7 @@ def test_refusals_advise_auto() -> None:
         plan_memory(config, OLMO_7B, H200)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     spec=model_specs(),
     share=st.floats(0.05, 1.1),
