@@ -45,7 +45,13 @@ def test_a_folder_may_have_spaces() -> None:
     assert '-m reports "$(DIR)"' in MAKEFILE
 
 
-@pytest.mark.parametrize("line", HARNESS)
+@pytest.mark.parametrize(
+    "line",
+    [  # test_conf.py composes the commands of all experiments
+        pytest.param(line, marks=pytest.mark.slow if "+experiment=" in line else [])
+        for line in HARNESS
+    ],
+)
 def test_harness_command_composes(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
