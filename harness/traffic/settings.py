@@ -124,10 +124,11 @@ class Lengths(Sealed):
 
     @property
     def mean_bound(self) -> float:
-        """What the mean of the lengths is at most."""
+        """What the mean of many lengths is at most."""
         if self.distribution == "uniform":
             return (self.least + self.most) / 2
-        return min(self.most, max(self.least, (self.tokens or 0) + (self.std or 0.0)))
+        # Draws below the least are moved up to it, which adds less than a deviation.
+        return min(self.most, max(self.least, self.tokens or 0) + (self.std or 0.0))
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.traffic.lengths import draw_lengths
@@ -31,6 +31,7 @@ def test_mean_and_deviation_are_those_of_the_lengths(distribution):
     assert statistics.stdev(found) == pytest.approx(40, rel=0.05)
 
 
+@example("normal", 1, 1.0, 2, 1, 0)
 @given(
     st.sampled_from(["normal", "lognormal"]),
     st.integers(1, 500),
