@@ -28,6 +28,8 @@ NEW = 12
 """Of sequences that exceed the GPU."""
 LONG = make_prompt(260, seed=8)
 ALL = (*FAMILIES, "mistral_window", "qwen2_window")
+SHORT = ("llama", "olmo2", "qwen3", "gemma3", "qwen2_window")
+"""One of each kind of norm, bias and group of layers; the others go to `make test-slow`."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,10 @@ def changes(llm: LLM, prompts: Sequence[Sequence[int]], expected: Any) -> dict[s
     return {name: count - before[name] for name, count in kv(llm)["prefix"].items()}
 
 
-@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(x, marks=() if x in SHORT else pytest.mark.slow) for x in ALL],
+)
 def test_prefixes_long_sequences_and_swaps_of_every_family(
     tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -151,11 +156,11 @@ def test_one_sequence_longer_than_the_gpu(
     ("pinned", "pageable", "in_place"),
     [
         (0, 0, True),
-        (1, 0, True),
+        pytest.param(1, 0, True, marks=pytest.mark.slow),
         (0, 1, False),
         (2, 1, True),
-        (0, 30, False),
-        (30, 0, True),
+        pytest.param(0, 30, False, marks=pytest.mark.slow),
+        pytest.param(30, 0, True, marks=pytest.mark.slow),
         (7, 30, False),
     ],
 )

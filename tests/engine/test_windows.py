@@ -56,7 +56,7 @@ def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
         llm.close()
 
 
-@pytest.mark.parametrize("variant", WINDOWS)
+@pytest.mark.parametrize("variant", ["mistral_window", "qwen2_window", "gemma3"])
 def test_a_window_off_by_one_changes_tokens(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -87,7 +87,7 @@ POOLS: list[tuple[str, dict[str, int]]] = [
 @pytest.mark.parametrize(
     ("variant", "pools", "offload"),
     [
-        pytest.param(*pools, offload, marks=() if at == other else pytest.mark.slow)
+        pytest.param(*pools, offload, marks=() if at == other < 3 else pytest.mark.slow)
         for at, pools in enumerate(POOLS)
         for other, offload in enumerate(OFFLOADS)
     ],

@@ -34,8 +34,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found_of(composer: Composer, *overrides: str) -> Forecast:
-    (point,) = composer.plan(["mode=plan", *overrides]).points
-    return forecast(point.config, tuple(point.overrides))
+    """Of one request at a time, where nothing else is said: a queue is planned for, too."""
+    has_scenario = any(item.startswith("scenario=") for item in overrides)
+    scenario = [] if has_scenario else ["scenario=latency"]
+    (point,) = composer.plan(["mode=plan", *overrides, *scenario]).points
+    return forecast(point.config, tuple(overrides))
 
 
 OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb")
@@ -59,8 +62,7 @@ def test_all_ways_stand_side_by_side_and_auto_is_recommended(composer: Composer)
 def test_recommended_overrides_give_the_row(composer: Composer) -> None:
     found = found_of(composer, *OLMO)
     for row in found.rows[1:]:
-        (point,) = composer.plan([*OLMO, *row.overrides]).points
-        again = forecast(point.config, tuple(point.overrides))
+        again = found_of(composer, *OLMO, *row.overrides)
         chosen = again.chosen or next(r for r in again.rows if r.label == "auto")
         assert chosen.bytes["placements"] == row.bytes["placements"]
 
@@ -69,7 +71,7 @@ def test_the_title_and_the_csv_have_the_memory_and_the_dtype_that_are_asked_for(
     composer: Composer,
 ) -> None:
     """Also where the machine has more; a CPU computes in float32."""
-    found = found_of(composer, "+model=glass", "gpu=cpu", "gpu.memory_gib=1.5")
+    found = found_of(composer, "+model=glass", "gpu=cpu", "gpu.memory_gib=1.5", "scenario=quick")
     assert found.facts.total_bytes != 1.5 * GIB
     title = point_lines(found)[1]
     assert "budget 1.35 GiB (1.50 x 0.9), weights 0.00318 GiB, 128 tokens" in title
@@ -199,7 +201,7 @@ def test_a_peer_is_not_planned_but_others_are(capsys: pytest.CaptureFixture[str]
     assert "1 point, all fit" in out
     assert "\n  not planned: system=accelerate (plans are of this project's engine" in out
     side = ["scenario=ab", "ab.a=[]", "ab.b=[system=accelerate]"]
-    for words in (["system=accelerate"], ["-m", "system=accelerate,vllm"], side):
+    for words in (["-m", "system=accelerate,vllm"], side):
         assert main(["mode=plan", *OLMO, *words]) == 2
         assert "mode: expected run with system=accelerate, got plan" in capsys.readouterr().err
 
