@@ -344,9 +344,7 @@ def test_a_sweep_runs_what_failed_again_and_a_single_point_always(points: FakePo
     assert [asked[0].rerun for asked in points.asked] == ["failed", "all", None]
 
 
-@pytest.mark.parametrize(
-    ("stop", "skipped"), [("true", 1), pytest.param("false", 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("stop", "skipped"), [("true", 1), ("false", 0)])
 def test_points_that_ask_for_more_than_one_without_room_are_skipped(
     points: FakePoints, stop: str, skipped: int, home: Path
 ) -> None:

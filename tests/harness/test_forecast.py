@@ -194,31 +194,6 @@ def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
     assert sized.rows[0].bytes["placements"]["uva"] > 0
 
 
-def test_a_peer_is_not_planned_but_others_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mode=plan", "+experiment=peers", "gpu.host_gib=64"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("system=accelerate") == 1
-    assert "1 point, all fit" in out
-    assert "\n  not planned: system=accelerate (plans are of this project's engine" in out
-    side = ["scenario=ab", "ab.a=[]", "ab.b=[system=accelerate]"]
-    for words in (["-m", "system=accelerate,vllm"], side):
-        assert main(["mode=plan", *OLMO, *words]) == 2
-        assert "mode: expected run with system=accelerate, got plan" in capsys.readouterr().err
-
-
-def test_both_sides_of_a_comparison_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["+model=qwen3_4b", "scenario=ab", "gpu=rtx4080_16gb", "engine.max_model_len=2048"]
-    side = "ab.b=[offload=uva, offload.uva.cpu_offload_gb=4]"
-    assert main(["mode=plan", *line, side]) == 0
-    text = capsys.readouterr().out
-    a, b = (row.split() for row in text.splitlines()[2:4])
-    assert (a[:2], a[2], b[0]) == (["a:", "offload=none"], "none", "b:")
-    minutes = round(10 * float(a[-1]) + 4 * float(b[-1]))
-    assert minutes == pytest.approx(26, abs=2)
-    wanted = " ".join(line) + """ "ab.b=['offload=uva','offload.uva.cpu_offload_gb=4']\""""
-    assert re.search(rf"run it: .*{re.escape(wanted)} \(14 runs, about {minutes} min\)", text)
-
-
 def test_a_model_that_fits_needs_no_offload(composer: Composer) -> None:
     found = found_of(composer, "+model=smollm2_135m", "gpu=rtx3060_12gb")
     assert found.recommended is found.rows[0]
