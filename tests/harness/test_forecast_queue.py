@@ -1,5 +1,7 @@
 """mode=plan where a queue is timed: what is best for one stands beside what is set."""
 
+from pathlib import Path
+
 import pytest
 
 from harness.composition import Composer
@@ -9,6 +11,11 @@ from harness.forecast.view import point_lines
 NEARLY_FULL = ("+model=mistral_7b", "gpu=rtx4080_16gb", "gpu.memory_gib=16.9")
 QUEUE = "planner.objective=throughput"
 LIMIT = "engine.max_model_len=1024"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,18 @@
 """mode=plan of a comparison, and of peers, which are not planned."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from harness.__main__ import main
 
 OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
 
 
 def test_a_peer_is_not_planned_but_others_are(capsys: pytest.CaptureFixture[str]) -> None:
