@@ -139,12 +139,12 @@ class Chooser:
         nothing = [self._nothing()] if is_queue and self.resident_fits else []
         ranked = self._in_order([*nothing, *self._candidates(self._block_targets(objective))])
         if is_queue:
-            best = next((x for x in ranked if x not in nothing and self._fits(x)), None)
+            best = next((x for x in ranked if x.label != NOTHING), None)  # all of them fit
             near = [] if best is None else self._candidates(self._near(best))
             known = {item.label for item in ranked}
             ranked = self._in_order([*ranked, *(x for x in near if x.label not in known)])
         if nothing and ranked[0].queue_s * GAIN > nothing[0].queue_s:
-            ranked = [*nothing, *(item for item in ranked if item is not nothing[0])]
+            ranked = [*nothing, *(item for item in ranked if item.label != NOTHING)]
         for index, candidate in enumerate(ranked):
             plan = self._plan_of(candidate)
             if self._is_enough(plan):

@@ -93,9 +93,9 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
             except TextError as error:
                 problems.append(f"line {number}: {error}.")
     if problems:
-        shown = " ".join(problems[:5])
+        first = " ".join(problems[:5])
         more = f" And {len(problems) - 5} more." if len(problems) > 5 else ""
-        raise PromptError(f"prompts_file {path}: {shown}{more} Correct or remove these lines.")
+        raise PromptError(f"prompts_file {path}: {first}{more} Correct or remove these lines.")
     if len(rows) < num_prompts:
         raise PromptError(
             f"prompts_file {path}: expected at least {num_prompts} rows, one for each request that "
