@@ -32,7 +32,7 @@ from harness.overview import sweep_lines
 from harness.systems.mapping import require_package
 from harness.task import PointTask, SweepPlan, failure_record
 from harness.writable import require_writable, require_writable_stores
-from reports.record import RESULT_NAME, RecordError, RunRecord
+from reports.record.record import RESULT_NAME, RecordError, RunRecord
 
 __all__ = ["run"]
 

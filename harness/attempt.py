@@ -37,7 +37,7 @@ from harness.systems.mapping import require_package
 from harness.telemetry.run import Telemetry
 from harness.telemetry.window import Span
 from harness.traffic.trace import TraceRow, check_lengths, read_trace
-from reports.record import STATE_NAME
+from reports.record.record import STATE_NAME
 
 COLD_SHARE: Final = 0.05
 """A start is cold when at most this share of the checkpoint is left in the page cache."""

@@ -18,7 +18,7 @@ from typing import Final
 from harness.errors import EXIT_INTERRUPTED
 from harness.measure.host import start_ticks
 from harness.plain import read_json
-from reports.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
+from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
 __all__ = ["BegunPoints", "Owner"]
 

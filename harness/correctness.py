@@ -17,7 +17,7 @@ from engine.errors import RequestError
 from harness.prompts import synthetic_prompts
 from harness.scenarios.drive import Clock, Engine, OnProgress, run_in_turn
 from harness.schema import CorrectnessConfig
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 STREAM: Final = "correctness"
 _SOURCE_SUFFIXES: Final = {".py", ".cu", ".cpp", ".h"}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.plain import read_json
-from reports.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
+from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
 __all__ = ["FOLDER", "Finished", "FinishedPoints", "take_over"]
 

@@ -11,8 +11,8 @@ from harness.plain import read_json
 from harness.progress import Display
 from harness.telemetry.spool import LineTail, one_a_second
 from harness.tracking.base import GuardedTracker
-from reports.record import STATE_NAME
-from reports.telemetry import SPOOL_NAME
+from reports.record.record import STATE_NAME
+from reports.record.telemetry import SPOOL_NAME
 
 UPLOAD_INTERVAL_S: Final = 5.0
 

@@ -14,7 +14,7 @@ from harness.environment import cpu_facts, package_version
 from harness.measure.nvml import Gpu
 from harness.models.home import tightfit_home
 from harness.plain import plain, read_json
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 FOLDER: Final = "rates"
 

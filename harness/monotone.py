@@ -12,7 +12,7 @@ from harness.forecast.machine import running_facts
 from harness.forecast.rows import read_spec
 from harness.schema import RunConfig
 from harness.systems.fake.memory import plan_fake
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 __all__ = ["HARDER_HIGH", "HARDER_LOW", "certain_not_to_fit", "planned_shortage"]
 

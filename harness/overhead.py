@@ -31,7 +31,7 @@ from harness.systems.fake.door import fake_door
 from harness.traffic.load import Load
 from harness.traffic.scenario import ServeScenario
 from harness.traffic.settings import Arrivals, Lengths
-from reports.record import number
+from reports.record.text import number
 
 NUM_REQUESTS: Final = 64
 NUM_TOKENS: Final = 64

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Final
 
 from harness.schema import SweepContext
-from reports.record import RunRecord, number
+from reports.record.record import RunRecord
+from reports.record.text import number
 
 __all__ = ["sweep_lines"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 
 def plain(value: Any) -> Any:

@@ -33,7 +33,7 @@ from harness.telemetry.run import Telemetry
 from harness.tracking.base import GuardedTracker, PointFacts
 from harness.tracking.choose import open_tracker
 from harness.tracking.none import NoTracker
-from reports.record import RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
+from reports.record.record import RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
 
 
 def run_point(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from harness.measure.latency import RequestTimes
 from harness.measure.serving import ServedRequest
 from harness.parquet import replace_spool
-from reports.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, request_rows
+from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, request_rows
 
 if TYPE_CHECKING:
     import pyarrow

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from harness.job import SAMPLES_NAME
 from harness.measure.host import process_memory
-from reports.record import STATE_NAME
+from reports.record.record import STATE_NAME
 
 INTERVAL_S: Final = 0.5
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.capacity import capacity_lines
-from reports.record import PREDICTED, RunRecord, number
+from reports.record.metrics import PREDICTED
+from reports.record.record import RunRecord
+from reports.record.text import number
 
 SHOWN: Final = (
     ("load/total_s", "load, warm start", "s"),

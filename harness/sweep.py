@@ -9,7 +9,7 @@ from harness.report import build_report
 from harness.schema import SweepContext, TrackingConfig
 from harness.tracking.base import SweepFacts
 from harness.tracking.choose import open_tracker
-from reports.record import RunRecord, write_text_atomic
+from reports.record.record import RunRecord, write_text_atomic
 
 FAILURES_NAME: Final = "failures.md"
 

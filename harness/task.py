@@ -15,7 +15,7 @@ from harness.describe import point_name
 from harness.full_disk import full_disk_ends, is_full, require_room
 from harness.interrupt import sigterm_as_interrupt
 from harness.schema import RunConfig, SweepContext
-from reports.record import RESULT_NAME, RunRecord
+from reports.record.record import RESULT_NAME, RunRecord
 
 __all__ = ["PointTask", "SweepPlan", "failure_record"]
 

@@ -52,7 +52,7 @@ from harness.systems.agreement import agree
 from harness.systems.choose import door_for
 from harness.traffic.load import Load
 from harness.traffic.scenario import ServeScenario
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 GIB = 2**30
 

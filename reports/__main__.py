@@ -10,7 +10,7 @@ from pathlib import Path
 
 from reports.load import is_run_folder, load_points
 from reports.plan_figure import PLAN_CSV, write_plan_figure
-from reports.record import RESULT_NAME, RecordError
+from reports.record.record import RESULT_NAME, RecordError
 from reports.render import REPORT_NAME, write_report, write_sweep_report, write_versus_report
 
 EXIT_NO_PACKAGE = 1

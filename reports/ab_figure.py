@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reports import facts, theme
 from reports.ratio_figure import ratio_axis
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Any, Final
 from reports import facts
 from reports.ab_figure import ratio_figure, ratio_rows
 from reports.page import Card, Page, Section, Table
-from reports.record import RunRecord
+from reports.record.record import RunRecord
+from reports.record.text import ABSENT, duration, metric_number, number, shorten, unit
 from reports.tables import tree_table
-from reports.text import ABSENT, duration, metric_number, number, shorten, unit
 from reports.verdict import verdict
 from reports.view import banners
 

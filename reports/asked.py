@@ -6,8 +6,8 @@ from typing import Final
 
 from reports import facts
 from reports.page import Section, Table
-from reports.record import RunRecord
-from reports.text import gib, leaf, number
+from reports.record.record import RunRecord
+from reports.record.text import gib, leaf, number
 
 MOST_ERRORS: Final = 10
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports import facts, theme
+from reports.record.text import last_keys, number
 from reports.sweep import Row, statistic
-from reports.text import last_keys, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Final
 
-from reports.record import RunRecord
-from reports.text import GIB, number
+from reports.record.record import RunRecord
+from reports.record.text import GIB, number
 
 EMULATED: Final = "CPU emulation: not a GPU's figures"
 GPU_ITEMS: Final = (

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 from reports import facts, theme
 from reports.kv_figure import kv_figure
 from reports.memory_figure import memory_figure
-from reports.record import RunRecord, summarise
+from reports.record.record import RunRecord, summarise
+from reports.record.text import label_of, number
 from reports.roofline import roofline_figure
-from reports.text import label_of, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 from reports.timeline_figure import timeline_figure
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from reports import facts, theme
 from reports.page import Section
-from reports.record import RunRecord
+from reports.record.record import RunRecord
+from reports.record.text import GIB, number
 from reports.tables import value_tables
-from reports.text import GIB, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from reports.record import RESULT_NAME, STATE_NAME, RecordError, RunRecord
+from reports.record.record import RESULT_NAME, STATE_NAME, RecordError, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from reports import facts, theme
-from reports.record import RunRecord
-from reports.text import GIB, gib, label_of, number
+from reports.record.record import RunRecord
+from reports.record.text import GIB, gib, label_of, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:

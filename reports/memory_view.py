@@ -2,9 +2,9 @@
 
 from reports import facts
 from reports.page import Section, Table
-from reports.record import RunRecord
+from reports.record.record import RunRecord
+from reports.record.text import ABSENT, gib, label_of
 from reports.tables import metric_table, tree_table
-from reports.text import ABSENT, gib, label_of
 
 
 def memory_section(record: RunRecord) -> Section | None:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from reports import facts
 from reports.page import Kind, Section, Table
-from reports.record import RunRecord
+from reports.record.record import RunRecord
+from reports.record.text import flatten, leaf
 from reports.sweep import Row
-from reports.text import flatten, leaf
 from reports.versus import UnlikeError, check_alike, compared_metrics, ratio
 
 NATIVE = "native"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from reports import theme
-from reports.record import RecordError, write_bytes_atomic
-from reports.text import number
+from reports.record.record import RecordError, write_bytes_atomic
+from reports.record.text import number
 from reports.theme import THEMES, Theme
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 from reports import facts
 from reports.page import Section, Table
-from reports.record import PREDICTED, RunRecord
-from reports.text import ABSENT, leaf, number
+from reports.record.metrics import PREDICTED
+from reports.record.record import RunRecord
+from reports.record.text import ABSENT, leaf, number
 
 
 def predicted_section(record: RunRecord) -> Section | None:

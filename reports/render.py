@@ -19,11 +19,11 @@ from reports.load import Point, load_points, load_run
 from reports.page import Page, Section
 from reports.peers import peers_section
 from reports.ratio_figure import ratio_figure
-from reports.record import RunRecord, write_bytes_atomic, write_text_atomic
+from reports.record.record import RunRecord, write_bytes_atomic, write_text_atomic
+from reports.record.telemetry import Table, read_telemetry
 from reports.search import search_section
 from reports.sweep import Row, sweep_csv, sweep_page, sweep_rows
 from reports.tables import metrics_csv
-from reports.telemetry import Table, read_telemetry
 from reports.theme import THEMES, Drawing, ThemeName
 from reports.time_figures import TIME_FIGURES
 from reports.versus import check_alike, check_distinct, versus_csv, versus_page, versus_rows

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from reports import facts, theme
 from reports.page import Section, Table
-from reports.record import RunRecord
-from reports.text import ABSENT, gib, number
+from reports.record.record import RunRecord
+from reports.record.text import ABSENT, gib, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:

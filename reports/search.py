@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from reports.page import Kind, Section, Table
-from reports.text import ABSENT, metric_text
+from reports.record.text import ABSENT, metric_text
 
 SEARCH_NAME: Final = "search.json"
 TRIALS_NAME: Final = "trials.csv"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from reports import facts
-from reports.definitions import CONVENTIONS, definition
 from reports.load import Point
 from reports.page import Card, Kind, Page, Section, Table, Verdict
-from reports.record import RunRecord
-from reports.text import ABSENT, flatten, leaf, metric_number, shorten, unit
+from reports.record.metrics import CONVENTIONS, definition
+from reports.record.record import RunRecord
+from reports.record.text import ABSENT, flatten, leaf, metric_number, shorten, unit
 from reports.verdict import error_line, status_kind, validity
 from reports.view import banners
 

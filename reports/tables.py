@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from reports.definitions import STATISTIC_DEFINITIONS, definition
 from reports.page import Table
-from reports.record import RunRecord
-from reports.text import ABSENT, base_name, flatten, gib, leaf, metric_number, metric_text
+from reports.record.metrics import STATISTIC_DEFINITIONS, definition
+from reports.record.record import RunRecord
+from reports.record.text import ABSENT, base_name, flatten, gib, leaf, metric_number, metric_text
 
 STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99", "min", "max", "std")
 

@@ -9,7 +9,7 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
-from reports.text import shorten
+from reports.record.text import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reports import facts, theme
 from reports.page import Section
-from reports.record import RunRecord
-from reports.telemetry import Table
-from reports.text import GIB, number
+from reports.record.record import RunRecord
+from reports.record.telemetry import Table
+from reports.record.text import GIB, number
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:

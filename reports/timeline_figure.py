@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from reports import facts, theme
 from reports.page import Section
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Final
 
 from reports import facts
 from reports.page import Kind, Verdict
-from reports.record import RunRecord
-from reports.text import GIB, gib, leaf
+from reports.record.record import RunRecord
+from reports.record.text import GIB, gib, leaf
 
 STATUS_TEXT: Final = MappingProxyType(
     {

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from reports import facts
-from reports.definitions import CONVENTIONS, definition
 from reports.load import Point
 from reports.page import Card, Kind, Page, Section, Table, Verdict
-from reports.record import RecordError, RunRecord
+from reports.record.metrics import CONVENTIONS, definition
+from reports.record.record import RecordError, RunRecord
+from reports.record.text import ABSENT, flatten, leaf, metric_number, metric_text, shorten, unit
 from reports.sweep import Row
-from reports.text import ABSENT, flatten, leaf, metric_number, metric_text, shorten, unit
 from reports.verdict import error_line, status_kind, validity
 from reports.view import banners
 

@@ -5,16 +5,14 @@ from typing import Final
 
 from reports import facts
 from reports.asked import asked_section, failed_section
-from reports.definitions import CONVENTIONS, STATISTIC_DEFINITIONS, definition
 from reports.figures import LATENCY_PANELS, phase_names
 from reports.kv_figure import kv_section
 from reports.memory_view import memory_section
 from reports.page import Card, Page, Section, Table
 from reports.predicted import predicted_section
-from reports.record import SAMPLE_FLOORS, RunRecord
-from reports.roofline import roofline_section
-from reports.tables import metric_table, named_table, statistics_table, tree_table, value_tables
-from reports.text import (
+from reports.record.metrics import CONVENTIONS, STATISTIC_DEFINITIONS, definition
+from reports.record.record import SAMPLE_FLOORS, RunRecord
+from reports.record.text import (
     GIB,
     base_name,
     duration,
@@ -25,6 +23,8 @@ from reports.text import (
     number,
     seconds,
 )
+from reports.roofline import roofline_section
+from reports.tables import metric_table, named_table, statistics_table, tree_table, value_tables
 from reports.time_figures import time_section
 from reports.timeline_figure import timeline_section
 from reports.verdict import verdict

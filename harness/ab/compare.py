@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from harness.measure.statistics import CONFIDENCE, interval, student_t
-from reports.record import RunRecord, percentile
+from reports.record.record import RunRecord, percentile
 
 Metrics = Mapping[str, float | None]
 """Metrics of one run."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from harness.ab_config import SIDES, AbConfig
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 AGAINST_ITSELF: Final = "aa"
 COMPARED: Final = "ab"

@@ -18,7 +18,8 @@ from harness.ab.order import AGAINST_ITSELF, Step, pairs_of, side_records
 from harness.ab.order import COMPARED as AB
 from harness.ab_config import SIDES, AbConfig
 from harness.summary import verdict_text
-from reports.record import RunRecord, number
+from reports.record.record import RunRecord
+from reports.record.text import number
 
 Done = Sequence[tuple[Step, RunRecord]]
 STATUS_ORDER: Final = ("killed", "timeout", "failed", "oom", "no_fit", "skipped", "ok")

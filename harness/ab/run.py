@@ -22,7 +22,7 @@ from harness.report import build_report
 from harness.schema import RunConfig, SweepContext
 from harness.tracking.base import SweepFacts
 from harness.tracking.choose import open_tracker
-from reports.record import RESULT_NAME, RunRecord
+from reports.record.record import RESULT_NAME, RunRecord
 
 RUNS: Final = "runs"
 """Folder of the runs of both sides, below the comparison's own."""

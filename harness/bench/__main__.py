@@ -26,7 +26,7 @@ from harness.bench.options import KV_SHAPE, NO_CHANGE, SHAPE
 from harness.bench.table import Found, equal_tokens, lacks, rows
 from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.measure.nvml import open_gpu
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DOCUMENT: Final = ROOT / "docs" / "performance.md"

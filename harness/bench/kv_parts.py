@@ -16,7 +16,7 @@ from harness.bench.kv_long import measure_long, measure_streamed
 from harness.bench.kv_room import gpu_tokens, has_host, hold_in_host, kv_counts
 from harness.bench.kv_work import KVWork
 from harness.measure.kv import since
-from reports.record import percentile
+from reports.record.record import percentile
 
 Part = Callable[[LLM, KVWork], dict[str, Any]]
 REPEATS: Final = 4

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from harness.bench.table import Found, Row, make_row, rate
-from reports.record import SAMPLE_FLOORS
+from reports.record.record import SAMPLE_FLOORS
 
 Figures = Mapping[str, Any]
 CONTEXT: Final = 131_072

@@ -26,7 +26,7 @@ from harness.bench.kv_bare import BARE_PARTS
 from harness.bench.kv_parts import PARTS
 from harness.measure.nvml import open_gpu
 from harness.measure.pcie import LinkCounter, calibrate
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 SPARE_TOKENS: Final = 3
 """Tokens of a sequence beyond its timed steps: the prefill's, and those at its end."""

@@ -25,7 +25,8 @@ from engine.plan import DeviceFacts, MemoryPlan
 from engine.planner import plan_memory
 from engine.spec import ModelSpec
 from harness.folders import CONF
-from reports.record import number, write_text_atomic
+from reports.record.record import write_text_atomic
+from reports.record.text import number
 
 __all__ = ["main", "model_row", "page"]
 

@@ -15,7 +15,7 @@ from harness.errors import EXIT_BAD_CONFIG, EXIT_OK
 from harness.machine_rates import read_rates, write_rates
 from harness.measure.nvml import Gpu, open_gpu
 from harness.process import let_threads_sleep
-from reports.record import number
+from reports.record.text import number
 
 Probe = Callable[[str], dict[str, float | None]]
 

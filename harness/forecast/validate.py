@@ -20,7 +20,8 @@ from harness.forecast.validate_cases import EngineCase, Scale, cut_cases, full_c
 from harness.forecast.validate_worker import Workers
 from harness.machine_rates import write_rates
 from harness.measure.nvml import open_gpu
-from reports.record import number, write_text_atomic
+from reports.record.record import write_text_atomic
+from reports.record.text import number
 
 TOLERANCE: Final = 0.15
 """Share by which a predicted decode step may differ from the measured one."""

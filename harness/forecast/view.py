@@ -8,7 +8,7 @@ from engine.cost import CONTEXT_TOKENS
 from harness.capacity import capacity_lines
 from harness.forecast.machine import UNKNOWN_HOST_BYTES
 from harness.forecast.rows import FOR_QUEUE, HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
-from reports.record import number
+from reports.record.text import number
 
 __all__ = [
     "CSV_COLUMNS",

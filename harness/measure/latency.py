@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reports.record import SAMPLE_FLOORS, summarise
+from reports.record.record import SAMPLE_FLOORS, summarise
 
 
 @dataclass(kw_only=True)

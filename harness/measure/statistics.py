@@ -1,6 +1,6 @@
 """Statistics over repeats and over time: Student's t interval, convergence, drift.
 
-Percentiles and summaries of samples are those of reports.record; this adds no second kind.
+Percentiles and summaries of samples are those of reports.record.record; this adds no second kind.
 """
 
 import math

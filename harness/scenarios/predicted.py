@@ -8,7 +8,7 @@ from engine.cost_queue import queue_s
 from engine.rates import Rates
 from harness.scenarios.drive import StepTotals
 from harness.schema import RequestSet, ScenarioConfig
-from reports.record import PREDICTED
+from reports.record.metrics import PREDICTED
 
 GIB: Final = 2**30
 LINK_TOLERANCE: Final = 0.05

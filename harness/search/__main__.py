@@ -19,7 +19,8 @@ from harness.search.study import Study, facts_of, open_study, require_optuna
 from harness.search.trial import Outcome, TrialRunner
 from harness.streams import outlive_readers
 from harness.writable import require_writable
-from reports.record import number, write_text_atomic
+from reports.record.record import write_text_atomic
+from reports.record.text import number
 
 __all__ = ["main", "search"]
 

@@ -12,7 +12,7 @@ from harness.composition import Composer
 from harness.keys import GROUPS
 from harness.models.home import tightfit_home
 from harness.schema import RunConfig
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 __all__ = ["experiment_text", "write_best"]
 

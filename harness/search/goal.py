@@ -8,7 +8,7 @@ from typing import Final
 
 from harness.errors import ConfigError, did_you_mean
 from harness.schema import ScenarioConfig
-from reports.record import METRIC_DEFINITIONS, definition
+from reports.record.metrics import METRIC_DEFINITIONS, definition
 
 __all__ = ["Constraint", "Goal", "check_measured", "parse_constraint", "parse_goal"]
 

@@ -16,7 +16,7 @@ from harness.plain import read_json
 from harness.search.request import SearchRequest
 from harness.search.space import Proposal, overrides_of
 from harness.search.trial import Outcome
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 __all__ = ["Study", "facts_of", "open_study", "require_optuna"]
 

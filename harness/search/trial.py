@@ -13,7 +13,7 @@ from harness.schema import RunConfig, SweepContext, TrackingConfig
 from harness.search.goal import Goal, check_measured
 from harness.search.space import beside
 from harness.systems.mapping import require_package
-from reports.record import RESULT_NAME, RunRecord
+from reports.record.record import RESULT_NAME, RunRecord
 
 __all__ = ["Outcome", "TrialRunner"]
 

@@ -1,7 +1,7 @@
 """The GPU's counter of bytes received over PCIe in rows of telemetry, brought to payload bytes."""
 
 from harness.measure.pcie import Reading, mean_rate
-from reports.telemetry import Table
+from reports.record.telemetry import Table
 
 
 def readings(table: Table) -> list[Reading]:

@@ -11,7 +11,7 @@ from harness.telemetry.process import Sampler
 from harness.telemetry.summary import cost_warning, facts, peak_metrics, window_metrics
 from harness.telemetry.verdict import LEAST_ROWS, notes, reasons
 from harness.telemetry.window import Span, Window
-from reports.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, Table, read_telemetry
+from reports.record.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, Table, read_telemetry
 
 LOAD_PART: Final = "load"
 _GPU_PREFIXES: Final = ("gpu_", "pcie_")

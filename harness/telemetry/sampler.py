@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 from harness.measure.nvml import open_gpu
 from harness.telemetry.machine import Machine
 from harness.telemetry.processes import ProcessTree
-from reports.record import STATE_NAME
-from reports.telemetry import SPOOL_NAME
+from reports.record.record import STATE_NAME
+from reports.record.telemetry import SPOOL_NAME
 
 INTERVAL_S: Final = 0.1
 SLOW_S: Final = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.measure.nvml import open_gpu
 from harness.telemetry.process import Sampler
 from harness.telemetry.summary import LARGEST_SHARE, cpu_share, null_columns
-from reports.telemetry import read_telemetry
+from reports.record.telemetry import read_telemetry
 
 
 def self_test(seconds: float, gpu_uuid: str | None) -> int:

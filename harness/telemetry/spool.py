@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.parquet import replace_spool
-from reports.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, line_rows, spool_rows
+from reports.record.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, line_rows, spool_rows
 
 if TYPE_CHECKING:
     import pyarrow

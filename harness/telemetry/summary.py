@@ -5,8 +5,8 @@ from typing import Any, Final
 
 from harness.telemetry.verdict import power_capped_share, throttled_share
 from harness.telemetry.window import Span, Window
-from reports.record import percentile
-from reports.telemetry import COLUMNS, Table
+from reports.record.record import percentile
+from reports.record.telemetry import COLUMNS, Table
 
 GIB: Final = 2**30
 MEASURE_JOB: Final = "measure"

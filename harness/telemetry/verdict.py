@@ -3,7 +3,8 @@
 from typing import Final
 
 from harness.telemetry.window import Window, share
-from reports.record import number, percentile
+from reports.record.record import percentile
+from reports.record.text import number
 
 THROTTLE_BITS: Final = {
     0x8: "a hardware slowdown",

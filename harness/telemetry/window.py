@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from reports.telemetry import COSTLY_COLUMNS, SLOW_COLUMNS, Table
+from reports.record.telemetry import COSTLY_COLUMNS, SLOW_COLUMNS, Table
 
 BUSY_PCT: Final = 50.0
 """From this utilisation on a GPU is busy: its clock and link are not those of a rest."""

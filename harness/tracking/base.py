@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from harness.schema import SweepContext
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 CALL_TIMEOUT_S: Final = 60.0
 OPEN_TIMEOUT_S: Final = 300.0

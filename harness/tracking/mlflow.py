@@ -21,7 +21,7 @@ from harness.scenarios.kv_series import kv_series
 from harness.schema import SweepContext, TrackingConfig
 from harness.tracking.base import PointFacts, SweepFacts
 from harness.tracking.moved import follow_store
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.schema import SweepContext
 from harness.tracking.base import PointFacts, SweepFacts
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 
 class NoTracker:

@@ -16,9 +16,9 @@ from harness.telemetry.summary import peak_metrics, window_metrics
 from harness.telemetry.window import Span, Window
 from harness.traffic.settings import Arrivals, Objectives, PeakSearch
 from harness.worker import Work
-from reports.definitions import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS
-from reports.record import definition, summarise
-from reports.telemetry import COLUMNS
+from reports.record.metrics import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS, definition
+from reports.record.record import summarise
+from reports.record.telemetry import COLUMNS
 from tests.contracts.project import python_files
 from tests.engine.specs import plan_small, small_spec
 from tests.harness.cases import SPEC, load_only, scenario

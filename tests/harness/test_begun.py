@@ -12,7 +12,7 @@ import pytest
 from harness import begun as module
 from harness.begun import BegunPoints, Owner
 from harness.interrupt import sigterm_as_interrupt
-from reports.record import RESULT_NAME, RunRecord
+from reports.record.record import RESULT_NAME, RunRecord
 
 SLEEP = "import signal, sys; print('ready', flush=True); signal.pause()"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from harness.capacity import capacity_lines
 from harness.summary import summary_lines
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 
 def group(layers: int, window: int | None, blocks: int) -> dict[str, Any]:

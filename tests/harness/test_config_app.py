@@ -17,7 +17,7 @@ from harness.__main__ import main
 from harness.begun import BegunPoints
 from harness.composition import Composer
 from harness.schema import RunConfig, SweepContext
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 
 class FakePoints:

@@ -9,7 +9,7 @@ import pytest
 from harness.__main__ import main
 from harness.failure import classify_exception
 from harness.full_disk import DiskFullError, full_disk_ends
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
 
 
 def no_room(*_of: object) -> None:

@@ -8,7 +8,7 @@ from engine.config import EngineSettings, GPUConfig, OffloadConfig, PlannerConfi
 from harness.fake_config import FakeScript
 from harness.monotone import certain_not_to_fit, planned_shortage
 from harness.schema import ModelNode
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from tests.harness.cases import SPEC, run_config
 
 SCRIPT = FakeScript(weights_gib=8.0, kv_gib=1.0)

@@ -7,7 +7,7 @@ import pytest
 
 from harness.finished import FinishedPoints
 from harness.tracking.moved import follow_store
-from reports.record import RESULT_NAME, RunRecord
+from reports.record.record import RESULT_NAME, RunRecord
 
 FIXED = "s3://bucket/artifacts"
 

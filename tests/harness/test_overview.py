@@ -2,7 +2,7 @@
 
 from harness.overview import sweep_lines
 from harness.schema import SweepContext
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 
 def record(name, metrics, status="ok", valid=None):

@@ -16,7 +16,7 @@ from harness.point import run_point, skip_point
 from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ModelNode, ModelSource
 from harness.tracking.base import GuardedTracker
 from harness.tracking.none import NoTracker
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from tests.harness.cases import SPEC, fake_command, load_only, run_config, scenario
 from tests.harness.fakes import PLAN, Script
 

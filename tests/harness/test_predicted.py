@@ -13,7 +13,7 @@ from harness.scenarios.predicted import differences, link_reasons, predicted_tim
 from harness.schema import LatencyScenario
 from harness.summary import summary_lines
 from reports.predicted import predicted_section
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from tests.engine.specs import GIB, plan_small, small_spec
 from tests.harness.cases import scenario
 

@@ -13,7 +13,7 @@ from harness.fake_config import FakeScript
 from harness.measure.latency import RequestTimes
 from harness.request_log import RequestLog, write_parquet
 from harness.traffic.settings import Arrivals, Lengths, Objectives
-from reports.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, read_requests
+from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, read_requests
 from tests.harness.systems.fake.cases import job, latency, run, served, throughput
 
 

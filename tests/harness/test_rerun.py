@@ -10,7 +10,7 @@ from harness.fingerprint import fingerprint, input_hashes
 from harness.finished import TAKEN_FROM, FinishedPoints
 from harness.point import run_point
 from harness.schema import LatencyScenario, TrackingConfig
-from reports.record import RESULT_NAME, RunRecord
+from reports.record.record import RESULT_NAME, RunRecord
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
 

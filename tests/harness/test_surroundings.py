@@ -31,7 +31,7 @@ from harness.schema import (
     TrackingConfig,
 )
 from harness.summary import summary_lines
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from tests.harness.cases import SPEC, run_config
 
 

@@ -13,7 +13,7 @@ import pytest
 from harness.begun import BegunPoints
 from harness.measure.host import process_memory
 from harness.plain import read_json
-from reports.record import RESULT_NAME, RunRecord
+from reports.record.record import RESULT_NAME, RunRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).resolve().parents[2]

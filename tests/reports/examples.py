@@ -2,7 +2,7 @@
 
 import random
 
-from reports.record import RunRecord, summarise
+from reports.record.record import RunRecord, summarise
 
 GIB = 2**30
 

@@ -3,7 +3,7 @@
 from reports.ab_figure import ratio_figure
 from reports.ab_view import ab_page, is_comparison
 from reports.load import load_run
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from reports.render import write_report
 from tests.reports.conftest import write_run
 from tests.reports.examples import ok_record

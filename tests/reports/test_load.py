@@ -3,7 +3,7 @@
 import pytest
 
 from reports.load import is_run_folder, load_points, load_run
-from reports.record import RecordError
+from reports.record.record import RecordError
 from tests.reports.conftest import write_run
 from tests.reports.examples import no_fit_record, ok_record
 

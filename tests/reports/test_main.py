@@ -43,12 +43,14 @@ def test_reports_import_no_engine_and_no_harness():
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     names, modules = json.loads(done.stdout)
-    assert {"reports.record", "reports.figures", "reports.render"} <= set(names)
+    assert {"reports.record.record", "reports.figures", "reports.render"} <= set(names)
     assert not {*HEAVY, "engine", "harness", "kernels", "matplotlib"} & set(modules)
 
 
 def test_record_module_is_standard_library_only():
-    code = "import sys, reports.record; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    code = (
+        "import sys, reports.record.record; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert not any(f"'{name}'" in done.stdout for name in ("numpy", "jinja2", "matplotlib"))

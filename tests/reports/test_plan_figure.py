@@ -6,7 +6,7 @@ import pytest
 
 from reports.__main__ import main
 from reports.plan_figure import KINDS, kind_of, plan_figure, short, write_plan_figure
-from reports.record import RecordError
+from reports.record.record import RecordError
 
 HEAD = "point,offload,fits,decode_tokens_s,queue_output_tokens_s\n"
 ROWS = 'a,none,False,,\na,"uva, 4 GiB",True,5.0,50\nb,uva (as set),True,6,6000\nb,auto,True,7,8\n'

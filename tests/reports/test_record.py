@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reports.record import (
-    METRIC_DEFINITIONS,
+from reports.record.metrics import METRIC_DEFINITIONS, definition
+from reports.record.record import (
     SAMPLE_FLOORS,
     STATUSES,
     RecordError,
     RunRecord,
-    definition,
     percentile,
     summarise,
 )

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from reports.record import RecordError
+from reports.record.record import RecordError
 from reports.render import write_report
 from tests.reports.conftest import write_run
 from tests.reports.examples import no_fit_record, ok_record

@@ -2,7 +2,17 @@
 
 import pytest
 
-from reports.text import duration, flatten, gib, last_keys, leaf, metric_text, number, shorten, unit
+from reports.record.text import (
+    duration,
+    flatten,
+    gib,
+    last_keys,
+    leaf,
+    metric_text,
+    number,
+    shorten,
+    unit,
+)
 
 GIB = 2**30
 

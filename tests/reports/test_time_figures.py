@@ -4,10 +4,10 @@ import pytest
 
 from reports.asked import asked_section, failed_section
 from reports.figures import FIGURES
-from reports.record import write_text_atomic
+from reports.record.record import write_text_atomic
+from reports.record.telemetry import COLUMNS
 from reports.render import write_report
 from reports.roofline import decode_points, roofline_section
-from reports.telemetry import COLUMNS
 from reports.theme import THEMES
 from reports.time_figures import TIME_FIGURES
 from tests.reports.conftest import write_run

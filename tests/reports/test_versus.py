@@ -8,7 +8,7 @@ from reports.__main__ import main
 from reports.load import Point
 from reports.peers import peers_section
 from reports.ratio_figure import ratio_ticks
-from reports.record import RecordError
+from reports.record.record import RecordError
 from reports.render import write_sweep_report, write_versus_report
 from reports.versus import (
     UnlikeError,

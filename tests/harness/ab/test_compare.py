@@ -14,7 +14,7 @@ from harness.ab.compare import (
     verdict_of,
 )
 from harness.ab.result import result_lines
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 T_3 = 3.182446305
 """Student's t of 3 degrees of freedom, 95 %."""

@@ -13,7 +13,8 @@ from harness.ab.run import run_ab
 from harness.ab_config import AbConfig
 from harness.composition import Composer
 from harness.point import run_point
-from reports.record import RunRecord, definition
+from reports.record.metrics import definition
+from reports.record.record import RunRecord
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@ import pytest
 from engine.errors import ConfigError
 from harness.search.goal import check_measured, parse_constraint, parse_goal
 from harness.search.trial import judge
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 from tests.harness.cases import load_only, scenario
 
 GOAL = parse_goal(

@@ -14,7 +14,7 @@ from harness.search.best import write_best
 from harness.search.request import parse_request
 from harness.search.study import open_study, require_optuna
 from harness.search.trial import Outcome, TrialRunner
-from reports.record import RunRecord
+from reports.record.record import RunRecord
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="optuna is not installed"

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from harness.telemetry.window import Span, Window
-from reports.telemetry import COLUMNS
+from reports.record.telemetry import COLUMNS
 from tests.harness.fakes import Script, fake_door
 from tests.harness.telemetry.pynvml_stand_in import READINGS
 

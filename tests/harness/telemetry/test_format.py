@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.telemetry.spool import LineTail, one_a_second, schema, write_parquet
-from reports.telemetry import (
+from reports.record.telemetry import (
     COLUMNS,
     COSTLY_COLUMNS,
     PARQUET_NAME,

@@ -16,8 +16,8 @@ from harness.point import run_point
 from harness.schema import CorrectnessConfig
 from harness.telemetry import process
 from harness.telemetry.process import Sampler
-from reports.record import RunRecord
-from reports.telemetry import PARQUET_NAME, SPOOL_NAME, read_spool, read_telemetry
+from reports.record.record import RunRecord
+from reports.record.telemetry import PARQUET_NAME, SPOOL_NAME, read_spool, read_telemetry
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
 from tests.harness.telemetry.cases import install, samplers, wait_until

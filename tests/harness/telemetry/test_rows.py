@@ -15,7 +15,7 @@ from harness.telemetry.machine import Machine
 from harness.telemetry.processes import ProcessTree, descendants
 from harness.telemetry.procfs import ProcFile, number_of, size_of
 from harness.telemetry.sampler import Rows
-from reports.telemetry import COLUMNS, SLOW_COLUMNS
+from reports.record.telemetry import COLUMNS, SLOW_COLUMNS
 from tests.harness.telemetry.cases import install, load
 from tests.harness.telemetry.pynvml_stand_in import READINGS, UUID
 

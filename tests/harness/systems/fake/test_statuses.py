@@ -12,7 +12,7 @@ from harness import point
 from harness.fake_config import FakeScript
 from harness.point import run_point, skip_point
 from harness.schema import LoadScenario, ModelNode, ScenarioConfig
-from reports.record import STATUSES, RunRecord
+from reports.record.record import STATUSES, RunRecord
 from tests.harness.cases import SPEC, run_config
 from tests.harness.systems.fake.cases import UNCHECKED, latency, throughput
 

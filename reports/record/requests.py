@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from reports.telemetry import spool_rows
+from reports.record.telemetry import spool_rows
 
 __all__ = ["COLUMNS", "PARQUET_NAME", "SPOOL_NAME", "read_requests", "request_rows"]
 

@@ -1,7 +1,7 @@
 """The file format of one run, `result.json`, and the project's only statistics on samples.
 
-With it come the definition of each metric and the one rule for digits. Standard library only. The
-harness writes records through this module; everything else in `reports` reads them.
+Standard library only. The harness writes records through this module; everything else in `reports`
+reads them.
 """
 
 import json
@@ -14,42 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from reports.definitions import METRIC_DEFINITIONS, definition
-from reports.text import number
-
-__all__ = [
-    "METRIC_DEFINITIONS",
-    "PREDICTED",
-    "RESULT_NAME",
-    "SAMPLE_FLOORS",
-    "SCHEMA_VERSION",
-    "STATE_NAME",
-    "STATUSES",
-    "RecordError",
-    "RunRecord",
-    "definition",
-    "number",
-    "percentile",
-    "summarise",
-    "write_bytes_atomic",
-    "write_text_atomic",
-]
-
 SCHEMA_VERSION: Final = 1
 RESULT_NAME: Final = "result.json"
 STATE_NAME: Final = "state.json"
 """What a run does now, and how it ended; beside the record, and there before it."""
 STATUSES: Final = ("ok", "no_fit", "oom", "failed", "timeout", "killed", "skipped")
-PREDICTED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "tpot_ms": "latency/tpot_ms",
-        "ttft_ms": "latency/ttft_ms",
-        "output_tok_s": "throughput/output_tok_s",
-        "load_s": "load/total_s",
-        "gpu_peak_gib": "memory/gpu_peak_gib",
-    }
-)
-"""Quantity that the plan predicts (area predicted) -> what it is held against."""
 SAMPLE_FLOORS: Final[Mapping[int, int]] = MappingProxyType({50: 11, 90: 64, 95: 130, 99: 662})
 """Percentile -> number of samples below which it is None."""
 

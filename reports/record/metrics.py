@@ -233,6 +233,17 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Metric name without its statistic (load/busy: without its phase) -> definition."""
 
+PREDICTED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "tpot_ms": "latency/tpot_ms",
+        "ttft_ms": "latency/ttft_ms",
+        "output_tok_s": "throughput/output_tok_s",
+        "load_s": "load/total_s",
+        "gpu_peak_gib": "memory/gpu_peak_gib",
+    }
+)
+"""Quantity that the plan predicts (area predicted) -> what it is held against."""
+
 STATISTIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "mean": "arithmetic mean",
