@@ -5,6 +5,9 @@ PYTHON ?= python3
 PY ?= .venv/bin/python
 JOBS ?= 2
 DEMO := smollm2_135m
+# Nothing but the names listed: what they need beyond these lists the GPU machine has.
+FETCH_WHEELS = $(PY) -m pip download --no-deps -c constraints.txt --only-binary=:all: \
+  --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64
 # One thread a process, and sources compiled once: tests start a hundred Python processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # One stamp for each content of the two files: an unchanged environment is not touched again.
@@ -68,9 +71,10 @@ report: ## rebuild the report of a run folder: make report DIR=...
 ui: setup ## open MLflow on the database of all runs
 	.venv/bin/mlflow ui --backend-store-uri "sqlite:///$$($(PY) -m harness.models home)/mlflow.db"
 
-wheelhouse: setup ## collect what an offline GPU machine lacks, for Python 3.12
+wheelhouse: setup ## collect what an offline GPU machine lacks, for Python 3.12, in two groups
 	rm -rf wheelhouse
-	$(PY) -m pip wheel --no-deps -w wheelhouse -c constraints.txt antlr4-python3-runtime
-	$(PY) -m pip download -d wheelhouse -c constraints.txt --find-links wheelhouse --only-binary=:all: \
-	  --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -r requirements-offline.txt
-	du -sh wheelhouse
+	$(PY) -m pip wheel --no-deps -w wheelhouse/base -c constraints.txt antlr4-python3-runtime
+	$(FETCH_WHEELS) -d wheelhouse/base --find-links wheelhouse/base -r requirements-offline.txt
+	$(FETCH_WHEELS) -d wheelhouse/server -r requirements-offline-server.txt
+	@du -sb wheelhouse | awk '{ printf "wheelhouse: %.1f MB\n", $$1 / 1e6; exit $$1 > 20e6 }' || \
+	  { echo "wheelhouse: expected at most 20 MB. Take what the machine has off the lists."; exit 1; }
