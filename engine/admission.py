@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 
+from engine.cost_queue import FIRST_SHARE, MOST_DOUBLINGS
 from engine.kv.groups import BlockGroups
 from engine.outlook import Outlook
 from engine.request import Sequence
@@ -11,9 +12,6 @@ LONG_BLOCKS = 64
 begin beside others before its keys are made."""
 PATIENCE = 8
 """Steps between questions while nothing was given back."""
-FIRST_SHARE = 32
-"""A preempted sequence goes on when all have room for this part of its length more."""
-MOST_DOUBLINGS = 5
 
 
 class Admission:

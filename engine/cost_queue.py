@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engine.admission import FIRST_SHARE, MOST_DOUBLINGS
 from engine.cost import Shape, decode_step_s, step_s
 from engine.rates import Rates
 from engine.sizes import pad_batch
@@ -15,6 +14,10 @@ QUEUE_REQUESTS: Final = 200
 QUEUE_PROMPT_TOKENS: Final = 128
 QUEUE_OUTPUT_TOKENS: Final = 128
 """The queue that throughput is predicted for (shorter where max_model_len is)."""
+FIRST_SHARE: Final = 32
+"""A preempted sequence goes on when all have room for this part of its length more."""
+MOST_DOUBLINGS: Final = 5
+"""That room doubles with each preemption after the first, at most so often."""
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,12 @@ import torch
 
 from engine.plan import DeviceFacts
 
+TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
 
 class HostBuffer(Protocol):
     """Host memory of an exact size, pinned or not, released by `close` or with its last view."""

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.device.base import Device
+from engine.device.base import TORCH_DTYPES, Device
 from engine.kv.host_blocks import HostBlocks
 from engine.plan import MemoryPlan
 from engine.spec import ModelSpec
-from engine.weights.store import TORCH_DTYPES
 from kernels.ops import HostCache
 
 

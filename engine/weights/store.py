@@ -4,17 +4,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from engine.device.base import Device, HostBuffer
+from engine.device.base import TORCH_DTYPES, Device, HostBuffer
 from engine.placement import Placement
 from engine.plan import LayerPlan, MemoryPlan, Slab
 from engine.spec import ParamSpec, TensorSpec
 from engine.weights.ring import LayerFeed, OnDemandSlot, SlotRing
-
-TORCH_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 
 
 class WeightStore:
