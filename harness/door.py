@@ -71,6 +71,8 @@ class EngineDoor:
     """Returns more rates of the machine to plan with, by the names of engine.rates."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the engine's token times."""
+    clock_zero_s: float = 0.0
+    """The machine's monotonic time at which `clock` reads 0."""
     wait: Wait = asyncio.sleep
     """Lets seconds of that clock pass."""
     is_exact: bool = True

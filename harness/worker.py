@@ -89,7 +89,7 @@ class Work:
         self._engine = job.engine
         self._path = result_path(run_dir, job.name)
         self._door = door
-        self._spawned_s = spawned_s
+        self._spawned_s = spawned_s - door.clock_zero_s
         self._state = StateWriter(run_dir, job.name)
         self._requests = RequestLog(run_dir)
         self._factory: EngineFactory | None = None
@@ -368,8 +368,10 @@ class Work:
         return totals
 
     def _note_window(self, part: str, begin_s: float) -> None:
-        end_s = self._door.clock()
-        self._result["windows"].append({"part": part, "begin_s": begin_s, "end_s": end_s})
+        """Note when a part ran, on the machine's clock, which the samples of telemetry are on."""
+        zero_s = self._door.clock_zero_s
+        window = {"begin_s": zero_s + begin_s, "end_s": zero_s + self._door.clock()}
+        self._result["windows"].append({"part": part} | window)
 
     def _note_outcome(self, part: str, outcome: Outcome) -> None:
         self._result["metrics"] |= outcome.metrics

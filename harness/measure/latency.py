@@ -4,9 +4,23 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from reports.record.record import SAMPLE_FLOORS, summarise
+
+CLOCK_S: Final = 1e-8
+"""Differences of two times below this are rounding: a float of seconds since the machine's start
+resolves 2 ns after three months."""
+
+
+def has_passed(passed_s: float, limit_s: float) -> bool:
+    """Return whether a time that was measured has reached a limit, whatever the clock's rounding.
+
+    Args:
+        passed_s: a difference of two times.
+        limit_s: as it was asked for.
+    """
+    return passed_s > limit_s - CLOCK_S
 
 
 @dataclass(kw_only=True)

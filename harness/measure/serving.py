@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from harness.measure.latency import RequestTimes, latency_pools, pool_metrics
+from harness.measure.latency import CLOCK_S, RequestTimes, latency_pools, pool_metrics
 
-CLOCK_MS: Final = 1e-5
-"""Differences of two times below this are rounding: a float of seconds since the machine's start
-resolves 2 ns after three months."""
+CLOCK_MS: Final = 1e3 * CLOCK_S
 
 
 @dataclass(kw_only=True)
@@ -32,7 +30,10 @@ class ServedRequest(RequestTimes):
     @property
     def lag_ms(self) -> float | None:
         """How long after its scheduled arrival it was sent; None if it was not."""
-        return None if self.sent_s is None else 1e3 * (self.sent_s - self.submit_s)
+        if self.sent_s is None:
+            return None
+        # NaN stays NaN; what was sent CLOCK_S early was sent in time.
+        return max(1e3 * (self.sent_s - self.submit_s), 0.0)
 
     @property
     def is_short(self) -> bool:
@@ -189,5 +190,6 @@ def _window_rate(served: Sequence[ServedRequest], window: Window | None) -> floa
     if window is None or window.length_s <= 0:
         return None
     times = (time_s for request in served for time_s in request.token_times_s)
-    inside = sum(window.begin_s < time_s <= window.end_s for time_s in times)
+    begin_s, end_s = window.begin_s + CLOCK_S, window.end_s + CLOCK_S
+    inside = sum(begin_s < time_s <= end_s for time_s in times)
     return inside / window.length_s

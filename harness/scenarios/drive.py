@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from engine.errors import RequestError
 from engine.request import TokenEvent
 from engine.sampling_params import SamplingParams
-from harness.measure.latency import RequestTimes
+from harness.measure.latency import RequestTimes, has_passed
 
 Clock = Callable[[], float]
 OnProgress = Callable[[int, int, int], None]
@@ -280,7 +280,7 @@ def run_in_turn(
     lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
 
     def is_over() -> bool:
-        return bool(requests) and limit_s is not None and clock() - begin_s >= limit_s
+        return bool(requests) and limit_s is not None and has_passed(clock() - begin_s, limit_s)
 
     def on_step(new_tokens: int) -> None:
         nonlocal num_tokens
@@ -337,7 +337,7 @@ def run_at_once(
         num_tokens += new_tokens
         if on_progress is not None:
             on_progress(len(requests) - driver.num_open, len(requests), num_tokens)
-        if num_tokens and limit_s is not None and clock() - begin_s >= limit_s:
+        if num_tokens and limit_s is not None and has_passed(clock() - begin_s, limit_s):
             driver.cancel(_late(limit_s))
 
     driver.drain(on_step)

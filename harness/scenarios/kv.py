@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from harness.measure.kv import Counts, counts, since
+from harness.measure.latency import has_passed
 from harness.scenarios.drive import Clock, Engine
 from harness.scenarios.outcome import ratio
 
@@ -83,7 +84,7 @@ class KVWatch:
         """Run one step of the engine."""
         events: list[Any] = self._llm.step()
         now_s = self._clock()
-        if now_s >= self._next_s:
+        if has_passed(now_s, self._next_s):
             self._look(now_s)
         return events
 

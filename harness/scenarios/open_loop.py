@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 from engine.errors import EngineError
 from engine.request import TokenEvent
 from engine.sampling_params import SamplingParams
+from harness.measure.latency import CLOCK_S, has_passed
 from harness.measure.serving import ServedRequest
 from harness.scenarios.drive import Clock, OnEnd, OnProgress
 from harness.traffic.schedule import PlannedRequest, Schedule
@@ -142,7 +143,7 @@ class _Run:
         while open_tasks and not self._is_over():
             now_s = self._clock()
             left_s = self._last_arrival_s + self._limits.drain_s - now_s
-            if left_s <= 0:
+            if left_s <= CLOCK_S:
                 return
             wait_s = max(0.0, min(left_s, _LOOK_S, self._end_s - now_s))
             _, open_tasks = await asyncio.wait(open_tasks, timeout=wait_s)
@@ -150,9 +151,9 @@ class _Run:
     def _is_over(self) -> bool:
         """Return whether nothing is worth waiting for."""
         now_s = self._clock()
-        if now_s >= self._end_s:
+        if has_passed(now_s, self._end_s):
             self._ended = self._limits.late
-        elif self._give_up is not None and now_s >= self._look_s + _LOOK_S:
+        elif self._give_up is not None and has_passed(now_s - self._look_s, _LOOK_S):
             self._look_s = now_s
             if self._give_up(list(self.served.values()), now_s):
                 self._ended = CUT_OFF
@@ -173,7 +174,7 @@ class _Run:
                 raise end
 
     async def _wait_until(self, time_s: float) -> None:
-        while (left_s := time_s - self._clock()) > 0:
+        while (left_s := time_s - self._clock()) > CLOCK_S:
             await self._wait(min(left_s, _SIGN_S))
             if not self._num_open:  # a pause of the schedule, not of the engine
                 self._report()

@@ -308,10 +308,11 @@ def _schedule_reasons(
         )
     window = arrival_window(served)
     length_s = window.length_s if window is not None else 0.0
-    if config.min_duration_s is not None and length_s < config.min_duration_s:
+    took, asked = f"{length_s:.4g}", f"{config.min_duration_s or 0.0:.4g}"
+    if float(took) < float(asked):  # as they are printed
         reasons.append(
-            f"serve: the arrivals took {length_s:.4g} s where min_duration_s="
-            f"{config.min_duration_s:g} was asked. Raise scenario.serve.num_requests."
+            f"serve: the arrivals took {took} s where min_duration_s={asked} was asked. Raise "
+            "scenario.serve.num_requests."
         )
     return reasons
 

@@ -4,13 +4,17 @@ import asyncio
 import math
 import selectors
 import time
-from collections.abc import Coroutine
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, Final, Protocol, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 SPIN_S: Final = 0.0005
 """The end of a wait is spun for: a sleep may take so much longer than asked."""
+DIGITS: Final = 9
+"""Decimals of scripted seconds."""
 
 
 class FakeClock(Protocol):
@@ -42,18 +46,45 @@ class RealClock:
 
 
 class ScriptedClock:
-    """Begins at the machine's time and then moves only when it is told to."""
+    """Begins at 0 and moves only when it is told to, so that a script means the same at any time.
 
-    def __init__(self) -> None:
-        self.now_s = time.perf_counter()
+    It keeps whole nanoseconds: sums of scripted times are exact, and what is due together is due
+    at one time, however the times were added up.
+
+    Args:
+        begin_s: the first time.
+    """
+
+    def __init__(self, begin_s: float = 0.0) -> None:
+        self._now_s = begin_s
+        self._settling: list[asyncio.Future[None]] = []
 
     def __call__(self) -> float:
         """Return the time."""
-        return self.now_s
+        return self._now_s
 
     def wait_until(self, time_s: float) -> None:
         """Make it `time_s`, unless it is later already."""
-        self.now_s = max(self.now_s, time_s)
+        self._now_s = max(self._now_s, round(time_s, DIGITS))
+
+    async def settle(self) -> None:
+        """Return when everything else that is due at this time has been done."""
+        self._settling.append(asyncio.get_running_loop().create_future())
+        await self._settling[-1]
+
+    def move(self, timeout_s: float | None) -> None:
+        """Wake those that settle, else let the time pass until the next timer, if there is one."""
+        settling, self._settling = self._settling, []
+        for future in settling:
+            if not future.done():
+                future.set_result(None)
+        if settling or not timeout_s:
+            return
+        self.wait_until(self._now_s + timeout_s)
+        # A timer is due once the time is beyond its own, which asyncio makes sure of by adding
+        # 1 ns: after 97 days that adds nothing to a time, and no timer would ever be due.
+        if self._now_s + 10.0**-DIGITS == self._now_s:
+            self._now_s = math.nextafter(self._now_s, math.inf)
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on an event loop whose time is this clock; return its result."""
@@ -62,7 +93,7 @@ class ScriptedClock:
 
 
 class _Selector(selectors.SelectSelector):
-    """Moves the clock to the next timer where a real selector would wait for it."""
+    """Moves the clock where a real selector would wait."""
 
     def __init__(self, clock: ScriptedClock) -> None:
         super().__init__()
@@ -70,10 +101,9 @@ class _Selector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
-        if not ready and timeout:
-            # A timer is due once the time is beyond its own, which asyncio makes sure of by adding
-            # 1 ns: after 97 days that adds nothing to a time, and no timer would ever be due.
-            self._clock.now_s = math.nextafter(self._clock.now_s + timeout, math.inf)
+        is_idle = timeout is None or timeout > 0
+        if not ready and is_idle:
+            self._clock.move(timeout)
         return ready
 
 
@@ -83,4 +113,13 @@ class _ScriptedLoop(asyncio.SelectorEventLoop):
         self._scripted = clock
 
     def time(self) -> float:
-        return self._scripted.now_s
+        return self._scripted()
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return super().call_at(round(when, DIGITS), callback, *args, context=context)

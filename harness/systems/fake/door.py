@@ -1,6 +1,7 @@
 """The door to the engine of model=fake."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -55,6 +56,7 @@ def fake_door(script: FakeScript) -> EngineDoor:
         plan_for=plan,
         predict=no_prediction,
         clock=clock,
+        clock_zero_s=time.perf_counter() - clock(),
         wait=asyncio.sleep,
         open_async=open_async,
         run_async=clock.run,

@@ -65,7 +65,11 @@ class ScriptedServer:
 
     async def _step(self) -> None:
         try:
-            while self._llm.has_unfinished():
+            while True:
+                # What comes at the end of a step goes into the next one.
+                await self._clock.settle()
+                if not self._llm.has_unfinished():
+                    return
                 begin_s = self._clock()
                 await asyncio.sleep(self._llm.begin_step())
                 events = self._llm.end_step()

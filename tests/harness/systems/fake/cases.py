@@ -61,7 +61,8 @@ def job(
 def run(folder: Path, task: WorkerJob, *, spawned_ago_s: float = 0.0) -> dict[str, Any]:
     """The result of a job."""
     door = door_for(task)
-    result = Work(task, folder, door, spawned_s=door.clock() - spawned_ago_s).run()
+    spawned_s = door.clock_zero_s + door.clock() - spawned_ago_s
+    result = Work(task, folder, door, spawned_s=spawned_s).run()
     json.dumps(result, allow_nan=False)
     return result
 

@@ -7,8 +7,7 @@ from harness.systems.fake.clock import ScriptedClock
 
 @pytest.mark.parametrize("up_s", [0.0, 1e5, 1e8, 3e10])
 def test_timers_end_however_long_the_machine_has_been_up(up_s):
-    clock = ScriptedClock()
-    clock.now_s = up_s
+    clock = ScriptedClock(up_s)
     ends = []
 
     async def wait(seconds):
@@ -24,3 +23,12 @@ def test_timers_end_however_long_the_machine_has_been_up(up_s):
     assert [seconds for seconds, _ in ends] == [0.005, 0.02, 2.0]
     for seconds, end_s in ends:
         assert end_s == pytest.approx(seconds, abs=2e-5)
+
+
+def test_sums_of_scripted_times_are_exact():
+    clock = ScriptedClock()
+    for _ in range(1000):
+        clock.wait_until(clock() + 0.0033)
+    assert clock() == 3.3
+    clock.wait_until(1.0)
+    assert clock() == 3.3  # never back

@@ -1,5 +1,7 @@
 """Figures of served requests against values worked out by hand, from scripted times."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from harness.fake_config import FakeScript
@@ -41,6 +43,33 @@ def test_serving_that_overlaps(tmp_path):
     assert metrics["serve/good_requests_s"] == pytest.approx(20)
     assert metrics["serve/window_s"] == pytest.approx(0.016)
     assert metrics["serve/window_output_tok_s"] == 0  # measured, and none
+
+
+def test_what_arrives_as_a_step_ends_goes_into_the_next_one(tmp_path):
+    """Steps of 10 ms and an arrival every 10: each gets its first token in a step of its own."""
+    part = near_arrivals(100, 50, slo=Objectives(ttft_ms=10))
+    result = run(tmp_path, job(part, FakeScript(prefill_ms=[10], decode_ms=[9.9])))
+    rows = result["samples"]["serve"]["requests"]
+    assert [row["ttft_ms"] for row in rows] == pytest.approx([10] * 50)
+    assert result["metrics"]["serve/good_share"] == 1
+
+
+@pytest.mark.parametrize("up_s", [1e3, 604_800.0, 1e7])
+def test_figures_are_the_same_however_long_the_machine_has_been_up(tmp_path, monkeypatch, up_s):
+    part = near_arrivals(
+        125, 40, max_concurrency=2, min_duration_s=0.312, slo=Objectives(ttft_ms=30, e2e_ms=60)
+    )
+    script = FakeScript(prefill_ms=[13, 7], decode_ms=[3.3, 4.1])
+    found = []
+    for now_s in (0.0, up_s):
+        machine = SimpleNamespace(perf_counter=lambda now_s=now_s: now_s)
+        monkeypatch.setattr("harness.systems.fake.door.time", machine)
+        result = run(tmp_path, job(part, script))
+        (window,) = result["windows"]
+        assert window["begin_s"] == pytest.approx(now_s + script.load_s, abs=1e-8)
+        metrics = {k: v for k, v in result["metrics"].items() if k.startswith("serve/")}
+        found.append((metrics, result["samples"]["serve"], result["reasons"]))
+    assert found[0] == found[1]
 
 
 def test_tokens_count_in_the_window_by_their_own_times(tmp_path):
