@@ -12,9 +12,9 @@ __all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingPara
 
 _HOMES = {
     "AsyncLLM": "engine.async_llm",
-    "KVTransferConfig": "engine.config",
+    "KVTransferConfig": "engine.kv_config",
     "LLM": "engine.llm",
-    "OffloadConfig": "engine.config",
+    "OffloadConfig": "engine.offload_config",
     "SamplingParams": "engine.sampling_params",
 }
 
