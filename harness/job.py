@@ -4,6 +4,7 @@ import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 from engine.config import EngineConfig
 from harness.fake_config import FakeScript
@@ -45,6 +46,8 @@ class WorkerJob:
     """Of reference: the configuration that it is for, planned before the reference is built."""
     gpu_uuid: str | None = None
     """The GPU whose energy counter is read."""
+    salt: str = field(default_factory=lambda: uuid4().hex)
+    """Begins the salts of all requests: a server outlives the run and keeps prefixes."""
 
     def write(self, run_dir: Path) -> None:
         """Store the job where the worker finds it."""

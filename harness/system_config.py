@@ -30,7 +30,8 @@ class SystemConfig(Sealed):
     prompts: str | None = None
     """Of http: token_ids (null) | text; text is decoded here and encoded again by the server."""
     extensions: bool | None = None
-    """Of http: ask for ignore_eos and return_token_ids (null: true), which some servers refuse."""
+    """Of http: send ignore_eos, return_token_ids and cache_salt (null: true), which some servers
+    refuse."""
     request_timeout_s: float | None = None
     """Of http: longest wait for the next part of an answer (null: 300)."""
 

@@ -54,8 +54,6 @@ from harness.traffic.load import Load
 from harness.traffic.scenario import ServeScenario
 from reports.record.record import write_text_atomic
 
-GIB = 2**30
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that the arguments name with the system that it names."""
@@ -163,7 +161,7 @@ class Work:
         """Note the host memory of the scenarios, before what comes after them takes any."""
         peak = process_memory()["rss_peak_bytes"]
         if peak is not None:
-            self._result["metrics"].setdefault("memory/host_rss_peak_gib", peak / GIB)
+            self._result["metrics"].setdefault("memory/host_rss_peak_gib", peak / 2**30)
 
     def _tidy(self, what: str, step: Callable[[], None]) -> None:
         try:
@@ -290,10 +288,11 @@ class Work:
         self._result["notes"] += found.notes
 
     def _run_part(self, llm: Engine, part: str, config: RequestSet) -> StepTotals:
+        clock, salt = self._door.clock, f"{self._job.salt}/{part}"
         prompts = part_prompts(llm, part, config, self._job.prompts.get(part))
         if config.warmup_requests:
             self._state.enter(f"{part} warm-up")
-            self._result["reasons"] += warm_up_part(llm, part, config, clock=self._door.clock)
+            self._result["reasons"] += warm_up_part(llm, part, config, clock=clock, salt=salt)
         measure = measure_latency if part == "latency" else measure_throughput
 
         def all_of_it(watched: Engine) -> tuple[Outcome, StepTotals]:
@@ -302,10 +301,11 @@ class Work:
                     watched,
                     prompts[number],
                     config.output_tokens,
-                    clock=self._door.clock,
+                    clock=clock,
                     on_progress=self._state.running,
                     on_end=self._requests.of(part, number),
                     limit_s=config.max_duration_s,
+                    salt=f"{salt}/{number}",
                 )
 
             return measure_repeats(
@@ -321,6 +321,7 @@ class Work:
             trace=self._job.trace,
             vocab_size=llm.spec.vocab_size,
             avoid=special_ids(llm.tokenizer),
+            salt=self._job.salt,
         )
         self._state.enter("serve warm-up")
         self._result["reasons"] += warm_up(llm, load, clock=self._door.clock)

@@ -167,10 +167,13 @@ class StepTotals:
 class Driver:
     """Sends requests and steps the engine until they are done, or are taken back."""
 
-    def __init__(self, llm: Engine, clock: Clock, on_end: OnEnd | None = None) -> None:
+    def __init__(
+        self, llm: Engine, clock: Clock, on_end: OnEnd | None = None, salt: str | None = None
+    ) -> None:
         self._llm = llm
         self._clock = clock
         self._on_end = on_end
+        self._salt = salt
         self._open: dict[str, RequestTimes] = {}
         self._cancelled: set[str] = set()
         self.totals = StepTotals()
@@ -182,7 +185,9 @@ class Driver:
 
     def offer(self, prompt: Sequence[int], output_tokens: int, request_id: str) -> RequestTimes:
         """Send one request for `output_tokens` greedy tokens; a refused one carries its error."""
-        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, cache_salt=self._salt
+        )
         times = RequestTimes(
             request_id=request_id, num_prompt_tokens=len(prompt), submit_s=self._clock()
         )
@@ -261,6 +266,7 @@ def run_in_turn(
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
     limit_s: float | None = None,
+    salt: str | None = None,
 ) -> tuple[list[RequestTimes], StepTotals]:
     """Run the requests one at a time; return times of those sent and the sums over the steps.
 
@@ -273,8 +279,9 @@ def run_in_turn(
         on_progress: called after each step.
         on_end: called with each request that ended.
         limit_s: after which the one at work is taken back and no other is sent, once one has ended.
+        salt: of their prefixes in a cache; requests with another salt share none with them.
     """
-    driver = Driver(llm, clock, on_end)
+    driver = Driver(llm, clock, on_end, salt)
     requests: list[RequestTimes] = []
     num_tokens, begin_s = 0, clock()
     lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
@@ -311,6 +318,7 @@ def run_at_once(
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
     limit_s: float | None = None,
+    salt: str | None = None,
 ) -> tuple[list[RequestTimes], StepTotals]:
     """Offer all requests, then step until they are done; return times and sums over the steps.
 
@@ -323,9 +331,10 @@ def run_at_once(
         on_progress: called after each step.
         on_end: called with each request that ended.
         limit_s: after which those that have not ended are taken back, once there is a token.
+        salt: of their prefixes in a cache; requests with another salt share none with them.
     """
     begin_s = clock()
-    driver = Driver(llm, clock, on_end)
+    driver = Driver(llm, clock, on_end, salt)
     requests = [
         driver.offer(prompt, output_tokens, f"{prefix}-{index}")
         for index, prompt in enumerate(prompts)

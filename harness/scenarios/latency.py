@@ -6,6 +6,7 @@ from harness.measure.latency import RequestTimes, floor_note, latency_pools, poo
 from harness.measure.statistics import drift
 from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals, run_in_turn
 from harness.scenarios.outcome import Outcome, cut_reasons, failure_reasons, short_reasons
+from harness.scenarios.reuse import hit_tokens, note_reuse, reuse_since, with_outputs
 
 
 def measure_latency(
@@ -17,8 +18,10 @@ def measure_latency(
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
     limit_s: float | None = None,
+    salt: str | None = None,
 ) -> tuple[Outcome, StepTotals]:
     """Run the prompts one after the other; return their figures and the sums over the steps."""
+    before = hit_tokens(llm.stats())
     requests, totals = run_in_turn(
         llm,
         prompts,
@@ -28,6 +31,7 @@ def measure_latency(
         on_progress=on_progress,
         on_end=on_end,
         limit_s=limit_s,
+        salt=salt,
     )
     cut = cut_reasons("latency", requests, len(prompts), limit_s)
     num_complete = sum(request.is_complete for request in requests)
@@ -47,6 +51,8 @@ def measure_latency(
         ],
         notes=[note] if note else [],
     )
+    found = reuse_since(before, llm.stats(), requests, lambda: with_outputs(prompts, requests))
+    note_reuse(outcome, "latency", found)
     return outcome, totals
 
 

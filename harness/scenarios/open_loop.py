@@ -112,6 +112,7 @@ class _Run:
     ) -> None:
         self._door, self._limits = door, limits
         self._clock, self._wait, self._on_progress = clock, wait, on_progress
+        self._salt = schedule.salt
         self._slots = asyncio.Semaphore(limits.max_concurrency or len(schedule.requests) or 1)
         self._conversations = _conversations(schedule)
         self._tasks: list[asyncio.Task[None]] = []  # the one that begins the others first
@@ -200,7 +201,12 @@ class _Run:
 
     async def _send(self, served: ServedRequest, prompt: list[int]) -> None:
         """Send one request and note its tokens until it ends, fails or is cancelled."""
-        params = SamplingParams(temperature=0.0, max_tokens=served.output_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=served.output_tokens,
+            ignore_eos=True,
+            cache_salt=self._salt,
+        )
         served.is_cancelled, served.error = False, None
         served.sent_s = self._clock()
         self._num_open += 1

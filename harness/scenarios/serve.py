@@ -25,9 +25,10 @@ from harness.scenarios.drive import Clock, Engine, OnEnd, OnProgress, StepTotals
 from harness.scenarios.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
 from harness.scenarios.outcome import Outcome, cut_reasons, failure_reasons
 from harness.scenarios.peak import Peak, search_peak
+from harness.scenarios.reuse import Reuse, Sent, hit_tokens, note_reuse, reuse_since
 from harness.traffic.load import Load
 from harness.traffic.scenario import ServeScenario
-from harness.traffic.schedule import Schedule, check_counted
+from harness.traffic.schedule import PlannedRequest, Schedule, check_counted
 
 T = TypeVar("T")
 LEAST_SENT_SHARE: Final = 0.95
@@ -86,6 +87,7 @@ def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
         clock=clock,
         prefix="serve-warm-up",
         limit_s=config.max_duration_s,
+        salt=load.salt and f"{load.salt}/warm-up",
     )
     cut = cut_reasons(name, served, len(planned), config.max_duration_s)
     return [*cut, *failure_reasons(name, served)]
@@ -124,25 +126,35 @@ def measure_serve(
             on_step=lambda step, duration_s: totals.add(step, duration_s, plan),
         )
 
-    def serve(schedule: Schedule) -> list[ServedRequest]:
+    def serve(schedule: Schedule) -> tuple[list[ServedRequest], Reuse]:
         check_counted(schedule, load.config)
-        return run_async(_serve(open_one, schedule, load.config, clock, wait, on_progress, on_end))
+        before = hit_tokens(llm.stats())
+        served = run_async(
+            _serve(open_one, schedule, load.config, clock, wait, on_progress, on_end)
+        )
+        sent = [request for request in served if request.sent_s is not None]
+        return served, reuse_since(before, llm.stats(), sent, lambda: sent_tokens(schedule, sent))
 
     if load.config.search is None:
-        return judge(load.config, load.first, serve(load.first)), totals
-    found: dict[float, tuple[Schedule, list[ServedRequest]]] = {}
+        served, reuse = serve(load.first)
+        outcome = judge(load.config, load.first, served)
+        note_reuse(outcome, "serve", reuse)
+        return outcome, totals
+    found: dict[float, tuple[Schedule, list[ServedRequest], Reuse]] = {}
 
     def measure(rate_per_s: float) -> float:
         trial = len(found) + 1
         schedule = load.schedule(rate_per_s, trial) if found else load.first
-        served = serve(schedule)
-        found[rate_per_s] = (schedule, served)
+        served, reuse = serve(schedule)
+        found[rate_per_s] = (schedule, served, reuse)
         return good_share(load.config, schedule, served)
 
     peak = search_peak(load.config.search, measure)
     shown = load.config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
-    outcome = judge(load.config, *found[shown])
-    others = (served for rate_per_s, (_, served) in found.items() if rate_per_s != shown)
+    *planned_and_served, reuse = found[shown]
+    outcome = judge(load.config, *planned_and_served)
+    note_reuse(outcome, "serve", reuse)
+    others = (served for rate_per_s, (_, served, _) in found.items() if rate_per_s != shown)
     outcome.num_unlisted_tokens = sum(len(item.token_ids) for served in others for item in served)
     _note_peak(outcome, peak)
     return outcome, totals
@@ -207,6 +219,24 @@ def is_lost(config: ServeScenario, served: Sequence[ServedRequest], now_s: float
     num_bad = sum(request.is_bad_by(now_s, bounds) for request in counted)
     # The quotient of good_share, which a rate must reach: 1 - share is not exact.
     return bool(counted) and (len(counted) - num_bad) / len(counted) < config.search.good_share
+
+
+def sent_tokens(schedule: Schedule, served: Sequence[ServedRequest]) -> list[Sent]:
+    """Return prompt and output of requests that were sent; a later turn holds the ones before.
+
+    Args:
+        schedule: what was planned.
+        served: what was sent of it.
+    """
+    own = {request.request_id: request for request in schedule.requests}
+    outcomes = {request.request_id: request for request in served}
+
+    def prompt(request: PlannedRequest) -> list[int]:
+        before = own[request.follows] if request.follows is not None else None
+        history = [*prompt(before), *outcomes[before.request_id].token_ids] if before else []
+        return history + list(request.prompt_token_ids or ())
+
+    return [(prompt(own[request.request_id]), request.token_ids) for request in served]
 
 
 def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> Outcome:

@@ -10,6 +10,7 @@ from harness.scenarios.outcome import (
     ratio,
     short_reasons,
 )
+from harness.scenarios.reuse import hit_tokens, note_reuse, reuse_since, with_outputs
 
 
 def measure_throughput(
@@ -21,13 +22,16 @@ def measure_throughput(
     on_progress: OnProgress | None = None,
     on_end: OnEnd | None = None,
     limit_s: float | None = None,
+    salt: str | None = None,
 ) -> tuple[Outcome, StepTotals]:
     """Offer all prompts at once; return their figures and the sums over the steps.
 
     The wall runs from the first submit to the last token. Prefill is the wall of steps with
-    prefill work, decode that of the steps without; a step that does both counts as prefill. Of
-    requests that were taken back the tokens until then count.
+    prefill work, decode that of the steps without; a step that does both counts as prefill. Prompt
+    tokens that were found in a prefix cache are not among those that prefill computed. Of requests
+    that were taken back the tokens until then count.
     """
+    before = hit_tokens(llm.stats())
     requests, totals = run_at_once(
         llm,
         prompts,
@@ -37,7 +41,9 @@ def measure_throughput(
         on_progress=on_progress,
         on_end=on_end,
         limit_s=limit_s,
+        salt=salt,
     )
+    found = reuse_since(before, llm.stats(), requests, lambda: with_outputs(prompts, requests))
     cut = cut_reasons("throughput", requests, len(prompts), limit_s)
     done = [request for request in requests if request.is_complete]
     cancelled = [request for request in requests if request.is_cancelled]
@@ -52,7 +58,9 @@ def measure_throughput(
         "throughput/requests_s": ratio(len(done), wall_s),
         "throughput/output_tok_s": ratio(num_output, wall_s),
         "throughput/total_tok_s": ratio(prompt_tokens + num_output, wall_s),
-        "throughput/prefill_tok_s": ratio(prompt_tokens, totals.prefill_s),
+        "throughput/prefill_tok_s": ratio(
+            prompt_tokens - (found.hit_tokens or 0.0), totals.prefill_s
+        ),
         "throughput/decode_tok_s": ratio(totals.num_decode_tokens, totals.decode_s),
         "throughput/wall_s": wall_s or None,
     }
@@ -86,4 +94,5 @@ def measure_throughput(
         reasons=reasons,
         is_cut=bool(cut),
     )
+    note_reuse(outcome, "throughput", found)
     return outcome, totals

@@ -54,7 +54,9 @@ def engine_prompts(
     )
 
 
-def warm_up_part(llm: Engine, part: str, config: RequestSet, *, clock: Clock) -> list[str]:
+def warm_up_part(
+    llm: Engine, part: str, config: RequestSet, *, clock: Clock, salt: str | None = None
+) -> list[str]:
     """Run the requests before a part, one at a time; return what went wrong.
 
     Args:
@@ -62,6 +64,7 @@ def warm_up_part(llm: Engine, part: str, config: RequestSet, *, clock: Clock) ->
         part: of the scenario.
         config: how many and how long; their prompts are of their own.
         clock: seconds.
+        salt: begins that of their prefixes in a cache.
     """
     stream, num = f"{part}/warm-up", config.warmup_requests
     prompts = engine_prompts(llm, num, config.prompt_tokens, seed=config.seed, stream=stream)
@@ -72,6 +75,7 @@ def warm_up_part(llm: Engine, part: str, config: RequestSet, *, clock: Clock) ->
         clock=clock,
         prefix=f"{part}-warm-up",
         limit_s=config.max_duration_s,
+        salt=salt and f"{salt}/warm-up",
     )
     name = f"{part} warm-up"
     cut = cut_reasons(name, requests, num, config.max_duration_s)

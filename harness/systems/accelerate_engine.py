@@ -165,7 +165,7 @@ class AccelerateEngine:
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the load."""
-        return {"steps": self._num_steps, "largest_batch": self._largest}
+        return {"steps": self._num_steps, "largest_batch": self._largest, "prefix_hit_tokens": 0}
 
     def memory(self) -> dict[str, Any]:
         """Return bytes in use; on a CPU nothing stands apart, so the peak is not known."""

@@ -40,6 +40,8 @@ class Bodies:
         }
         if self._system.extensions is not False:
             body |= {"ignore_eos": request.params.ignore_eos, "return_token_ids": True}
+            if request.params.cache_salt is not None:
+                body["cache_salt"] = request.params.cache_salt
         return body
 
     def _prompt(self, ids: list[int]) -> dict[str, Any]:

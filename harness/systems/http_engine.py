@@ -80,6 +80,7 @@ class HTTPEngine:
             0,
         )
         self._mismatch: tuple[int, int] | None = None
+        self._hit_tokens: int | None = None
         self._too_long: list[str] = []
 
     def add_request(
@@ -150,6 +151,9 @@ class HTTPEngine:
         if asked is not None and num_tokens > asked:
             self._too_long.append(f"{request.request_id} has {num_tokens} of {asked} tokens")
         own = len(request.prompt_token_ids)
+        if answer.cached_tokens is not None:
+            added = max(0, (answer.prompt_tokens or own) - own)  # a template's, in every prompt
+            self._hit_tokens = (self._hit_tokens or 0) + max(0, answer.cached_tokens - added)
         if answer.prompt_tokens not in {None, own} and self._mismatch is None:
             self._mismatch = (own, int(answer.prompt_tokens or 0))
 
@@ -243,7 +247,18 @@ class HTTPEngine:
                 f"http: a prompt of {own} tokens was counted as {theirs} by the server: lengths "
                 "are not those that were asked for."
             )
-        return {**counts, "notes": notes, "reasons": reasons}
+        if counts["answers"] and self._hit_tokens is None:
+            notes.append(
+                "http: the server does not tell how many prompt tokens it had in a prefix cache "
+                "(usage.prompt_tokens_details): whether prompts were computed is not known. "
+                "Restart it before a run, or have it tell them."
+            )
+        return {
+            **counts,
+            "prefix_hit_tokens": self._hit_tokens,
+            "notes": notes,
+            "reasons": reasons,
+        }
 
     def memory(self) -> dict[str, Any]:
         """Return nothing: the memory is the server's."""

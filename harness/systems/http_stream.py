@@ -77,6 +77,8 @@ class StreamedAnswer:
     prompt_tokens: int | None = None
     """What the server counted."""
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of prompt_tokens, those that the server says it found in its prefix cache."""
     is_over: bool = False
 
     def feed(self, content: str, now_s: float) -> None:
@@ -102,6 +104,8 @@ class StreamedAnswer:
         usage = part.get("usage") or {}
         self.prompt_tokens = _whole(usage.get("prompt_tokens"), self.prompt_tokens)
         self.completion_tokens = _whole(usage.get("completion_tokens"), self.completion_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        self.cached_tokens = _whole(details.get("cached_tokens"), self.cached_tokens)
         for choice in part.get("choices") or ():
             tokens = _tokens(choice)
             self.num_parts += bool(tokens)

@@ -74,6 +74,7 @@ class VLLMEngine:
         self._prompts: dict[str, int] = {}
         self._outputs: dict[str, int] = {}
         self._names, self._num_steps = count(), 0
+        self._hit_tokens: int | None = None
 
     @classmethod
     def from_config(
@@ -120,7 +121,10 @@ class VLLMEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, asked)
+            theirs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+            if params.cache_salt is not None:
+                theirs["cache_salt"] = params.cache_salt
+            self._engine.add_request(name, theirs, asked)
         except ValueError as error:
             raise RequestError(f"vllm: {error}") from error
         self._prompts[name], self._outputs[name] = len(prompt), 0
@@ -143,6 +147,9 @@ class VLLMEngine:
                 continue
             if self._outputs[name] == 0:
                 num_prompt += self._prompts[name]
+                cached = getattr(output, "num_cached_tokens", None)
+                if cached is not None:
+                    self._hit_tokens = (self._hit_tokens or 0) + int(cached)
             else:
                 num_decode += len(output.outputs[0].token_ids)
             events += self._events(output, now_s)
@@ -187,7 +194,7 @@ class VLLMEngine:
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the load."""
-        return {"steps": self._num_steps}
+        return {"steps": self._num_steps, "prefix_hit_tokens": self._hit_tokens}
 
     def memory(self) -> dict[str, Any]:
         """Return bytes in use."""

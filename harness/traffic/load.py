@@ -22,6 +22,8 @@ class Load:
     vocab_size: int
     avoid: Collection[int] = ()
     """Ids that synthetic prompts do not hold."""
+    salt: str | None = None
+    """Begins the salts of all schedules; None: their prefixes are shared."""
 
     def of_repeat(self, number: int) -> "Load":
         """Return what one repeat sends: draws, and rows of the file, of its own.
@@ -36,6 +38,7 @@ class Load:
             self,
             config=self.config.for_repeat(number),
             rows=self.rows[number * count : (number + 1) * count],
+            salt=self.salt and f"{self.salt}/{number}",
         )
 
     @cached_property
@@ -48,10 +51,11 @@ class Load:
         return self.schedule() if search is None else self.schedule(search.low_per_s, trial=1)
 
     def schedule(self, rate_per_s: float | None = None, trial: int = 0) -> Schedule:
-        """Return what to send, with token ids; each trial has prompts of its own."""
+        """Return what to send, with token ids; each trial has prompts, or a salt, of its own."""
         name = f"serve-{trial}" if trial else "serve"
         config = self.config if rate_per_s is None else self.config.for_rate(rate_per_s)
         planned = plan_requests(config, self.trace, rate_per_s=rate_per_s, name=name)
+        planned = replace(planned, salt=self.salt and f"{self.salt}/{name}")
         return fill_tokens(
             planned,
             config,

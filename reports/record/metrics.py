@@ -42,11 +42,19 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
             " all gaps pooled over requests; TTFT is not a gap"
         ),
         "latency/e2e_ms": "end to end: t(last token on the host) - t(submit)",
+        "latency/hit_share": (
+            "prompt tokens found in a prefix cache, as the engine or server counts them / prompt"
+            " tokens of the requests that were sent; missing where they are not told"
+        ),
         "throughput/output_tok_s": "sum(output tokens) / (t(last token) - t(first submit))",
         "throughput/total_tok_s": (
             "(sum(prompt tokens) + sum(output tokens)) / (t(last token) - t(first submit))"
         ),
-        "throughput/prefill_tok_s": "sum(prompt tokens) / wall time of the steps with prefill work",
+        "throughput/prefill_tok_s": (
+            "sum(prompt tokens that were not found in a prefix cache) / wall time of the steps with"
+            " prefill work"
+        ),
+        "throughput/hit_share": "as latency/hit_share",
         "throughput/decode_tok_s": (
             "output tokens of the steps that only decode / wall time of those steps; a step that"
             " also does prefill counts as prefill"
@@ -80,6 +88,7 @@ METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
         "serve/output_tok_s": "sum(output tokens of completed requests) / serve/wall_s",
         "serve/total_tok_s": ("sum(prompt and output tokens of completed requests) / serve/wall_s"),
         "serve/wall_s": "t(last token of a completed request) - t(first arrival after the ramp)",
+        "serve/hit_share": "as latency/hit_share; of a search, at the rate whose figures are shown",
         "serve/window_s": "t(last arrival) - t(first arrival after the ramp)",
         "serve/window_output_tok_s": (
             "tokens that came within that window, of any request / serve/window_s; ramp and drain"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from engine.errors import CapacityError, CheckpointError, RequestError
 from engine.request import TokenEvent
+from tests.harness.prefixes import PrefixCache
 
 GIB = 2**30
 PLAN = {
@@ -66,6 +67,8 @@ class Script:
     """Output position at which the engine under test differs from the reference."""
     refuse: list = field(default_factory=list)
     """Ids of requests that are refused."""
+    knows_salts: bool = True
+    """Prefixes are found where salts are equal; else of any earlier request."""
     touch: str = ""
     """File that is created just before a hang, so that a test knows."""
 
@@ -113,6 +116,8 @@ class FakeLLM:
         self.last_step = None
         self.closed = False
         self.prompts = []
+        self.salts = []
+        self._cache, self._hit_tokens = PrefixCache(), 0
         self._steps = 0
         self._new, self._running = [], []
         for name, seconds in script.phases.items():
@@ -136,6 +141,9 @@ class FakeLLM:
         assert params.temperature == 0
         assert params.ignore_eos
         self.prompts.append((request_id, list(prompt)))
+        self.salts.append(params.cache_salt)
+        salt = params.cache_salt if self._script.knows_salts else None
+        self._hit_tokens += self._cache.find(salt, prompt)
         self._new.append(SimpleNamespace(id=request_id, prompt=prompt, params=params, out=0))
         return request_id
 
@@ -191,8 +199,8 @@ class FakeLLM:
                 "cpu": {"blocks": 200, "owned": 0, "cached": min(steps, 100), "in_transit": 0},
                 "block_bytes": 1000,
                 "prefix": {
-                    "hits_gpu_tokens": 3 * steps,
-                    "hits_cpu_tokens": 2 * steps,
+                    "hits_gpu_tokens": self._hit_tokens,
+                    "hits_cpu_tokens": 0,
                     "hits_gpu_bytes": 300 * steps,
                     "hits_cpu_bytes": 200 * steps,
                 },

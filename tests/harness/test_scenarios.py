@@ -59,6 +59,7 @@ def test_throughput_of_known_times():
         "throughput/prefill_tok_s": pytest.approx(32 / 0.5),
         "throughput/decode_tok_s": pytest.approx(16 / 0.5),
         "throughput/wall_s": pytest.approx(wall_s),
+        "throughput/hit_share": 0.0,
     }
     assert outcome.samples["num_completed"] == 4
     assert totals.decode_moved_bytes == 4 * 1500  # copied and read in place, prefill left out

@@ -197,7 +197,7 @@ def fake_engine(clock, **script):
     return FakeLLM(Script(**script), clock, lambda *_: None, reference=False)
 
 
-def serve_fake(config, clock=None, *, rows=(), trace=(), **script):
+def serve_fake(config, clock=None, *, rows=(), trace=(), salt=None, **script):
     clock = clock or FakeClock()
     llm = fake_engine(clock, **script)
 
@@ -206,7 +206,7 @@ def serve_fake(config, clock=None, *, rows=(), trace=(), **script):
         await asyncio.sleep(0)
 
     outcome, totals = measure_serve(
-        llm, load(config, rows=rows, trace=trace), clock=clock, wait=wait
+        llm, load(config, rows=rows, trace=trace, salt=salt), clock=clock, wait=wait
     )
     return outcome, totals, llm
 

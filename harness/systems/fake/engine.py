@@ -286,6 +286,7 @@ class FakeLLM:
             "prefill_steps": counts.prefills,
             "decode_steps": counts.decodes,
             "requests": counts.timed_requests,
+            "prefix_hit_tokens": 0,
         }
 
     def memory(self) -> dict[str, Any]:

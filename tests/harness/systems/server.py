@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.harness.prefixes import PrefixCache
+
 
 @dataclass
 class Script:
@@ -24,6 +26,9 @@ class Script:
     """Sent in the place of every answer."""
     hang: bool = False
     prompt_offset: int = 0
+    tells_hits: bool = True
+    knows_salts: bool = False
+    cache: PrefixCache = field(default_factory=PrefixCache)
     finish: str = "length"
     models: tuple[str, ...] = ("tiny",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -130,6 +135,10 @@ class Server:
                 "prompt_tokens": len(seed) + script.prompt_offset,
                 "completion_tokens": len(tokens) + script.extra_usage,
             }
+            salt = body.get("cache_salt") if script.knows_salts else None
+            if script.tells_hits:
+                found = script.cache.find(salt, seed)
+                usage["prompt_tokens_details"] = {"cached_tokens": found}
             await self._send(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
 

@@ -6,6 +6,7 @@ import pytest
 from engine.config import EngineConfig, GPUConfig, ModelConfig, OffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError, EngineError
 from harness.scenarios.drive import run_at_once
+from harness.scenarios.throughput import measure_throughput
 from harness.system_config import SystemConfig
 from harness.systems.vllm_engine import VLLMEngine, _load_code, vllm_door
 from harness.worker import Work
@@ -48,6 +49,18 @@ def test_tokens_times_and_steps(monkeypatch):
     assert totals.decode_moved_bytes == 0
     llm.close()
     assert LLMEngine.opened[0].is_shut
+
+
+def test_prefixes_are_found_within_a_salt_and_counted(monkeypatch):
+    install(monkeypatch)
+    llm = open_engine()
+    shares = [
+        measure_throughput(llm, [[1] * 9, [2] * 9], 3, clock=time.perf_counter, salt=salt)[0]
+        for salt in ("first", "second", "second")
+    ]
+    llm.close()
+    assert [outcome.metrics["throughput/hit_share"] for outcome in shares] == [0, 0, 1]
+    assert [len(outcome.reasons) for outcome in shares] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

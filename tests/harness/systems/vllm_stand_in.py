@@ -9,6 +9,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+from tests.harness.prefixes import PrefixCache
 from tests.harness.systems.server import next_token
 
 
@@ -66,6 +67,7 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         self.args, self.requests, self.is_shut = args, {}, False
+        self.cache, self.found = PrefixCache(), {}
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 max_model_len=args.max_model_len or 512, dtype="torch.bfloat16"
@@ -87,6 +89,8 @@ class LLMEngine:
         if len(prompt["prompt_token_ids"]) >= self.vllm_config.model_config.max_model_len:
             raise ValueError("The decoder prompt is longer than the maximum model length")
         self.requests[request_id] = [prompt["prompt_token_ids"], params, 0]
+        ids = prompt["prompt_token_ids"]
+        self.found[request_id] = self.cache.find(prompt.get("cache_salt"), ids)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -106,7 +110,14 @@ class LLMEngine:
             answer = SimpleNamespace(
                 token_ids=[next_token(prompt, num)], finish_reason="length" if is_last else None
             )
-            outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=is_last))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=name,
+                    outputs=[answer],
+                    finished=is_last,
+                    num_cached_tokens=self.found[name],
+                )
+            )
             if is_last:
                 del self.requests[name]
         return outputs

@@ -99,6 +99,7 @@ def test_throughput_of_requests_at_once(tmp_path):
     assert found == pytest.approx(
         {
             "throughput/wall_s": 0.04,
+            "throughput/hit_share": 0,
             "throughput/requests_s": 100,
             "throughput/output_tok_s": 500,
             "throughput/total_tok_s": (32 + 20) / 0.04,
