@@ -370,9 +370,8 @@ class Work:
 
     def _note_window(self, part: str, begin_s: float) -> None:
         """Note when a part ran, on the machine's clock, which the samples of telemetry are on."""
-        zero_s = self._door.clock_zero_s
-        window = {"begin_s": zero_s + begin_s, "end_s": zero_s + self._door.clock()}
-        self._result["windows"].append({"part": part} | window)
+        begin_s, end_s = (self._door.clock_zero_s + s for s in (begin_s, self._door.clock()))
+        self._result["windows"].append({"part": part, "begin_s": begin_s, "end_s": end_s})
 
     def _note_outcome(self, part: str, outcome: Outcome) -> None:
         self._result["metrics"] |= outcome.metrics
