@@ -54,6 +54,8 @@ class Architecture:
     """transformers' default of head_dim; None: hidden_size over heads."""
     positions_default: int = 2048
     """transformers' default of max_position_embeddings."""
+    heads_divide_hidden: bool = False
+    """Whether transformers refuses heads that do not divide hidden_size beside a head_dim too."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -63,6 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_bias=None,
         vocab_default=32000,
         intermediate_default=11008,
+        heads_divide_hidden=True,
     ),
     "mistral": Architecture(
         sliding_window="all",
@@ -119,6 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         kv_heads_default=4,
         head_dim_default=256,
         positions_default=131072,
+        heads_divide_hidden=True,
     ),
 }
 
@@ -133,5 +137,10 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Kind of rotary scaling -> its factors."""
+"""Kind of rotary scaling -> the factors that it needs."""
+ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+"""Kind of rotary scaling -> what may stand beside the factors."""

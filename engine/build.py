@@ -18,6 +18,15 @@ from engine.device.select import open_device
 from engine.errors import CheckpointError, PinningError
 from engine.kv.cache import KVCache
 from engine.kv.host_tier import HostTier
+from engine.model.checkpoint import (
+    ModelFolder,
+    StoredTensor,
+    check_checkpoint,
+    read_folder,
+    read_headers,
+    text_part,
+    with_tied,
+)
 from engine.models.decoder import Decoder, LayerAttention
 from engine.models.rotary import rotary_tables
 from engine.models.stages import PrefillStages
@@ -29,7 +38,6 @@ from engine.sampler import Sampler
 from engine.sizes import pad_batch
 from engine.spec import ModelSpec
 from engine.tokenizer import eos_token_ids, load_tokenizer
-from engine.weights.checkpoint import StoredTensor, check_checkpoint, read_headers, text_part
 from engine.weights.dummy import fill_dummy
 from engine.weights.reader import CheckpointReader
 from engine.weights.store import WeightStore
@@ -66,34 +74,27 @@ class Engine:
         return weights[0] + blocks[0], weights[1] + blocks[1]
 
 
-def read_spec(model: ModelConfig) -> ModelSpec:
-    """Return the model's sizes: from its folder, or as given.
+def read_model(model: ModelConfig) -> ModelFolder:
+    """Return the model's sizes, from its folder or as given, and notes on them.
 
     Raises:
         CheckpointError: There is no config.json, or it contradicts the sizes that were given.
     """
     if model.path is None:
         assert model.spec is not None
-        return model.spec
-    file = Path(model.path) / "config.json"
-    if not file.is_file():
-        if model.spec is not None and model.load_format == "dummy":
-            return model.spec
-        raise CheckpointError(
-            f"{model.path}: expected a folder with config.json, found none. Give the path of a "
-            "checkpoint on this machine."
-        )
-    try:
-        found = ModelSpec.from_hf_config(json.loads(file.read_text()))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: not JSON ({error}). Fetch it again.") from error
+        return ModelFolder(model.spec)
+    folder = Path(model.path)
+    has_config = (folder / "config.json").is_file()
+    if model.spec is not None and model.load_format == "dummy" and not has_config:
+        return ModelFolder(model.spec)
+    found = read_folder(folder)
     if model.spec is not None:
-        _check_same(model, found)
+        _check_same(model, model.spec, found)
     return found
 
 
-def _check_same(model: ModelConfig, found: ModelSpec) -> None:
-    given = model.spec
+def _check_same(model: ModelConfig, given: ModelSpec, folder: ModelFolder) -> None:
+    found = replace(folder.spec, tie_word_embeddings=True) if folder.is_untied else folder.spec
     for name in (
         "model_type",
         "vocab_size",
@@ -137,7 +138,8 @@ def build_engine(
     """
     clock = PhaseClock()
     with clock.phase("plan"):
-        spec = read_spec(config.model)
+        model = read_model(config.model)
+        spec = model.spec
         device = open_device(config.gpu.device)
         if plan is None:
             plan = plan_memory(config, spec, device.facts(), reference=reference)
@@ -150,7 +152,7 @@ def build_engine(
         undo.callback(device.close)
         plan, store, tier = _place(config, spec, device, plan, clock, reference=reference)
         undo.callback(tier.close)
-        plan = replace(plan, notes=(*plan.notes, note)) if note else plan
+        plan = replace(plan, notes=(*plan.notes, *model.notes, *([note] if note else [])))
         for note in plan.notes:
             warnings.warn(note, OffloadWarning, stacklevel=3)
         _load(config, spec, stored, device, store, clock, progress)
@@ -269,6 +271,7 @@ def _find_weights(model: ModelConfig, spec: ModelSpec) -> tuple[dict[str, Stored
         return {}, ""
     folder = Path(model.path or "")
     stored, note = text_part(read_headers(folder))
+    stored = with_tied(stored, spec)
     check_checkpoint(stored, spec, folder)
     return stored, note
 

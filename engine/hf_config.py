@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, FULL, ROPE_TYPES, WINDOW, Architecture
+from engine.architectures import (
+    ARCHITECTURES,
+    FULL,
+    ROPE_OPTIONS,
+    ROPE_TYPES,
+    WINDOW,
+    Architecture,
+)
 from engine.errors import CheckpointError
 
 TEXT_PARTS = {"gemma3": "gemma3_text"}
@@ -15,17 +22,22 @@ MAX_LAYERS = 1024
 """More than any model has; planning takes seconds for so many."""
 
 
-def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(config: Mapping[str, Any], stored_dtype: str | None = None) -> dict[str, Any]:
     """Return the fields of a ModelSpec.
 
-    Of a model of text and images the text part is read.
+    Of a model of text and images the text part is read. A value that has an old and a new name is
+    read from where transformers reads it.
+
+    Args:
+        config: Content of a config.json.
+        stored_dtype: dtype where the config states none; None: float32.
 
     Raises:
         CheckpointError: The architecture, activation or rotary scaling is not supported.
         KeyError: There is no text_config.
         TypeError: A value is of the wrong kind; also ValueError, AttributeError.
     """
-    config = _text_part(config)
+    config = text_part_of(config)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *TEXT_PARTS])
@@ -36,6 +48,7 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     arch = ARCHITECTURES[kind]
     rope, local_theta = _rope(config, arch)
     _check_supported(config, arch, rope)
+    scaling = _rope_scaling(config, arch, rope)
     heads = _stated(config, "num_attention_heads", arch.heads_default)
     hidden = _stated(config, "hidden_size", arch.hidden_default)
     layers = _stated(config, "num_hidden_layers", arch.layers_default)
@@ -43,10 +56,15 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"config.json: num_hidden_layers: expected at most {MAX_LAYERS}, got {layers}."
         )
-    theta = rope.get("rope_theta") or config.get("rope_theta") or arch.theta_default
     # The family's defaults are for a key that is absent; null means as in Llama.
     kv_default = None if "num_key_value_heads" in config else arch.kv_heads_default
     dim_default = None if "head_dim" in config else arch.head_dim_default
+    is_derived = config.get("head_dim", dim_default) is None
+    if heads > 0 and hidden % heads and (is_derived or arch.heads_divide_hidden):
+        raise CheckpointError(
+            f"config.json: num_attention_heads: expected a divisor of hidden_size={hidden}, got "
+            f"{heads}. Fetch it again."
+        )
     window, layer_types = _window(config, arch, layers)
     scalar = config.get("query_pre_attn_scalar") if arch.scales_embedding else None
     return {
@@ -58,10 +76,10 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": _size(config, "num_key_value_heads", kv_default or heads),
         "head_dim": _size(config, "head_dim", dim_default or hidden // max(1, heads)),
-        "max_position_embeddings": _size(config, "max_position_embeddings", arch.positions_default),
-        "rms_norm_eps": float(config.get("rms_norm_eps") or arch.eps_default),
-        "rope_theta": float(theta),
-        "rope_scaling": _rope_scaling(rope),
+        "max_position_embeddings": _positions(config, arch, scaling),
+        "rms_norm_eps": float(config.get("rms_norm_eps", arch.eps_default)),
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": scaling,
         "rope_local_base_freq": local_theta if window is not None else None,
         "query_pre_attn_scalar": _scalar(scalar, arch),
         "tie_word_embeddings": config.get("tie_word_embeddings", arch.tied_default) or False,
@@ -69,24 +87,29 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": config.get("mlp_bias") or False,
         "sliding_window": window,
         "layer_types": layer_types,
-        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix(
-            "torch."
-        ),
+        "dtype": (stated_dtype(config) or stored_dtype or "float32").removeprefix("torch."),
     }
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text_config of a model of text and images, with what it takes from around it."""
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype under its new or its old name; None where neither is there."""
+    found = config.get("dtype") or config.get("torch_dtype")
+    return None if found is None else str(found)
+
+
+def text_part_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text_config of a model of text and images, with what it takes from around it."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         return config
-    text = config["text_config"]
-    shared = {
-        name: config[name]
-        for name in ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-        if config.get(name) is not None
-    }
-    return {"model_type": TEXT_PARTS[kind], **shared, **text}
+    text = dict(config["text_config"])
+    # transformers ties as the whole model says, and loads in the dtype of the whole.
+    shared = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    if dtype := stated_dtype(config):
+        shared["dtype"] = dtype
+    if config.get("quantization_config"):
+        shared["quantization_config"] = config["quantization_config"]
+    return {"model_type": TEXT_PARTS[kind]} | text | shared
 
 
 def _scalar(value: Any, arch: Architecture) -> float | None:
@@ -110,21 +133,70 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     return value
 
 
+def _positions(config: Mapping[str, Any], arch: Architecture, scaling: Mapping[str, Any]) -> int:
+    """Most positions: yarn stretches those that the model was trained for by its factor."""
+    positions = _size(config, "max_position_embeddings", arch.positions_default)
+    if scaling.get("rope_type") != "yarn":
+        return positions
+    stretched = scaling["original_max_position_embeddings"] * scaling["factor"]
+    return max(positions, int(stretched))
+
+
 def _rope(config: Mapping[str, Any], arch: Architecture) -> tuple[Mapping[str, Any], float | None]:
-    """Return the rotary parameters of full attention, and the theta of window layers."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local: Mapping[str, Any] = {}
-    if WINDOW in rope or FULL in rope:
-        local, rope = rope.get(WINDOW) or {}, rope.get(FULL) or {}
-    if arch.local_theta_default is None:
-        return rope, None
-    if local.get("rope_type", "default") != "default":
+    """Return the rotary parameters of full attention, and the theta of window layers.
+
+    rope_parameters is the new name, rope_scaling beside a rope_theta the old one; of a model that
+    was saved anew and given a scaling by hand, a config.json has both.
+    """
+    params, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    is_nested = WINDOW in params or FULL in params
+    if arch.local_theta_default is not None:
+        if params and not is_nested:
+            raise CheckpointError(
+                f"config.json: rope_parameters: expected {FULL} and {WINDOW} in it, got "
+                f"{', '.join(sorted(params))}, which transformers does not read. Put them there."
+            )
+        return _rope_of_kinds(config, arch, params, scaling)
+    if is_nested or WINDOW in scaling or FULL in scaling:
+        raise CheckpointError(
+            f"config.json: expected the same rotary parameters for all layers, got {FULL} or "
+            f"{WINDOW}; not supported with model_type={config['model_type']}."
+        )
+    theta = config.get("rope_theta", arch.theta_default)
+    rope = {"rope_theta": theta, **(scaling or params)}
+    # transformers drops rope_parameters beside rope_scaling, the model's own theta with it.
+    if scaling and params.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        raise CheckpointError(
+            f"config.json: expected one rope_theta, got {params['rope_theta']} in rope_parameters "
+            f"and {rope['rope_theta']} for rope_scaling. Move the keys of rope_scaling into "
+            "rope_parameters."
+        )
+    return rope, None
+
+
+def _rope_of_kinds(
+    config: Mapping[str, Any],
+    arch: Architecture,
+    params: Mapping[str, Any],
+    scaling: Mapping[str, Any],
+) -> tuple[Mapping[str, Any], float]:
+    """Read the rotary parameters that each kind of attention has of its own."""
+    local, own = params.get(WINDOW) or {}, params.get(FULL) or {}
+    if local.get("rope_type", local.get("type", "default")) != "default":
         raise CheckpointError(
             "config.json: expected no rotary scaling in layers with a window, got rope_type="
-            f"{local['rope_type']!r}; not supported."
+            f"{local.get('rope_type', local.get('type'))!r}; not supported."
         )
-    theta = local.get("rope_theta") or config.get("rope_local_base_freq")
-    return rope, float(theta or arch.local_theta_default)
+    if "type" in scaling and "rope_type" not in scaling:
+        raise CheckpointError(
+            f"config.json: rope_scaling: expected rope_type, got type={scaling['type']!r}, which "
+            "transformers does not read here. Rename it."
+        )
+    default = config.get("rope_local_base_freq", arch.local_theta_default)
+    local_theta = float(local.get("rope_theta", default))
+    # transformers looks for truncate where it cannot be.
+    merged = {name: value for name, value in {**own, **scaling}.items() if name != "truncate"}
+    return {"rope_theta": config.get("rope_theta", arch.theta_default), **merged}, local_theta
 
 
 def _check_supported(
@@ -133,7 +205,7 @@ def _check_supported(
     # Gemma writes its activation under a name of its own.
     is_gelu = arch.activation == "gelu_tanh"
     key, usual = ("hidden_activation", "gelu_pytorch_tanh") if is_gelu else ("hidden_act", "silu")
-    act = config.get(key) or usual
+    act = config.get(key, usual)
     if ACTIVATIONS.get(act) != arch.activation:
         raise CheckpointError(f"config.json: expected {key} {usual}, got {act!r}; not supported.")
     for name in (
@@ -145,8 +217,9 @@ def _check_supported(
             raise CheckpointError(
                 f"config.json: expected no {name}, got {config[name]!r}; not supported."
             )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    # The second is the name that compressed-tensors had for it.
+    if found := config.get("quantization_config") or config.get("compression_config"):
+        method = found.get("quant_method", "unknown")
         raise CheckpointError(
             f"config.json: quantised checkpoints are not supported, got quant_method={method!r}. "
             "Use the bfloat16, float16 or float32 checkpoint."
@@ -163,11 +236,25 @@ def _check_supported(
         )
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_scaling(
+    config: Mapping[str, Any], arch: Architecture, rope: Mapping[str, Any]
+) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    return {"rope_type": kind} | {key: rope.get(key) for key in ROPE_TYPES[kind]}
+    found = {name: rope.get(name) for name in ROPE_TYPES[kind]}
+    name = "original_max_position_embeddings"
+    if name in found:
+        positions = _size(config, "max_position_embeddings", arch.positions_default)
+        if name in config and arch.local_theta_default is None:
+            found[name] = config[name]
+        elif name not in rope:
+            found[name] = positions
+        if kind == "yarn" and "factor" in rope and found["factor"] is None:
+            found["factor"] = positions / _size(found, name)
+    options = {name: rope.get(name) for name in ROPE_OPTIONS.get(kind, ())}
+    options = {name: value for name, value in options.items() if value is not None}
+    return {"rope_type": kind} | found | options
 
 
 def _window(
@@ -206,10 +293,5 @@ def _layer_types(config: Mapping[str, Any], arch: Architecture, layers: int) -> 
         # transformers' default of max_window_layers.
         first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
         return [WINDOW if index >= first else FULL for index in range(layers)]
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
-    every = (
-        PATTERN
-        if pattern is None
-        else _size({"sliding_window_pattern": pattern}, "sliding_window_pattern")
-    )
+    every = _size(config, "sliding_window_pattern", PATTERN)
     return [WINDOW if (index + 1) % every else FULL for index in range(layers)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
 from typing import Any
 
-from engine.build import Engine, Progress, build_engine, read_spec
+from engine.build import Engine, Progress, build_engine, read_model
 from engine.clock import LoadReport
 from engine.config import EngineConfig
 from engine.core import StepStats
@@ -91,7 +91,9 @@ class LLM:
             CheckpointError: There is no config.json, or it contradicts the sizes that were given.
             ConfigError: A setting does not suit the model or this machine.
         """
-        return plan_memory(config, read_spec(config.model), open_device(config.gpu.device).facts())
+        model = read_model(config.model)
+        plan = plan_memory(config, model.spec, open_device(config.gpu.device).facts())
+        return replace(plan, notes=(*plan.notes, *model.notes))
 
     def _open(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -349,7 +351,7 @@ def _refereed(config: EngineConfig) -> MemoryPlan | None:
     """Return the plan that planner.referee keeps; None where it is off."""
     if not config.planner.referee:
         return None
-    spec = read_spec(config.model)
+    spec = read_model(config.model).spec
     facts = open_device(config.gpu.device).facts()
     plans = plan_candidates(config, spec, facts, NUM_CANDIDATES)
     # Times do not depend on the weights' values, and random ones are there sooner than files.

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, FULL, ROPE_TYPES, WINDOW, Architecture
+from engine.architectures import (
+    ARCHITECTURES,
+    FULL,
+    ROPE_OPTIONS,
+    ROPE_TYPES,
+    WINDOW,
+    Architecture,
+)
 from engine.errors import CheckpointError, ConfigError
 from engine.hf_config import MAX_LAYERS, sizes_of
 from engine.sealed import Sealed, check_choice, check_flag, check_number
@@ -73,7 +80,7 @@ class ModelSpec(Sealed):
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] = field(default_factory=dict)
-    """Empty, or rope_type (linear | llama3) with its factors."""
+    """Empty, or rope_type (linear | llama3 | yarn) with its factors."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -156,15 +163,22 @@ class ModelSpec(Sealed):
         for name in ROPE_TYPES[kind]:
             value = self.rope_scaling.get(name)
             check_number(f"model.spec.rope_scaling.{name}", value, low=0, low_open=True)
-        ignored = sorted(self.rope_scaling.keys() - {"rope_type", *ROPE_TYPES[kind]})
+        options = ROPE_OPTIONS.get(kind, ())
+        for name in (option for option in options if option in self.rope_scaling):
+            if name == "truncate":
+                check_flag(f"model.spec.rope_scaling.{name}", self.rope_scaling[name])
+            else:
+                check_number(f"model.spec.rope_scaling.{name}", self.rope_scaling[name], low=0)
+        known = (*ROPE_TYPES[kind], *options)
+        ignored = sorted(self.rope_scaling.keys() - {"rope_type", *known})
         if kind == "default" and ignored:
             raise ConfigError(
-                f"model.spec.rope_scaling: expected a rope_type (linear or llama3) for "
+                f"model.spec.rope_scaling: expected a rope_type (linear, llama3 or yarn) for "
                 f"{', '.join(ignored)}, got none. Set model.spec.rope_scaling.rope_type."
             )
         if ignored:
             raise ConfigError(
-                f"model.spec.rope_scaling: expected only {', '.join(ROPE_TYPES[kind])} with "
+                f"model.spec.rope_scaling: expected only {', '.join(known)} with "
                 f"rope_type={kind}, got {', '.join(ignored)}. Remove it."
             )
 
@@ -281,8 +295,14 @@ class ModelSpec(Sealed):
         return 2 * self.num_hidden_layers * self.kv_size * DTYPE_BYTES[dtype or self.dtype]
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> "ModelSpec":
+    def from_hf_config(
+        cls, config: Mapping[str, Any], stored_dtype: str | None = None
+    ) -> "ModelSpec":
         """Read the sizes from the content of a config.json.
+
+        Args:
+            config: What the file holds.
+            stored_dtype: dtype where it states none; None: float32.
 
         Raises:
             CheckpointError: The architecture, activation or rotary scaling is not supported, or a
@@ -291,7 +311,7 @@ class ModelSpec(Sealed):
         if not isinstance(config, Mapping):
             raise CheckpointError(f"config.json: expected an object, got {type(config).__name__}.")
         try:
-            return cls(**sizes_of(config))
+            return cls(**sizes_of(config, stored_dtype))
         except KeyError as error:
             raise CheckpointError(f"config.json: expected the key {error}, found none.") from error
         except ConfigError as error:

@@ -134,6 +134,16 @@ def hf_greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def greedy_of_transformers(
+    folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
+    """Return what transformers answers with the checkpoint of a folder, as it reads it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [hf_greedy(model, prompt, max_tokens) for prompt in prompts]
+
+
 def make_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     """Return random token ids, another list for each length and seed."""
     generator = torch.Generator().manual_seed(1000 * seed + length)

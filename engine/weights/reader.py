@@ -21,11 +21,11 @@ from engine.device.base import CopyStream, Device, HostBuffer
 from engine.device.host import chunks, worker_pool
 from engine.errors import CheckpointError, PinningError
 from engine.host_limits import num_threads
+from engine.model.checkpoint import StoredTensor
 from engine.offload_config import OffloadWarning
 from engine.plan import ALIGNMENT
 from engine.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 from engine.spec import ParamSpec
-from engine.weights.checkpoint import StoredTensor
 
 PROGRESS_S = 0.05
 """Time between two reports of progress."""
@@ -54,13 +54,24 @@ class _Piece:
         return self.target.device.type == "cpu"
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the file."""
+        return _dtype(self.source)
+
+    @property
     def converts(self) -> bool:
-        return self.target.dtype != self.source.dtype
+        return self.target.dtype != self.dtype
 
     @property
     def is_direct(self) -> bool:
         """Whether it can be read into its place."""
         return self.on_host and not self.converts
+
+
+def _dtype(source: StoredTensor) -> torch.dtype:
+    found = getattr(torch, source.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def _pieces(
@@ -71,8 +82,9 @@ def _pieces(
     """Cut parameters so that a piece, and beside it what it is converted to, fit a buffer."""
     for spec, target in parameters:
         source, flat = stored[spec.name], target.view(-1)
-        width = source.dtype.itemsize
-        room = width if flat.dtype == source.dtype else width + flat.dtype.itemsize
+        dtype = _dtype(source)
+        width = dtype.itemsize
+        room = width if flat.dtype == dtype else width + flat.dtype.itemsize
         for start, stop in chunks(source.num_bytes, max(1, piece_bytes // room) * width):
             yield _Piece(source, start, stop - start, flat[start // width : stop // width])
 
@@ -133,7 +145,7 @@ class _OneThread:
             with self._spend("copy"):
                 self._stream.wait(event)
         self._read(piece, raw)
-        values = raw[: piece.num_bytes].view(piece.source.dtype)
+        values = raw[: piece.num_bytes].view(piece.dtype)
         if piece.on_host:
             with self._spend("convert"):
                 piece.target.copy_(values)

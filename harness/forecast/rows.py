@@ -1,6 +1,5 @@
 """Plans of one configuration side by side: as set, none, uva, prefetch and auto."""
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from engine.config import (
 )
 from engine.cost import shape_of
 from engine.errors import CapacityError, CheckpointError
+from engine.model.checkpoint import ModelFolder, read_folder
 from engine.offload_config import OffloadWarning
 from engine.placement import assign_prefetch
 from engine.plan import DeviceFacts, MemoryPlan
@@ -99,6 +99,8 @@ class Forecast:
     overrides: tuple[str, ...]
     """Of the command line."""
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    """What the folder's files say against its config.json, or beside it."""
 
     @property
     def memory_gib(self) -> float:
@@ -139,24 +141,22 @@ class Forecast:
 
 
 def read_spec(config: RunConfig) -> ModelSpec:
-    """Return the model's sizes: as in conf/model, or from config.json in model.path.
+    """Return the model's sizes: as in conf/model, or from the folder model.path.
 
     Raises:
         ConfigError: There is no config.json, it cannot be read, or is of no supported family.
     """
+    return _read_model(config).spec
+
+
+def _read_model(config: RunConfig) -> ModelFolder:
     if config.model.spec is not None:
-        return config.model.spec
-    file = Path(config.model.path or "").expanduser() / "config.json"
+        return ModelFolder(config.model.spec)
+    folder = Path(config.model.path or "").expanduser()
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path: expected a folder with config.json, got {file} ({error})."
-        ) from error
-    try:
-        return ModelSpec.from_hf_config(content)
-    except (CheckpointError, ConfigError) as error:
-        raise ConfigError(f"model.path: {file.parent}: {error}") from error
+        return read_folder(folder)
+    except (CheckpointError, ConfigError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from error
 
 
 def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
@@ -166,7 +166,8 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
         config: As composed.
         overrides: The command line's, for the command that runs what is recommended.
     """
-    spec = read_spec(config)
+    found = _read_model(config)
+    spec = found.spec
     facts, probed = machine_facts(config)
     # Where files will be read from is of no account here, but that they will be.
     path = config.model.path or (None if config.model.load_format == "dummy" else ".")
@@ -179,7 +180,13 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     has_queue = scenario.throughput is not None or scenario.serve is not None
     rows = tuple(_rows(base, spec, facts, has_queue=has_queue))
     return Forecast(
-        config=config, spec=spec, facts=facts, probed=probed, overrides=overrides, rows=rows
+        config=config,
+        spec=spec,
+        facts=facts,
+        probed=probed,
+        overrides=overrides,
+        rows=rows,
+        notes=found.notes,
     )
 
 

@@ -175,6 +175,7 @@ def _staging(row: Row) -> Iterator[str]:
 
 def _notes(found: Forecast) -> Iterator[str]:
     """What a run would warn of: of the settings as they are, else of what is recommended."""
+    yield from (f"  {note}" for note in found.notes)
     row = found.chosen or found.recommended
     if row is not None and row.plan is not None:
         yield from (f"  {row.label}: {note}" for note in row.plan.notes)

@@ -35,7 +35,7 @@ def missing_files(folder: Path) -> list[str]:
     """
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and not (folder / "model.safetensors").is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             shards = sorted(set(weight_map.values()))

@@ -1,12 +1,12 @@
 """A config.json from the sizes of a model, for systems that build it from one."""
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
 from engine.architectures import FULL, WINDOW
 from engine.config import ModelConfig
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
+from engine.model.checkpoint import read_folder
 from engine.spec import ModelSpec
 
 CLASSES: Final = {
@@ -37,7 +37,7 @@ _SAME: Final = (
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
-    """Return the sizes of a model, from config.json where it has a folder.
+    """Return the sizes of a model, from its folder where it has one.
 
     Raises:
         CheckpointError: There is no config.json, or it is of no supported family.
@@ -47,11 +47,7 @@ def model_spec(model: ModelConfig) -> ModelSpec:
         if model.spec is None:
             raise ConfigError(f"model {model.name!r}: expected sizes or a folder, got neither.")
         return model.spec
-    file = Path(model.path) / "config.json"
-    try:
-        return ModelSpec.from_hf_config(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: expected a model's sizes: {error}.") from error
+    return read_folder(Path(model.path)).spec
 
 
 def config_json(spec: ModelSpec) -> dict[str, Any]:
@@ -64,10 +60,11 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
     found["architectures"] = [CLASSES[spec.model_type]]
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     full |= spec.rope_scaling
-    if spec.rope_local_base_freq is None:
+    default = spec.architecture.local_theta_default
+    if default is None:
         found["rope_parameters"] = full
     else:
-        local = {"rope_type": "default", "rope_theta": spec.rope_local_base_freq}
+        local = {"rope_type": "default", "rope_theta": spec.rope_local_base_freq or default}
         found["rope_parameters"] = {FULL: full, WINDOW: local}
     if (scalar := spec.query_pre_attn_scalar) is not None:
         # transformers takes whole numbers alone here.

@@ -66,7 +66,7 @@ def test_what_steps_exchange_with_the_host_is_allocated_by_the_device(
 def test_blocks_of_other_weights_dtypes_and_windows_have_other_names(tiny: TinyModels) -> None:
     def root(variant: str, **keywords: Any) -> bytes:
         config = make_config(tiny.folder(variant), max_model_len=200, **keywords)
-        spec = build.read_spec(config.model)
+        spec = build.read_model(config.model).spec
         identity = build._identity(config, spec, LLM.plan_for(config))
         return BlockHasher(identity, config.kv.block_size).root()
 

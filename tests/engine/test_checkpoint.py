@@ -13,9 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine import LLM
+from engine.accounting import resolve_dtype
 from engine.errors import CheckpointError
+from engine.model.checkpoint import read_folder
 from tests.engine.conftest import TinyModels
-from tests.tiny import greedy, hf_model, make_prompt, open_llm, save, write_config
+from tests.tiny import (
+    FAMILIES,
+    greedy,
+    greedy_of_transformers,
+    hf_model,
+    make_config,
+    make_prompt,
+    open_llm,
+    save,
+    write_config,
+)
 
 PROMPTS = [make_prompt(length) for length in (3, 40)]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -114,6 +127,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_a_damaged_index_is_named(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         open_llm(folder)
@@ -191,11 +205,63 @@ def test_rotary_tables_of_old_checkpoints_are_ignored(folder: Path) -> None:
     open_llm(folder).close()
 
 
-def test_a_head_beside_a_tied_embedding_is_ignored(tiny: TinyModels, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny.folder("qwen2"), tmp_path / "qwen2"))
-    rewrite(folder, lm_head__weight=torch.zeros(151, 64))
+def test_a_single_file_comes_before_an_index_of_shards_that_are_gone(
+    tiny: TinyModels, tmp_path: Path
+) -> None:
+    folder = save(hf_model("llama", seed=2), tmp_path, max_shard_size="100KB")
+    for shard in folder.glob("model-*.safetensors"):
+        shard.unlink()
+    shutil.copy(tiny.folder("llama") / "model.safetensors", folder)
+    assert (folder / "model.safetensors.index.json").is_file()
     llm = open_llm(folder)
-    assert greedy(llm, PROMPTS, 6) == tiny.greedy("qwen2", PROMPTS, 6)
+    assert greedy(llm, PROMPTS, 6) == tiny.greedy("llama", PROMPTS, 6)
+    llm.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_differs_from_a_tied_embedding_is_used(
+    tiny: TinyModels, tmp_path: Path, family: str
+) -> None:
+    folder = Path(shutil.copytree(tiny.folder(family), tmp_path / family))
+    write_config(folder, tie_word_embeddings=True)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    for changes, is_tied in (
+        ({"lm_head__weight": table.flip(0).contiguous()}, False),
+        ({"lm_head__weight": table.clone()}, True),
+        ({"lm_head__weight": table, "model__embed_tokens__weight": None}, True),
+    ):
+        rewrite(folder, **changes)
+        llm = open_llm(folder)
+        assert llm.spec.tie_word_embeddings == is_tied
+        notes = [note for note in llm.effective()["warnings"] if "ties the embeddings" in note]
+        assert len(notes) == (not is_tied)
+        assert greedy(llm, PROMPTS, 6) == greedy_of_transformers(folder, PROMPTS, 6)
+        llm.close()
+
+
+@pytest.mark.parametrize("stated", [None, "float16"])
+def test_the_dtype_is_that_of_the_files_where_config_json_states_none(
+    tmp_path: Path, stated: str | None
+) -> None:
+    folder = save(hf_model("gemma3"), tmp_path, "bfloat16")
+    write_config(folder, dtype=stated, torch_dtype=None)
+    found = read_folder(folder)
+    assert found.spec.dtype == (stated or "bfloat16")
+    assert found.notes == ()
+    assert resolve_dtype(make_config(folder, dtype="auto"), found.spec, "cuda") == found.spec.dtype
+
+
+def test_of_files_of_several_dtypes_that_of_most_elements_is_taken(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    few = {"model__norm__weight": tensors["model.norm.weight"]}
+    rewrite(folder, **{name.replace(".", "__"): x.bfloat16() for name, x in tensors.items()})
+    rewrite(folder, **few)
+    write_config(folder, dtype=None)
+    llm = open_llm(folder)
+    assert llm.spec.dtype == "bfloat16"
+    [note] = [note for note in llm.effective()["warnings"] if "no dtype" in note]
+    assert "counts as bfloat16, which most elements have (64 of float32)" in note
+    assert note in LLM.plan_for(make_config(folder)).notes
     llm.close()
 
 
@@ -243,9 +309,6 @@ def test_nothing_is_allocated_for_a_checkpoint_that_is_refused(
 
 
 def test_progress_ends_at_the_total(folder: Path) -> None:
-    from engine import LLM
-    from tests.tiny import make_config
-
     for keywords in ({}, {"dtype": "bfloat16"}, {"load_format": "dummy"}):
         seen: list[tuple[str, int, int]] = []
 

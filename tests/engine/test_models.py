@@ -1,19 +1,24 @@
 """Greedy tokens equal transformers' for every family, length, batch, chunk and block size."""
 
 import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine import LLM, build
+from engine.spec import ModelSpec
 from tests.engine.conftest import TinyModels
 from tests.tiny import (
+    COMMON,
     FAMILIES,
     VARIANTS,
     greedy,
+    greedy_of_transformers,
     greedy_params,
     hf_model,
     make_prompt,
@@ -59,6 +64,52 @@ def test_bfloat16_log_probabilities_are_near_those_of_transformers(
     # As far from float32 as transformers' own bfloat16 is.
     assert sum(ours) < 1.5 * sum(rounded) + 1e-3
     assert max(ours) < 3 * max(rounded) + 1e-3
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BY_HAND: list[tuple[str, dict[str, Any]]] = [
+    *((family, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}) for family in FAMILIES),
+    *((family, {"rope_scaling": YARN}) for family in FAMILIES),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4}}),
+    ("llama", {"rope_scaling": LLAMA3}),
+    ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 100}),
+    ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 100}}),
+    ("gemma3", {"rope_scaling": LLAMA3}),
+    ("qwen3", {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 8, "beta_slow": 2}}),
+    ("qwen3", {"rope_scaling": YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False}}),
+    ("gemma3", {"rope_scaling": YARN | {"truncate": False}}),
+    ("mistral", {"rope_scaling": {"type": "yarn", "factor": 2.0}}),
+    ("olmo2", {"rope_parameters": None, "rope_theta": 500.0}),
+    ("olmo2", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 500.0}),
+    ("olmo2", {"rope_parameters": {"rope_theta": 200.0}, "rope_theta": 500.0}),
+    ("qwen2", {"rope_parameters": YARN | {"rope_theta": 500.0}}),
+    ("gemma3", {"rope_parameters": None, "rope_theta": 5e5, "rope_local_base_freq": 50.0}),
+    ("gemma3", {"rope_parameters": {"full_attention": YARN}, "rope_local_base_freq": 50.0}),
+    ("gemma3", {"layer_types": None, "_sliding_window_pattern": 2}),
+    ("gemma3", {"layer_types": None, "sliding_window_pattern": 2, "_sliding_window_pattern": 3}),
+]
+"""What people write into a config.json that transformers has saved."""
+
+
+@pytest.mark.parametrize(("family", "changes"), BY_HAND)
+def test_a_config_json_that_was_changed_by_hand_is_read_as_transformers_reads_it(
+    tiny: TinyModels, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    folder = Path(shutil.copytree(tiny.folder(family), tmp_path / family))
+    write_config(folder, **changes)
+    prompts = [make_prompt(7), make_prompt(150)]
+    llm = open_llm(folder, max_model_len=200)
+    assert greedy(llm, prompts, 4) == greedy_of_transformers(folder, prompts, 4)
+    llm.close()
+
+
+def test_yarn_stretches_the_positions_that_a_model_was_trained_for() -> None:
+    sizes = {name: value for name, value in COMMON.items() if value is not None}
+    sizes |= {"model_type": "qwen3", "rope_scaling": YARN}
+    for positions, expected in ((64, 256), (600, 600)):
+        spec = ModelSpec.from_hf_config(sizes | {"max_position_embeddings": positions})
+        assert spec.max_position_embeddings == expected
 
 
 LIMITS = ((8, 7, 3), (32, 16, 8), (128, 50, 1))

@@ -19,10 +19,10 @@ from engine.clock import PhaseClock
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice, LazyCopyStream
 from engine.errors import CheckpointError, PinningError
+from engine.model.checkpoint import StoredTensor, read_headers
 from engine.offload_config import OffloadWarning
 from engine.spec import ParamSpec
 from engine.weights import reader
-from engine.weights.checkpoint import StoredTensor, read_headers
 from engine.weights.reader import CheckpointReader
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -164,7 +164,7 @@ def test_buffers_that_cannot_be_pinned_are_pageable_and_that_is_said(tmp_path: P
 
 def test_files_are_read_in_order_and_in_turn() -> None:
     def piece(file: str, at: int) -> reader._Piece:
-        source = StoredTensor(Path(file), torch.uint8, (10,), 100 * at, 10)
+        source = StoredTensor(Path(file), "uint8", (10,), 100 * at, 10)
         return reader._Piece(source, 0, 10, torch.zeros(10, dtype=torch.uint8))
 
     mixed = [piece(file, at) for at in (3, 0, 2, 1) for file in ("b", "a")]

@@ -46,6 +46,7 @@ def hf_config(model_type: str, changes: dict[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **settings)
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 WINDOW, FULL = "sliding_attention", "full_attention"
 QWEN = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7}
 GEMMA = {"model_type": "gemma3_text", "sliding_window": 7}
@@ -127,7 +128,20 @@ def test_sliding_window(changes: dict[str, Any], window: int | None) -> None:
         ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantised", "awq"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rotary", "yarn"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rotary", "dynamic"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["rotary", "longrope"]),
+        ({"compression_config": {"quant_method": "x"}}, ["quantised", "x"]),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LINEAR},
+            ["one rope_theta", "1000000.0 in rope_parameters", "10000.0 for rope_scaling"],
+        ),
+        ({"rope_parameters": {FULL: LINEAR, WINDOW: {}}}, ["all layers", FULL]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["0.5"]),
+        ({"rope_parameters": {"rope_theta": None}}, ["wrong kind"]),
+        ({"num_attention_heads": 3}, ["num_attention_heads", "hidden_size=64", "3"]),
+        ({"model_type": "qwen2", "num_attention_heads": 3, "head_dim": None}, ["hidden_size=64"]),
+        (GEMMA | {"rope_parameters": LINEAR}, ["full_attention", "does not read"]),
+        (GEMMA | {"rope_scaling": {"type": "linear", "factor": 8.0}}, ["rope_type", "Rename"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"vocab_size": "64"}, ["vocab_size", "an integer", "'64'"]),

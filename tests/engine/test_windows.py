@@ -210,9 +210,9 @@ def test_the_text_part_of_a_checkpoint_of_text_and_images(tiny: TinyModels, tmp_
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_names_of_the_text_part(prefix: str) -> None:
-    from engine.weights.checkpoint import StoredTensor, text_part
+    from engine.model.checkpoint import StoredTensor, text_part
 
-    tensor = StoredTensor(Path("x"), torch.float32, (2,), 0, 8)
+    tensor = StoredTensor(Path("x"), "float32", (2,), 0, 8)
     names = ["norm.weight", "layers.0.mlp.up_proj.weight"]
     text = {f"model.{name}": tensor for name in names}
     assert text_part(text) == (text, "")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.plan import DeviceFacts
@@ -16,6 +17,7 @@ from harness.errors import ConfigError
 from harness.forecast import machine
 from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
+from harness.models.checkpoint import write_weights
 from tests.contracts.project import ROOT
 
 GIB = 2**30
@@ -245,10 +247,25 @@ def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         found_of(composer, *local)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="expected a folder with config"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json: not JSON"):
         found_of(composer, *local)
     with pytest.raises(ConfigError, match=r"model\.path"):
         found_of(composer, "+model=local")
+
+
+def test_a_local_config_without_a_dtype_is_planned_in_that_of_its_files(
+    composer: Composer, tmp_path: Path
+) -> None:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    config = {"model_type": "llama", "num_attention_heads": 2} | dict.fromkeys(names, 64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {"model.norm.weight": np.zeros(9, np.uint16), "a": np.zeros(3, np.float32)}
+    write_weights(tmp_path, weights)
+    found = found_of(composer, "+model=local", f"model.path={tmp_path}", "gpu=l4_24gb")
+    assert {row.plan.dtype for row in found.rows if row.plan} == {"bfloat16"}
+    assert "it counts as bfloat16, which most elements have (3 of float32)" in "\n".join(
+        point_lines(found)
+    )
 
 
 def test_host_memory_of_a_machine_that_is_not_here_is_stated_and_bounds_what_is_told_of_it(

@@ -86,6 +86,9 @@ def test_missing_files_names_absent_shards(tmp_path: Path) -> None:
     (folder / "model-1.safetensors").write_bytes(b"")
     assert missing_files(folder) == []
     assert missing_files(tmp_path) == ["config.json", "*.safetensors"]
+    single = _snapshot(tmp_path / "b", absent=2)
+    (single / "model.safetensors").write_bytes(b"")
+    assert missing_files(single) == []
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"weight_map": ["a"]}', "\ufeff{"])

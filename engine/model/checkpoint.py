@@ -1,26 +1,29 @@
-"""What a folder of safetensors holds: headers read and checked against the model's sizes."""
+"""What a checkpoint's folder says: the model's sizes, and where its tensors lie on disk; no torch.
+
+Headers are read and checked against themselves and the sizes; of the data only tables that may be
+tied are looked at.
+"""
 
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.errors import CheckpointError
-from engine.spec import ModelSpec
+from engine.hf_config import stated_dtype, text_part_of
+from engine.spec import DTYPE_BYTES, ModelSpec
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the text part of a model of text and images start -> how ours do."""
-FILE_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-}
+FILE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_BYTES = 1 << 22
+"""Of two tables that may be equal, read at a time."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,95 @@ class StoredTensor:
     """Where one tensor lies on disk."""
 
     file: Path
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The sizes of the model in a folder, and what is to be said of how they were found."""
+
+    spec: ModelSpec
+    notes: tuple[str, ...] = ()
+    is_untied: bool = False
+    """Whether tie_word_embeddings of the config.json is contradicted by the files."""
+
+
+def read_folder(folder: Path) -> ModelFolder:
+    """Return the sizes that config.json states, with what only the weights' files tell.
+
+    They tell the dtype where config.json states none: that of most elements. Of a model that is to
+    be tied they tell whether it is: where the head is stored beside the embedding and differs, it
+    is used, as transformers does. Files that are not there yet are left out.
+
+    Raises:
+        CheckpointError: There is no config.json, it is of no supported model, or a file is damaged.
+    """
+    config = _read_config(folder)
+    stored: dict[str, StoredTensor] = {}
+    for file in _files(folder):
+        stored.update(_read_header(file) if file.is_file() else {})
+    stored, _ = text_part(stored)
+    dtype, notes = _dtype_of(stored)
+    spec = ModelSpec.from_hf_config(config, dtype)
+    if stated_dtype(text_part_of(config)) is not None:
+        notes = []
+    if not (spec.tie_word_embeddings and _differ(stored)):
+        return ModelFolder(spec, tuple(notes))
+    notes.append(
+        f"checkpoint: config.json ties the embeddings, but {HEAD} is stored too and differs: it is "
+        f"used ({stored[HEAD].num_bytes / 2**30:.2f} GiB more), as transformers does."
+    )
+    return ModelFolder(replace(spec, tie_word_embeddings=False), tuple(notes), is_untied=True)
+
+
+def _read_config(folder: Path) -> Any:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder}: expected a folder with config.json, found none. Give the path of a "
+            "checkpoint on this machine."
+        )
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not JSON ({error}). Fetch it again.") from error
+
+
+def _dtype_of(stored: Mapping[str, StoredTensor]) -> tuple[str | None, list[str]]:
+    """The dtype of most elements, and a note where there are others."""
+    sizes = Counter[str]()
+    for tensor in stored.values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
+    if not sizes:
+        return None, []
+    (dtype, _), *others = sizes.most_common()
+    if not others:
+        return dtype, []
+    rest = ", ".join(f"{count} of {name}" for name, count in others)
+    return dtype, [
+        f"checkpoint: config.json states no dtype; it counts as {dtype}, which most elements have "
+        f"({rest})."
+    ]
+
+
+def _differ(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether embedding and head are both stored, and are not the same."""
+    if not {EMBEDDING, HEAD} <= stored.keys():
+        return False
+    one, other = stored[EMBEDDING], stored[HEAD]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return True
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        for done in range(0, one.num_bytes, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, one.num_bytes - done)
+            if first.read(size) != second.read(size):
+                return True
+    return False
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -40,8 +128,14 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: No file, a missing shard, a damaged header or an unsupported dtype.
     """
+    files = _files(folder)
+    if not files:
+        raise CheckpointError(
+            f"{folder}: expected *.safetensors files, found none. Convert the checkpoint to "
+            "safetensors, or use load_format=dummy for random weights."
+        )
     found: dict[str, StoredTensor] = {}
-    for file in _files(folder):
+    for file in files:
         if not file.is_file():
             raise CheckpointError(
                 f"{folder}: expected the shard {file.name}, found none. Fetch it."
@@ -51,23 +145,19 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of an index, else model.safetensors, else every safetensors file."""
+    """List model.safetensors, else the files of an index, else every safetensors file."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [folder / name for name in names]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{index}: expected a weight_map of file names, got {error!r}. Fetch it again."
-            ) from error
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [folder / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder}: expected *.safetensors files, found none. Convert the checkpoint to "
-            "safetensors, or use load_format=dummy for random weights."
-        )
-    return files
+            f"{index}: expected a weight_map of file names, got {error!r}. Fetch it again."
+        ) from error
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -114,10 +204,11 @@ def _stored(
     begin, end = entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"{name}: expected whole numbers in shape and data_offsets")
-    if end - begin != math.prod(shape) * dtype.itemsize:
+    num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+    if end - begin != num_bytes:
         raise CheckpointError(
             f"{file}: {name} of shape {list(shape)} in {entry['dtype']} takes "
-            f"{math.prod(shape) * dtype.itemsize} bytes, the header says {begin} to {end}. "
+            f"{num_bytes} bytes, the header says {begin} to {end}. "
             "Fetch it again."
         )
     if data_start + end > file_bytes:
@@ -142,8 +233,8 @@ def text_part(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
     if not found:
         return dict(stored), ""
     rest = {name: x for name, x in stored.items() if not name.startswith(tuple(TEXT_PREFIXES))}
-    if "lm_head.weight" in rest:
-        found["lm_head.weight"] = rest.pop("lm_head.weight")
+    if HEAD in rest:
+        found[HEAD] = rest.pop(HEAD)
     if not rest:
         return found, ""
     num_bytes = sum(tensor.num_bytes for tensor in rest.values())
@@ -152,6 +243,13 @@ def text_part(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
         f"GiB) are left out, the first is {min(rest)}."
     )
     return found, note
+
+
+def with_tied(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Return the tensors with the embedding, which may be stored as the head of a tied model."""
+    if spec.tie_word_embeddings and HEAD in stored and EMBEDDING not in stored:
+        return {**stored, EMBEDDING: stored[HEAD]}
+    return dict(stored)
 
 
 def check_checkpoint(stored: Mapping[str, StoredTensor], spec: ModelSpec, folder: Path) -> None:
@@ -173,7 +271,7 @@ def check_checkpoint(stored: Mapping[str, StoredTensor], spec: ModelSpec, folder
                 f"{folder}: {name} has shape {list(stored[name].shape)}, config.json says "
                 f"{list(part.shape)}."
             )
-    ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    ignored = {HEAD} if spec.tie_word_embeddings else set()
     extra = sorted(
         name
         for name in set(stored) - set(wanted) - ignored
