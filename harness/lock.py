@@ -1,6 +1,5 @@
 """One run at a time on one device: a lock file by the GPU's UUID, or one for the CPU."""
 
-import fcntl
 import json
 import os
 import socket
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 POLL_S: Final = 0.5
 
@@ -37,64 +38,53 @@ def hold_one(
     Yields:
         Which one, and how many of the others were in use then.
     """
-    descriptors = [_open(path) for path in paths]
+    locks = [_lock(path) for path in paths]
+    index = _first_free(locks)
+    if index is None:
+        names = " or ".join(path.stem for path in paths)
+        say(f"waiting for {names}: in use by {', '.join(map(_holder, paths))}.")
+        while (index := _first_free(locks)) is None:
+            time.sleep(POLL_S)
     try:
-        index = _first_free(descriptors)
-        if index is None:
-            names = " or ".join(path.stem for path in paths)
-            say(f"waiting for {names}: in use by {', '.join(map(_holder, descriptors))}.")
-            while (index := _first_free(descriptors)) is None:
-                time.sleep(POLL_S)
-        _sign(descriptors[index], owner)
-        others = [item for at, item in enumerate(descriptors) if at != index]
-        yield index, sum(_is_held(item) for item in others)
+        facts = {"pid": os.getpid(), "host": socket.gethostname(), "run": owner}
+        paths[index].write_text(json.dumps(facts), encoding="utf-8")
+        yield index, sum(_is_held(lock) for at, lock in enumerate(locks) if at != index)
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        locks[index].release()
 
 
-def _first_free(descriptors: Sequence[int]) -> int | None:
-    """Take the first lock that nobody has; None where there is none."""
-    return next((at for at, item in enumerate(descriptors) if _try_lock(item)), None)
-
-
-def _is_held(descriptor: int) -> bool:
-    """Return whether another process has a lock; it is not kept."""
-    if not _try_lock(descriptor):
-        return True
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return False
-
-
-def _open(path: Path) -> int:
+def _lock(path: Path) -> BaseFileLock:
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(PermissionError):
             path.parent.chmod(0o1777)  # other users of the machine lock the same GPU
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return FileLock(path, timeout=0, mode=0o666)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _first_free(locks: Sequence[BaseFileLock]) -> int | None:
+    """Take the first lock that nobody has; None where there is none."""
+    return next((at for at, lock in enumerate(locks) if _take(lock)), None)
+
+
+def _is_held(lock: BaseFileLock) -> bool:
+    """Return whether another process has a lock; it is not kept."""
+    is_free = _take(lock)
+    if is_free:
+        lock.release()
+    return not is_free
+
+
+def _take(lock: BaseFileLock) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock.acquire()
+    except Timeout:
         return False
     return True
 
 
-def _sign(descriptor: int, owner: str) -> None:
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "run": owner})
-    with suppress(OSError):  # another user's file is opened for reading only
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
-
-
-def _holder(descriptor: int) -> str:
+def _holder(path: Path) -> str:
     try:
-        facts = json.loads(os.pread(descriptor, 4096, 0))
+        facts = json.loads(path.read_text(encoding="utf-8"))
         return f"process {facts['pid']} ({facts['run']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

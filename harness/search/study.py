@@ -1,6 +1,5 @@
 """The trials of one search in an Optuna study that outlives the process."""
 
-import fcntl
 import json
 import logging
 import time
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
+
+from filelock import FileLock, Timeout
 
 from harness.errors import ConfigError
 from harness.plain import read_json
@@ -54,13 +55,13 @@ def open_study(request: SearchRequest, folder: Path) -> Iterator["Study"]:
         ConfigError: another process has it, or the name is that of another search.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "search.lock").open("w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"search {request.name}: another process runs it. Wait, or give another --name."
-            ) from error
+    try:
+        lock = FileLock(folder / "search.lock").acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            f"search {request.name}: another process runs it. Wait, or give another --name."
+        ) from error
+    with lock:
         _check_question(request, folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Optuna about its own features

@@ -4,7 +4,6 @@ Only the harness's own process talks to MLflow, through MlflowClient with explic
 global state of MLflow is used, and MLflow is imported when the tracker opens.
 """
 
-import fcntl
 import logging
 import math
 import os
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from filelock import FileLock
 
 from harness.measure.host import start_ticks
 from harness.scenarios.kv_series import kv_series
@@ -230,8 +231,7 @@ class MlflowTracker:
     @contextmanager
     def _only_one(self) -> Iterator[None]:
         self._home.mkdir(parents=True, exist_ok=True)
-        with (self._home / f"{DATABASE_NAME}.lock").open("w", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(self._home / f"{DATABASE_NAME}.lock"):
             yield
 
     def _sweep_run(self, sweep_id: str, tags: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 import io
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,17 @@ def test_a_free_lock_is_taken_without_a_word(tmp_path):
     with hold_one([tmp_path / "a.lock"], owner="me", say=said.append) as taken:
         assert taken == (0, 0)
     assert said == []
+
+
+def test_other_users_may_lock_the_same_gpu(tmp_path):
+    before = os.umask(0o077)
+    try:
+        with hold_one([tmp_path / "locks" / "gpu.lock"], owner="me", say=print):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "locks").stat().st_mode & 0o7777 == 0o1777
+    assert (tmp_path / "locks" / "gpu.lock").stat().st_mode & 0o777 == 0o666
 
 
 def test_lock_files_by_gpu_and_for_the_cpu(tmp_path):
