@@ -21,7 +21,7 @@ from harness.cli_args import CommandLine
 from harness.complaints import explain
 from harness.composition import CONFIG_NAME, DEMO_MODEL, Composer, Plan, Point
 from harness.describe import point_name
-from harness.errors import EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
+from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
 from harness.folders import CONF
 from harness.full_disk import DiskFullError, full_disk_ends, require_room
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
@@ -177,28 +177,34 @@ class _Session:
         """Whether a tracker may show the sweep although no point of it began."""
 
     def run(self) -> int:
-        """Let Hydra run every point; return the exit code."""
+        """Let Hydra run every point; return the exit code.
+
+        Raises:
+            DiskFullError: a disk has no room for what points write.
+            KeyboardInterrupt: Ctrl-C; what ended until then is shown.
+        """
         sweep = self._task.sweep
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
-        interrupted, full = False, None
+        interrupt: KeyboardInterrupt | None = None
+        full: DiskFullError | None = None
         try:
             with sigterm_as_interrupt(), full_disk_ends():
                 if sweep is not None and self._launcher != BASIC:
                     self._prepare_launch(sweep)
                 self._launch()
                 records = self._records(sweep)
-        except KeyboardInterrupt:
-            records, interrupted = self._interrupted(sweep), True
+        except KeyboardInterrupt as error:
+            interrupt = error
         except DiskFullError as error:
-            records, full = self._interrupted(sweep), error
-        if sweep is not None:
-            with interrupt_afterwards():
-                self._finish_sweep(sweep, records, interrupted=interrupted)
+            full = error
+        with interrupt_afterwards(interrupt):
+            if interrupt is not None or full is not None:
+                records = self._interrupted(sweep)
+            if sweep is not None:
+                self._finish_sweep(sweep, records, interrupted=interrupt is not None)
         if full is not None:
             raise full
-        if interrupted:
-            return EXIT_INTERRUPTED
         all_ran = len(records) == len(self._plan.points)
         statuses = {record.status for _, record in records}
         return EXIT_OK if all_ran and statuses == {"ok"} else EXIT_NOT_ALL_OK
@@ -268,8 +274,7 @@ class _Session:
                     records.append(RunRecord.read(folders[-1] / RESULT_NAME))
             return list(zip(folders, records, strict=False))
         begun = BegunPoints(sweep.folder)
-        with interrupt_afterwards():
-            begun.end_all(sweep.total)
+        begun.end_all(sweep.total)
         indices = [index for index in range(sweep.total) if begun.owner(index) is not None]
         return [self._collect(begun, sweep, index) for index in indices]
 

@@ -165,11 +165,9 @@ class _Point:
             )
         finally:
             display.close()
-        with interrupt_afterwards():
+        with interrupt_afterwards(interrupt):
             record = self._finish(findings, tracker, with_report=interrupt is None)
             print_summary(record, self._run_dir, view_command=tracker.view_command())
-        if interrupt is not None:
-            raise interrupt
         return record
 
     def skip(self, reason: str) -> RunRecord:

@@ -95,11 +95,9 @@ class _Comparison:
                     self._run_step(step, run_one)
         except KeyboardInterrupt as error:
             interrupt = error
-        with interrupt_afterwards():
+        with interrupt_afterwards(interrupt):
             record = self._finish(is_interrupted=interrupt is not None)
             sys.stdout.write("\n".join(result_lines(record, self._run_dir)) + "\n")
-        if interrupt is not None:
-            raise interrupt
         return record
 
     def _run_step(self, step: Step, run_one: RunOne) -> None:

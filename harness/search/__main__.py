@@ -69,10 +69,8 @@ def search(request: SearchRequest) -> int:
             ended = study.run(run_trial, _say)
         except KeyboardInterrupt as error:
             ended, interrupt = "interrupted", error
-        with interrupt_afterwards():
+        with interrupt_afterwards(interrupt):
             is_found = _conclude(request, study, runner, folder, ended)
-        if interrupt is not None:
-            raise interrupt
     return EXIT_OK if is_found else EXIT_NOT_ALL_OK
 
 

@@ -182,6 +182,16 @@ def test_ctrl_c_amid_the_report_waits_for_the_record(tmp_path, monkeypatch):
     assert (record.status, record.effective["warnings"]) == ("ok", ["told"])
 
 
+def test_ctrl_c_stands_where_the_record_cannot_be_written(tmp_path, capsys):
+    def run_one(config, folder, overrides, sweep):
+        (tmp_path / "ab").rename(tmp_path / "away")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(tmp_path, run_one=run_one)
+    assert "FileNotFoundError" in capsys.readouterr().err
+
+
 def test_ctrl_c_keeps_what_ran(tmp_path):
     run_one = fake_run({"b": ("interrupt", {})})
     with pytest.raises(KeyboardInterrupt):

@@ -125,7 +125,9 @@ def test_skipped(tmp_path):
     assert (record.status, record.error["message"]) == ("skipped", "fail_fast=true")
 
 
-def test_an_interrupted_command_leaves_a_killed_record_and_no_worker(tmp_path):
+@pytest.mark.parametrize("is_moved", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_interrupted_command_leaves_a_killed_record_and_no_worker(tmp_path, is_moved):
+    """Also where the point's folder was moved away, so that its end cannot be written there."""
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "harness", "-m", "model=fake", "tracking=none"]
     command += ["scenario=latency", "scenario.correctness.enabled=false", "model.fake.load_s=0"]
@@ -133,14 +135,20 @@ def test_an_interrupted_command_leaves_a_killed_record_and_no_worker(tmp_path):
     harness = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     state = folder / "0" / "state.json"
     deadline_s = time.monotonic() + 60
-    while not (state.is_file() and '"latency' in state.read_text()):
-        assert time.monotonic() < deadline_s, harness.poll()
-        time.sleep(0.05)
-    harness.send_signal(signal.SIGINT)
-    output, _ = harness.communicate(timeout=60)
+    try:
+        while not (state.is_file() and '"latency' in state.read_text()):
+            assert time.monotonic() < deadline_s, harness.poll()
+            time.sleep(0.05)
+        if is_moved:
+            (folder / "0").rename(tmp_path / "away")
+        harness.send_signal(signal.SIGINT)
+        output, _ = harness.communicate(timeout=60)
+    finally:
+        harness.kill()  # no effect once it has ended
     assert harness.returncode == 130, output
-    record = RunRecord.read(folder / "0" / "result.json")
-    assert (record.status, record.error["type"]) == ("killed", "Interrupted")
-    assert not (folder / "1" / "result.json").exists()
+    assert not (folder / "1").exists()
+    if not is_moved:
+        record = RunRecord.read(folder / "0" / "result.json")
+        assert (record.status, record.error["type"]) == ("killed", "Interrupted")
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert str(folder) not in listed.stdout
