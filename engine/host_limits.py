@@ -37,7 +37,7 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
     """Yield the folders that may limit this process; in a container its own is the mount's root."""
     yield from (cgroups, cgroups / "memory")
     with contextlib.suppress(OSError, ValueError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
+        for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in {"", "memory"}:
                 folder = Path(path.lstrip("/"))
@@ -58,9 +58,12 @@ def _cgroup_room(folder: Path) -> int | None:
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         with contextlib.suppress(OSError, ValueError):
-            most = int((folder / limit).read_text())
-            used = int((folder / usage).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            most = int((folder / limit).read_text(encoding="utf-8"))
+            used = int((folder / usage).read_text(encoding="utf-8"))
+            stat = dict(
+                line.split()
+                for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+            )
             cached = sum(
                 int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active")
             )
@@ -82,7 +85,7 @@ def memlock_room(proc: Path = Path("/proc")) -> int | None:
         return None
     status, locked = {}, 0
     with contextlib.suppress(OSError):
-        lines = (proc / "self" / "status").read_text().splitlines()
+        lines = (proc / "self" / "status").read_text(encoding="utf-8").splitlines()
         status = dict(line.split(":", 1) for line in lines if ":" in line)
     with contextlib.suppress(ValueError):
         if int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1:

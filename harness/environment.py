@@ -166,7 +166,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],  # noqa: S607  the user's git
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=_GIT_TIMEOUT_S,
             check=True,

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +36,21 @@ def has_cuda_device() -> bool:
 # may be the first to import Triton; so it is set before the first test module is imported.
 if not has_cuda_device():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure() -> None:
+    """Heed Ctrl-C and the others where the tests were started with them ignored (nohup, &).
+
+    Handlers that are ignored stay so in the harness and in its processes, which is meant.
+    """
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    for number, handler in defaults.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

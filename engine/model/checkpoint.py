@@ -152,7 +152,7 @@ def _files(folder: Path) -> list[Path]:
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [folder / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

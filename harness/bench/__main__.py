@@ -282,14 +282,17 @@ def in_process(case: Case, limits: Limits) -> dict[str, Any]:
     """Run one case in a fresh process; `failed` says what it failed of where it did."""
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job.write_text(json.dumps({"case": case.to_dict(), "limits": asdict(limits)}))
+        job.write_text(
+            json.dumps({"case": case.to_dict(), "limits": asdict(limits)}), encoding="utf-8"
+        )
         command = [sys.executable, "-m", "harness.bench.measure", str(job), str(result)]
         try:
             done = subprocess.run(
                 command,
                 cwd=ROOT,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=CASE_TIMEOUT_S,
                 check=False,
             )
@@ -304,7 +307,9 @@ def in_process(case: Case, limits: Limits) -> dict[str, Any]:
 
 def _so_far(result: Path) -> dict[str, Any]:
     """The figures that a process has written; none where it wrote none."""
-    figures: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    figures: dict[str, Any] = (
+        json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    )
     return figures
 
 

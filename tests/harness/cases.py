@@ -63,3 +63,9 @@ def fake_command(tmp_path, script):
     path = tmp_path / "script.json"
     path.write_text(json.dumps(asdict(script)))
     return (sys.executable, "-m", "tests.harness.fakes", str(path))
+
+
+def quoted(value: object) -> str:
+    """A value as Hydra's parser takes it literally, whatever its characters."""
+    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -206,7 +206,7 @@ def test_sweeps_in_folders_of_the_same_name_have_ids_of_their_own(
 @pytest.mark.slow
 def test_no_record_is_written_over_another(points: FakePoints, tmp_path: Path) -> None:
     points.statuses[1] = FileExistsError("the record of another")
-    words = [f"hydra.sweep.dir={tmp_path}/mine", "hydra.sweep.subdir=same"]
+    words = [f"hydra.sweep.dir='{tmp_path}/mine'", "hydra.sweep.subdir=same"]
     assert main(["+model=glass", "-m", "engine.seed=1,2", *words]) == 3
     assert RunRecord.read(tmp_path / "mine" / "same" / "result.json").status == "ok"
     assert points.finished == [(["ok", "failed"], False)]
@@ -269,7 +269,7 @@ def test_a_defect_of_the_harness_is_a_record_too(
 
 
 def test_a_job_that_its_launcher_killed_on_ctrl_c_is_told_as_interrupted(tmp_path: Path) -> None:
-    typed = ["model=fake", "engine.seed=1,2", f"hydra.sweep.dir={tmp_path}"]
+    typed = ["model=fake", "engine.seed=1,2", f"hydra.sweep.dir='{tmp_path}'"]
     session = app._Session(Composer().plan(typed, multirun=True), None)
     begun, sweep_plan = BegunPoints(tmp_path), session._task.sweep
     assert sweep_plan is not None

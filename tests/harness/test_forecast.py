@@ -19,6 +19,7 @@ from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
 from harness.models.checkpoint import write_weights
 from tests.contracts.project import ROOT
+from tests.harness.cases import quoted
 
 GIB = 2**30
 
@@ -228,7 +229,7 @@ def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
         "torch_dtype": "float16",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    local = ("+model=local", f"model.path={tmp_path}", "gpu=l4_24gb")
+    local = ("+model=local", f"model.path={quoted(tmp_path)}", "gpu=l4_24gb")
     (found, named) = (
         found_of(composer, *local),
         found_of(composer, "+model=llama2_7b", "gpu=l4_24gb"),

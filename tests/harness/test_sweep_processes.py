@@ -14,6 +14,7 @@ from harness.begun import BegunPoints
 from harness.measure.host import process_memory
 from harness.plain import read_json
 from reports.record.record import RESULT_NAME, RunRecord
+from tests.harness.cases import quoted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +121,7 @@ def test_points_run_through_a_launcher(environ, tmp_path, launcher):
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_worker(environ, tmp_path, launcher):
     needs_plugin(launcher)
     folder = tmp_path / "sweep"
-    words = [f"hydra/launcher={launcher}", f"hydra.sweep.dir={folder}", "tracking=none"]
+    words = [f"hydra/launcher={launcher}", f"hydra.sweep.dir={quoted(folder)}", "tracking=none"]
     process = start(environ, tmp_path, "model.fake.fail=none,hang", *words)
     # A launcher starts both points, and either may have the device first; then the other waits.
     is_basic = launcher == "basic"

@@ -1,5 +1,6 @@
 """The one door, and the command line before it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,9 @@ def test_fetch_prints_the_folder_and_refuses_unknown_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "mine.yaml").write_text(f"source: {{kind: folder, path: {tmp_path}}}\n")
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        json.dumps({"source": {"kind": "folder", "path": str(tmp_path)}})
+    )
     (tmp_path / "conf" / "bare.yaml").write_text("name: bare\n")
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(command, "MODELS", tmp_path / "conf")
