@@ -147,7 +147,7 @@ def build_engine(
         stored, note = _find_weights(config.model, spec)
     with clock.phase("tokenizer"):
         folder = None if config.model.path is None else Path(config.model.path)
-        tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder)
+        tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder, spec.vocab_size)
     with contextlib.ExitStack() as undo:
         undo.callback(device.close)
         plan, store, tier = _place(config, spec, device, plan, clock, reference=reference)

@@ -41,15 +41,15 @@ class StepStats:
     """Keys and values that decodes read in place from host memory."""
     used_graph: bool
     duration_s: float
-    """To its tokens on the host, from its own plan or from the end of the step before, whichever
-    was later: where steps overlap, the time that it adds."""
+    """To its tokens on the host, as the host found them there, from its own plan or from the end of
+    the step before, whichever was later: where steps overlap, the time that it adds."""
     is_overlapped: bool
     """Whether it was planned and launched before the step before it was collected."""
     launch_s: float
     """Host time from its plan to the last of its work enqueued."""
     wait_s: float
-    """Host time until its tokens came, what the host did meanwhile included; near zero where the
-    host is the slower side."""
+    """Host time until its tokens came, what the host did meanwhile included; zero where they were
+    there before the step behind it was launched, and on a CPU, which computes as it launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,8 @@ class EngineCore:
             while not flight.mark.is_done() and self.scheduler.prepare():
                 pass
             flight.mark.wait()
-            end_s = perf_counter()
+            end_s = flight.mark.passed_s
+            assert end_s is not None
             sampled = self._read(flight)
             events = self.scheduler.commit(flight.plan, sampled, self.eos_token_ids)
         except BaseException:
@@ -251,7 +252,7 @@ class EngineCore:
             duration_s=end_s - max(flight.begin_s, self._end_s),
             is_overlapped=flight.is_overlapped,
             launch_s=flight.launched_s - flight.begin_s,
-            wait_s=end_s - begin_s,
+            wait_s=max(0.0, end_s - begin_s),
         )
         self._end_s = end_s
         return events

@@ -1,7 +1,7 @@
 """Turn tokens into text as they come, without showing anything that later tokens could change."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine.errors import EngineError
@@ -17,6 +17,7 @@ SETTLED_TOKENS = 4
 class SpecialToken(Protocol):
     """An added token of a tokenizer."""
 
+    content: str
     special: bool
 
 
@@ -52,6 +53,9 @@ class IncrementalDetokenizer:
     occurs. Held back are: the bytes of an unfinished character; a run of byte tokens, because one
     bad byte breaks the whole run; and text that may be the beginning of a stop string.
 
+    Special tokens show nothing, but a stop string that is one, or has some within it, is found
+    where they were generated. It is also found where plain text spells it.
+
     Args:
         tokenizer: A transformers tokenizer.
         stop: Strings that end the text, none empty.
@@ -67,8 +71,12 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stops = _StopFinder(stop)
-        self._special = _special_ids(tokenizer)
+        special = _special_tokens(tokenizer)
+        self._special = special.keys()
+        self._signs, stops = _signs_of(stop, special)
+        self._stops = _StopFinder(stops, self._signs.values())
+        self._passed: list[tuple[int, str]] = []
+        """Signs of special tokens within text that is not final, each with its place in it."""
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -97,8 +105,12 @@ class IncrementalDetokenizer:
         self._check_open()
         self._num_tokens += 1
         self._window.append(token_id)
-        new = "" if self._is_silent(token_id) else self._advance()
-        piece = self._stops.push(new, is_counted=self._num_tokens >= self._min_tokens)
+        is_counted = self._num_tokens >= self._min_tokens
+        if token_id in self._signs:
+            new = self._pass_by(self._signs[token_id], is_counted=is_counted)
+        else:
+            new = "" if self._is_silent(token_id) else self._sign(self._advance())
+        piece = self._stops.push(new, is_counted=is_counted)
         self._pieces.append(piece)
         return piece
 
@@ -114,10 +126,35 @@ class IncrementalDetokenizer:
         if self._stops.found is not None:
             return ""
         rest = self._decode(self._window)[self._len_shown :]
+        rest = _with_signs(rest, self._passed)
         piece = self._stops.push(rest, is_counted=self._num_tokens >= self._min_tokens)
         piece += self._stops.flush()
         self._pieces.append(piece)
         return piece
+
+    def _pass_by(self, sign: str, *, is_counted: bool) -> str:
+        """Return what is final with a special token that a stop string has within it."""
+        pending = self._decode(self._window)[self._len_shown :]
+        if not pending:
+            return sign
+        new = _with_signs(pending, [*self._passed, (len(pending), sign)])
+        if is_counted and self._stops.would_end(new):
+            return new  # later tokens, which could change the pending text, are beyond the stop
+        # Amid the bytes of a character it goes before that: their number is not that of characters.
+        self._passed.append((len(pending.rstrip(REPLACEMENT)), sign))
+        return ""
+
+    def _sign(self, new: str) -> str:
+        """Return text that became final, with the signs of special tokens that were passed in it.
+
+        Those at its end come with it: the text before them is complete.
+        """
+        if not self._passed:
+            return new
+        is_all = self._num_shown == len(self._window)
+        passed = [(at, sign) for at, sign in self._passed if is_all or at <= len(new)]
+        self._passed = [(at - len(new), sign) for at, sign in self._passed[len(passed) :]]
+        return _with_signs(new, passed)
 
     def _check_open(self) -> None:
         if self._is_finished or self._stops.found is not None:
@@ -175,39 +212,61 @@ class IncrementalDetokenizer:
 
 
 class _StopFinder:
-    """Looks for stop strings in a stream of text and holds back what may begin one."""
+    """Looks for stop strings in a stream of text and holds back what may begin one.
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
+    Args:
+        stops: The strings, by what they look like in the stream.
+        signs: Characters of the stream that stand for special tokens; they are not shown.
+    """
+
+    def __init__(self, stops: Mapping[str, str], signs: Iterable[str]) -> None:
+        self._stops = stops
+        self._hidden = dict.fromkeys(map(ord, signs))
         self._held = ""
         self.found: str | None = None
 
     def push(self, new: str, *, is_counted: bool) -> str:
         """Take text; return what is final. Stops that end in `new` count only if `is_counted`."""
-        if not self._stop:
+        if not self._stops:
             return new
-        seen = len(self._held)
         text = self._held + new
         if is_counted and new:
-            ends = [(at + len(stop), at, stop) for stop, at in self._matches(text, seen)]
+            ends = self._ends(text)
             if ends:
                 # The one that is complete first ends the text, the longest of those.
-                _, at, self.found = min(ends)
-                self._held = ""
-                return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+                _, at, stop = min(ends)
+                self._held, self.found = "", self._stops[stop]
+                return self._shown(text[:at])
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._shown(text[: len(text) - keep])
+
+    def would_end(self, new: str) -> bool:
+        """Return whether a stop string would be complete in the text."""
+        return bool(self._ends(self._held + new))
 
     def flush(self) -> str:
         """Return what is held back."""
         held, self._held = self._held, ""
-        return held
+        return self._shown(held)
 
-    def _matches(self, text: str, seen: int) -> list[tuple[str, int]]:
-        """Stops that occur in the text and end after its first `seen` characters, with places."""
-        places = [(stop, text.find(stop, max(0, seen - len(stop) + 1))) for stop in self._stop]
-        return [(stop, at) for stop, at in places if at >= 0]
+    def _ends(self, text: str) -> list[tuple[int, int, str]]:
+        """Stops in held text and new that end in the new part: end, place and what they are."""
+        seen = len(self._held)
+        places = [(stop, text.find(stop, max(0, seen - len(stop) + 1))) for stop in self._stops]
+        return [(at + len(stop), at, stop) for stop, at in places if at >= 0]
+
+    def _shown(self, text: str) -> str:
+        return text.translate(self._hidden) if self._hidden else text
+
+
+def _with_signs(text: str, passed: Iterable[tuple[int, str]]) -> str:
+    """Return text with signs at places in it, which do not fall; beyond its end at its end."""
+    parts, begin = [], 0
+    for at, sign in passed:
+        parts += [text[begin:at], sign]
+        begin = max(begin, at)
+    return "".join([*parts, text[begin:]])
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -218,8 +277,32 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the texts of special tokens by id."""
     added = tokenizer.added_tokens_decoder
-    return frozenset(i for i, token in added.items() if token.special).union(
-        tokenizer.all_special_ids
-    )
+    found = {i: token.content for i, token in added.items() if token.special}
+    for token_id in tokenizer.all_special_ids:
+        if token_id not in found:
+            found[token_id] = tokenizer.convert_ids_to_tokens(token_id) or ""
+    return found
+
+
+def _signs_of(
+    stop: Sequence[str], special: Mapping[int, str]
+) -> tuple[dict[int, str], dict[str, str]]:
+    """Give special tokens that occur in stop strings a sign each: a character that no text has.
+
+    Returns:
+        The signs by token id, and the stop strings by what is looked for: each as it is, and with
+        signs for special tokens if it has some.
+    """
+    stops, whole = {text: text for text in stop}, "".join(stop)
+    texts = sorted({x for x in special.values() if x and x in whole}, key=len, reverse=True)
+    if not texts:
+        return {}, stops
+    lone = (chr(code) for code in range(0xD800, 0xE000) if chr(code) not in whole)
+    signs = dict(zip(texts, lone, strict=False))
+    pattern = re.compile("|".join(map(re.escape, texts)))
+    for text in stop:
+        stops[pattern.sub(lambda found: signs[found[0]], text)] = text
+    return {i: signs[text] for i, text in special.items() if text in signs}, stops

@@ -305,7 +305,7 @@ def check_request(
             "Remove it."
         )
     if not request.params.ignore_eos:
-        stops.update(eos_token_ids)
+        stops.update(i for i in eos_token_ids if 0 <= i < vocab_size)
     if request.params.min_tokens > 0 and len(stops) >= vocab_size:
         raise RequestError(
             f"min_tokens={request.params.min_tokens}: expected at least one token that does not "

@@ -25,6 +25,7 @@ class ModelRunner:
         self._plan, self._decoder, self._device = plan, decoder, device
         self._batches = BatchBuilder(plan, device)
         self._graphs = StepGraphs(decoder, device)
+        self._newest: Mark | None = None
 
     def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
         """Fill the input buffers and enqueue their upload.
@@ -43,11 +44,17 @@ class ModelRunner:
     def execute(self, batch: Batch) -> torch.Tensor:
         """Run the newest batch; return float32 logits [R, V], a row per wanted token, then padding.
 
+        Where that takes the host longer than the device needs for the step before, the end of that
+        is noted on the way, so that its tokens do not count as later for what comes behind them.
+
         Stream: enqueued on the current stream. The tensor may be overwritten by the next step.
         """
+        look = None if self._newest is None else self._newest.is_done
+        if look is not None:
+            look()
         shape = self._batches.shape
         if shape is None or not self._graphs.replay(shape, batch.num_tokens):
-            return self._decoder.forward(batch)
+            return self._decoder.forward(batch, look)
         self._graphs.steps += 1
         rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         return self._decoder.logits[:rows]
@@ -84,8 +91,9 @@ class ModelRunner:
             )
 
     def mark(self) -> Mark:
-        """Return a point behind everything that is enqueued so far."""
-        return self._device.mark()
+        """Return a point behind everything that is enqueued so far, the end of the newest step."""
+        self._newest = self._device.mark()
+        return self._newest
 
     def capture(self) -> None:
         """Capture every planned step, the largest first."""

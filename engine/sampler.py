@@ -233,7 +233,7 @@ class Sampler:
                 seen += ids
                 seen_at += [at] * len(ids)
                 penalties += [float(penalty)] * len(ids)
-            masked = [token_id for token_id in row.banned_ids if token_id < self.vocab_size]
+            masked = [i for i in row.banned_ids if 0 <= i < self.vocab_size]
             if len(masked) == self.vocab_size:
                 raise EngineError(
                     f"sampler: expected a token that does not end the output of row {at}, got "

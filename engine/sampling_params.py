@@ -51,7 +51,8 @@ class SamplingParams:
     seed: int | None = None
     """Keys the draws; null: the engine's seed and the number of the request."""
     stop: str | list[str] | None = None
-    """Strings that end the output; the text ends before them."""
+    """Strings that end the output; the text ends before them. Special tokens, which the text does
+    not show, count as they are written."""
     stop_token_ids: list[int] | None = None
     """Tokens that end the output, beside the model's own."""
     max_tokens: int | None = 16

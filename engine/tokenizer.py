@@ -68,8 +68,14 @@ def _clash(error: ImportError) -> Exception:
     )
 
 
-def eos_token_ids(folder: Path | None) -> frozenset[int]:
+def eos_token_ids(folder: Path | None, vocab_size: int) -> frozenset[int]:
     """Return the end-of-sequence tokens that generation_config.json or config.json names.
+
+    Ids outside the vocabulary name no token and are left out; -1 is written where there is none.
+
+    Args:
+        folder: A checkpoint's folder; None: there is none.
+        vocab_size: Token ids are below it.
 
     Raises:
         CheckpointError: A file is not an object in JSON, or names something else than token ids.
@@ -81,7 +87,7 @@ def eos_token_ids(folder: Path | None) -> frozenset[int]:
         if file.is_file():
             found = _eos_of(file)
             if found is not None:
-                return found
+                return frozenset(i for i in found if 0 <= i < vocab_size)
     return frozenset()
 
 

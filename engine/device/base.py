@@ -133,6 +133,10 @@ class Device(Protocol):
 class Mark(Protocol):
     """A point in the work of the compute stream."""
 
+    passed_s: float | None
+    """When the host first knew that the work before it is done, seconds of `time.perf_counter`;
+    None: it does not know."""
+
     def wait(self) -> None:
         """Block until the work before it is done."""
 

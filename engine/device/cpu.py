@@ -7,6 +7,7 @@ a missing wait shows up as wrong tokens; `eager_copies` runs it as early as it m
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import psutil
 import torch
@@ -83,7 +84,10 @@ class LazyCopyStream:
 
 
 class CPUMark:
-    """A point in the work of the CPU."""
+    """A point in the work of the CPU, passed when it is made."""
+
+    def __init__(self) -> None:
+        self.passed_s: float | None = perf_counter()
 
     def wait(self) -> None:
         """Return at once."""

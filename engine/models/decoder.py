@@ -3,7 +3,7 @@
 T tokens, N query heads, K KV heads, H head size, D hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -48,8 +48,12 @@ class Decoder:
     stages: PrefillStages | None = None
     """For prefills over blocks of both tiers; None where sequences own no host blocks."""
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, between: Callable[[], object] | None = None) -> torch.Tensor:
         """Run one step; return float32 logits [R, V] of the wanted rows, a view of `logits`.
+
+        Args:
+            batch: What runs.
+            between: Called when a layer is enqueued; must return at once.
 
         Stream: everything is enqueued on the current stream; copies of offloaded weights run
         beside it and are joined before this returns. Keys and values are written to the cache.
@@ -64,6 +68,8 @@ class Decoder:
             weights = store.acquire(index)
             hidden, residual = run(self, batch, weights, index, hidden, residual)
             store.release(index)
+            if between is not None:
+                between()
         rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         if rows:
             self._write_logits(batch, hidden, residual, self.logits[:rows])

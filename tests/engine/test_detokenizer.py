@@ -241,3 +241,64 @@ def test_no_token_after_the_end(byte_level):
     found.finish()
     with pytest.raises(EngineError, match="after the end"):
         found.append(5)
+
+
+MARK, END = "<|mark|>", "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (MARK, "the cat\n"),
+        (f"\n{MARK}", "the cat"),
+        (f"at\n{MARK}\nthe", "the c"),
+        (f"{MARK}\nthe d", "the cat\n"),
+        (f"dog{MARK}{END}", "the cat\n\nthe "),
+    ],
+)
+def test_a_stop_string_may_hold_special_tokens(byte_level, byte_fallback, stop, text):
+    for tokenizer in (byte_level, byte_fallback):
+        ids = tokenizer.encode(f"the cat\n{MARK}\nthe dog{MARK}{END} and on")
+        _, found = run(tokenizer, ids, ["<|ma", "rk|>", "never", stop])
+        assert (found.text, found.stop_reason) == (text, stop)
+
+
+def test_a_special_token_counts_once_enough_tokens_came(byte_level):
+    a, mark = byte_level.encode("a")[0], byte_level.encode(MARK)[0]
+    for min_tokens, text in ((2, "a"), (3, "aa"), (4, "aa"), (5, "aaa")):
+        _, found = run(byte_level, [a, mark, a, mark, a], [MARK], min_tokens=min_tokens)
+        assert found.text == text
+        assert found.stop_reason == (MARK if min_tokens < 5 else None)
+
+
+def test_a_special_token_within_the_bytes_of_a_character_hides_nothing(byte_level, byte_fallback):
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    wink = "\N{WINKING FACE}"
+    by_char = byte_level.convert_tokens_to_ids(list(alphabet.pre_tokenize_str(wink)[0][0]))
+    for tokenizer, bytes_of_it in ((byte_level, by_char), (byte_fallback, [*wink.encode()])):
+        mark, cat = tokenizer.encode(MARK)[0], tokenizer.encode("the cat")
+        for at in range(1, 4):
+            ids = [*bytes_of_it[:at], mark, *bytes_of_it[at:], *cat]
+            _, found = run(tokenizer, ids, [MARK + "!"])
+            assert (found.text, found.stop_reason) == (decode(tokenizer, ids), None)
+            _, found = run(tokenizer, [*ids, mark], [f"t{MARK}"])
+            assert (found.text, found.stop_reason) == (decode(tokenizer, ids)[:-1], f"t{MARK}")
+
+
+def test_plain_text_that_spells_a_special_token_stops_too(byte_level):
+    ids = byte_level.convert_tokens_to_ids(list("a" + MARK))
+    _, found = run(byte_level, ids, [MARK])
+    assert (found.text, found.stop_reason) == ("a", MARK)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_stop_strings_end_the_text_where_it_is_read_with_special_tokens(byte_level, data):
+    words = st.sampled_from(["the", " cat", " sat", ".", MARK, END])
+    whole = "".join(data.draw(st.lists(words, min_size=1, max_size=12)))
+    stop = data.draw(st.lists(st.lists(words, min_size=1, max_size=3).map("".join), max_size=3))
+    ends = [(whole.find(s) + len(s), whole.find(s), s) for s in stop if s in whole]
+    _, cut, reason = min(ends, default=(0, len(whole), None))
+    _, found = run(byte_level, byte_level.encode(whole), stop)
+    text = whole[:cut].replace(MARK, "").replace(END, "")
+    assert (found.text, found.stop_reason) == (text, reason)

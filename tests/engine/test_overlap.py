@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams, build, core
+from engine.core import StepStats
+from engine.device import cpu
 from engine.errors import EngineError
 from engine.inputs import Upload
+from engine.runner import ModelRunner
 from engine.step_graphs import StepShape
+from engine.weights.store import WeightStore
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.late import drain, make_late
@@ -198,22 +202,106 @@ def test_control_one_buffer_of_inputs_changes_tokens_where_the_device_is_late(
 # What is counted.
 
 
-def test_times_of_steps_that_overlap_add_up(tiny: TinyModels) -> None:
-    llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
-    llm.add_request(PROMPTS[1], greedy_params(6))
-    steps, times = [], []
+class Clock:
+    """A clock that stands still but for what tests say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        for module in (core, cpu):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now_s)
+
+
+def timed(llm: LLM, max_tokens: int) -> tuple[list[float], list[StepStats]]:
+    """When each token of a prompt of 12 tokens came, and what its step says."""
+    llm.add_request(PROMPTS[1], greedy_params(max_tokens))
+    times, steps = [], []
     while llm.has_unfinished():
         [event] = llm.step()
         times.append(event.time_s)
+        assert llm.last_step is not None
         steps.append(llm.last_step)
+    return times, steps
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_token_comes_with_its_own_step_where_launching_computes(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    clock = Clock(monkeypatch)
+    execute = ModelRunner.execute
+
+    def execute_slowly(self: ModelRunner, batch: Any) -> Any:
+        clock.now_s += 7.0 if batch.num_tokens > 1 else 2.0
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", execute_slowly)
+    llm = open_llm(tiny.folder("llama"))
+    llm._engine.core.overlap = overlap
+    begin_s = clock.now_s
+    times, steps = timed(llm, 4)
+    assert [time - begin_s for time in times] == [7.0, 9.0, 11.0, 13.0]
+    assert [step.duration_s for step in steps] == [7.0, 2.0, 2.0, 2.0]
+    assert [step.wait_s for step in steps] == [0.0] * 4
+    assert [step.is_overlapped for step in steps] == [False] + [overlap] * 3
+    llm.close()
+
+
+def test_a_token_comes_with_its_own_step_where_launching_is_slow(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device needs half a second for a step, the host a second to launch a layer."""
+    clock = Clock(monkeypatch)
+
+    class Mark:
+        def __init__(self) -> None:
+            self.end_s = clock.now_s + 0.5
+            self.passed_s: float | None = None
+
+        def wait(self) -> None:
+            clock.now_s = max(clock.now_s, self.end_s)
+            self.is_done()
+
+        def is_done(self) -> bool:
+            if self.passed_s is None and clock.now_s >= self.end_s:
+                self.passed_s = clock.now_s
+            return self.passed_s is not None
+
+    release = WeightStore.release
+
+    def release_slowly(self: WeightStore, layer: int) -> None:
+        clock.now_s += 1.0
+        release(self, layer)
+
+    llm = open_llm(tiny.folder("llama"))
+    monkeypatch.setattr(llm._engine.device, "mark", Mark)
+    monkeypatch.setattr(WeightStore, "release", release_slowly)
+    begin_s = clock.now_s
+    times, steps = timed(llm, 3)
+    assert [time - begin_s for time in times] == [4.0, 7.0, 9.5]
+    assert [step.duration_s for step in steps] == [4.0, 3.0, 2.5]
+    llm.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_times_of_steps_that_overlap_add_up(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
+    if late:
+        make_late(llm, monkeypatch)
+    times, steps = timed(llm, 6)
     assert [step.is_overlapped for step in steps] == [False] + [True] * 5
     assert [step.num_decodes for step in steps] == [0] + [1] * 5
     per_step = llm.plan.bytes_per_step()
-    assert [step.in_place_bytes for step in steps] == [per_step] * 6
+    assert late or [step.in_place_bytes for step in steps] == [per_step] * 6
     for step, first, second in zip(steps[1:], times, times[1:], strict=False):
-        assert step.duration_s == pytest.approx(second - first)
-        assert 0 <= step.wait_s <= step.duration_s
         assert step.launch_s > 0
+        if late:
+            assert step.duration_s == pytest.approx(second - first)
+            assert 0 < step.wait_s <= step.duration_s
+        else:
+            assert 0 < step.duration_s <= second - first
+            assert step.wait_s == 0
     llm.close()
 
 

@@ -55,6 +55,7 @@ def test_min_tokens_needs_a_token_that_does_not_stop():
     everything = list(range(9))
     check([1], stop_token_ids=everything, min_tokens=1)
     check([1], stop_token_ids=everything, min_tokens=1, eos=[9], ignore_eos=True)
+    check([1], stop_token_ids=everything, min_tokens=1, eos=[-1, 10])
     with pytest.raises(RequestError, match=r"min_tokens=1.*10 stop tokens"):
         check([1], stop_token_ids=everything, min_tokens=1, eos=[9])
 

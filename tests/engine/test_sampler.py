@@ -17,15 +17,15 @@ V = 40
 EOS = 3
 
 
-def make_row(position=5, *, request=0, index=0, seed=0, prompt=(1, 2), output=(), **params):
+def make_row(position=5, *, request=0, index=0, seed=0, prompt=(1, 2), output=(), eos=EOS, **given):
     return SampleRow(
-        params=SamplingParams(**params),
+        params=SamplingParams(**given),
         key=SampleKey(seed, request, index),
         position=position,
         prompt_ids=list(prompt),
         output_ids=list(output),
         num_output_tokens=len(output),
-        eos_ids={EOS},
+        eos_ids={eos},
     )
 
 
@@ -237,6 +237,7 @@ def test_min_tokens_masks_what_would_end_the_output():
     assert greedy(min_tokens=1, stop_token_ids=[9], ignore_eos=True) == EOS
     assert greedy(min_tokens=1, output=[4]) == EOS
     assert greedy(min_tokens=2, output=[4]) == 9
+    assert all(greedy(min_tokens=1, eos=outside) == EOS for outside in (-1, EOS - V, V))
 
 
 def test_repetition_penalty_counts_prompt_and_output():

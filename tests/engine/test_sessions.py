@@ -1,5 +1,7 @@
 """Requests that are refused while others are being queued."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,31 @@ def test_what_was_queued_is_dropped_when_queueing_fails(
         llm.generate(PROMPTS, greedy_params(4))
     assert not llm.has_unfinished()
     assert llm._sessions._open == {}
+
+
+def test_a_special_token_as_stop_string_ends_the_output(
+    tiny: TinyModels, text_folder: Path, tmp_path: Path
+) -> None:
+    (tokens,) = tiny.greedy("llama", PROMPTS[1:2], 9)
+    special = tokens[4]
+    folder = tmp_path / "llama"
+    shutil.copytree(text_folder, folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    [text] = [word for word, i in content["model"]["vocab"].items() if i == special]
+    one = content["added_tokens"][0] | {"id": special, "content": text, "special": True}
+    file.write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], one]}))
+    llm = open_llm(folder)
+    assert special not in tokens[:4]
+    (shown,) = llm.generate([PROMPTS[1]], greedy_params(4))
+    last = shown.outputs[0].text[-1]
+    for stop, kept in ((text, len(shown.outputs[0].text)), (last + text, -1)):
+        (output,) = llm.generate([PROMPTS[1]], greedy_params(9, stop=["never", stop]))
+        (answer,) = output.outputs
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+        assert answer.token_ids == tokens[:5]
+        assert answer.text == shown.outputs[0].text[:kept]
+    llm.close()
 
 
 def test_answers_that_end_in_one_step_are_decoded_each(text_folder: Path) -> None:

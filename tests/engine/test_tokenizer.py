@@ -25,9 +25,15 @@ def test_damaged_tokenizer_files_are_named(tmp_path, content):
 
 def test_end_tokens_come_from_the_generation_config_first(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
-    assert tokenizer.eos_token_ids(tmp_path) == {1}
+    assert tokenizer.eos_token_ids(tmp_path, 9) == {1}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    assert tokenizer.eos_token_ids(tmp_path) == {2, 3}
+    assert tokenizer.eos_token_ids(tmp_path, 9) == {2, 3}
+
+
+@pytest.mark.parametrize(("value", "found"), [(-1, set()), (9, set()), ([8, 9, -1, 0], {0, 8})])
+def test_end_tokens_outside_the_vocabulary_are_left_out(tmp_path, value, found):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert tokenizer.eos_token_ids(tmp_path, 9) == found
 
 
 def test_an_installed_package_of_our_folder_name_is_named(tmp_path, monkeypatch):
@@ -53,8 +59,8 @@ def test_another_import_error_is_passed_on(tmp_path, monkeypatch):
 def test_end_tokens_that_are_none_are_refused(tmp_path, content):
     (tmp_path / "generation_config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"generation_config\.json: "):
-        tokenizer.eos_token_ids(tmp_path)
+        tokenizer.eos_token_ids(tmp_path, 9)
     for value in (True, 2.0, [1, None], [[1]]):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(CheckpointError, match="eos_token_id: expected a token id"):
-            tokenizer.eos_token_ids(tmp_path)
+            tokenizer.eos_token_ids(tmp_path, 9)

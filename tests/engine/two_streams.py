@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -187,16 +188,20 @@ def _copy(dst: torch.Tensor, src: torch.Tensor) -> None:
     dst.copy_(src)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Mark:
     streams: TwoStreams
     stop: int
+    passed_s: float | None = None
 
     def is_done(self) -> bool:
-        return self.streams._num_computed >= self.stop
+        if self.passed_s is None and self.streams._num_computed >= self.stop:
+            self.passed_s = perf_counter()
+        return self.passed_s is not None
 
     def wait(self) -> None:
         self.streams.run(self.stop)
+        self.is_done()
 
 
 @contextmanager
@@ -244,6 +249,7 @@ class _LatePass:
         forward: Callable[[Decoder, Any], torch.Tensor],
         copy: Callable[[OnDemandSlot, int], int],
         batch: Any,
+        between: Callable[[], object] | None,
     ) -> torch.Tensor:
         """Take the place of Decoder.forward: make the host's calls, and enqueue the rest."""
         store = model.weights
@@ -256,6 +262,8 @@ class _LatePass:
                 late._weights[layer] = streams.needs, weights
                 streams.num_enqueued += 1
                 store.release(layer)
+                if between is not None:
+                    between()
             store.end_step()
         rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         return model.logits[:rows]
