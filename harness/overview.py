@@ -5,23 +5,11 @@ from pathlib import Path
 from typing import Final
 
 from harness.schema import SweepContext
+from reports.record.metrics import found, metric_number
 from reports.record.record import RunRecord
-from reports.record.text import number
 
 __all__ = ["sweep_lines"]
 
-_COLUMNS: Final = (
-    ("load s", "load/total_s"),
-    ("TTFT ms", "latency/ttft_ms/mean"),
-    ("TPOT ms", "latency/tpot_ms/mean"),
-    ("out tok/s", "throughput/output_tok_s"),
-    ("peak 1/s", "serve/peak_requests_s"),
-    ("good share", "serve/good_share"),
-    ("served tok/s", "serve/output_tok_s"),
-    ("TTFT ms, served", "serve/ttft_ms/mean"),
-    ("GPU GiB", "memory/gpu_peak_gib"),
-)
-"""A column is left out where no point has its figure."""
 _NAME_WIDTH: Final = 60
 
 
@@ -47,16 +35,13 @@ def sweep_lines(
     """
     lines = ["", f"sweep {sweep.sweep_id}: {len(records)} of {sweep.total} points"]
     if records:
-        shown = [
-            (title, key)
-            for title, key in _COLUMNS
-            if any(record.metrics.get(key) is not None for record in records)
-        ]
-        header = ["point", "choices", "status", *(title for title, _ in shown), "folder"]
+        metrics = found("sweep", [record.metrics for record in records])
+        titles = [f"{metric.label} {metric.unit}".rstrip() for metric in metrics]
+        header = ["point", "choices", "status", *titles, "folder"]
         rows = [header]
         for index, (record, name) in enumerate(zip(records, _names(records), strict=True)):
-            values = [record.metrics.get(key) for _, key in shown]
-            cells = ["-" if value is None else number(value) for value in values]
+            values = [(metric.name, record.metrics.get(metric.name)) for metric in metrics]
+            cells = ["-" if value is None else metric_number(key, value) for key, value in values]
             is_bad = record.status == "ok" and record.valid is False
             status = "ok, not valid" if is_bad else record.status
             rows.append([str(index), name, status, *cells, folders[index].name])

@@ -6,48 +6,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.capacity import capacity_lines
-from reports.record.metrics import PREDICTED
+from reports.record.metrics import PREDICTED, interval, metric_parts, shown
 from reports.record.record import RunRecord
 from reports.record.text import number
 
-SHOWN: Final = (
-    ("load/total_s", "load, warm start", "s"),
-    ("load/cold_total_s", "load, cold start", "s"),
-    ("latency/ttft_ms/mean", "time to first token, mean", "ms"),
-    ("latency/ttft_ms/p50", "time to first token, median", "ms"),
-    ("latency/tpot_ms/mean", "time per output token, mean", "ms"),
-    ("latency/tpot_ms/p50", "time per output token, median", "ms"),
-    ("latency/e2e_ms/mean", "request, end to end, mean", "ms"),
-    ("throughput/requests_s", "requests", "1/s"),
-    ("throughput/output_tok_s", "output tokens", "tok/s"),
-    ("throughput/output_tok_s/ci95_low", "  95 % interval, from", "tok/s"),
-    ("throughput/output_tok_s/ci95_high", "  95 % interval, to", "tok/s"),
-    ("throughput/total_tok_s", "prompt and output tokens", "tok/s"),
-    ("throughput/prefill_tok_s", "prefill", "tok/s"),
-    ("throughput/decode_tok_s", "decode", "tok/s"),
-    ("serve/peak_requests_s", "highest rate that keeps the SLO", "1/s"),
-    ("serve/requested_requests_s", "arrivals, requested", "1/s"),
-    ("serve/planned_requests_s", "arrivals, as drawn", "1/s"),
-    ("serve/sent_requests_s", "arrivals, achieved", "1/s"),
-    ("serve/requests_s", "requests served", "1/s"),
-    ("serve/output_tok_s", "output tokens served", "tok/s"),
-    ("serve/good_share", "share of good requests", ""),
-    ("serve/ttft_ms/mean", "TTFT from arrival, mean", "ms"),
-    ("serve/ttft_ms/p50", "TTFT from arrival, median", "ms"),
-    ("serve/ttft_ms/p90", "TTFT from arrival, p90", "ms"),
-    ("serve/tpot_ms/mean", "time per output token, mean", "ms"),
-    ("serve/tpot_ms/p50", "time per output token, median", "ms"),
-    ("serve/e2e_ms/mean", "from arrival to the end, mean", "ms"),
-    ("serve/e2e_ms/p50", "from arrival to the end, median", "ms"),
-    ("memory/gpu_peak_gib", "GPU memory, peak", "GiB"),
-    ("memory/gpu_budget_gib", "GPU memory, budget", "GiB"),
-    ("memory/host_pinned_gib", "host memory, pinned", "GiB"),
-    ("memory/host_rss_peak_gib", "host memory of the worker, peak", "GiB"),
-    ("offload/bytes_per_step", "host to GPU per decode step", "B"),
-    ("link/h2d_gb_s", "link, host to GPU", "GB/s"),
-    ("link/share", "share of the link used in decode", ""),
-    ("energy/j_per_token", "energy per output token", "J"),
-)
 _MAX_REASONS: Final = 8
 _OF_THAT_CARD: Final = " (of that card)"
 """Behind a time that was predicted for a card, where a CPU ran: their difference says nothing."""
@@ -152,7 +114,16 @@ def _refereed(referee: Mapping[str, Any] | None) -> Iterable[str]:
 
 
 def _table(record: RunRecord) -> Iterable[str]:
-    for name, label, unit in SHOWN:
-        value = record.metrics.get(name)
-        if value is not None:
-            yield f"  {label:<32} {number(value):>12} {unit}".rstrip()
+    """Yield a line for each metric that has a value, with the interval of a mean over repeats."""
+    wanted = [
+        one
+        for metric in shown("summary")
+        for one in (metric, *(metric.at(statistic) for statistic in metric.statistics))
+        if record.metrics.get(one.name) is not None
+    ]
+    width = max((len(metric.words) for metric in wanted), default=0)
+    for metric in wanted:
+        value, unit = metric_parts(metric.name, record.metrics[metric.name])
+        ends = interval(record.metrics, metric.name)
+        span = f"  (95 % interval {ends})" if ends else ""
+        yield f"  {metric.words:<{width}} {value:>12} {unit}{span}".rstrip()

@@ -6,29 +6,13 @@ from typing import Any, Final
 from reports import facts
 from reports.ab_figure import ratio_figure, ratio_rows
 from reports.page import Card, Page, Section, Table
+from reports.record.metrics import Metric, metric_number, shown, unit
 from reports.record.record import RunRecord
-from reports.record.text import ABSENT, duration, metric_number, number, shorten, unit
+from reports.record.text import ABSENT, duration, number, shorten
 from reports.tables import tree_table
 from reports.verdict import verdict
 from reports.view import banners
 
-CARDS: Final = (
-    ("throughput/output_tok_s", "Output rate"),
-    ("latency/tpot_ms/mean", "Time per token"),
-    ("latency/ttft_ms/mean", "Time to first token"),
-    ("load/total_s", "Load"),
-    ("total_s", "Total time"),
-    ("memory/gpu_peak_gib", "GPU peak"),
-)
-RUN_COLUMNS: Final = (
-    ("load/total_s", "load"),
-    ("throughput/output_tok_s", "output"),
-    ("latency/ttft_ms/mean", "TTFT"),
-    ("latency/tpot_ms/mean", "TPOT"),
-    ("latency/e2e_ms/mean", "E2E"),
-    ("total_s", "total"),
-    ("memory/gpu_peak_gib", "GPU peak"),
-)
 CONVENTIONS: Final = (
     "Runs of both sides lie next to each other, in the order A B, B A, A B, ..., each in fresh"
     " processes, so that a slow drift of the machine falls on both.",
@@ -93,14 +77,19 @@ def _cards(record: RunRecord) -> list[Card]:
     rows = {row["metric"]: row for row in ratio_rows(record)}
     return [
         Card(
-            label=label,
-            value=f"{rows[metric]['ratio']:.3f}",
+            label=metric.label[0].upper() + metric.label[1:],
+            value=f"{rows[metric.name]['ratio']:.3f}",
             unit="b / a",
-            note=f"{_pair(metric, rows[metric])}; {rows[metric]['verdict']}",
+            note=f"{_pair(metric.name, rows[metric.name])}; {rows[metric.name]['verdict']}",
         )
-        for metric, label in CARDS
-        if metric in rows
+        for metric in _main_metrics()
+        if metric.name in rows
     ]
+
+
+def _main_metrics() -> list[Metric]:
+    """Return what is compared and on top of a run's page."""
+    return [metric.mean for metric in shown("ab") if "card" in metric.shown]
 
 
 def _pair(metric: str, row: Mapping[str, Any]) -> str:
@@ -200,17 +189,16 @@ def _requests(sample: Mapping[str, Any]) -> Section | None:
 def _runs(sample: Mapping[str, Any], links: Mapping[str, str]) -> Section:
     runs: Sequence[Mapping[str, Any]] = sample.get("runs") or []
     have = {name for run in runs for name, value in run["metrics"].items() if value is not None}
-    shown = [(name, label) for name, label in RUN_COLUMNS if name in have]
+    metrics = [metric for metric in _main_metrics() if metric.name in have]
     rows = []
     for run in runs:
-        values = (metric_number(name, run["metrics"].get(name)) for name, _ in shown)
+        values = (metric_number(m.name, run["metrics"].get(m.name)) for m in metrics)
         is_judged = {True: "valid", False: "not valid", None: "not judged"}[run["valid"]]
         rows.append((run["folder"], run["side"], run["status"], is_judged, *values))
-    heads = (f"{label} ({unit(name)})" for name, label in shown)
     table = Table(
-        columns=("run", "side", "status", "figures", *heads),
+        columns=("run", "side", "status", "figures", *(metric.heading for metric in metrics)),
         rows=rows,
-        numeric=frozenset(range(4, 4 + len(shown))),
+        numeric=frozenset(range(4, 4 + len(metrics))),
         links={i: links[run["folder"]] for i, run in enumerate(runs) if run["folder"] in links},
         kinds={i: "bad" for i, run in enumerate(runs) if run["status"] != "ok"},
     )

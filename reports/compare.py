@@ -6,8 +6,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports import facts, theme
+from reports.record.metrics import METRICS, Metric, shared
 from reports.record.text import last_keys, number
-from reports.sweep import Row, statistic
+from reports.sweep import Row
 from reports.theme import THEMES, Drawing, Theme, ThemeName
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 MAX_BARS: Final = 40
 COLOUR_MAP: Final = "viridis"
-OUTPUT: Final = "throughput/output_tok_s"
+OUTPUT: Final = METRICS["throughput/output_tok_s"]
+TPOT: Final = METRICS["latency/tpot_ms"]
+PEAK: Final = METRICS["memory/gpu_peak_gib"]
 _LABEL_OFFSETS: Final = ((7, 4), (7, -12), (-13, 4), (-13, -12))
 """Points in turn get their number on another side, so that close ones can be told apart."""
 
@@ -26,12 +29,8 @@ def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> D
     colours = THEMES[theme_name]
     shown = list(rows[:MAX_BARS])
     records = [row.record for row in rows if row.record]
-    tpot = statistic(records, "latency/tpot_ms")
-    panels = [
-        (OUTPUT, "output (tok/s), more is better"),
-        (tpot, f"TPOT {tpot.rsplit('/', 1)[-1]} (ms), less is better"),
-    ]
-    panels = [(name, label) for name, label in panels if any(_value(r, name) for r in shown)]
+    tpot = shared(TPOT, [record.metrics for record in records])
+    panels = [metric for metric in (OUTPUT, tpot) if any(_value(row, metric) for row in shown)]
     if not panels:
         return None
     cut = f", first {MAX_BARS} of {len(rows)}" if len(rows) > MAX_BARS else ""
@@ -40,10 +39,11 @@ def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> D
         colours, height_in, f"Points compared{cut}", facts.figure_note(*records)
     )
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for axes, (name, label) in zip(grid.flat, panels, strict=True):
-        is_output = name == OUTPUT
-        _draw_bars(axes, colours, shown, name, colours.accent if is_output else colours.second)
-        axes.set_xlabel(label)
+    for axes, metric in zip(grid.flat, panels, strict=True):
+        colour = colours.accent if metric is OUTPUT else colours.second
+        _draw_bars(axes, colours, shown, metric, colour)
+        word = "more" if metric.better == "higher" else "less"
+        axes.set_xlabel(f"{metric.heading}, {word} is better")
     names = [f"{row.place}. {last_keys(row.label)}" for row in shown]
     labels = ["\n".join(wrap(theme.plain(name, 44), 22)) for name in names]
     grid[0, 0].set_yticks(range(len(shown)), labels)
@@ -58,18 +58,18 @@ def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Dra
     """
     colours = THEMES[theme_name]
     records = [row.record for row in rows if row.record]
-    tpot = statistic(records, "latency/tpot_ms")
+    tpot = shared(TPOT, [record.metrics for record in records])
     speed, memory = [], []
     for row in rows:
         output, gap_ms = _value(row, OUTPUT), _value(row, tpot)
-        peak_gib = _value(row, "memory/gpu_peak_gib")
+        peak_gib = _value(row, PEAK)
         if output is not None and gap_ms:
             speed.append((row.place, 1000 / gap_ms, output))
         if output is not None and peak_gib is not None:
             memory.append((row.place, peak_gib, output))
     panels = [
         (speed, "tokens/s of one request (1000 / TPOT)", 1),
-        (memory, "GPU peak (GiB)", -1),
+        (memory, PEAK.heading, -1),
     ]
     panels = [panel for panel in panels if len(panel[0]) >= 2]
     if not panels:
@@ -84,7 +84,7 @@ def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Dra
         axes.set_xlabel(label)
     if len(memory) >= 2 and speed and panels[0][0] is speed:
         _draw_scale(figure, grid[0, 0], colours, [peak for _, peak in _peaks(memory)])
-    grid[0, 0].set_ylabel("output (tok/s)")
+    grid[0, 0].set_ylabel(OUTPUT.heading)
     return theme.to_png(figure)
 
 
@@ -115,13 +115,15 @@ SWEEP_FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
 """Name (also of the PNG file) -> figure of a sweep."""
 
 
-def _value(row: Row, name: str) -> float | None:
-    return row.record.metrics.get(name) if row.record else None
+def _value(row: Row, metric: Metric) -> float | None:
+    return row.record.metrics.get(metric.name) if row.record else None
 
 
-def _draw_bars(axes: "Axes", colours: Theme, rows: Sequence[Row], name: str, colour: str) -> None:
+def _draw_bars(
+    axes: "Axes", colours: Theme, rows: Sequence[Row], metric: Metric, colour: str
+) -> None:
     theme.style_axes(axes, colours)
-    values = [_value(row, name) for row in rows]
+    values = [_value(row, metric) for row in rows]
     longest = max(value for value in values if value is not None)
     axes.set_xlim(0, longest * 1.25 or 1)
     axes.locator_params(axis="x", nbins=5)
@@ -202,7 +204,7 @@ def _draw_scale(figure: "Figure", axes: "Axes", colours: Theme, peaks_gib: list[
         ends = (ends[0] * 0.9, ends[1] * 1.1 or 1.0)
     scale = ScalarMappable(norm=Normalize(*ends), cmap=COLOUR_MAP)
     bar = figure.colorbar(scale, ax=axes, location="top", fraction=0.06, pad=0.03)
-    bar.set_label("GPU peak (GiB)", color=colours.muted, fontsize=8.5)
+    bar.set_label(PEAK.heading, color=colours.muted, fontsize=8.5)
     bar.set_ticks(list(ends), labels=[number(end) for end in ends])
     bar.ax.tick_params(colors=colours.muted, labelsize=8)
     bar.outline.set_visible(False)

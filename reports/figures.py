@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from reports import facts, theme
 from reports.kv_figure import kv_figure
 from reports.memory_figure import memory_figure
+from reports.record.metrics import METRICS, of_samples
 from reports.record.record import RunRecord, summarise
 from reports.record.text import label_of, number
 from reports.roofline import roofline_figure
@@ -16,18 +17,6 @@ from reports.timeline_figure import timeline_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LATENCY_PANELS: Final = (
-    ("ttft_ms", "TTFT (ms)"),
-    ("tpot_ms", "TPOT (ms)"),
-    ("itl_ms", "ITL, pooled (ms)"),
-    ("e2e_ms", "E2E (ms)"),
-)
-RATES: Final = (
-    ("throughput/prefill_tok_s", "prefill"),
-    ("throughput/decode_tok_s", "decode"),
-    ("throughput/output_tok_s", "output"),
-    ("throughput/total_tok_s", "prompt + output"),
-)
 PHASE_ORDER: Final = (
     "import",
     "plan",
@@ -49,8 +38,10 @@ PHASE_ORDER: Final = (
 def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
     """Draw the share of requests within each latency (TTFT, TPOT, ITL, E2E)."""
     colours = THEMES[theme_name]
-    columns = {key: facts.latency_values(record, key) for key, _ in LATENCY_PANELS}
-    panels = [(key, label) for key, label in LATENCY_PANELS if columns[key]]
+    columns = [
+        (metric, facts.latency_values(record, metric.quantity)) for metric in of_samples("latency")
+    ]
+    panels = [(metric, values) for metric, values in columns if values]
     if not panels:
         return None
     num_rows = (len(panels) + 1) // 2
@@ -60,16 +51,19 @@ def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawin
     grid = figure.subplots(num_rows, min(2, len(panels)), squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, (key, label) in zip(grid.flat, panels, strict=False):
-        bound_ms = facts.link_bound_ms(record) if key == "tpot_ms" else None
-        _draw_distribution(axes, colours, columns[key], label, bound_ms)
+    for axes, (metric, values) in zip(grid.flat, panels, strict=False):
+        bound_ms = facts.link_bound_ms(record) if metric.name == "latency/tpot_ms" else None
+        _draw_distribution(axes, colours, values, metric.heading, bound_ms)
     return theme.to_png(figure)
 
 
 def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
     """Draw the token rates: bars, or points on a logarithmic axis where they differ 30-fold."""
     colours = THEMES[theme_name]
-    found = [(label, record.metrics.get(name)) for name, label in RATES]
+    rates_of = [
+        m for m in METRICS.values() if m.name.startswith("throughput/") and m.unit == "tok/s"
+    ]
+    found = [(metric.label, record.metrics.get(metric.name)) for metric in rates_of]
     rates = [(label, value) for label, value in found if value is not None and value > 0]
     if not rates:
         return None

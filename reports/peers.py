@@ -29,15 +29,15 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
     if not pairs:
         return None
     records = [row.record for pair in pairs for row in pair if row.record]
-    names = [
-        item
-        for item in compared_metrics(records)
-        if any(_ratio(native, peer, item[0]) is not None for native, peer in pairs)
+    metrics = [
+        metric
+        for metric in compared_metrics(records)
+        if any(_ratio(native, peer, metric.name) is not None for native, peer in pairs)
     ]
     lines: list[tuple[str, ...]] = []
     kinds: dict[int, Kind] = {}
     for native, peer in pairs:
-        values = [_ratio(native, peer, name) for name, _, _ in names]
+        values = [_ratio(native, peer, metric.name) for metric in metrics]
         cells = ["" if value is None else f"{value:.2f}" for value in values]
         systems = [facts.system_name(row.record) for row in (native, peer) if row.record]
         bad = [
@@ -49,9 +49,9 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
         kinds[len(lines)] = "warn" if bad else "plain"
         lines.append((f"{native.title} / {peer.title}", systems[1], state, *cells))
     table = Table(
-        columns=("native / peer", "peer", "figures", *(label for _, label, _ in names)),
+        columns=("native / peer", "peer", "figures", *(metric.label for metric in metrics)),
         rows=lines,
-        numeric=frozenset(range(3, len(names) + 3)),
+        numeric=frozenset(range(3, len(metrics) + 3)),
         kinds=kinds,
     )
     text = (

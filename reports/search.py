@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from reports.page import Kind, Section, Table
-from reports.record.text import ABSENT, metric_text
+from reports.record.metrics import metric_text
+from reports.record.text import ABSENT
 
 SEARCH_NAME: Final = "search.json"
 TRIALS_NAME: Final = "trials.csv"

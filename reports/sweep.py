@@ -10,35 +10,12 @@ from typing import Final
 from reports import facts
 from reports.load import Point
 from reports.page import Card, Kind, Page, Section, Table, Verdict
-from reports.record.metrics import CONVENTIONS, definition
+from reports.record.metrics import CONVENTIONS, Metric, found, metric_number
 from reports.record.record import RunRecord
-from reports.record.text import ABSENT, flatten, leaf, metric_number, shorten, unit
+from reports.record.text import ABSENT, flatten, leaf, shorten
 from reports.verdict import error_line, status_kind, validity
 from reports.view import banners
 
-COLUMNS: Final = (
-    ("throughput/output_tok_s", "output"),
-    ("latency/tpot_ms", "TPOT"),
-    ("latency/ttft_ms", "TTFT"),
-    ("load/total_s", "load"),
-    ("memory/gpu_peak_gib", "GPU peak"),
-    ("memory/host_pinned_gib", "host pinned"),
-)
-SERVE_COLUMNS: Final = (
-    ("serve/peak_requests_s", "peak rate"),
-    ("serve/good_share", "good requests"),
-    ("serve/output_tok_s", "output, served"),
-    ("serve/ttft_ms", "TTFT from arrival"),
-)
-"""Shown where a point has them."""
-KV_COLUMNS: Final = (
-    ("kv/hit_share", "KV found"),
-    ("kv/loaded_gib", "KV loaded"),
-    ("kv/in_place_gib", "KV read in place"),
-)
-"""Shown where a point has host blocks."""
-HOST_BLOCKS: Final = "kv/cpu_used_peak_share"
-"""Metric of points that have some."""
 ALT: Final = (
     ("comparison", "Bars of output rate and TPOT, one row for each point"),
     ("tradeoff", "Scatter of the output rate over the rate of one request and over GPU peak"),
@@ -92,15 +69,6 @@ def differing_keys(records: Sequence[RunRecord]) -> list[str]:
     return [key for key in keys if len({config.get(key) for config in flat}) > 1]
 
 
-def statistic(records: Sequence[RunRecord], base: str) -> str:
-    """Return the name under which all records can be compared: base, base/p50 or base/mean."""
-    having = [record for record in records if record.metrics.get(f"{base}/mean") is not None]
-    if not having:
-        return base
-    has_median = all(record.metrics.get(f"{base}/p50") is not None for record in having)
-    return f"{base}/{'p50' if has_median else 'mean'}"
-
-
 def sweep_csv(rows: Sequence[Row], folder: Path) -> str:
     """Return the sweep as CSV: a header and a line for each point, absent values empty.
 
@@ -139,19 +107,15 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
     """
     records = [row.record for row in rows if row.record]
     num_ok = sum(row.status == "ok" for row in rows)
-    served = [(statistic(records, base), label) for base, label in SERVE_COLUMNS]
-    names = [(statistic(records, base), label) for base, label in COLUMNS]
-    names += [item for item in served if any(r.metrics.get(item[0]) is not None for r in records)]
-    if any(r.metrics.get(HOST_BLOCKS) is not None for r in records):
-        names += KV_COLUMNS
+    metrics = found("sweep", [record.metrics for record in records])
     sections = (
         Section(
-            title="Points", figures=("comparison",), tables=(_points_table(rows, names, links),)
+            title="Points", figures=("comparison",), tables=(_points_table(rows, metrics, links),)
         ),
         _problems(rows),
         Section(title="Trade-off", figures=("tradeoff",)),
         _differences(rows),
-        _definitions(names),
+        _definitions(metrics),
     )
     num_valid = num_ok - sum(r.status == "ok" and r.valid is False for r in records)
     kind: Kind = "good" if num_valid == len(rows) else "warn" if num_ok else "bad"
@@ -162,7 +126,7 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
         subtitle=", ".join(_shared_facts(records)),
         details=_span(records, len(rows)),
         banners=(*banners(records), *_mixed_cards(records)),
-        cards=tuple(_best_cards(rows, names)),
+        cards=tuple(_best_cards(rows)),
         verdict=Verdict(kind=kind, label=label),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
@@ -183,27 +147,22 @@ def _cell(value: object) -> object:
 
 
 def _points_table(
-    rows: Sequence[Row], names: Sequence[tuple[str, str]], links: Mapping[int, str]
+    rows: Sequence[Row], metrics: Sequence[Metric], links: Mapping[int, str]
 ) -> Table:
-    heads = []
-    for name, label in names:
-        part = name.rsplit("/", 1)[-1]
-        suffix = f" {part}" if part in {"p50", "mean"} else ""
-        heads.append(f"{label}{suffix} ({unit(name)})")
     cells, kinds = [], {}
     for index, row in enumerate(rows):
         record = row.record
-        values = [record.metrics.get(name) if record else None for name, _ in names]
-        texts = [metric_number(name, value) for (name, _), value in zip(names, values, strict=True)]
+        values = record.metrics if record else {}
+        texts = [metric_number(metric.name, values.get(metric.name)) for metric in metrics]
         state = row.status
         if record is not None and record.status == "ok":
             state = f"ok, {validity(record)}"
         cells.append((row.title, state, *texts))
         kinds[index] = status_kind(record) if record else "bad"
     return Table(
-        columns=("point", "status", *heads),
+        columns=("point", "status", *(metric.heading for metric in metrics)),
         rows=cells,
-        numeric=frozenset(range(2, 2 + len(names))),
+        numeric=frozenset(range(2, 2 + len(metrics))),
         links={i: links[row.place] for i, row in enumerate(rows) if row.place in links},
         kinds=kinds,
     )
@@ -238,21 +197,21 @@ def _differences(rows: Sequence[Row]) -> Section | None:
     return Section(title="Configuration that differs", tables=(table,))
 
 
-def _definitions(names: Sequence[tuple[str, str]]) -> Section:
-    rows = [(name, label, definition(name) or "") for name, label in names]
+def _definitions(metrics: Sequence[Metric]) -> Section:
+    rows = [(metric.name, metric.label, metric.definition) for metric in metrics]
     table = Table(columns=("metric", "column", "definition"), rows=rows, wide=frozenset({2}))
     return Section(title="Definitions", text=CONVENTIONS, tables=(table,))
 
 
 def _shared_facts(records: Sequence[RunRecord]) -> list[str]:
     """Return model and budget where all records have the same."""
-    found = []
+    common = []
     for fact in (facts.model_name, facts.budget_title):
         values = {fact(record) for record in records}
         value = values.pop() if len(values) == 1 else None
         if value is not None:
-            found.append(value)
-    return found
+            common.append(value)
+    return common
 
 
 def _span(records: Sequence[RunRecord], num_points: int) -> str:
@@ -268,28 +227,26 @@ def _mixed_cards(records: Sequence[RunRecord]) -> list[str]:
     return [f"The points ran on different GPUs ({', '.join(cards)}): compare ratios, not figures"]
 
 
-def _best_cards(rows: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[Card]:
-    """Return the best point for the output rate, for each latency, and for a peak of serving."""
+def _best_cards(rows: Sequence[Row]) -> list[Card]:
+    """Return the best valid point for each metric that has one."""
+    good = [
+        (row, row.record.metrics)
+        for row in rows
+        if row.record is not None and row.record.status == "ok" and row.record.valid is not False
+    ]
     cards = []
-    peaks = [item for item in names if item[0] == "serve/peak_requests_s"]
-    for name, label in [*names[:3], *peaks]:
-        found = [
-            (value, row)
-            for row in rows
-            if row.record is not None
-            and row.record.status == "ok"
-            and row.record.valid is not False
-            and (value := row.record.metrics.get(name)) is not None
+    for metric in found("best", [values for _, values in good]):
+        having = [
+            (row, value) for row, values in good if (value := values.get(metric.name)) is not None
         ]
-        if found:
-            is_rate = name.startswith(("throughput/", "serve/"))
-            value, row = (max if is_rate else min)(found, key=lambda item: item[0])
-            cards.append(
-                Card(
-                    label=f"{'Highest' if is_rate else 'Lowest'} {label}",
-                    value=metric_number(name, value),
-                    unit=unit(name),
-                    note=f"point {row.title}",
-                )
+        is_most = metric.better == "higher"
+        row, value = (max if is_most else min)(having, key=lambda item: item[1])
+        cards.append(
+            Card(
+                label=f"{'Highest' if is_most else 'Lowest'} {metric.label}",
+                value=metric_number(metric.name, value),
+                unit=metric.unit,
+                note=f"point {row.title}",
             )
+        )
     return cards

@@ -2,16 +2,24 @@
 
 import csv
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from reports.page import Table
-from reports.record.metrics import STATISTIC_DEFINITIONS, definition
-from reports.record.record import RunRecord
-from reports.record.text import ABSENT, base_name, flatten, gib, leaf, metric_number, metric_text
+from reports.record.metrics import (
+    STATISTIC_DEFINITIONS,
+    base_name,
+    definition,
+    interval,
+    metric_number,
+    metric_text,
+    of_samples,
+)
+from reports.record.record import RunRecord, summarise
+from reports.record.text import ABSENT, flatten, gib, leaf
 
-STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99", "min", "max", "std")
+STATISTICS: Final = tuple(summarise([]))
 
 
 def metric_table(record: RunRecord, areas: list[str]) -> Table | None:
@@ -41,36 +49,36 @@ def value_tables(
 
 
 def statistics_table(
-    record: RunRecord,
-    area: str,
-    panels: Sequence[tuple[str, str]],
-    counts: Mapping[str, int] | None = None,
+    record: RunRecord, area: str, counts: Mapping[str, int] | None = None
 ) -> Table | None:
     """Return a row of statistics for each quantity that has some, None where none has.
 
     Args:
         record: of the run.
         area: latency or serve.
-        panels: quantity and its label, in order.
-        counts: samples of each quantity, a column of their own; None: without it.
+        counts: samples of each metric, a column of their own; None: without it.
     """
+    values = record.metrics
     found = [
-        (f"{area}/{key}", label, (counts or {}).get(key, 0))
-        for key, label in panels
-        if (counts or {}).get(key)
-        or any(record.metrics.get(f"{area}/{key}/{name}") is not None for name in STATISTICS)
+        metric
+        for metric in of_samples(area)
+        if (counts or {}).get(metric.name)
+        or any(values.get(f"{metric.name}/{name}") is not None for name in STATISTICS)
     ]
     if not found:
         return None
-    has_interval = any(interval(record, base) for base, _, _ in found)
+    has_interval = any(interval(values, metric.name) for metric in found)
     rows = []
-    for base, label, count in found:
+    for metric in found:
+        name = metric.name
         mean, *others = (
-            metric_number(base, record.metrics.get(f"{base}/{name}")) for name in STATISTICS
+            metric_number(name, values.get(f"{name}/{statistic}")) for statistic in STATISTICS
         )
-        cells = [label, mean, *([interval(record, base) or ABSENT] if has_interval else [])]
-        cells += [*others, *([str(count) if count else ABSENT] if counts is not None else [])]
-        rows.append((*cells, definition(base) or ""))
+        cells = [metric.heading, mean]
+        cells += [interval(values, name) or ABSENT] if has_interval else []
+        cells += others
+        cells += [str(counts.get(name) or ABSENT)] if counts is not None else []
+        rows.append((*cells, metric.definition))
     titles = ["", STATISTICS[0], *(["95 % interval"] if has_interval else []), *STATISTICS[1:]]
     titles += ["samples"] if counts is not None else []
     return Table(
@@ -118,14 +126,8 @@ def _is_of_another(name: str, names: Collection[str]) -> bool:
     return last in {"ci95_low", "ci95_high"} and mean in names
 
 
-def interval(record: RunRecord, name: str) -> str:
-    """Return the 95 % interval of a mean over repeats as text, empty without one."""
-    ends = [record.metrics.get(f"{name}/{end}") for end in ("ci95_low", "ci95_high")]
-    return "" if None in ends else " to ".join(metric_number(name, end) for end in ends)
-
-
 def _with_interval(record: RunRecord, name: str) -> str:
-    text, ends = metric_text(name, record.metrics[name]), interval(record, name)
+    text, ends = metric_text(name, record.metrics[name]), interval(record.metrics, name)
     return f"{text} ({ends})" if ends else text
 
 

@@ -9,31 +9,20 @@ from typing import Final
 from reports import facts
 from reports.load import Point
 from reports.page import Card, Kind, Page, Section, Table, Verdict
-from reports.record.metrics import CONVENTIONS, definition
+from reports.record.metrics import (
+    CONVENTIONS,
+    Metric,
+    definition,
+    found,
+    metric_number,
+    metric_text,
+)
 from reports.record.record import RecordError, RunRecord
-from reports.record.text import ABSENT, flatten, leaf, metric_number, metric_text, shorten, unit
+from reports.record.text import ABSENT, flatten, leaf, shorten
 from reports.sweep import Row
 from reports.verdict import error_line, status_kind, validity
 from reports.view import banners
 
-COMPARED: Final = (
-    ("throughput/output_tok_s", "output", True),
-    ("throughput/decode_tok_s", "decode", True),
-    ("throughput/prefill_tok_s", "prefill", True),
-    ("latency/ttft_ms", "TTFT", False),
-    ("latency/tpot_ms", "TPOT", False),
-    ("latency/e2e_ms", "end to end", False),
-    ("serve/peak_requests_s", "peak rate", True),
-    ("serve/output_tok_s", "output, served", True),
-    ("serve/ttft_ms", "TTFT from arrival", False),
-    ("serve/tpot_ms", "TPOT, served", False),
-    ("serve/good_share", "good requests", True),
-    ("load/total_s", "load", False),
-    ("memory/gpu_peak_gib", "GPU peak", False),
-    ("memory/host_pinned_gib", "host pinned", False),
-    ("energy/j_per_token", "energy per token", False),
-)
-"""Metric without its statistic, what it is called, and whether more is better."""
 WORK: Final = ("scenario.", "model.")
 """Settings that say what was to be done."""
 NOT_WORK: Final = (
@@ -132,17 +121,17 @@ def check_alike(rows: Sequence[Row]) -> None:
 
 def _work(record: RunRecord) -> dict[str, object]:
     flat = dict(flatten(record.config))
-    found = {
+    work = {
         key: value
         for key, value in flat.items()
         if key.startswith(WORK) and not key.startswith(NOT_WORK)
     }
-    if not any(key.startswith("model.spec.") for key in found):
-        found["model.name"] = flat.get("model.name")
+    if not any(key.startswith("model.spec.") for key in work):
+        work["model.name"] = flat.get("model.name")
     # A file is what it holds: another one may lie at the same path, and the same one elsewhere.
     for name, digest in (record.effective.get("inputs") or {}).items():
-        found[f"scenario.{name}"] = f"content {digest}"[:20]
-    return found
+        work[f"scenario.{name}"] = f"content {digest}"[:20]
+    return work
 
 
 def ratio(base: RunRecord, other: RunRecord, metric: str) -> float | None:
@@ -170,22 +159,12 @@ def ratio_interval(base: RunRecord, other: RunRecord, metric: str) -> tuple[floa
     return low / base_high, high / base_low
 
 
-def compared_metrics(records: Sequence[RunRecord]) -> list[tuple[str, str, bool]]:
-    """Return (metric, label, whether more is better) of what at least two records have.
-
-    Of latencies it is the median, or the mean where there are intervals of it.
-    """
-    found = []
-    for base, label, is_more_better in COMPARED:
-        statistics = [("", ""), ("/p50", " p50"), ("/mean", " mean")]
-        if all(record.metrics.get(f"{base}/ci95_low") is not None for record in records):
-            statistics.reverse()
-        for name, statistic in ((base + end, words) for end, words in statistics):
-            having = sum(record.metrics.get(name) is not None for record in records)
-            if having >= 2 or (having and len(records) == 1):
-                found.append((name, label + statistic, is_more_better))
-                break
-    return found
+def compared_metrics(records: Sequence[RunRecord]) -> list[Metric]:
+    """Return the metrics that at least two records have, of samples their median or mean."""
+    runs = [record.metrics for record in records]
+    least = min(2, len(runs))
+    metrics = found("compare", runs)
+    return [m for m in metrics if sum(run.get(m.name) is not None for run in runs) >= least]
 
 
 def versus_page(rows: Sequence[Row], links: Mapping[int, str]) -> Page:
@@ -196,8 +175,8 @@ def versus_page(rows: Sequence[Row], links: Mapping[int, str]) -> Page:
         links: a row's place -> address of that run's own report.
     """
     records = [row.record for row in rows if row.record]
-    names = compared_metrics(records)
-    ratios = tuple(_ratio_tables(rows, names))
+    metrics = compared_metrics(records)
+    ratios = tuple(_ratio_tables(rows, metrics))
     sections = (
         Section(title=f"Ratios to {rows[0].label}", text=(NO_RATIO,))
         if not ratios
@@ -213,19 +192,19 @@ def versus_page(rows: Sequence[Row], links: Mapping[int, str]) -> Page:
         ),
         Section(
             title="Figures",
-            figures=("comparison",) if names else (),
-            tables=(_runs(rows, links), *([_values(rows, names)] if names else [])),
+            figures=("comparison",) if metrics else (),
+            tables=(_runs(rows, links), *([_values(rows, metrics)] if metrics else [])),
         ),
         _settings(rows),
         _machines(rows),
-        _definitions(names),
+        _definitions(metrics),
     )
     return Page(
         title=" against ".join(shorten(row.label, 60) for row in rows[:3]),
         subtitle=", ".join(filter(None, [facts.model_name(records[0]), _scenario(records[0])])),
         details=f"{len(rows)} runs of the same work; {rows[0].label} is the base",
         banners=(*banners(records), *_cards_banner(records)),
-        cards=tuple(_cards(rows, names)),
+        cards=tuple(_cards(rows, metrics)),
         verdict=_verdict(rows),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
@@ -247,28 +226,30 @@ def versus_csv(rows: Sequence[Row]) -> str:
     return buffer.getvalue()
 
 
-def _ratio_tables(rows: Sequence[Row], names: Sequence[tuple[str, str, bool]]) -> list[Table]:
-    base, found = rows[0].record, []
+def _ratio_tables(rows: Sequence[Row], metrics: Sequence[Metric]) -> list[Table]:
+    base, tables = rows[0].record, []
     for row in rows[1:]:
         lines: list[tuple[str, ...]] = []
         kinds: dict[int, Kind] = {}
-        for name, label, is_more_better in names:
+        for metric in metrics:
+            name = metric.name
             value = ratio(base, row.record, name) if base and row.record else None
             if value is None or base is None or row.record is None:
                 continue
             ends = ratio_interval(base, row.record, name)
             is_settled = ends is None or not ends[0] <= 1 <= ends[1]
             if is_settled and abs(value - 1) >= 0.005:
-                kinds[len(lines)] = "better" if (value > 1) == is_more_better else "worse"
+                is_better = (value > 1) == (metric.better == "higher")
+                kinds[len(lines)] = "better" if is_better else "worse"
             interval = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
             pair = [metric_text(name, record.metrics[name]) for record in (base, row.record)]
-            lines.append((label, f"{value:.3f}", *pair, interval))
+            lines.append((metric.label, f"{value:.3f}", *pair, interval))
         if not lines:
             continue
         columns: tuple[str, ...] = ("figure", "ratio", rows[0].label, row.label, "interval")
         if not any(line[-1] for line in lines):
             columns, lines = columns[:-1], [line[:-1] for line in lines]
-        found.append(
+        tables.append(
             Table(
                 caption=f"{row.label} / {rows[0].label}",
                 columns=tuple(shorten(column, 32) for column in columns),
@@ -277,7 +258,7 @@ def _ratio_tables(rows: Sequence[Row], names: Sequence[tuple[str, str, bool]]) -
                 kinds=kinds,
             )
         )
-    return found
+    return tables
 
 
 def _runs(rows: Sequence[Row], links: Mapping[int, str]) -> Table:
@@ -296,14 +277,11 @@ def _runs(rows: Sequence[Row], links: Mapping[int, str]) -> Table:
     )
 
 
-def _values(rows: Sequence[Row], names: Sequence[tuple[str, str, bool]]) -> Table:
-    records = [row.record for row in rows if row.record]
+def _values(rows: Sequence[Row], metrics: Sequence[Metric]) -> Table:
+    runs = [row.record.metrics for row in rows if row.record]
     lines = [
-        (
-            f"{label} ({unit(name)})",
-            *(metric_number(name, record.metrics.get(name)) for record in records),
-        )
-        for name, label, _ in names
+        (metric.heading, *(metric_number(metric.name, run.get(metric.name)) for run in runs))
+        for metric in metrics
     ]
     return Table(
         columns=("figure", *(row.label for row in rows)),
@@ -368,17 +346,18 @@ def _verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict(kind="good", label="the same work, all runs ok and valid")
 
 
-def _cards(rows: Sequence[Row], names: Sequence[tuple[str, str, bool]]) -> list[Card]:
+def _cards(rows: Sequence[Row], metrics: Sequence[Metric]) -> list[Card]:
     """Return the ratios of the second run to the first."""
     base, other = rows[0].record, rows[1].record
     cards = []
-    for name, label, _ in names[:8]:
+    for metric in metrics[:8]:
+        name = metric.name
         value = ratio(base, other, name) if base and other else None
         if value is None or base is None or other is None:
             continue
         pair = [metric_text(name, record.metrics[name]) for record in (other, base)]
         note = f"{shorten(rows[1].label, 30)} {pair[0]}, {shorten(rows[0].label, 30)} {pair[1]}"
-        cards.append(Card(label=label, value=f"{value:.2f}", unit="x", note=note))
+        cards.append(Card(label=metric.label, value=f"{value:.2f}", unit="x", note=note))
     return cards
 
 
@@ -394,7 +373,7 @@ def _scenario(record: RunRecord) -> str | None:
     return f"scenario {name}" if name else None
 
 
-def _definitions(names: Sequence[tuple[str, str, bool]]) -> Section:
-    rows = [(name, label, definition(name) or "") for name, label, _ in names]
+def _definitions(metrics: Sequence[Metric]) -> Section:
+    rows = [(metric.name, metric.label, metric.definition) for metric in metrics]
     table = Table(columns=("metric", "figure", "definition"), rows=rows, wide=frozenset({2}))
     return Section(title="Definitions", text=CONVENTIONS, tables=(table,) if rows else ())

@@ -5,46 +5,28 @@ from typing import Final
 
 from reports import facts
 from reports.asked import asked_section, failed_section
-from reports.figures import LATENCY_PANELS, phase_names
+from reports.figures import phase_names
 from reports.kv_figure import kv_section
 from reports.memory_view import memory_section
 from reports.page import Card, Page, Section, Table
 from reports.predicted import predicted_section
-from reports.record.metrics import CONVENTIONS, STATISTIC_DEFINITIONS, definition
-from reports.record.record import SAMPLE_FLOORS, RunRecord
-from reports.record.text import (
-    GIB,
+from reports.record.metrics import (
+    CONVENTIONS,
+    STATISTIC_DEFINITIONS,
+    Metric,
     base_name,
-    duration,
-    gib,
-    label_of,
-    leaf,
+    found,
     metric_parts,
-    number,
-    seconds,
+    of_samples,
 )
+from reports.record.record import SAMPLE_FLOORS, RunRecord
+from reports.record.text import GIB, duration, gib, label_of, leaf, number, seconds
 from reports.roofline import roofline_section
 from reports.tables import metric_table, named_table, statistics_table, tree_table, value_tables
 from reports.time_figures import time_section
 from reports.timeline_figure import timeline_section
 from reports.verdict import verdict
 
-SERVE_PANELS: Final = (*LATENCY_PANELS, ("schedule_lag_ms", "schedule lag (ms)"))
-HEADLINES: Final = (
-    ("throughput/output_tok_s", "Output"),
-    ("latency/tpot_ms", "TPOT"),
-    ("latency/ttft_ms", "TTFT"),
-    ("serve/peak_requests_s", "Peak rate"),
-    ("serve/good_share", "Good requests"),
-    ("serve/output_tok_s", "Output, served"),
-    ("serve/ttft_ms", "TTFT from arrival"),
-    ("load/total_s", "Load"),
-    ("load/cold_total_s", "Load, cold"),
-    ("memory/gpu_peak_gib", "GPU peak"),
-    ("memory/host_pinned_gib", "Host pinned"),
-    ("link/share", "Share of the link"),
-    ("energy/j_per_token", "Energy"),
-)
 ALT: Final = (
     ("memory", "Stacked bars of the planned GPU and host memory against their limits"),
     ("latency", "Cumulative distribution of each latency"),
@@ -91,15 +73,6 @@ def run_page(record: RunRecord) -> Page:
     )
 
 
-def headline(record: RunRecord, base: str) -> tuple[str, float] | None:
-    """Return (metric name, value) of a base metric: itself, its p50, else its mean."""
-    for name in (base, f"{base}/p50", f"{base}/mean"):
-        value = record.metrics.get(name)
-        if value is not None:
-            return name, value
-    return None
-
-
 def banners(records: Iterable[RunRecord]) -> tuple[str, ...]:
     """Return the notices that stand above everything else."""
     note = facts.figure_note(*records)
@@ -129,30 +102,18 @@ def _details(record: RunRecord) -> str:
 
 def _cards(record: RunRecord) -> list[Card]:
     cards = []
-    for base, label in HEADLINES:
-        found = headline(record, base)
-        if found is None:
-            continue
-        name, value = found
-        statistic = name.removeprefix(base).lstrip("/")
-        shown, shown_unit = metric_parts(name, value)
-        cards.append(
-            Card(
-                label=f"{label}, {statistic}" if statistic else label,
-                value=shown,
-                unit=shown_unit,
-                note=_card_note(record, base),
-            )
-        )
+    for metric in found("card", [record.metrics]):
+        value, value_unit = metric_parts(metric.name, record.metrics[metric.name])
+        label, note = metric.label[0].upper() + metric.label[1:], _card_note(record, metric)
+        cards.append(Card(label=label, value=value, unit=value_unit, note=note))
     return cards or _plan_cards(record)
 
 
-def _card_note(record: RunRecord, base: str) -> str:
-    note = definition(base) or ""
+def _card_note(record: RunRecord, metric: Metric) -> str:
     budget = facts.dig_number(record.plan, "gpu.budget_bytes")
-    if base == "memory/gpu_peak_gib" and budget is not None:
-        return f"of {gib(budget)} usable; {note}"
-    return note
+    if metric.name == "memory/gpu_peak_gib" and budget is not None:
+        return f"of {gib(budget)} usable; {metric.definition}"
+    return metric.definition
 
 
 def _plan_cards(record: RunRecord) -> list[Card]:
@@ -175,8 +136,11 @@ def _plan_cards(record: RunRecord) -> list[Card]:
 
 
 def _latency(record: RunRecord) -> Section | None:
-    counts = {key: len(facts.latency_values(record, key)) for key, _ in LATENCY_PANELS}
-    table = statistics_table(record, "latency", LATENCY_PANELS, counts)
+    counts = {
+        metric.name: len(facts.latency_values(record, metric.quantity))
+        for metric in of_samples("latency")
+    }
+    table = statistics_table(record, "latency", counts)
     if table is None:
         return None
     text = _floor_text(counts.values())
@@ -202,17 +166,17 @@ def _metrics(record: RunRecord, area: str, title: str) -> Section | None:
 
 def _serving(record: RunRecord) -> Section | None:
     """Show what came of the planned requests, the rates of a search, and the metrics."""
-    of_requests = {f"serve/{key}" for key, _ in SERVE_PANELS}
+    of_requests = {metric.name for metric in of_samples("serve")}
     names = [name for name in record.metrics if name.startswith("serve/")]
     if not names:
         return None
     single = [name for name in names if base_name(name) not in of_requests]
     found_tables = (
-        statistics_table(record, "serve", SERVE_PANELS),
+        statistics_table(record, "serve"),
         named_table(record, single) if single else None,
     )
-    found = record.samples.get("serve")
-    samples = found if isinstance(found, Mapping) else {}
+    of_part = record.samples.get("serve")
+    samples = of_part if isinstance(of_part, Mapping) else {}
     counts = [
         f"{leaf(samples[f'num_{name}'])} {name}"
         for name in ("planned", "completed", "failed", "cancelled")
@@ -280,7 +244,7 @@ def _phase_table(record: RunRecord) -> Table | None:
 def _others(record: RunRecord) -> Section | None:
     """Show every metric that no other section shows."""
     shown = {"latency", "throughput", "serve", "load", "memory", "predicted", "kv"}
-    bases = {f"latency/{key}" for key, _ in LATENCY_PANELS}
+    bases = {metric.name for metric in of_samples("latency")}
     names = [
         name
         for name in record.metrics
@@ -305,12 +269,12 @@ def _tree(title: str, tree: Mapping[str, object], folded: Mapping[str, str]) -> 
     if not tree:
         return None
     main = {key: value for key, value in tree.items() if key not in folded}
-    found = [tree_table(main)] if main else []
+    tables = [tree_table(main)] if main else []
     for key, caption in folded.items():
         branch = tree.get(key)
         if isinstance(branch, Mapping) and branch:
-            found.append(tree_table(branch, caption=caption, is_folded=True))
-    return Section(title=title, tables=tuple(found))
+            tables.append(tree_table(branch, caption=caption, is_folded=True))
+    return Section(title=title, tables=tuple(tables))
 
 
 def _definitions() -> Section:

@@ -7,38 +7,18 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from harness.measure.statistics import CONFIDENCE, interval, student_t
+from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
 
-Metrics = Mapping[str, float | None]
-"""Metrics of one run."""
-COMPARED: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType(
-    {
-        "load/total_s": ("load: process start to first token", True),
-        "load/cold_total_s": ("load, checkpoint not in the page cache", True),
-        "throughput/output_tok_s": ("output tokens a second, all requests at once", False),
-        "throughput/wall_s": ("time of all requests at once", True),
-        "latency/ttft_ms/mean": ("time to first token of a request alone", True),
-        "latency/tpot_ms/mean": ("time per output token of a request alone", True),
-        "latency/e2e_ms/mean": ("a request alone, from end to end", True),
-        "serve/peak_requests_s": ("highest rate that keeps the objectives", False),
-        "serve/good_requests_s": ("good requests a second, served", False),
-        "serve/output_tok_s": ("output tokens a second, served", False),
-        "serve/ttft_ms/mean": ("time to first token from the arrival", True),
-        "serve/tpot_ms/mean": ("time per output token, served", True),
-        "serve/e2e_ms/mean": ("a served request, from its arrival to its end", True),
-        "total_s": ("load and all timed requests together", True),
-        "energy/j_per_token": ("energy of the GPU for an output token", True),
-        "memory/gpu_peak_gib": ("GPU memory, peak", True),
-        "memory/host_pinned_gib": ("host memory, pinned", True),
-        "memory/host_rss_peak_gib": ("host memory of the worker, peak", True),
-    }
+COMPARED: Final[Mapping[str, Metric]] = MappingProxyType(
+    {metric.mean.name: metric.mean for metric in shown("ab")}
 )
-"""Metric of a run -> in words, and whether less of it is better."""
+"""What is compared, of samples their mean."""
 PER_REQUEST: Final = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 
 def run_metrics(record: RunRecord) -> dict[str, float | None]:
-    """Return the metrics of a run, and total_s: its load and its timed parts, one after another.
+    """Return the metrics of a run, and TOTAL: its load and its timed parts, one after another.
 
     Of a part that was repeated, which sides may do differently often, it holds the mean of once.
     """
@@ -49,7 +29,7 @@ def run_metrics(record: RunRecord) -> dict[str, float | None]:
     alone_ms = [row.get("e2e_ms") for row in alone]
     times += [time_ms / 1e3 / num_repeats for time_ms in alone_ms if time_ms is not None]
     known = [time_s for time_s in times if time_s is not None]
-    return dict(metrics) | {"total_s": math.fsum(known) if known else None}
+    return dict(metrics) | {TOTAL.name: math.fsum(known) if known else None}
 
 
 def part_rows(record: RunRecord, part: str) -> list[dict[str, Any]]:
@@ -65,7 +45,7 @@ class Ratio:
 
     metric: str
     label: str
-    less_is_better: bool
+    better: Better
     num_pairs: int
     """Pairs in which both sides have it."""
     a: float
@@ -99,10 +79,10 @@ def compare(
         aa_pairs: metrics of a and of a again.
     """
     found = []
-    for metric, (label, less_is_better) in COMPARED.items():
-        values = _both(pairs, metric)
+    for metric in COMPARED.values():
+        values = _both(pairs, metric.name)
         if values:
-            found.append(_ratio(metric, label, less_is_better, values, _both(aa_pairs, metric)))
+            found.append(_ratio(metric, values, _both(aa_pairs, metric.name)))
     return found
 
 
@@ -112,9 +92,7 @@ def _both(pairs: Sequence[tuple[Metrics, Metrics]], metric: str) -> list[tuple[f
 
 
 def _ratio(
-    metric: str,
-    label: str,
-    less_is_better: bool,
+    metric: Metric,
     values: Sequence[tuple[float, float]],
     noise: Sequence[tuple[float, float]],
 ) -> Ratio:
@@ -123,9 +101,9 @@ def _ratio(
     aa_ratio, aa_low, aa_high = geometric(noise)
     resolution = resolved_share(noise, count)
     return Ratio(
-        metric=metric,
-        label=label,
-        less_is_better=less_is_better,
+        metric=metric.name,
+        label=metric.words,
+        better=metric.better,
         num_pairs=count,
         a=math.fsum(one for one, _ in values) / count,
         b=math.fsum(other for _, other in values) / count,

@@ -261,7 +261,7 @@ def _single_lines(sample: Mapping[str, Any]) -> Iterator[str]:
     """Figures of the side that ran where the other did not."""
     for side in SIDES:
         for name, value in sample[side]["first_run"].items():
-            yield f"  {side}: {COMPARED[name][0]:<49}{_text(value):>10}"
+            yield f"  {side}: {COMPARED[name].words:<49}{_text(value):>10}"
 
 
 def _text(value: float | None) -> str:

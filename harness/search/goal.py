@@ -8,7 +8,7 @@ from typing import Final
 
 from harness.errors import ConfigError, did_you_mean
 from harness.schema import ScenarioConfig
-from reports.record.metrics import METRIC_DEFINITIONS, definition
+from reports.record.metrics import METRICS, metric_of
 
 __all__ = ["Constraint", "Goal", "check_measured", "parse_constraint", "parse_goal"]
 
@@ -117,8 +117,8 @@ def check_measured(goal: Goal, scenario: ScenarioConfig) -> None:
 
 
 def _check_metric(name: str) -> None:
-    if definition(name) is None:
-        known = list(METRIC_DEFINITIONS)
+    if metric_of(name) is None:
+        known = list(METRICS)
         raise ConfigError(
             f"search: there is no metric {name!r}.{did_you_mean(name, known)} Metrics are "
             "area/quantity_unit or area/quantity_unit/statistic, as in result.json."

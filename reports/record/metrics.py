@@ -1,246 +1,95 @@
-"""What each metric means, in one line; names are `area/quantity_unit[/statistic]`."""
+"""The metric table: what each metric is called, what it means, and where it is shown.
 
-from collections.abc import Mapping
+Names are `area/quantity_unit[/statistic]`. A metric is added here and where it is computed; pages,
+comparisons, summaries and searches take it from here, in this order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
-METRIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "load/total_s": (
-            "t(first token on the host) - t(start of the process); mean over the warm starts,"
-            " equals the sum of the phases"
-        ),
-        "load/import_s": "t(engine construction starts) - t(start of the process)",
-        "load/plan_s": "time to read the model's sizes, open the device and plan every byte",
-        "load/tokenizer_s": "time to load the tokenizer",
-        "load/touch_s": "time to map the weights' place in host memory and make its pages present",
-        "load/pin_s": "time to register that memory with the device",
-        "load/read_s": (
-            "time of bringing a checkpoint into place, less load/convert_s and load/copy_s: its"
-            " threads read, convert and copy at once, and share its time by what they did"
-        ),
-        "load/convert_s": "time of dtype conversion, or of making random weights",
-        "load/copy_s": "time of copies of weights to the GPU, as far as reading waits for them",
-        "load/allocate_s": "time to allocate GPU memory: weights, KV cache and work buffers",
-        "load/warm_up_s": "time of a first prefill and decode, in which kernels are loaded",
-        "load/compile_s": "time of compiling Triton kernels during warm-up and capture",
-        "load/capture_s": "time to capture decode steps as graphs",
-        "load/weights_gb_s": (
-            "bytes of the weights in their source / (load/read_s + load/convert_s + load/copy_s)"
-        ),
-        "load/pin_gb_s": "bytes pinned / (load/touch_s + load/pin_s), GB = 10^9 bytes",
-        "load/build_s": "rest of the engine's construction that no other phase names",
-        "load/first_token_s": "t(first token on the host) - t(engine is built), one short prompt",
-        "load/busy": "time the phase was active; busy times overlap and do not sum to total_s",
-        "latency/ttft_ms": "time to first token: t(first token on the host) - t(submit)",
-        "latency/tpot_ms": (
-            "time per output token of a request: (E2E - TTFT) / (output tokens - 1);"
-            " missing below 2 output tokens"
-        ),
-        "latency/itl_ms": (
-            "inter-token latency: gap between consecutive tokens of a request,"
-            " all gaps pooled over requests; TTFT is not a gap"
-        ),
-        "latency/e2e_ms": "end to end: t(last token on the host) - t(submit)",
-        "latency/hit_share": (
-            "prompt tokens found in a prefix cache, as the engine or server counts them / prompt"
-            " tokens of the requests that were sent; missing where they are not told"
-        ),
-        "throughput/output_tok_s": "sum(output tokens) / (t(last token) - t(first submit))",
-        "throughput/total_tok_s": (
-            "(sum(prompt tokens) + sum(output tokens)) / (t(last token) - t(first submit))"
-        ),
-        "throughput/prefill_tok_s": (
-            "sum(prompt tokens that were not found in a prefix cache) / wall time of the steps with"
-            " prefill work"
-        ),
-        "throughput/hit_share": "as latency/hit_share",
-        "throughput/decode_tok_s": (
-            "output tokens of the steps that only decode / wall time of those steps; a step that"
-            " also does prefill counts as prefill"
-        ),
-        "throughput/requests_s": "completed requests / (t(last token) - t(first submit))",
-        "throughput/wall_s": "t(last token) - t(first submit)",
-        "serve/ttft_ms": (
-            "time to first token of a request that arrives by itself: t(first token on the host)"
-            " - t(scheduled arrival); waiting at the client and in the queue is in it"
-        ),
-        "serve/tpot_ms": "as latency/tpot_ms, of requests that arrive by themselves",
-        "serve/itl_ms": "as latency/itl_ms, of requests that arrive by themselves",
-        "serve/e2e_ms": "t(last token on the host) - t(scheduled arrival)",
-        "serve/schedule_lag_ms": (
-            "t(request is handed to the engine) - t(scheduled arrival); with max_concurrency it"
-            " holds the wait for a free place"
-        ),
-        "serve/requested_requests_s": (
-            "arrivals asked for per second: arrivals.rate_per_s, or those of the trace; with"
-            " several turns, of conversations"
-        ),
-        "serve/planned_requests_s": (
-            "(arrivals - 1) / (last - first planned arrival) as drawn; the ramp and later turns"
-            " are left out"
-        ),
-        "serve/sent_requests_s": (
-            "(requests sent - 1) / (t(last sent) - t(first sent)); the ramp and later turns are"
-            " left out"
-        ),
-        "serve/requests_s": "completed requests / serve/wall_s",
-        "serve/output_tok_s": "sum(output tokens of completed requests) / serve/wall_s",
-        "serve/total_tok_s": ("sum(prompt and output tokens of completed requests) / serve/wall_s"),
-        "serve/wall_s": "t(last token of a completed request) - t(first arrival after the ramp)",
-        "serve/hit_share": "as latency/hit_share; of a search, at the rate whose figures are shown",
-        "serve/window_s": "t(last arrival) - t(first arrival after the ramp)",
-        "serve/window_output_tok_s": (
-            "tokens that came within that window, of any request / serve/window_s; ramp and drain"
-            " are left out"
-        ),
-        "serve/good_share": (
-            "requests that completed within every bound of the SLO / planned requests; failed and"
-            " cancelled ones are bad; a bound on TPOT does not apply to one output token"
-        ),
-        "serve/good_requests_s": "requests that completed within every bound / serve/wall_s",
-        "serve/peak_requests_s": (
-            "highest rate tried at which the share search.good_share of requests was good"
-        ),
-        "memory/gpu_peak_gib": "highest device memory in use by the run",
-        "memory/gpu_peak_global_gib": "highest device memory in use by all processes",
-        "memory/gpu_baseline_gib": "device memory in use by all processes before the run began",
-        "memory/gpu_allocated_gib": "device memory of live tensors after the last request",
-        "memory/gpu_budget_gib": "device memory the run was allowed",
-        "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
-        "memory/host_pinned_gib": "host bytes registered with the device (engine's ledger)",
-        "memory/host_rss_peak_gib": "highest resident set of the worker process",
-        "memory/host_tree_peak_gib": (
-            "highest sum of the resident sets of the worker and the processes below it; memory that"
-            " they share counts in each"
-        ),
-        "memory/host_anon_gib": (
-            "highest resident anonymous memory of the worker and the processes below it; the slab"
-            " of offloaded weights is in it, pinned or not"
-        ),
-        "memory/host_shmem_gib": (
-            "highest resident shared memory of the worker and the processes below it"
-        ),
-        "link/h2d_gb_s": (
-            "host to device copy rate: median of 20 copies of 256 MiB from registered memory,"
-            " GB = 10^9 bytes, measured in this run"
-        ),
-        "link/d2h_gb_s": (
-            "device to host copy rate: median of 20 copies of 256 MiB to registered memory,"
-            " GB = 10^9 bytes, measured in this run"
-        ),
-        "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
-        "link/in_place_gb_s": "rate at which a kernel reads registered host memory in place",
-        "link/hbm_copy_gb_s": "copy within device memory, bytes read + bytes written",
-        "link/launch_us": (
-            "time that the host takes to launch one small kernel: median of 20 rounds of 500"
-        ),
-        "link/h2d_after_gb_s": "link/h2d_gb_s, probed again after the scenarios",
-        "link/in_place_after_gb_s": "link/in_place_gb_s, probed again after the scenarios",
-        "link/nvml_h2d_gb_s": (
-            "bytes that the GPU's own counter received over PCIe per second of the last timed part"
-            " of latency, throughput, serve: mean of five or more windows of 20 ms, one every 5 s"
-            " or more, x what copies of known size are of its reading before"
-        ),
-        "link/share": (
-            "(bytes moved host to device in the steps that only decode / wall time of those steps)"
-            " / mean of link/h2d_gb_s and link/h2d_after_gb_s"
-        ),
-        "offload/bytes_per_step": (
-            "bytes host to device, copied or read in place, per step that only decodes, as the"
-            " engine counts them"
-        ),
-        "offload/copied_bytes_per_step": "of offload/bytes_per_step, those that were copied",
-        "offload/in_place_bytes_per_step": "of offload/bytes_per_step, those read in place",
-        "offload/planned_bytes_per_step": (
-            "what the memory plan says of offload/bytes_per_step, for the same steps"
-        ),
-        "offload/planned_copied_bytes_per_step": "of offload/planned_bytes_per_step, copied",
-        "offload/planned_in_place_bytes_per_step": "of offload/planned_bytes_per_step, in place",
-        "kv/gpu_hit_tokens": (
-            "prompt tokens of the last timed part (of latency, throughput, serve) that were found"
-            " in blocks on the GPU"
-        ),
-        "kv/cpu_hit_tokens": "likewise, found in the host tier, loaded or read in place",
-        "kv/missed_tokens": "likewise, in full blocks that were asked for and not found",
-        "kv/hit_share": "(kv/gpu_hit_tokens + kv/cpu_hit_tokens) / (those + kv/missed_tokens)",
-        "kv/gpu_hit_gib": "bytes of the blocks found for kv/gpu_hit_tokens, of all kinds of layers",
-        "kv/cpu_hit_gib": "likewise, of kv/cpu_hit_tokens",
-        "kv/gpu_evictions": "blocks whose content gave way on the GPU in that part",
-        "kv/gpu_evictions_lost": "of these, blocks whose content no tier had afterwards",
-        "kv/cpu_evictions": "blocks whose content gave way in the host tier and was in no other",
-        "kv/swaps_out": "preempted sequences whose blocks were kept, in that part",
-        "kv/swaps_in": "sequences of kv/swaps_out that went on with some of these blocks",
-        "kv/recomputes": "preempted sequences whose blocks were dropped, to be computed again",
-        "kv/preemptions": "sequences that lost their blocks while they ran",
-        "kv/stores_skipped": "blocks that were to be stored and found no place in the host tier",
-        "kv/stored_gib": "bytes of blocks copied from the GPU to the host tier in that part",
-        "kv/loaded_gib": "bytes of blocks copied from the host tier to the GPU",
-        "kv/in_place_gib": "bytes of keys and values that decodes read in the host tier",
-        "kv/staged_prefill_gib": "bytes of host blocks that prefills copied to the GPU to read",
-        "kv/transfer_gb_s": (
-            "bytes of keys and values over the link in that part, both directions, copied and read"
-            " in place / its time, GB = 10^9 bytes"
-        ),
-        "kv/h2d_gb_s": "of kv/transfer_gb_s, from host to device",
-        "kv/link_share": "kv/h2d_gb_s / mean of link/h2d_gb_s and link/h2d_after_gb_s",
-        "kv/gpu_used_share": (
-            "mean over that part of the share of the GPU's blocks with an owner or findable content"
-        ),
-        "kv/gpu_used_peak_share": "highest value of it; read at most four times a second",
-        "kv/gpu_owned_share": "mean share of the GPU's blocks that sequences owned",
-        "kv/cpu_used_share": "as kv/gpu_used_share, of the host tier, with blocks under way",
-        "kv/cpu_used_peak_share": "as kv/gpu_used_peak_share, of the host tier",
-        "predicted/tpot_ms": (
-            "what the plan predicts of latency/tpot_ms: a decode step of one sequence halfway"
-            " through its output, at the rates of plan.predicted.rates"
-        ),
-        "predicted/ttft_ms": "what the plan predicts of latency/ttft_ms",
-        "predicted/output_tok_s": "what the plan predicts of throughput/output_tok_s",
-        "predicted/load_s": "what the plan predicts of load/total_s",
-        "predicted/gpu_peak_gib": "sum of the plan's parts on the GPU",
-        "predicted/tpot_ms_difference_pct": (
-            "(predicted / measured - 1) x 100; measured: the median, where it has none the mean"
-        ),
-        "predicted/ttft_ms_difference_pct": "as predicted/tpot_ms_difference_pct",
-        "predicted/output_tok_s_difference_pct": "as predicted/tpot_ms_difference_pct",
-        "predicted/load_s_difference_pct": "as predicted/tpot_ms_difference_pct",
-        "predicted/gpu_peak_gib_difference_pct": "as predicted/tpot_ms_difference_pct",
-        "link/pcie_rx_gb_s": (
-            "bytes that the GPU received over PCIe, packet headers included: mean of the windows of"
-            " 20 ms that were read in the last timed part, one every 5 s or more"
-        ),
-        "link/pcie_tx_gb_s": "as link/pcie_rx_gb_s, bytes that the GPU sent",
-        "gpu/sm_clock_mhz": "clock of the SMs over the rows of the last timed part",
-        "gpu/memory_clock_mhz": "median clock of the GPU's memory over the last timed part",
-        "gpu/temperature_c": "highest temperature of the GPU in the last timed part",
-        "gpu/power_w": "mean of the power readings of the last timed part; see energy for the sum",
-        "gpu/busy_pct": "mean share of time in which a kernel ran, over the last timed part, %",
-        "gpu/throttled_share": (
-            "share of the rows with a busy GPU in which it was slowed down by heat, power brake or"
-            " another hardware slowdown; the power limit is not one"
-        ),
-        "gpu/power_capped_share": "share of the rows with a busy GPU at its power limit",
-        "host/cpu_cores": "CPU time of the worker and the processes below it / time",
-        "host/busy_cores": "CPU time of the whole machine / time",
-        "host/major_faults": "page faults of the worker that read a disk, in the last timed part",
-        "host/read_gib": "bytes that the worker read from disks in the last timed part",
-        "host/disk_read_gib": "bytes read from the machine's disks in the last timed part",
-        "host/swapped_gib": "bytes swapped in and out on the machine in the last timed part",
-        "telemetry/rows_hz": (
-            "(rows of telemetry in the last timed part - 1) / (t(last row) - t(first row))"
-        ),
-        "telemetry/cpu_pct": "CPU time of the sampler's process / time, % of one core",
-        "energy/j_per_token": (
-            "energy/total_j / output tokens of the part of the scenario that it was measured over"
-        ),
-        "energy/total_j": (
-            "difference of the GPU's energy counter over the last timed part of latency,"
-            " throughput, serve; warm-up is left out"
-        ),
-    }
-)
-"""Metric name without its statistic (load/busy: without its phase) -> definition."""
+from reports.record.record import SAMPLE_FLOORS
+from reports.record.text import ABSENT, GIB, gib, number
+
+Better = Literal["higher", "lower", "none"]
+"""Which value of two is the better one; none: neither by itself."""
+Place = Literal["card", "sweep", "best", "compare", "ab", "summary"]
+"""Where a metric is shown.
+
+card: on top of a run's page, and with ab on that of a comparison in pairs; sweep: a column of the
+points; best: the best point of a sweep; compare: ratios of runs of the same work; ab: ratios of two
+sides; summary: the terminal at the end of a run.
+"""
+Metrics = Mapping[str, float | None]
+"""Metrics of one run by name, with their statistics."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of a run, or one statistic of it."""
+
+    name: str
+    definition: str
+    label: str = ""
+    """Short, as above a column."""
+    words: str = ""
+    """What it is in a line of text, for places ab and summary."""
+    better: Better = "none"
+    shown: tuple[Place, ...] = ()
+    statistics: tuple[str, ...] = ()
+    """Of a metric of samples those that a summary shows; empty for a single value."""
+    needs: str = ""
+    """Metric that a run has where this one says something; empty: nothing more."""
+
+    @property
+    def quantity(self) -> str:
+        """Name without its area."""
+        return self.name.split("/", 1)[1]
+
+    @property
+    def unit(self) -> str:
+        """Unit in a column, empty for a count."""
+        return unit(self.name)
+
+    @property
+    def heading(self) -> str:
+        """Label with the unit, as above a column."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+    @property
+    def mean(self) -> "Metric":
+        """The mean of a metric of samples, else the metric."""
+        return self.at("mean") if "mean" in self.statistics else self
+
+    def at(self, statistic: str) -> "Metric":
+        """Return one statistic of a metric of samples."""
+        word = "median" if statistic == "p50" else statistic
+        return replace(
+            self,
+            name=f"{self.name}/{statistic}",
+            label=f"{self.label} {statistic}",
+            words=f"{self.words}, {word}",
+        )
+
+
+COLD: Final = "cold_"
+"""Prefix of a load quantity measured with the checkpoint dropped from the page cache."""
+
+
+def _cold(warm: Metric) -> Metric:
+    """Return a metric of load, measured with the checkpoint dropped from the page cache."""
+    above, _, quantity = warm.name.rpartition("/")
+    text = warm.definition.replace("warm starts", "cold starts")
+    return replace(
+        warm,
+        name=f"{above}/{COLD}{quantity}",
+        definition=f"{text}; the checkpoint was dropped from the page cache first",
+        label=f"{warm.label}, cold",
+        words=f"{warm.words}, cold",
+        shown=tuple(place for place in warm.shown if place in {"card", "ab", "summary"}),
+    )
+
 
 PREDICTED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -252,14 +101,505 @@ PREDICTED: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Quantity that the plan predicts (area predicted) -> what it is held against."""
+_PREDICTED_TEXT: Final = {
+    **{quantity: f"what the plan predicts of {base}" for quantity, base in PREDICTED.items()},
+    "tpot_ms": (
+        "what the plan predicts of latency/tpot_ms: a decode step of one sequence halfway through"
+        " its output, at the rates of plan.predicted.rates"
+    ),
+    "gpu_peak_gib": "sum of the plan's parts on the GPU",
+}
+_DIFFERENCE: Final = (
+    "(predicted / measured - 1) x 100; measured: the median, where it has none the mean"
+)
+_EVERYWHERE: Final = ("card", "sweep", "compare", "ab", "summary")
+_HOST_BLOCKS: Final = "kv/cpu_used_peak_share"
+_LOAD: Final = Metric(
+    "load/total_s",
+    (
+        "t(first token on the host) - t(start of the process); mean over the warm starts,"
+        " equals the sum of the phases"
+    ),
+    label="load",
+    words="load until the first token",
+    better="lower",
+    shown=_EVERYWHERE,
+)
+TOTAL: Final = Metric(
+    "total_s",
+    "load/total_s and all timed requests of one run, of repeated parts the mean of once",
+    label="total",
+    words="load and all timed requests together",
+    better="lower",
+    shown=("card", "ab"),
+)
+"""What a comparison in pairs adds to the metrics of each run."""
+_SHOWN: Final = (
+    Metric(
+        "throughput/output_tok_s",
+        "sum(output tokens) / (t(last token) - t(first submit))",
+        label="output",
+        words="output tokens, all requests at once",
+        better="higher",
+        shown=(*_EVERYWHERE, "best"),
+    ),
+    Metric(
+        "throughput/decode_tok_s",
+        (
+            "output tokens of the steps that only decode / wall time of those steps; a step that"
+            " also does prefill counts as prefill"
+        ),
+        label="decode",
+        words="decode",
+        better="higher",
+        shown=("compare", "summary"),
+    ),
+    Metric(
+        "throughput/prefill_tok_s",
+        (
+            "sum(prompt tokens that were not found in a prefix cache) / wall time of the steps with"
+            " prefill work"
+        ),
+        label="prefill",
+        words="prefill",
+        better="higher",
+        shown=("compare", "summary"),
+    ),
+    Metric(
+        "throughput/total_tok_s",
+        "(sum(prompt tokens) + sum(output tokens)) / (t(last token) - t(first submit))",
+        label="prompt + output",
+        words="prompt and output tokens",
+        better="higher",
+        shown=("summary",),
+    ),
+    Metric(
+        "throughput/requests_s",
+        "completed requests / (t(last token) - t(first submit))",
+        label="requests",
+        words="requests",
+        better="higher",
+        shown=("summary",),
+    ),
+    Metric(
+        "throughput/wall_s",
+        "t(last token) - t(first submit)",
+        label="time",
+        words="time of all requests at once",
+        better="lower",
+        shown=("ab",),
+    ),
+    Metric(
+        "latency/ttft_ms",
+        "time to first token: t(first token on the host) - t(submit)",
+        label="TTFT",
+        words="time to first token",
+        better="lower",
+        shown=(*_EVERYWHERE, "best"),
+        statistics=("mean", "p50"),
+    ),
+    Metric(
+        "latency/tpot_ms",
+        (
+            "time per output token of a request: (E2E - TTFT) / (output tokens - 1); missing below"
+            " 2 output tokens"
+        ),
+        label="TPOT",
+        words="time per output token",
+        better="lower",
+        shown=(*_EVERYWHERE, "best"),
+        statistics=("mean", "p50"),
+    ),
+    Metric(
+        "latency/itl_ms",
+        (
+            "inter-token latency: gap between consecutive tokens of a request, all gaps pooled over"
+            " requests; TTFT is not a gap"
+        ),
+        label="ITL, pooled",
+        better="lower",
+        statistics=("mean", "p50"),
+    ),
+    Metric(
+        "latency/e2e_ms",
+        "end to end: t(last token on the host) - t(submit)",
+        label="E2E",
+        words="request alone, end to end",
+        better="lower",
+        shown=("compare", "ab", "summary"),
+        statistics=("mean",),
+    ),
+    Metric(
+        "serve/peak_requests_s",
+        "highest rate tried at which the share search.good_share of requests was good",
+        label="peak rate",
+        words="highest rate that keeps the SLO",
+        better="higher",
+        shown=(*_EVERYWHERE, "best"),
+    ),
+    Metric(
+        "serve/requested_requests_s",
+        (
+            "arrivals asked for per second: arrivals.rate_per_s, or those of the trace; with"
+            " several turns, of conversations"
+        ),
+        label="requested",
+        words="arrivals, requested",
+        shown=("summary",),
+    ),
+    Metric(
+        "serve/planned_requests_s",
+        (
+            "(arrivals - 1) / (last - first planned arrival) as drawn; the ramp and later turns are"
+            " left out"
+        ),
+        label="planned",
+        words="arrivals, as drawn",
+        shown=("summary",),
+    ),
+    Metric(
+        "serve/sent_requests_s",
+        (
+            "(requests sent - 1) / (t(last sent) - t(first sent)); the ramp and later turns are"
+            " left out"
+        ),
+        label="sent",
+        words="arrivals, achieved",
+        shown=("summary",),
+    ),
+    Metric(
+        "serve/requests_s",
+        "completed requests / serve/wall_s",
+        label="requests, served",
+        words="requests served",
+        better="higher",
+        shown=("summary",),
+    ),
+    Metric(
+        "serve/good_requests_s",
+        "requests that completed within every bound / serve/wall_s",
+        label="good requests a second",
+        words="good requests served",
+        better="higher",
+        shown=("ab",),
+    ),
+    Metric(
+        "serve/good_share",
+        (
+            "requests that completed within every bound of the SLO / planned requests; failed and"
+            " cancelled ones are bad; a bound on TPOT does not apply to one output token"
+        ),
+        label="good requests",
+        words="share of good requests",
+        better="higher",
+        shown=("card", "sweep", "compare", "summary"),
+    ),
+    Metric(
+        "serve/output_tok_s",
+        "sum(output tokens of completed requests) / serve/wall_s",
+        label="output, served",
+        words="output tokens served",
+        better="higher",
+        shown=_EVERYWHERE,
+    ),
+    Metric(
+        "serve/ttft_ms",
+        (
+            "time to first token of a request that arrives by itself: t(first token on the host) -"
+            " t(scheduled arrival); waiting at the client and in the queue is in it"
+        ),
+        label="TTFT from arrival",
+        words="time to first token from arrival",
+        better="lower",
+        shown=_EVERYWHERE,
+        statistics=("mean", "p50", "p90"),
+    ),
+    Metric(
+        "serve/tpot_ms",
+        "as latency/tpot_ms, of requests that arrive by themselves",
+        label="TPOT, served",
+        words="time per output token, served",
+        better="lower",
+        shown=("compare", "ab", "summary"),
+        statistics=("mean", "p50"),
+    ),
+    Metric(
+        "serve/itl_ms",
+        "as latency/itl_ms, of requests that arrive by themselves",
+        label="ITL, served",
+        better="lower",
+        statistics=("mean", "p50"),
+    ),
+    Metric(
+        "serve/e2e_ms",
+        "t(last token on the host) - t(scheduled arrival)",
+        label="E2E from arrival",
+        words="request, arrival to end",
+        better="lower",
+        shown=("ab", "summary"),
+        statistics=("mean", "p50"),
+    ),
+    Metric(
+        "serve/schedule_lag_ms",
+        (
+            "t(request is handed to the engine) - t(scheduled arrival); with max_concurrency it"
+            " holds the wait for a free place"
+        ),
+        label="schedule lag",
+        better="lower",
+        statistics=("mean", "p50"),
+    ),
+    _LOAD,
+    _cold(_LOAD),
+    Metric(
+        "memory/gpu_peak_gib",
+        "highest device memory in use by the run",
+        label="GPU peak",
+        words="GPU memory, peak",
+        better="lower",
+        shown=_EVERYWHERE,
+    ),
+    Metric(
+        "memory/gpu_budget_gib",
+        "device memory the run was allowed",
+        label="GPU budget",
+        words="GPU memory, budget",
+        shown=("summary",),
+    ),
+    Metric(
+        "memory/host_pinned_gib",
+        "host bytes registered with the device (engine's ledger)",
+        label="host pinned",
+        words="host memory, pinned",
+        better="lower",
+        shown=_EVERYWHERE,
+    ),
+    Metric(
+        "memory/host_rss_peak_gib",
+        "highest resident set of the worker process",
+        label="host peak",
+        words="host memory of the worker, peak",
+        better="lower",
+        shown=("ab", "summary"),
+    ),
+    Metric(
+        "link/h2d_gb_s",
+        (
+            "host to device copy rate: median of 20 copies of 256 MiB from registered memory, GB ="
+            " 10^9 bytes, measured in this run"
+        ),
+        label="link",
+        words="link, host to GPU",
+        better="higher",
+        shown=("summary",),
+    ),
+    Metric(
+        "link/share",
+        (
+            "(bytes moved host to device in the steps that only decode / wall time of those steps)"
+            " / mean of link/h2d_gb_s and link/h2d_after_gb_s"
+        ),
+        label="share of the link",
+        words="share of the link used in decode",
+        better="higher",
+        shown=("card", "summary"),
+    ),
+    Metric(
+        "offload/bytes_per_step",
+        (
+            "bytes host to device, copied or read in place, per step that only decodes, as the"
+            " engine counts them"
+        ),
+        label="bytes per step",
+        words="host to GPU per decode step",
+        better="lower",
+        shown=("summary",),
+    ),
+    Metric(
+        "energy/j_per_token",
+        "energy/total_j / output tokens of the part of the scenario that it was measured over",
+        label="energy per token",
+        words="energy per output token",
+        better="lower",
+        shown=("card", "compare", "ab", "summary"),
+    ),
+    Metric(
+        "kv/hit_share",
+        "(kv/gpu_hit_tokens + kv/cpu_hit_tokens) / (those + kv/missed_tokens)",
+        label="KV found",
+        better="higher",
+        shown=("sweep",),
+        needs=_HOST_BLOCKS,
+    ),
+    Metric(
+        "kv/loaded_gib",
+        "bytes of blocks copied from the host tier to the GPU",
+        label="KV loaded",
+        shown=("sweep",),
+        needs=_HOST_BLOCKS,
+    ),
+    Metric(
+        "kv/in_place_gib",
+        "bytes of keys and values that decodes read in the host tier",
+        label="KV read in place",
+        shown=("sweep",),
+        needs=_HOST_BLOCKS,
+    ),
+)
+_OTHERS: Final = {
+    "throughput/hit_share": "as latency/hit_share",
+    "latency/hit_share": (
+        "prompt tokens found in a prefix cache, as the engine or server counts them / prompt"
+        " tokens of the requests that were sent; missing where they are not told"
+    ),
+    "serve/hit_share": "as latency/hit_share; of a search, at the rate whose figures are shown",
+    "serve/total_tok_s": "sum(prompt and output tokens of completed requests) / serve/wall_s",
+    "serve/wall_s": "t(last token of a completed request) - t(first arrival after the ramp)",
+    "serve/window_s": "t(last arrival) - t(first arrival after the ramp)",
+    "serve/window_output_tok_s": (
+        "tokens that came within that window, of any request / serve/window_s; ramp and drain"
+        " are left out"
+    ),
+    "load/import_s": "t(engine construction starts) - t(start of the process)",
+    "load/plan_s": "time to read the model's sizes, open the device and plan every byte",
+    "load/tokenizer_s": "time to load the tokenizer",
+    "load/touch_s": "time to map the weights' place in host memory and make its pages present",
+    "load/pin_s": "time to register that memory with the device",
+    "load/read_s": (
+        "time of bringing a checkpoint into place, less load/convert_s and load/copy_s: its"
+        " threads read, convert and copy at once, and share its time by what they did"
+    ),
+    "load/convert_s": "time of dtype conversion, or of making random weights",
+    "load/copy_s": "time of copies of weights to the GPU, as far as reading waits for them",
+    "load/allocate_s": "time to allocate GPU memory: weights, KV cache and work buffers",
+    "load/warm_up_s": "time of a first prefill and decode, in which kernels are loaded",
+    "load/compile_s": "time of compiling Triton kernels during warm-up and capture",
+    "load/capture_s": "time to capture decode steps as graphs",
+    "load/weights_gb_s": (
+        "bytes of the weights in their source / (load/read_s + load/convert_s + load/copy_s)"
+    ),
+    "load/pin_gb_s": "bytes pinned / (load/touch_s + load/pin_s), GB = 10^9 bytes",
+    "load/build_s": "rest of the engine's construction that no other phase names",
+    "load/first_token_s": "t(first token on the host) - t(engine is built), one short prompt",
+    "load/busy": "time the phase was active; busy times overlap and do not sum to total_s",
+    "memory/gpu_peak_global_gib": "highest device memory in use by all processes",
+    "memory/gpu_baseline_gib": "device memory in use by all processes before the run began",
+    "memory/gpu_allocated_gib": "device memory of live tensors after the last request",
+    "memory/budget_margin_gib": "budget - memory/gpu_peak_gib; negative is over budget",
+    "memory/host_tree_peak_gib": (
+        "highest sum of the resident sets of the worker and the processes below it; memory that"
+        " they share counts in each"
+    ),
+    "memory/host_anon_gib": (
+        "highest resident anonymous memory of the worker and the processes below it; the slab"
+        " of offloaded weights is in it, pinned or not"
+    ),
+    "memory/host_shmem_gib": (
+        "highest resident shared memory of the worker and the processes below it"
+    ),
+    "link/d2h_gb_s": (
+        "device to host copy rate: median of 20 copies of 256 MiB to registered memory, GB ="
+        " 10^9 bytes, measured in this run"
+    ),
+    "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
+    "link/in_place_gb_s": "rate at which a kernel reads registered host memory in place",
+    "link/hbm_copy_gb_s": "copy within device memory, bytes read + bytes written",
+    "link/launch_us": (
+        "time that the host takes to launch one small kernel: median of 20 rounds of 500"
+    ),
+    "link/h2d_after_gb_s": "link/h2d_gb_s, probed again after the scenarios",
+    "link/in_place_after_gb_s": "link/in_place_gb_s, probed again after the scenarios",
+    "link/nvml_h2d_gb_s": (
+        "bytes that the GPU's own counter received over PCIe per second of the last timed part"
+        " of latency, throughput, serve: mean of five or more windows of 20 ms, one every 5 s"
+        " or more, x what copies of known size are of its reading before"
+    ),
+    "link/pcie_rx_gb_s": (
+        "bytes that the GPU received over PCIe, packet headers included: mean of the windows of"
+        " 20 ms that were read in the last timed part, one every 5 s or more"
+    ),
+    "link/pcie_tx_gb_s": "as link/pcie_rx_gb_s, bytes that the GPU sent",
+    "offload/copied_bytes_per_step": "of offload/bytes_per_step, those that were copied",
+    "offload/in_place_bytes_per_step": "of offload/bytes_per_step, those read in place",
+    "offload/planned_bytes_per_step": (
+        "what the memory plan says of offload/bytes_per_step, for the same steps"
+    ),
+    "offload/planned_copied_bytes_per_step": "of offload/planned_bytes_per_step, copied",
+    "offload/planned_in_place_bytes_per_step": "of offload/planned_bytes_per_step, in place",
+    "energy/total_j": (
+        "difference of the GPU's energy counter over the last timed part of latency,"
+        " throughput, serve; warm-up is left out"
+    ),
+    "kv/gpu_hit_tokens": (
+        "prompt tokens of the last timed part (of latency, throughput, serve) that were found"
+        " in blocks on the GPU"
+    ),
+    "kv/cpu_hit_tokens": "as kv/gpu_hit_tokens, found in the host tier, loaded or read in place",
+    "kv/missed_tokens": "as kv/gpu_hit_tokens, in full blocks that were asked for and not found",
+    "kv/gpu_hit_gib": "bytes of the blocks found for kv/gpu_hit_tokens, of all kinds of layers",
+    "kv/cpu_hit_gib": "bytes of the blocks found for kv/cpu_hit_tokens",
+    "kv/gpu_evictions": "blocks whose content gave way on the GPU in that part",
+    "kv/gpu_evictions_lost": "of these, blocks whose content no tier had afterwards",
+    "kv/cpu_evictions": "blocks whose content gave way in the host tier and was in no other",
+    "kv/swaps_out": "preempted sequences whose blocks were kept, in that part",
+    "kv/swaps_in": "sequences of kv/swaps_out that went on with some of these blocks",
+    "kv/recomputes": "preempted sequences whose blocks were dropped, to be computed again",
+    "kv/preemptions": "sequences that lost their blocks while they ran",
+    "kv/stores_skipped": "blocks that were to be stored and found no place in the host tier",
+    "kv/stored_gib": "bytes of blocks copied from the GPU to the host tier in that part",
+    "kv/staged_prefill_gib": "bytes of host blocks that prefills copied to the GPU to read",
+    "kv/transfer_gb_s": (
+        "bytes of keys and values over the link in that part, both directions, copied and read"
+        " in place / its time, GB = 10^9 bytes"
+    ),
+    "kv/h2d_gb_s": "of kv/transfer_gb_s, from host to device",
+    "kv/link_share": "kv/h2d_gb_s / mean of link/h2d_gb_s and link/h2d_after_gb_s",
+    "kv/gpu_used_share": (
+        "mean over that part of the share of the GPU's blocks with an owner or findable content"
+    ),
+    "kv/gpu_used_peak_share": "highest value of it; read at most four times a second",
+    "kv/gpu_owned_share": "mean share of the GPU's blocks that sequences owned",
+    "kv/cpu_used_share": "as kv/gpu_used_share, of the host tier, with blocks under way",
+    "kv/cpu_used_peak_share": "as kv/gpu_used_peak_share, of the host tier",
+    "gpu/sm_clock_mhz": "clock of the SMs over the rows of the last timed part",
+    "gpu/memory_clock_mhz": "median clock of the GPU's memory over the last timed part",
+    "gpu/temperature_c": "highest temperature of the GPU in the last timed part",
+    "gpu/power_w": "mean of the power readings of the last timed part; see energy for the sum",
+    "gpu/busy_pct": "mean share of time in which a kernel ran, over the last timed part, %",
+    "gpu/throttled_share": (
+        "share of the rows with a busy GPU in which it was slowed down by heat, power brake or"
+        " another hardware slowdown; the power limit is not one"
+    ),
+    "gpu/power_capped_share": "share of the rows with a busy GPU at its power limit",
+    "host/cpu_cores": "CPU time of the worker and the processes below it / time",
+    "host/busy_cores": "CPU time of the whole machine / time",
+    "host/major_faults": "page faults of the worker that read a disk, in the last timed part",
+    "host/read_gib": "bytes that the worker read from disks in the last timed part",
+    "host/disk_read_gib": "bytes read from the machine's disks in the last timed part",
+    "host/swapped_gib": "bytes swapped in and out on the machine in the last timed part",
+    "telemetry/rows_hz": (
+        "(rows of telemetry in the last timed part - 1) / (t(last row) - t(first row))"
+    ),
+    "telemetry/cpu_pct": "CPU time of the sampler's process / time, % of one core",
+    **{f"predicted/{quantity}": text for quantity, text in _PREDICTED_TEXT.items()},
+    **{f"predicted/{quantity}_difference_pct": _DIFFERENCE for quantity in PREDICTED},
+}
+"""Metrics that a run's page lists by name: name -> definition."""
+METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
+    {metric.name: metric for metric in _SHOWN}
+    | {name: Metric(name, text) for name, text in _OTHERS.items()}
+)
+"""Name without its statistic (load/busy: without its phase) -> metric."""
 
 STATISTIC_DEFINITIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "mean": "arithmetic mean",
-        "p50": "median; needs 11 samples",
-        "p90": "90th percentile; needs 64 samples",
-        "p95": "95th percentile; needs 130 samples",
-        "p99": "99th percentile; needs 662 samples",
+        "p50": f"median; needs {SAMPLE_FLOORS[50]} samples",
+        **{
+            f"p{q}": f"{q}th percentile; needs {floor} samples"
+            for q, floor in SAMPLE_FLOORS.items()
+            if q != 50
+        },
         "min": "smallest sample",
         "max": "largest sample",
         "std": "sample standard deviation (ddof=1); needs 2 samples",
@@ -278,18 +618,58 @@ CONVENTIONS: Final[tuple[str, ...]] = (
     "The link bound of TPOT is offload bytes per step / measured host to device rate.",
 )
 
-
-COLD: Final = "cold_"
-"""Prefix of a load quantity measured with the checkpoint dropped from the page cache."""
-
-
 AB: Final = "ab"
 """Area of the figures of a comparison of two sides."""
+_UNITS: Final = (
+    ("requests_s", "requests/s"),
+    ("tok_s", "tok/s"),
+    ("gb_s", "GB/s"),
+    ("bytes_per_step", "GiB/step"),
+    ("j_per_token", "J/token"),
+    ("share", "%"),
+    ("_gib", "GiB"),
+    ("_bytes", "GiB"),
+    ("_pct", "%"),
+    ("_mhz", "MHz"),
+    ("_hz", "Hz"),
+    ("_w", "W"),
+    ("_c", "C"),
+    ("_ms", "ms"),
+    ("_us", "us"),
+    ("_s", "s"),
+    ("_j", "J"),
+)
+"""Ending of a metric's quantity -> unit; the first match counts."""
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return the metric of a name in a run's record, looked up by its longest known prefix.
+
+    Args:
+        name: a full name, such as `latency/ttft_ms/p50`.
+    """
+    parts = name.split("/")
+    if parts[0] == "load" and parts[-1].startswith(COLD):
+        warm = metric_of("/".join([*parts[:-1], parts[-1].removeprefix(COLD)]))
+        return None if warm is None else _cold(warm)
+    for length in range(len(parts), 0, -1):
+        metric = METRICS.get("/".join(parts[:length]))
+        if metric is not None:
+            return metric
+    return None
+
+
+def definition(name: str) -> str | None:
+    """Return the definition of a metric's full name, also of a comparison of two sides."""
+    if name.startswith(f"{AB}/"):
+        return _ab_definition(name.split("/")[1])
+    metric = metric_of(name)
+    return None if metric is None else metric.definition
 
 
 def _ab_definition(name: str) -> str | None:
     """Return the definition of `AREA_QUANTITY_ratio` or `AREA_QUANTITY_noise_share`."""
-    known = {key.replace("/", "_", 1): key for key in METRIC_DEFINITIONS} | {"total_s": "total_s"}
+    known = {metric.name.replace("/", "_", 1): metric.name for metric in shown("ab")}
     base = known.get(name.removesuffix("_ratio").removesuffix("_noise_share"))
     if base is None:
         return None
@@ -301,23 +681,99 @@ def _ab_definition(name: str) -> str | None:
     )
 
 
-def definition(metric: str) -> str | None:
-    """Return the definition of a metric name, looked up by its longest known prefix.
+def shown(place: Place) -> list[Metric]:
+    """Return the metrics of a place in order."""
+    return [metric for metric in (*METRICS.values(), TOTAL) if place in metric.shown]
 
-    Args:
-        metric: a full name, such as `latency/ttft_ms/p50`.
+
+def of_samples(area: str) -> list[Metric]:
+    """Return the metrics of an area that are of samples, such as the latencies of `serve`."""
+    return [
+        metric
+        for metric in METRICS.values()
+        if metric.statistics and metric.name.startswith(f"{area}/")
+    ]
+
+
+def found(place: Place, runs: Sequence[Metrics]) -> list[Metric]:
+    """Return the metrics of a place that a run has, by the statistic that the runs share."""
+    metrics = [
+        shared(metric, runs)
+        for metric in shown(place)
+        if not metric.needs or _having(metric.needs, runs)
+    ]
+    return [metric for metric in metrics if _having(metric.name, runs)]
+
+
+def shared(metric: Metric, runs: Sequence[Metrics]) -> Metric:
+    """Return the statistic by which runs are held against each other.
+
+    The mean where all that have one have its interval, else the median where all have it, else the
+    mean; of a single value the metric itself.
     """
-    parts = metric.split("/")
-    if parts[0] == AB:
-        return _ab_definition(parts[1])
-    if parts[0] == "load" and parts[-1].startswith(COLD):
-        warm = definition("/".join([*parts[:-1], parts[-1].removeprefix(COLD)]))
-        if warm is None:
-            return None
-        warm = warm.replace("warm starts", "cold starts")
-        return f"{warm}; the checkpoint was dropped from the page cache first"
-    for length in range(len(parts), 0, -1):
-        text = METRIC_DEFINITIONS.get("/".join(parts[:length]))
-        if text is not None:
+    having = [run for run in runs if run.get(f"{metric.name}/mean") is not None]
+    if not having:
+        return metric.at("p50") if _having(f"{metric.name}/p50", runs) else metric
+    has = {
+        end: all(run.get(f"{metric.name}/{end}") is not None for run in having)
+        for end in ("ci95_low", "p50")
+    }
+    return metric.at("p50" if has["p50"] and not has["ci95_low"] else "mean")
+
+
+def _having(name: str, runs: Sequence[Metrics]) -> bool:
+    return any(run.get(name) is not None for run in runs)
+
+
+def interval(run: Metrics, name: str) -> str:
+    """Return the 95 % interval of a mean over repeats as text, empty without one."""
+    base = name.removesuffix("/mean")
+    ends = [run.get(f"{base}/{end}") for end in ("ci95_low", "ci95_high")]
+    return "" if None in ends else " to ".join(metric_number(base, end) for end in ends)
+
+
+def base_name(metric: str) -> str:
+    """Return `area/quantity_unit` of a metric name."""
+    return "/".join(metric.split("/")[:2])
+
+
+def unit(metric: str) -> str:
+    """Return the unit of a column of a metric, empty where its name has none."""
+    quantity = base_name(metric)
+    if metric.startswith("load/busy/"):
+        quantity = metric
+    for ending, text in _UNITS:
+        if quantity.endswith(ending):
             return text
-    return None
+    return ""
+
+
+def metric_number(metric: str, value: float | None) -> str:
+    """Return a metric's value in the unit of `unit`, without the unit."""
+    if value is None:
+        return ABSENT
+    quantity = base_name(metric)
+    if quantity.endswith("share"):
+        return number(100 * value)
+    if quantity.endswith(("bytes_per_step", "_bytes")):
+        return number(value / GIB)
+    return number(value)
+
+
+def metric_parts(metric: str, value: float | None) -> tuple[str, str]:
+    """Return (number, unit) of one metric; small bytes are in MiB, short times in ms."""
+    usual = unit(metric)
+    if value is None:
+        return ABSENT, ""
+    if usual.startswith("GiB"):
+        size = value * GIB if base_name(metric).endswith("_gib") else value
+        text, _, prefix = gib(size).partition(" ")
+        return text, prefix + usual.removeprefix("GiB")
+    if usual == "s" and 0 < abs(value) < 0.1:
+        return number(1000 * value), "ms"
+    return metric_number(metric, value), usual
+
+
+def metric_text(metric: str, value: float | None) -> str:
+    """Return a metric's value with its unit."""
+    return " ".join(metric_parts(metric, value)).rstrip()

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them: one rule for digits, one for units."""
+"""Numbers, sizes, times and settings as people read them: one rule for digits."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,27 +6,6 @@ from typing import Final
 
 ABSENT: Final = "n/a"
 GIB: Final = 2**30
-
-_UNITS: Final = (
-    ("requests_s", "requests/s"),
-    ("tok_s", "tok/s"),
-    ("gb_s", "GB/s"),
-    ("bytes_per_step", "GiB/step"),
-    ("j_per_token", "J/token"),
-    ("share", "%"),
-    ("_gib", "GiB"),
-    ("_bytes", "GiB"),
-    ("_pct", "%"),
-    ("_mhz", "MHz"),
-    ("_hz", "Hz"),
-    ("_w", "W"),
-    ("_c", "C"),
-    ("_ms", "ms"),
-    ("_us", "us"),
-    ("_s", "s"),
-    ("_j", "J"),
-)
-"""Ending of a metric's quantity -> unit; the first match counts."""
 
 
 def number(value: float | None) -> str:
@@ -71,56 +50,9 @@ def seconds(value: float | None) -> str:
     return number(value) if value is None or abs(value) >= 1 else f"{value:.3f}"
 
 
-def base_name(metric: str) -> str:
-    """Return `area/quantity_unit` of a metric name."""
-    return "/".join(metric.split("/")[:2])
-
-
 def label_of(part: str) -> str:
     """Return the name of a part or a phase as people read it."""
     return part.removesuffix("_s").replace("_", " ")
-
-
-def unit(metric: str) -> str:
-    """Return the unit of a column of a metric, empty where its name has none."""
-    quantity = base_name(metric)
-    if metric.startswith("load/busy/"):
-        quantity = metric
-    for ending, text in _UNITS:
-        if quantity.endswith(ending):
-            return text
-    return ""
-
-
-def metric_number(metric: str, value: float | None) -> str:
-    """Return a metric's value in the unit of `unit`, without the unit."""
-    if value is None:
-        return ABSENT
-    quantity = base_name(metric)
-    if quantity.endswith("share"):
-        return number(100 * value)
-    if quantity.endswith(("bytes_per_step", "_bytes")):
-        return number(value / GIB)
-    return number(value)
-
-
-def metric_parts(metric: str, value: float | None) -> tuple[str, str]:
-    """Return (number, unit) of one metric; small bytes are in MiB, short times in ms."""
-    usual = unit(metric)
-    if value is None:
-        return ABSENT, ""
-    if usual.startswith("GiB"):
-        size = value * GIB if base_name(metric).endswith("_gib") else value
-        text, _, prefix = gib(size).partition(" ")
-        return text, prefix + usual.removeprefix("GiB")
-    if usual == "s" and 0 < abs(value) < 0.1:
-        return number(1000 * value), "ms"
-    return metric_number(metric, value), usual
-
-
-def metric_text(metric: str, value: float | None) -> str:
-    """Return a metric's value with its unit."""
-    return " ".join(metric_parts(metric, value)).rstrip()
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -1,7 +1,9 @@
-"""Metrics that the harness produces and definitions in the reports are the same names."""
+"""The metric table holds what runs produce, and nothing else lists metrics."""
 
+import ast
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -16,10 +18,17 @@ from harness.telemetry.summary import peak_metrics, window_metrics
 from harness.telemetry.window import Span, Window
 from harness.traffic.settings import Arrivals, Objectives, PeakSearch
 from harness.worker import Work
-from reports.record.metrics import METRIC_DEFINITIONS, STATISTIC_DEFINITIONS, definition
+from reports.record.metrics import (
+    METRICS,
+    STATISTIC_DEFINITIONS,
+    TOTAL,
+    Place,
+    definition,
+    metric_of,
+)
 from reports.record.record import summarise
 from reports.record.telemetry import COLUMNS
-from tests.contracts.project import python_files
+from tests.contracts.project import python_files, relative
 from tests.engine.specs import plan_small, small_spec
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import FakeClock, Script, fake_door
@@ -102,18 +111,18 @@ def test_every_metric_that_is_produced_has_a_definition(produced: set[str]) -> N
 
 
 def test_nothing_is_defined_that_is_not_produced(produced: set[str]) -> None:
-    assert {key_of(metric) for metric in produced} == set(METRIC_DEFINITIONS)
+    assert {key_of(metric) for metric in produced} == {key_of(name) for name in METRICS}
     single = {m.split("/")[2] for m in produced if re.match(r"latency/\w+_ms/", m)}
     repeated = {m.split("/")[2] for m in produced if re.match("throughput/\\w+/", m)}
     assert single == {*summarise([1.0]), "repeat_std", "ci95_low", "ci95_high"}
     assert repeated == {"std", "ci95_low", "ci95_high"}
     assert single | repeated == set(STATISTIC_DEFINITIONS)
-    assert set(latency_pools([])) <= set(METRIC_DEFINITIONS)
+    assert set(latency_pools([])) <= set(METRICS)
 
 
 def test_names_in_the_sources_are_defined() -> None:
     """Names that harness and reports choose by, such as those of the summary."""
-    areas = "|".join({name.split("/")[0] for name in METRIC_DEFINITIONS})
+    areas = "|".join({name.split("/")[0] for name in METRICS})
     found = {
         match
         for path in python_files("harness", "reports")
@@ -121,3 +130,91 @@ def test_names_in_the_sources_are_defined() -> None:
     }
     assert len(found) > 30
     assert {name for name in found if definition(name) is None} == {"load/cold_"}  # a prefix
+
+
+def test_what_is_shown_has_words_and_a_direction() -> None:
+    for metric in (*METRICS.values(), TOTAL):
+        assert set(metric.shown) <= set(get_args(Place)), metric.name
+        assert bool(metric.shown) <= bool(metric.label), metric.name
+        if {"ab", "summary"} & set(metric.shown):
+            assert metric.words, metric.name
+        if {"best", "compare", "ab"} & set(metric.shown):
+            assert metric.better != "none", metric.name
+        assert not metric.needs or metric.needs in METRICS
+
+
+LISTS_APART = {"LINK_RATES"}
+"""Lists of metrics that are read to work something out, not shown: rates of the probes."""
+
+
+def is_metric(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=str() as text):
+            return "/" in text and metric_of(text) is not None
+        case _:
+            return False
+
+
+def is_title(node: ast.expr) -> bool:
+    """A label, words or a direction, as the table has them."""
+    match node:
+        case ast.Constant(value=bool()):
+            return True
+        case ast.Constant(value=str() as text):
+            return " " in text or text in {metric.label for metric in METRICS.values()}
+        case _:
+            return False
+
+
+def lists_of_metrics(source: str) -> list[str]:
+    """The literals that list metrics beside the table: names with titles, or names for all to use.
+
+    Names that a function reads to work something out are no list.
+    """
+    tree, found = ast.parse(source), []
+    shared = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    shared += [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign)
+        and node.value is not None
+        and ast.unparse(node.target) not in LISTS_APART
+    ]
+    found += [
+        [item for item in node.elts if is_metric(item)]
+        for value in shared
+        for node in ast.walk(value)
+        if isinstance(node, ast.Tuple | ast.List | ast.Set)
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            rows = [
+                [key, *(value.elts if isinstance(value, ast.Tuple) else [value])]
+                for key, value in zip(node.keys, node.values, strict=True)
+                if key is not None
+            ]
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+            rows = [item.elts for item in node.elts if isinstance(item, ast.Tuple)]
+        else:
+            continue
+        found.append([row for row in rows if any(map(is_metric, row)) and any(map(is_title, row))])
+    return [f"{len(names)} metrics" for names in found if len(names) >= 3]
+
+
+def test_no_other_list_of_metrics_exists() -> None:
+    files = {relative(path): path for path in python_files("harness", "reports")}
+    table = files.pop("reports/record/metrics.py")
+    assert lists_of_metrics(table.read_text(encoding="utf-8"))
+    found = {name: lists_of_metrics(path.read_text("utf-8")) for name, path in files.items()}
+    assert {name: lists for name, lists in found.items() if lists} == {}
+
+
+def test_a_list_of_metrics_is_found() -> None:
+    names = ("latency/ttft_ms", "load/total_s", "memory/gpu_peak_gib")
+    pairs = ", ".join(f"({name!r}, 'TTFT')" for name in names)
+    assert lists_of_metrics(f"SHOWN = ({pairs})")
+    assert lists_of_metrics(f"def f():\n    return [{pairs}]")
+    assert lists_of_metrics(f"X: Final = {dict.fromkeys(names, ('a label', True))}")
+    assert lists_of_metrics(f"X: Final = {list(names)}")
+    assert not lists_of_metrics(f"def f(run):\n    return sum(run[name] for name in {names})")
+    assert not lists_of_metrics(f"found = {dict.fromkeys(names, 1.0)}")

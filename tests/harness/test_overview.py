@@ -29,9 +29,10 @@ def test_columns_are_those_that_some_point_has(tmp_path):
         record("rate=9", {"serve/good_share": None}, status="failed"),
     )
     assert found[2].split() == [
-        *("point", "choices", "status", "good", "share", "TTFT", "ms,", "served", "folder")
+        *("point", "choices", "status", "good", "requests", "%"),
+        *("TTFT", "from", "arrival", "mean", "ms", "folder"),
     ]
-    assert found[3].split() == ["0", "rate=1", "ok", "1.00", "12.5", "0"]
+    assert found[3].split() == ["0", "rate=1", "ok", "100.0", "12.5", "0"]
     assert found[4].split() == ["1", "rate=9", "failed", "-", "-", "1"]
 
 
@@ -42,5 +43,7 @@ def test_a_point_that_is_not_valid_is_told(tmp_path):
 
 def test_points_of_other_scenarios_show_their_figures(tmp_path):
     found = lines(tmp_path, record("a", {"throughput/output_tok_s": 20.0, "load/total_s": 3.0}))
-    assert found[2].split() == ["point", "choices", "status", "load", "s", "out", "tok/s", "folder"]
+    assert found[2].split() == [
+        *("point", "choices", "status", "output", "tok/s", "load", "s", "folder")
+    ]
     assert "serve" not in found[2]

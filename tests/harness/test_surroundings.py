@@ -280,7 +280,7 @@ def test_the_summary_shows_figures_folder_and_command(tmp_path):
     text = "\n".join(lines)
     assert "tiny: ok, valid" in text
     assert "emulated on the CPU" in text
-    assert "time to first token, median              12.3 ms" in text
+    assert "time to first token, median         12.3 ms" in text
     assert f"run folder  {tmp_path}" in text
     assert f"report      {tmp_path / 'report.html'}" in text
     assert "compare     mlflow ui --x" in text

@@ -14,7 +14,7 @@ def row(metric="latency/tpot_ms/mean", **changes):
     fields = {
         "metric": metric,
         "label": "time per output token of a request alone",
-        "less_is_better": True,
+        "better": "lower",
         "num_pairs": 4,
         "a": 5.0,
         "b": 6.0,

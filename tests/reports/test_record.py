@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reports.record.metrics import METRIC_DEFINITIONS, definition
+from reports.record.metrics import METRICS, definition
 from reports.record.record import (
     SAMPLE_FLOORS,
     STATUSES,
@@ -193,8 +193,8 @@ def test_every_status_is_a_record():
 
 
 def test_definitions_are_found_by_prefix():
-    assert definition("latency/ttft_ms/p50") == METRIC_DEFINITIONS["latency/ttft_ms"]
-    assert definition("load/busy/read_s") == METRIC_DEFINITIONS["load/busy"]
+    assert definition("latency/ttft_ms/p50") == METRICS["latency/ttft_ms"].definition
+    assert definition("load/busy/read_s") == METRICS["load/busy"].definition
     assert definition("load/nosuch_s") is None
     assert definition("load/cold_nosuch_s") is None
     assert definition("nosuch/thing") is None

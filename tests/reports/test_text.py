@@ -2,17 +2,8 @@
 
 import pytest
 
-from reports.record.text import (
-    duration,
-    flatten,
-    gib,
-    last_keys,
-    leaf,
-    metric_text,
-    number,
-    shorten,
-    unit,
-)
+from reports.record.metrics import metric_text, unit
+from reports.record.text import duration, flatten, gib, last_keys, leaf, number, shorten
 
 GIB = 2**30
 

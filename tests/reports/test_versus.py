@@ -8,6 +8,7 @@ from reports.__main__ import main
 from reports.load import Point
 from reports.peers import peers_section
 from reports.ratio_figure import ratio_ticks
+from reports.record.metrics import METRICS
 from reports.record.record import RecordError
 from reports.render import write_sweep_report, write_versus_report
 from reports.versus import (
@@ -84,11 +85,11 @@ def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path
 
 def test_a_latency_with_intervals_of_its_mean_is_compared_by_its_mean():
     base, other = ok_record(), ok_record()
-    assert ("latency/ttft_ms/p50", "TTFT p50", False) in compared_metrics([base, other])
+    assert METRICS["latency/ttft_ms"].at("p50") in compared_metrics([base, other])
     for record, mean in ((base, 20.0), (other, 40.0)):
         record.metrics |= {"latency/ttft_ms/mean": mean}
         record.metrics |= {"latency/ttft_ms/ci95_low": mean - 4, "latency/ttft_ms/ci95_high": 50.0}
-    assert ("latency/ttft_ms/mean", "TTFT mean", False) in compared_metrics([base, other])
+    assert METRICS["latency/ttft_ms"].at("mean") in compared_metrics([base, other])
     assert ratio_interval(base, other, "latency/ttft_ms/mean") == pytest.approx((36 / 50, 50 / 16))
     assert ratio_interval(base, other, "latency/ttft_ms/p50") is None
 
@@ -187,7 +188,7 @@ def test_the_folder_of_a_sweep_is_not_that_of_a_run(tmp_path, capsys):
 
 
 def test_metrics_are_those_that_two_runs_have():
-    names = [name for name, _, _ in compared_metrics([ok_record(), ok_record()])]
+    names = [metric.name for metric in compared_metrics([ok_record(), ok_record()])]
     assert "latency/ttft_ms/p50" in names
     assert "latency/ttft_ms/mean" not in names
     alone = ok_record(metrics={"load/total_s": 1.0})

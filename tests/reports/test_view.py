@@ -5,7 +5,7 @@ import pytest
 from reports import facts
 from reports.tables import tree_table
 from reports.verdict import error_line, status_kind, verdict
-from reports.view import headline, run_page
+from reports.view import run_page
 from tests.reports.examples import config, gib, no_fit_record, ok_record
 
 
@@ -61,13 +61,13 @@ def test_serving_shows_its_accounts_and_the_rates_of_a_search():
     trials, requests, metrics = section.tables
     assert [row[2] for row in trials.rows] == ["yes", "no"]
     assert requests.columns[:3] == ("", "mean", "p50")
-    assert [row[:3] for row in requests.rows] == [("TTFT (ms)", "n/a", "120.0")]
+    assert [row[:3] for row in requests.rows] == [("TTFT from arrival (ms)", "n/a", "120.0")]
     single = {"serve/peak_requests_s", "serve/good_share", "serve/output_tok_s"}
     assert {row[0] for row in metrics.rows} == single
     assert "n/a" not in {row[1] for row in metrics.rows}
     cards = {card.label: (card.value, card.unit) for card in run_page(record).cards}
     assert cards["Peak rate"][0].startswith("4")
-    assert "TTFT from arrival, p50" in cards
+    assert "TTFT from arrival p50" in cards
     assert "serve/good_share" not in table_rows(record, "Link, offload")
 
 
@@ -130,14 +130,6 @@ def test_link_bound():
     assert facts.link_bound_ms(record) == pytest.approx(8.01 * 2**30 / 55.5e9 * 1e3, rel=1e-6)
     record.plan["bytes_per_step"] = 0
     assert facts.link_bound_ms(record) is None
-
-
-def test_headline_prefers_the_median_and_falls_back_to_the_mean():
-    record = ok_record()
-    assert headline(record, "latency/ttft_ms")[0] == "latency/ttft_ms/p50"
-    record.metrics["latency/ttft_ms/p50"] = None
-    assert headline(record, "latency/ttft_ms")[0] == "latency/ttft_ms/mean"
-    assert headline(record, "latency/absent_ms") is None
 
 
 def test_latency_rows_show_absent_percentiles_and_say_why():

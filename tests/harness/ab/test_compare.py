@@ -76,7 +76,7 @@ def test_metrics_that_a_side_lacks_are_left_out_pair_by_pair():
     rate = rows["throughput/output_tok_s"]
     assert (rate.num_pairs, rate.a, rate.b) == (2, 100, 75)
     assert rate.ratio == pytest.approx(math.sqrt(0.5))
-    assert rate.less_is_better is False
+    assert rate.better == "higher"
     assert rows["memory/gpu_peak_gib"].num_pairs == 1
 
 
@@ -87,7 +87,7 @@ def test_the_peak_of_a_search_and_good_requests_are_compared():
     assert {name: row.ratio for name, row in rows.items()} == pytest.approx(
         dict.fromkeys(ours, 0.5)
     )
-    assert [row.less_is_better for row in rows.values()] == [False, False, True]
+    assert [row.better for row in rows.values()] == ["higher", "higher", "lower"]
 
 
 def record(**changes):
