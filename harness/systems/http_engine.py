@@ -22,7 +22,6 @@ from harness.systems.http_body import Bodies
 from harness.systems.http_client import HTTPClient
 from harness.systems.http_door import HTTPDoor
 from harness.systems.http_stream import ServerError, StreamedAnswer
-from harness.systems.mapping import require_package
 
 TIMEOUT_S: Final = 300.0
 MOST_UNREACHED: Final = 10
@@ -108,7 +107,8 @@ class HTTPEngine:
         """
         request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
         check_request(request, self.max_model_len, self.spec.vocab_size)
-        return self._client.submit(self._run(request, self._bodies.of(request), on_events))
+        body = self._bodies.of(request)
+        return self._client.submit(lambda: self._run(request, body, on_events))
 
     async def _run(self, request: Request, body: dict[str, Any], on_events: OnEvents) -> None:
         sent = 0
@@ -314,22 +314,12 @@ class HTTPFactory:
 def http_door(system: SystemConfig) -> EngineDoor:
     """Return the door to a server."""
     return EngineDoor(
-        load_code=lambda: _load_code(system),
+        load_code=lambda: HTTPFactory(system),
         probe=no_probe,
         predict=no_prediction,
         is_exact=False,
         open_async=HTTPDoor,
     )
-
-
-def _load_code(system: SystemConfig) -> HTTPFactory:
-    """Import the client.
-
-    Raises:
-        EngineError: it is not installed.
-    """
-    require_package("http")
-    return HTTPFactory(system)
 
 
 def _key(system: SystemConfig) -> str | None:

@@ -1,7 +1,6 @@
 """Answers of an OpenAI-compatible server, part by part: tokens, their times, and how they ended."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,45 +16,6 @@ PIECE_TOKENS: Final = 8
 
 class ServerError(RequestError):
     """What a server sent instead of an answer."""
-
-
-class EventLines:
-    """Server-sent events out of bytes that arrive in any pieces.
-
-    Lines end with CR, LF or both; the `data:` lines of an event are joined, and an empty line ends
-    it.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, data: bytes) -> Iterator[str]:
-        """Yield the content of each event that is complete.
-
-        Args:
-            data: the next bytes.
-        """
-        lines = (self._rest + data).splitlines(keepends=True)
-        self._rest = b""
-        # A CR may be half of an end; behind an empty line the other half is one more of these.
-        if lines and not lines[-1].endswith(b"\n") and lines[-1] != b"\r":
-            self._rest = lines.pop()
-        for line in lines:
-            yield from self._take(line.strip())
-
-    def end(self) -> Iterator[str]:
-        """Yield the content of a last event that nothing ended; some servers send it so."""
-        rest, self._rest = self._rest, b""
-        for line in (rest.strip(), b""):
-            yield from self._take(line)
-
-    def _take(self, line: bytes) -> Iterator[str]:
-        if line.startswith(b"data:"):
-            self._data.append(line[5:].strip())
-        elif not line and self._data:
-            content, self._data = b"\n".join(self._data), []
-            yield content.decode("utf-8", errors="replace")
 
 
 @dataclass(kw_only=True)

@@ -51,7 +51,7 @@ NODES: Final = ("offload", "offload.uva", "offload.prefetch", "kv", "planner", "
 PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate": ("accelerate", "Run: pip install 'tightfit[accelerate]'"),
     "vllm": ("vllm", "Install vLLM in this environment"),
-    "http": ("aiohttp", "Run: pip install 'tightfit[http]'"),
+    "http": ("httpx_sse", "Run: pip install httpx-sse"),
 }
 """System -> what it imports, and what to do where that is absent."""
 WHY: Final[Mapping[str, str]] = {

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="the extra http is not installed")
-
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.sampling_params import SamplingParams
@@ -16,7 +14,7 @@ from harness.systems import http_engine
 from harness.systems.http_client import HTTPClient
 from harness.systems.http_door import HTTPDoor
 from harness.systems.http_engine import MOST_FAILED, MOST_UNREACHED, HTTPEngine, http_door
-from harness.systems.http_stream import EventLines, ServerError, StreamedAnswer
+from harness.systems.http_stream import ServerError, StreamedAnswer
 from harness.traffic.settings import Arrivals
 from harness.worker import Work
 from tests.harness.cases import SPEC
@@ -268,8 +266,8 @@ def test_a_host_that_takes_no_connection_is_not_reached(monkeypatch):
             waiting.connect_ex(full.getsockname())
         client = HTTPClient(f"http://127.0.0.1:{full.getsockname()[1]}/v1", None, timeout_s=9)
         try:
-            with pytest.raises(ConnectionError, match="Connection timeout"):
-                client.submit(client.complete("/completions", {}, print)).result(timeout=9)
+            with pytest.raises(ConnectionError, match="ConnectTimeout"):
+                client.submit(lambda: client.complete("/completions", {}, print)).result(timeout=9)
         finally:
             client.close()
 
@@ -361,13 +359,14 @@ def test_a_worker_serves_a_schedule_through_a_server(tmp_path):
     assert samples["num_completed"] == samples["num_planned"] == 8
 
 
-@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
-def test_events_are_found_in_any_pieces(end):
-    data = b"data: a|id: 3||: comment|data:b|data: c||da".replace(b"|", end)
-    for size in (1, 3, 100):
-        lines = EventLines()
-        pieces = [data[start : start + size] for start in range(0, len(data), size)]
-        assert [item for piece in pieces for item in lines.feed(piece)] == ["a", "b\nc"]
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_as_the_server_likes(end):
+    text = '{"choices": [{"token_ids": [7]}]}'
+    last = '{"choices": [{"token_ids": [8], "finish_reason": "length"}]}'
+    raw = f": a comment|data:{text}|id: 3||event: message|data: {last}||id: 4||data: [DONE]||"
+    requests, _, _ = ask(Script(raw=raw.replace("|", end)), PROMPTS[:1])
+    assert requests[0].error is None
+    assert requests[0].token_ids == [7, 8]
 
 
 def test_a_last_line_that_nothing_ended_counts():

@@ -3,10 +3,6 @@
 import contextlib
 import time
 
-import pytest
-
-pytest.importorskip("aiohttp", reason="the extra http is not installed")
-
 from harness.scenarios.throughput import measure_throughput
 from harness.systems.http_engine import HTTPEngine
 from tests.harness.systems.server import Script, Server
