@@ -151,8 +151,8 @@ def measure_serve(
 
     peak = search_peak(load.config.search, measure)
     shown = load.config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
-    *planned_and_served, reuse = found[shown]
-    outcome = judge(load.config, *planned_and_served)
+    schedule, served, reuse = found[shown]
+    outcome = judge(load.config, schedule, served)
     note_reuse(outcome, "serve", reuse)
     others = (served for rate_per_s, (_, served, _) in found.items() if rate_per_s != shown)
     outcome.num_unlisted_tokens = sum(len(item.token_ids) for served in others for item in served)
