@@ -70,10 +70,15 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return asked
 
 
-def resolve_window(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int | None:
-    """Return the window in force; None where every layer attends to all that it can see."""
-    window = None if config.kv.disable_sliding_window else spec.sliding_window
-    return None if window is None or window >= max_model_len else window
+def resolve_windows(
+    config: EngineConfig, spec: ModelSpec, max_model_len: int
+) -> tuple[int | None, ...]:
+    """Return the window in force in each layer; None where it attends to all that it can see."""
+    if config.kv.disable_sliding_window:
+        return (None,) * spec.num_hidden_layers
+    return tuple(
+        None if window is None or window >= max_model_len else window for window in spec.windows
+    )
 
 
 def served(asked: Asked, assignment: Assignment) -> Assignment:
@@ -129,11 +134,11 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     if tier.num_blocks:
         items["kv_moves"] = tier.ids_bytes
     room = budget - sum(items.values())
-    pools, in_place = tier.share_out(kv, room)
-    if in_place:
+    kv = tier.share_out(kv, room)
+    if kv.groups[0].in_place:
         items["kv_stages"] = tier.stage_bytes(room)
         items["graphs"] += tier.graph_bytes
-    items["kv_cache"] = kv.num_bytes(pools)
+    items["kv_cache"] = kv.num_bytes(kv.pools)
     pinned = facts.can_pin
     host = {
         "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
@@ -160,12 +165,8 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         outer_slot_bytes=outer_slot,
         stage_tokens=stage,
         block_size=config.kv.block_size,
-        block_bytes=kv.block_bytes[0],
-        num_gpu_blocks=pools[0],
-        num_window_blocks=sum(pools[1:]),
         kv=kv,
         max_model_len=asked.max_model_len,
-        window=resolve_window(config, spec, asked.max_model_len),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         graph_sizes=sizes,
@@ -181,7 +182,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         notes=tuple(notes),
         swap_space_bytes=int(config.kv.swap_space * GIB),
         swap_weights_bytes=_swap_weights_bytes(asked, layout.offloaded_bytes),
-        host_kv=_host_kv(tier, len(pools), room, in_place=in_place),
+        host_kv=_host_kv(tier, kv, room),
         prefix_caching=config.kv.enable_prefix_caching,
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
         facts=facts,
@@ -205,7 +206,7 @@ def asked_kv_sizes(asked: Asked) -> KVSizes:
     return kv_sizes(
         asked.spec,
         asked.dtype,
-        window=resolve_window(asked.config, asked.spec, asked.max_model_len),
+        windows=resolve_windows(asked.config, asked.spec, asked.max_model_len),
         block_size=asked.config.kv.block_size,
         max_model_len=asked.max_model_len,
         max_num_seqs=settings.max_num_seqs,
@@ -264,17 +265,10 @@ def _swap_weights_bytes(asked: Asked, offloaded_bytes: int) -> int:
     return offloaded_bytes if takes_swap_space(asked) else 0
 
 
-def _host_kv(
-    tier: HostTierSizes, num_groups: int, room: int, *, in_place: bool
-) -> HostKVPlan | None:
+def _host_kv(tier: HostTierSizes, kv: KVSizes, room: int) -> HostKVPlan | None:
     if not tier.num_blocks:
         return None
-    return HostKVPlan(
-        num_pinned=(tier.num_pinned,) * num_groups,
-        num_pageable=(tier.num_pageable,) * num_groups,
-        in_place=in_place,
-        stage_blocks=tier.stage_blocks(room) if in_place else 0,
-    )
+    return HostKVPlan(stage_blocks=tier.stage_blocks(room) if kv.groups[0].in_place else 0)
 
 
 def _host_kv_items(tier: HostTierSizes, kv: KVSizes) -> dict[str, int]:
@@ -325,14 +319,16 @@ def _window_notes(asked: Asked) -> list[str]:
     """Say what kv.disable_sliding_window does."""
     if not asked.config.kv.disable_sliding_window:
         return []
-    window, layers = asked.spec.sliding_window, len(asked.spec.window_layers)
-    if window is None:
+    windows = [window for window in asked.spec.windows if window is not None]
+    if not windows:
         return ["kv.disable_sliding_window: this model has no window, so nothing changes."]
-    if window >= asked.max_model_len:
+    windows = [window for window in windows if window < asked.max_model_len]
+    if not windows:
         return []
+    tokens = " or ".join(map(str, sorted(set(windows))))
     return [
-        f"kv.disable_sliding_window: {layers} of {asked.spec.num_hidden_layers} layers attend to "
-        f"the whole context instead of {window} tokens, which the model was not made for."
+        f"kv.disable_sliding_window: {len(windows)} of {asked.spec.num_hidden_layers} layers "
+        f"attend to the whole context instead of {tokens} tokens, which the model was not made for."
     ]
 
 

@@ -39,14 +39,11 @@ class Batch:
     """int64 [T]."""
     positions: torch.Tensor
     """int64 [T]."""
-    slots: torch.Tensor
-    """int64 [T]: where a token's key and value go, block * block_size + offset; -1: nowhere."""
-    block_tables: torch.Tensor
-    """int32 [S, M]."""
-    window_slots: torch.Tensor | None
-    """As slots, in the cache of layers with a window; None where all layers share one cache."""
-    window_tables: torch.Tensor | None
-    """As block_tables, of layers with a window; entries before the window are not valid."""
+    slots: tuple[torch.Tensor, ...]
+    """int64 [T] for each group of layers: where a token's key and value go, block * block_size +
+    offset; -1: nowhere."""
+    block_tables: tuple[torch.Tensor, ...]
+    """int32 [S, M] for each group; entries before its window are not valid."""
     seq_lens: torch.Tensor
     """int32 [S]: tokens in the cache once this step's are written."""
     num_decodes: int

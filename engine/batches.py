@@ -8,7 +8,7 @@ import torch
 
 from engine.batch import Batch
 from engine.device.base import Device
-from engine.inputs import NO_HOST_TIER, Field, StepInputs
+from engine.inputs import NO_HOST_TIER, StepInputs
 from engine.kv.pieces import PIECE_KEYS
 from engine.plan import MemoryPlan
 from engine.sizes import PREFILL_SEQUENCES, pad_batch, padded_prefill
@@ -41,7 +41,7 @@ class BatchBuilder:
             tokens,
             rows,
             width,
-            len(plan.kv.windows),
+            len(plan.kv.groups),
             num_gpu=NO_HOST_TIER if self.tiered is None else self.tiered.num_gpu,
             num_host=0 if self.tiered is None else self.tiered.width,
             beside_moves=plan.host_kv is not None,
@@ -131,7 +131,7 @@ class BatchBuilder:
             rows, starts, wanted, most_tokens, longest, reads_host=reads_host
         )
         num_plain = len(plain)
-        parts = enumerate(zip(staged, starts[num_plain:], strict=False), start=rows + num_plain)
+        parts = enumerate(zip(staged, starts[num_plain:-1], strict=True), start=rows + num_plain)
         batch = replace(
             batch,
             prefill_starts=inputs.add(starts[: num_plain + 1], torch.int32) if plain else None,
@@ -167,14 +167,11 @@ class BatchBuilder:
 
     def _batch(self, decodes: int, rows: int, max_len: int, *, reads_host: bool) -> Batch:
         inputs = self.inputs
-        window_slots, window_tables = self._window_part(rows)
         return Batch(
             input_ids=inputs.ids.device,
             positions=inputs.positions.device,
-            slots=inputs.slots.device,
-            block_tables=inputs.tables[:rows],
-            window_slots=window_slots,
-            window_tables=window_tables,
+            slots=tuple(slots.device for slots in inputs.slots),
+            block_tables=tuple(table[:rows] for table in inputs.tables),
             seq_lens=inputs.lens.device,
             num_decodes=decodes,
             max_decode_len=max_len,
@@ -183,13 +180,6 @@ class BatchBuilder:
             logits_rows=None,
             reads_host=reads_host,
         )
-
-    def _window_part(self, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Slots and block tables of layers with a window, where they are a group of their own."""
-        slots, tables = self.inputs.window_slots, self.inputs.window_tables
-        if slots is None or tables is None:
-            return None, None
-        return slots.device, tables[:rows]
 
     def _decode_batch(self, size: int, max_len: int, *, reads_host: bool) -> Batch:
         """The batch of decodes alone that is in the input buffers."""
@@ -215,7 +205,7 @@ class BatchBuilder:
         self._fill_padding(count, size)
         inputs.lens.host[count:size] = 0
         inputs.positions.host[:count] = positions
-        for field, group in self._slot_fields():
+        for group, field in enumerate(inputs.slots):
             field.host[:count] = [
                 item.sequence.block_tables[group][item.start // block_size] * block_size
                 + item.start % block_size
@@ -226,19 +216,12 @@ class BatchBuilder:
         self.kv_in_place_bytes += read_bytes
         return read_bytes > 0
 
-    def _slot_fields(self) -> list[tuple[Field, int]]:
-        """Where the slots of each group of layers are written."""
-        fields = [(self.inputs.slots, 0)]
-        if self.inputs.window_slots is not None:
-            fields.append((self.inputs.window_slots, 1))
-        return fields
-
     def _fill_padding(self, start: int, stop: int) -> None:
         """Write tokens that go nowhere."""
         inputs = self.inputs
         inputs.ids.host[start:stop] = 0
         inputs.positions.host[start:stop] = 0
-        for field, _ in self._slot_fields():
+        for field in inputs.slots:
             field.host[start:stop] = -1
 
     def _fill_prefills(self, prefills: SequenceOf[ScheduledSequence], at: int) -> list[int]:
@@ -251,7 +234,7 @@ class BatchBuilder:
             inputs.ids.host[first:stop] = item.token_ids
             positions = np.arange(item.start, item.stop)
             inputs.positions.host[first:stop] = positions
-            for field, group in self._slot_fields():
+            for group, field in enumerate(inputs.slots):
                 table = np.asarray(item.sequence.block_tables[group], dtype=np.int64)
                 blocks = table[positions // block_size]
                 field.host[first:stop] = blocks * block_size + positions % block_size
@@ -315,7 +298,7 @@ class BatchBuilder:
 
         Stream: enqueued on the current stream.
         """
-        self.inputs.tables.zero_()
+        self.inputs.tables[0].zero_()
 
     def padding_unknown(self, *, reads_host: bool) -> Batch:
         """Return a decode of one row of padding whose token is read on the device."""

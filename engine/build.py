@@ -327,17 +327,19 @@ def _runner(
         device.torch_device,
     )
     full, local = rotary_tables(spec, plan.max_model_len, device.torch_device)
-    with_window, is_second = set(spec.window_layers), len(plan.kv.windows) > 1
+    groups = {
+        layer: number for number, group in enumerate(plan.kv.groups) for layer in group.layers
+    }
     attention = tuple(
-        LayerAttention(local, plan.window, is_second and plan.window is not None)
-        if index in with_window
-        else LayerAttention(full, None)
-        for index in range(spec.num_hidden_layers)
+        LayerAttention(
+            full if window is None else local, plan.kv.groups[groups[layer]].window, groups[layer]
+        )
+        for layer, window in enumerate(spec.windows)
     )
     logits = torch.zeros(
         (pad_batch(plan.max_num_seqs), spec.vocab_size), device=device.torch_device
     )
-    is_tiered = cache.host_layer(plan.kv.layers[0][0]) is not None
+    is_tiered = cache.host_layer(plan.kv.groups[0].layers[0]) is not None
     stages = PrefillStages(plan, spec, device, cache) if is_tiered else None
     decoder = Decoder(spec, store, cache, attention, workspace, prefill_space, logits, stages)
     return ModelRunner(plan, decoder, device)

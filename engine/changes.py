@@ -123,7 +123,7 @@ def _smaller_tier(asked: Asked, plan: MemoryPlan) -> str | None:
     # A smaller tier may hold too little of a sequence; the largest that the host holds is tried.
     beside = chosen_anywhere(asked) if asked.config.planner.choose else plan
     left = plan.host_limit_bytes - (beside or plan).host_total_bytes
-    left += plan.kv.num_bytes(plan.host_kv.num_blocks)
+    left += plan.kv.num_bytes(plan.kv.host_blocks)
     each = sum(plan.kv.block_bytes) if unit == 1 else GIB / unit
     if name == "swap_space":
         left += plan.swap_weights_bytes

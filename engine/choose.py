@@ -25,6 +25,7 @@ from engine.accounting import (
 from engine.candidate import GAIN, NOTHING, Candidate, label_of
 from engine.cost import CONTEXT_TOKENS, EMBED, Shape, shape_of
 from engine.cost_queue import queue_of
+from engine.kv_sizes import KVSizes
 from engine.placement import Assignment, Placement, assign_resident, spread_layers
 from engine.plan import MemoryPlan, align
 from engine.rates import Rates
@@ -179,20 +180,15 @@ class Chooser:
         resident, shape = self.resident, candidate.shape
         if not resident.pin or resident.facts.emulated:
             return self._is_enough(self._plan_of(candidate))  # more changes than what is moved
-        tier = resident.host_kv
-        if tier is not None:
-            tier = replace(tier, in_place=shape.in_place_blocks > 0)
         plan = replace(
             resident,
-            num_gpu_blocks=shape.kv_pools[0],
-            num_window_blocks=sum(shape.kv_pools[1:]),
+            kv=shape.kv,
             host_items=resident.host_items | {"pinned_weights": candidate.host_bytes},
-            host_kv=tier,
         )
         return self._is_enough(plan)
 
     def _has_room(self, candidate: Candidate) -> bool:
-        return candidate.shape.kv_pools[0] >= self._fewest_blocks
+        return candidate.shape.kv.pools[0] >= self._fewest_blocks
 
     def _plan_of(self, candidate: Candidate) -> MemoryPlan:
         return build_plan(self._asked, served(self._asked, candidate.assignment))
@@ -233,7 +229,7 @@ class Chooser:
 
     def _near(self, best: Candidate) -> list[int]:
         """KV blocks around those of a candidate, to look at more closely."""
-        blocks, least = best.shape.kv_pools[0], self._least_blocks
+        blocks, least = best.shape.kv.pools[0], self._least_blocks
         useful = self.resident.kv.useful[0]
         return sorted({max(least, min(int(share * blocks), useful)) for share in NEAR})
 
@@ -263,7 +259,7 @@ class Chooser:
         slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
         moved = sum(sizes)
         left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
-        shape = self._shape(sizes, outer, kind, slots, *tier.share_out(plan.kv, left))
+        shape = self._shape(sizes, outer, kind, slots, tier.share_out(plan.kv, left))
         context = self._asked.max_model_len
         if self._asked.config.planner.objective != "context":
             context = min(CONTEXT_TOKENS, context)
@@ -330,8 +326,7 @@ class Chooser:
         outer: tuple[str, ...],
         kind: Placement,
         slots: int,
-        pools: tuple[int, ...],
-        in_place: bool,
+        kv: KVSizes,
     ) -> Shape:
         base = self._base
         head = self._outer.get(HEAD, 0) if HEAD in outer else 0
@@ -351,8 +346,7 @@ class Chooser:
             uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
             captured_prefills=() if any(sizes) else base.captured_prefills,
             is_pinned=self._asked.facts.can_pin,
-            kv_pools=pools,
-            in_place_blocks=self._tier.reach if in_place else 0,
+            kv=kv,
         )
 
     def _assignment(

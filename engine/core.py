@@ -108,24 +108,14 @@ class EngineCore:
     ) -> None:
         self.pools = _pools(plan)
         """Blocks of each group of layers."""
-        self.pool = self.pools[0]
-        self.window_pool = self.pools[1] if len(self.pools) > 1 else None
-        """Blocks of layers with a window, where others have none."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=plan.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 block_size=plan.block_size,
-                window=plan.window,
             ),
-            BlockGroups(
-                self.pool,
-                self.window_pool,
-                plan.window,
-                plan.max_num_batched_tokens,
-                _policy(plan, identity),
-            ),
+            BlockGroups(self.pools, plan.max_num_batched_tokens, _policy(plan, identity)),
         )
         self.transfers = Transfers(self.scheduler, movers)
         self.runner = runner
@@ -277,13 +267,18 @@ class EngineCore:
 
 
 def _pools(plan: MemoryPlan) -> tuple[TieredBlockPool, ...]:
-    """Return a pool for each group of layers; sequences own host blocks of the first one only."""
-    pools, host = [], plan.host_kv
-    for group, num_gpu in enumerate(plan.kv_pools):
-        num_cpu = 0 if host is None else host.num_blocks[group]
-        in_place = 0 if host is None or group else host.num_in_place
-        pools.append(TieredBlockPool(num_gpu, num_cpu, plan.block_size, num_in_place=in_place))
-    return tuple(pools)
+    """Return a pool for each group of layers."""
+    return tuple(
+        TieredBlockPool(
+            group.num_gpu_blocks,
+            group.num_host_blocks,
+            plan.block_size,
+            num_in_place=group.num_in_place,
+            window=group.window,
+            block_bytes=group.block_bytes,
+        )
+        for group in plan.kv.groups
+    )
 
 
 def _policy(plan: MemoryPlan, identity: tuple[str, ...]) -> KVPolicy:
@@ -291,7 +286,6 @@ def _policy(plan: MemoryPlan, identity: tuple[str, ...]) -> KVPolicy:
     return KVPolicy(
         identity=identity,
         prefix_caching=plan.prefix_caching,
-        block_bytes=plan.kv.block_bytes,
         swap_rates=None if host is None else host.swap_rates,
         recompute_token_s=0.0 if host is None else host.recompute_token_s,
     )

@@ -75,10 +75,6 @@ class Shape:
     max_model_len: int
     block_size: int
     kv: KVSizes
-    kv_pools: tuple[int, ...]
-    """Blocks of each group of layers on the GPU."""
-    in_place_blocks: int = 0
-    """Of the first group, in host memory, where one sequence reads and writes them."""
     in_place_layers: tuple[bool, ...] = ()
     """Which layers are of the first group."""
     pinned_kv_bytes: int = 0
@@ -93,13 +89,18 @@ class Shape:
     def concurrency(self, tokens: float) -> int:
         """Sequences of that many tokens that run at once, at least 1."""
         need = self.kv.blocks(max(1, math.ceil(tokens)))
-        held = min(count // each for count, each in zip(self.kv_pools, need, strict=True))
+        held = min(count // each for count, each in zip(self.kv.pools, need, strict=True))
         return max(1, min(self.max_num_seqs, held))
 
     @property
     def kv_tokens(self) -> int:
         """Tokens of KV that the GPU holds, in layers of the first group."""
-        return self.kv_pools[0] * self.block_size
+        return self.kv.pools[0] * self.block_size
+
+    @property
+    def in_place_blocks(self) -> int:
+        """Blocks of the first group in host memory, where one sequence reads and writes them."""
+        return self.kv.groups[0].num_in_place
 
     def beyond_gpu(self, tokens: float) -> float:
         """Of so many tokens of one layer of the first group, those that lie in host memory."""
@@ -127,7 +128,7 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         head_params=spec.vocab_size * spec.hidden_size,
         q_size=spec.q_size,
         kv_layer_bytes=2 * spec.kv_size * size,
-        kv_limits=_kv_limits(plan, spec),
+        kv_limits=_kv_limits(plan),
         is_float32=size == 4,
         is_pinned=plan.pin,
         uses_graphs=plan.use_graphs,
@@ -137,8 +138,6 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         kv=plan.kv,
-        kv_pools=plan.kv_pools,
-        in_place_blocks=plan.host_kv.num_in_place if plan.host_kv else 0,
         in_place_layers=_in_first_group(plan),
         pinned_kv_bytes=plan.host_items.get("pinned_kv", 0),
         reads_files=plan.reads_files,
@@ -146,15 +145,15 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
 
 
 def _in_first_group(plan: MemoryPlan) -> tuple[bool, ...]:
-    first = set(plan.kv.layers[0])
+    first = set(plan.kv.groups[0].layers)
     return tuple(layer.index in first for layer in plan.layers)
 
 
-def _kv_limits(plan: MemoryPlan, spec: ModelSpec) -> tuple[int, ...]:
-    limits = [plan.max_model_len] * spec.num_hidden_layers
-    if plan.window is not None:
-        for layer in spec.window_layers:
-            limits[layer] = plan.window
+def _kv_limits(plan: MemoryPlan) -> tuple[int, ...]:
+    limits = [plan.max_model_len] * len(plan.layers)
+    for group in plan.kv.groups:
+        for layer in group.layers:
+            limits[layer] = group.window or plan.max_model_len
     return tuple(limits)
 
 

@@ -29,7 +29,8 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
     """
     host = plan.host_kv
     assert host is not None
-    share = host.num_pinned[0] / host.num_blocks[0]
+    first = plan.kv.groups[0]
+    share = first.num_pinned / first.num_host_blocks
 
     def rate(pinned_gb_s: float) -> float:
         slow = min(pinned_gb_s, rates.pageable_gb_s)

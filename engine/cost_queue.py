@@ -141,7 +141,7 @@ class _Queue:
 
     def _left(self, needs: Iterable[tuple[Cohort, tuple[int, ...]]]) -> list[int]:
         """Blocks of each group beside those that running sequences need."""
-        left = list(self._shape.kv_pools)
+        left = list(self._shape.kv.pools)
         for cohort, need in needs:
             for group, each in enumerate(need):
                 left[group] -= cohort.count * each
@@ -151,7 +151,7 @@ class _Queue:
         """Whether so many sequences have blocks to their end; one alone is given what it lacks."""
         need = self._need(self._longest)
         return count <= 1 or all(
-            count * each <= n for each, n in zip(need, self._shape.kv_pools, strict=True)
+            count * each <= n for each, n in zip(need, self._shape.kv.pools, strict=True)
         )
 
     def _give_way(self) -> None:

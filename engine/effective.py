@@ -31,7 +31,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "load_format": engine.config.model.load_format,
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_gpu_blocks,
-        "num_window_blocks": plan.num_window_blocks,
+        "num_window_blocks": sum(plan.kv.pools[1:]),
         "window": plan.window,
         "kv": _kv(engine),
         "block_size": plan.block_size,
@@ -50,7 +50,7 @@ def _kv(engine: Engine) -> dict[str, Any]:
     pageable = sum(blocks.num_pageable for blocks in engine.tier.blocks)
     return {
         "tiers": ["gpu"] if host is None else ["gpu", "cpu"],
-        "num_gpu_blocks": sum(plan.kv_pools),
+        "num_gpu_blocks": sum(plan.kv.pools),
         "num_pinned_blocks": pinned,
         "num_pageable_blocks": pageable,
         "in_place": engine.runner.is_tiered,

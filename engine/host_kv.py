@@ -20,14 +20,8 @@ class SwapRates:
 
 @dataclass(frozen=True, kw_only=True)
 class HostKVPlan:
-    """The host tier of the KV cache."""
+    """What serves the host tier of the KV cache; its blocks are those of `KVSizes.groups`."""
 
-    num_pinned: tuple[int, ...]
-    """Blocks of each group of layers in pinned memory, the first ones of its host tier."""
-    num_pageable: tuple[int, ...]
-    """Blocks of each group behind them, in memory that is reached by staging only."""
-    in_place: bool
-    """Compute reads and writes pinned blocks of the first group where they are."""
     stage_blocks: int
     """Blocks of one layer that a prefill's stage buffer on the GPU holds; there are two. 0 where no
     sequence uses host blocks in place."""
@@ -36,25 +30,17 @@ class HostKVPlan:
     recompute_token_s: float = 0.0
     """Expected time to compute one token of a prompt again, seconds."""
 
-    @property
-    def num_blocks(self) -> tuple[int, ...]:
-        """Blocks of each group."""
-        return tuple(map(sum, zip(self.num_pinned, self.num_pageable, strict=True)))
-
-    @property
-    def num_in_place(self) -> int:
-        """Blocks of the first group that compute reaches."""
-        return self.num_pinned[0] if self.in_place else 0
-
     def to_dict(self, kv: KVSizes) -> dict[str, Any]:
         """Return plain data for a record."""
+        pinned = [group.num_pinned for group in kv.groups]
+        pageable = [group.num_pageable for group in kv.groups]
         return {
-            "num_pinned": list(self.num_pinned),
-            "num_pageable": list(self.num_pageable),
-            "num_in_place": self.num_in_place,
-            "pinned_bytes": kv.num_bytes(self.num_pinned),
-            "pageable_bytes": kv.num_bytes(self.num_pageable),
-            "tokens": self.num_blocks[0] * kv.block_size,
+            "num_pinned": pinned,
+            "num_pageable": pageable,
+            "num_in_place": kv.groups[0].num_in_place,
+            "pinned_bytes": kv.num_bytes(pinned),
+            "pageable_bytes": kv.num_bytes(pageable),
+            "tokens": kv.host_blocks[0] * kv.block_size,
             "stage_blocks": self.stage_blocks,
             "swap_rates": asdict(self.swap_rates) if self.swap_rates else None,
             "recompute_token_s": self.recompute_token_s,

@@ -80,19 +80,20 @@ class HostTierSizes:
         """Return what host blocks in place take on the GPU: `stage_bytes`, and graphs."""
         return self.stage_bytes(room) + self.graph_bytes
 
-    def share_out(self, kv: KVSizes, room: int) -> tuple[tuple[int, ...], bool]:
-        """Return the GPU's blocks of each group, and whether sequences use host blocks in place.
+    def share_out(self, kv: KVSizes, room: int) -> KVSizes:
+        """Return the groups with their blocks on both tiers.
 
-        They do where one sequence of max_model_len does not fit the GPU.
+        Sequences use host blocks in place where one of max_model_len does not fit the GPU.
 
         Args:
             kv: Sizes of blocks and sequences.
             room: Bytes on the GPU for blocks, and for `in_place_bytes` where those are needed.
         """
         pools, need = kv.fit(max(0, room)), kv.blocks(kv.max_model_len)
-        if not self.reach or need[0] <= pools[0]:
-            return pools, False
-        return kv.fit(max(0, room - self.in_place_bytes(room)), self.reach), True
+        in_place = self.reach > 0 and need[0] > pools[0]
+        if in_place:
+            pools = kv.fit(max(0, room - self.in_place_bytes(room)), self.reach)
+        return kv.with_pools(pools).with_host(self.num_pinned, self.num_pageable, in_place=in_place)
 
 
 NO_HOST_TIER: Final = HostTierSizes(
@@ -134,8 +135,7 @@ def host_tier_sizes(
     """
     if not config.has_host_tier:
         return NO_HOST_TIER
-    layers = sum(len(group) for group in kv.layers)
-    layer_bytes = kv.block_bytes[0] // len(kv.layers[0])
+    layers, layer_bytes = sum(len(group.layers) for group in kv.groups), kv.groups[0].layer_bytes
     count = _num_blocks(config, layers, layer_bytes, moved_bytes)
     pinned = count if can_pin else 0
     if config.pin_limit_gib is not None:

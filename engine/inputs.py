@@ -100,7 +100,7 @@ class StepInputs:
         tokens: Most tokens of a step.
         rows: Most sequences of a step.
         width: Most blocks of a sequence.
-        num_groups: Groups of layers, each with slots and block tables of its own: 1 or 2.
+        num_groups: Groups of layers, each with slots and block tables of its own.
         num_gpu: Blocks of the first group with smaller numbers lie on the GPU.
         num_host: Most blocks of a sequence that lie in the host tier.
         beside_moves: Copy engines also move KV blocks; inputs go by a kernel where it can reach.
@@ -122,13 +122,11 @@ class StepInputs:
         """int64 [tokens]."""
         self.positions: Field
         """int64 [tokens]."""
-        self.slots: Field
-        """int64 [tokens]."""
-        self.window_slots: Field | None = None
-        """int64 [tokens], of the second group."""
+        self.slots: tuple[Field, ...]
+        """int64 [tokens] for each group."""
         self.lens: Field
         """int32 [rows]."""
-        num_bytes = tokens * (2 + num_groups) * 8 + 12 * ALIGN_BYTES
+        num_bytes = tokens * (2 + num_groups) * 8 + (8 + 2 * num_groups) * ALIGN_BYTES
         num_bytes += rows * (num_groups * width * 4 + 4 + 4 + 8 + 8 + 8)
         if num_host:
             num_bytes += rows * (num_host * 8 + 8 + 4 + 2 * ALIGN_BYTES) + 2 * ALIGN_BYTES
@@ -140,21 +138,16 @@ class StepInputs:
         ]
         at = device.torch_device
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=at)
-        limits = (num_gpu, NO_HOST_TIER)
-        self._tables = [_Table(rows, width, at, limits[group]) for group in range(num_groups)]
+        limits = (num_gpu, *[NO_HOST_TIER] * (num_groups - 1))
+        self._tables = [_Table(rows, width, at, limit) for limit in limits]
         self._turn = self._at = 0
         self._used_rows = self._used_width = 0
         self._unknown: list[tuple[int, int]] = []
 
     @property
-    def tables(self) -> torch.Tensor:
-        """int32 [rows, width] on the device; entries beyond a sequence's blocks are old ones."""
-        return self._tables[0].device
-
-    @property
-    def window_tables(self) -> torch.Tensor | None:
-        """As `tables`, of the second group; None where there is one."""
-        return self._tables[1].device if len(self._tables) > 1 else None
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """int32 [rows, width] on the device for each group; what is beyond a table is old."""
+        return tuple(table.device for table in self._tables)
 
     def begin(self, num_tokens: int, num_rows: int) -> None:
         """Start the inputs of another step; its first fields may be written then."""
@@ -163,10 +156,8 @@ class StepInputs:
         self._unknown = []
         self.ids = self._take(num_tokens, torch.int64)
         self.positions = self._take(num_tokens, torch.int64)
-        self.slots = self._take(num_tokens, torch.int64)
+        self.slots = tuple(self._take(num_tokens, torch.int64) for _ in self._tables)
         self.lens = self._take(num_rows, torch.int32)
-        if len(self._tables) > 1:
-            self.window_slots = self._take(num_tokens, torch.int64)
 
     def _take(self, count: int, dtype: torch.dtype) -> Field:
         start, stop = self._at, self._at + count * dtype.itemsize
@@ -185,7 +176,7 @@ class StepInputs:
         """Write a row of the block tables; only what is new where it held the same sequence."""
         self._used_rows = max(self._used_rows, row + 1)
         self._used_width = max(self._used_width, len(sequence.block_table))
-        for table, blocks in zip(self._tables, sequence.block_tables, strict=False):
+        for table, blocks in zip(self._tables, sequence.block_tables, strict=True):
             table.write(row, sequence, blocks)
 
     def set_staged_table(self, row: int, blocks: np.ndarray) -> None:

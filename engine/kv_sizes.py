@@ -1,10 +1,12 @@
 """How much of the KV cache sequences take, and how bytes are shared out; pure arithmetic, no torch.
 
-Layers that attend to the whole context are one group, those with a window another; a model with
-one kind of layer has one group. Of a window a sequence holds what a step of it can see.
+Layers that attend to equally many tokens are one group. Of a window a sequence holds what a step
+of it can see.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 from engine.spec import ModelSpec
@@ -29,14 +31,49 @@ def num_held(max_tokens: int, window: int | None, step_tokens: int, block_size: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVSizes:
-    """Blocks and bytes of each group of layers, the one with a window last."""
+class KVGroup:
+    """Layers that attend to equally many tokens; they share block ids and block tables."""
 
-    layers: tuple[tuple[int, ...], ...]
-    """Of each group, in order."""
-    windows: tuple[int | None, ...]
-    """Most tokens that each group attends to; None: all."""
-    block_bytes: tuple[int, ...]
+    layers: tuple[int, ...]
+    """In order."""
+    window: int | None
+    """Most tokens that a token sees, itself included; None: all."""
+    block_bytes: int
+    """Keys and values of one block in all of these layers."""
+    num_gpu_blocks: int = 0
+    num_pinned: int = 0
+    """Host blocks in pinned memory, the first ones of the host tier."""
+    num_pageable: int = 0
+    """Host blocks behind them, in memory that is reached by staging only."""
+    in_place: bool = False
+    """Compute reads and writes the pinned ones where they are."""
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier."""
+        return self.num_pinned + self.num_pageable
+
+    @property
+    def num_in_place(self) -> int:
+        """Host blocks that sequences own."""
+        return self.num_pinned if self.in_place else 0
+
+    @property
+    def layer_bytes(self) -> int:
+        """Keys and values of one block in one layer."""
+        return self.block_bytes // len(self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSizes:
+    """Groups of layers, and what sequences take of each.
+
+    The first group attends to most: to all where any layer does. Sequences own host blocks of
+    the first group only.
+    """
+
+    groups: tuple[KVGroup, ...]
+    """Those that attend to more first; without blocks until `with_pools`."""
     block_size: int
     max_model_len: int
     max_num_seqs: int
@@ -44,6 +81,44 @@ class KVSizes:
     """Most tokens of a step."""
     keeps_idle: bool = False
     """Blocks that no sequence uses hold prefixes: any number has a use."""
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Most tokens that each group attends to; None: all."""
+        return tuple(group.window for group in self.groups)
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each group."""
+        return tuple(group.block_bytes for group in self.groups)
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """Blocks of each group on the GPU."""
+        return tuple(group.num_gpu_blocks for group in self.groups)
+
+    @property
+    def host_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group in the host tier."""
+        return tuple(group.num_host_blocks for group in self.groups)
+
+    def with_pools(self, pools: Sequence[int]) -> "KVSizes":
+        """Return the same groups with so many blocks each on the GPU."""
+        pairs = zip(self.groups, pools, strict=True)
+        return replace(self, groups=tuple(replace(g, num_gpu_blocks=n) for g, n in pairs))
+
+    def with_host(self, num_pinned: int, num_pageable: int, *, in_place: bool) -> "KVSizes":
+        """Return the same groups with so many host blocks each.
+
+        Args:
+            num_pinned: In pinned memory.
+            num_pageable: Behind them.
+            in_place: Sequences use pinned blocks of the first group where they are.
+        """
+        host = {"num_pinned": num_pinned, "num_pageable": num_pageable}
+        first, *others = self.groups
+        groups = [replace(first, in_place=in_place, **host), *(replace(g, **host) for g in others)]
+        return replace(self, groups=tuple(groups))
 
     def blocks(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that one sequence of so many tokens takes at once."""
@@ -65,11 +140,11 @@ class KVSizes:
     @property
     def most(self) -> tuple[int, ...]:
         """The most blocks of each group that are planned on the GPU, where it has room for them."""
-        return (NO_LIMIT,) * len(self.windows) if self.keeps_idle else self.useful
+        return (NO_LIMIT,) * len(self.groups) if self.keeps_idle else self.useful
 
-    def num_bytes(self, pools: tuple[int, ...]) -> int:
+    def num_bytes(self, counts: Sequence[int]) -> int:
         """Return the bytes of so many blocks of each group."""
-        return sum(n * size for n, size in zip(pools, self.block_bytes, strict=True))
+        return sum(n * size for n, size in zip(counts, self.block_bytes, strict=True))
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Return the bytes that one sequence of so many tokens takes at once."""
@@ -78,39 +153,50 @@ class KVSizes:
     def fit(self, room: int, in_place: int = 0) -> tuple[int, ...]:
         """Return the blocks of each group that bytes are shared out to.
 
-        First one sequence of max_model_len gets its blocks; then both groups get equally many
-        more, so that short sequences lack neither, until the windows have `most`.
+        First one sequence of max_model_len gets its blocks; then all groups get equally many
+        more, so that short sequences lack none, until those behind the first have `most`.
 
         Args:
             room: Bytes.
             in_place: Of that sequence's blocks in the first group, how many can lie elsewhere.
         """
-        if len(self.windows) == 1:
-            return (min(room // self.block_bytes[0], self.most[0]),)
-        need, most, (size, window_size) = self._least(in_place), self.most, self.block_bytes
+        need, most = self._least(in_place), self.most
         rest = room - self.num_bytes(need)
-        if rest < 0:
-            count = min(need[1], room // (size + window_size))
-            first = (room - count * window_size) // size
-            return min(max(0, first), need[0]), max(0, count)
-        more = rest // (size + window_size)
-        if need[1] + more < most[1]:
-            return min(need[0] + more, most[0]), need[1] + more
-        return min((room - most[1] * window_size) // size, most[0]), most[1]
+        if rest >= 0:
+            first, *others = self._share(rest, need, most)
+            return min(first, most[0]), *others
+        _, *others = self._share(max(0, room), (0,) * len(need), need)
+        left = room - self.num_bytes((0, *others))
+        return min(max(0, left // self.block_bytes[0]), need[0]), *others
+
+    def _share(self, room: int, start: Sequence[int], most: Sequence[int]) -> list[int]:
+        """Add equally many blocks to each group; `most` caps those behind the first."""
+        sizes, counts, growing = self.block_bytes, list(start), set(range(len(start)))
+        while True:
+            more = room // sum(sizes[group] for group in growing)
+            full = {group for group in growing if group and start[group] + more >= most[group]}
+            if not full:
+                break
+            for group in full:
+                counts[group] = most[group]
+                room -= (most[group] - start[group]) * sizes[group]
+            growing -= full
+        for group in growing:
+            counts[group] += more
+        return counts
 
     def room(self, num_blocks: int, in_place: int = 0) -> int:
         """Return the least bytes with which `fit` gives the first group so many blocks."""
-        if len(self.windows) == 1:
-            return num_blocks * self.block_bytes[0]
-        need, (size, window_size) = self._least(in_place), self.block_bytes
+        need, most = self._least(in_place), self.most
         more = max(0, num_blocks - need[0])
-        windows = min(need[1] + more, self.most[1])
-        return (need[0] + more) * size + windows * window_size
+        others = (min(n + more, limit) for n, limit in zip(need[1:], most[1:], strict=True))
+        return self.num_bytes((need[0] + more, *others))
 
     def _least(self, in_place: int) -> tuple[int, ...]:
         """Blocks of one sequence of max_model_len that must lie on the GPU."""
-        need = self.blocks(self.max_model_len)
-        return max(1, need[0] - in_place), min(need[1], self.useful[1])
+        first, *others = self.blocks(self.max_model_len)
+        useful = self.useful[1:]
+        return max(1, first - in_place), *map(min, others, useful)
 
     def longest(self, room: int, in_place: int = 0, limit: int | None = None) -> int:
         """Return the longest sequence that so many bytes hold, in whole blocks.
@@ -121,7 +207,7 @@ class KVSizes:
             limit: No longer than this; None: than max_model_len where there is a window.
         """
         size = self.block_size
-        if len(self.windows) == 1 and self.windows[0] is None:
+        if self.windows == (None,):
             count = max(0, room) // self.block_bytes[0]
             found = (count + in_place) * size if count else 0
             return found if limit is None else min(found, limit)
@@ -145,19 +231,17 @@ class KVSizes:
             found.append(count * self.block_size / num_tokens if is_whole else count / need)
         return min(found)
 
-    def to_dict(self, pools: tuple[int, ...]) -> list[dict[str, Any]]:
+    def to_dict(self) -> list[dict[str, Any]]:
         """Return each group as plain data."""
         return [
             {
-                "layers": len(layers),
-                "window": window,
-                "block_bytes": size,
-                "num_blocks": count,
-                "tokens": count * self.block_size,
+                "layers": len(group.layers),
+                "window": group.window,
+                "block_bytes": group.block_bytes,
+                "num_blocks": group.num_gpu_blocks,
+                "tokens": group.num_gpu_blocks * self.block_size,
             }
-            for layers, window, size, count in zip(
-                self.layers, self.windows, self.block_bytes, pools, strict=True
-            )
+            for group in self.groups
         ]
 
 
@@ -165,7 +249,7 @@ def kv_sizes(
     spec: ModelSpec,
     dtype: str,
     *,
-    window: int | None,
+    windows: Sequence[int | None],
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -177,23 +261,27 @@ def kv_sizes(
     Args:
         spec: Sizes of the model.
         dtype: Of keys and values.
-        window: The window in force; None: no layer has one.
+        windows: The window in force in each layer; None: it attends to all.
         block_size: Tokens in a block.
         max_model_len: Longest sequence.
         max_num_seqs: Sequences that run at once.
         step_tokens: Most tokens of a step.
         keeps_idle: Whether blocks that no sequence uses hold prefixes.
     """
-    count = spec.num_hidden_layers
-    some = () if window is None else spec.window_layers
-    rest = tuple(index for index in range(count) if index not in set(some))
-    groups: list[tuple[tuple[int, ...], int | None]] = [(rest, None), (some, window)]
-    groups = [(layers, limit) for layers, limit in groups if layers]
-    layer_bytes = spec.kv_bytes_per_token(dtype) // count * block_size
+    layer_bytes = spec.kv_bytes_per_token(dtype) // spec.num_hidden_layers * block_size
+    layers: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        layers.setdefault(window, []).append(layer)
+    wider_first = sorted(layers, key=lambda window: NO_LIMIT if window is None else window)[::-1]
     return KVSizes(
-        layers=tuple(layers for layers, _ in groups),
-        windows=tuple(limit for _, limit in groups),
-        block_bytes=tuple(len(layers) * layer_bytes for layers, _ in groups),
+        groups=tuple(
+            KVGroup(
+                layers=tuple(layers[window]),
+                window=window,
+                block_bytes=len(layers[window]) * layer_bytes,
+            )
+            for window in wider_first
+        ),
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

@@ -253,6 +253,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Return totals since the load."""
         core = self._live.core
+        first, *others = core.pools
         return {
             "steps": core.num_steps,
             "overlapped_steps": core.overlapped_steps,
@@ -264,21 +265,19 @@ class LLM:
                 for name, value in asdict(core.scheduler.stats).items()
                 if name != "num_steps"
             },
-            "free_blocks": core.pool.num_free,
-            "num_blocks": core.pool.num_gpu_blocks,
-            "free_window_blocks": 0 if core.window_pool is None else core.window_pool.num_free,
-            "num_window_blocks": (
-                0 if core.window_pool is None else core.window_pool.num_gpu_blocks
-            ),
+            "free_blocks": first.num_free,
+            "num_blocks": first.num_gpu_blocks,
+            "free_window_blocks": sum(pool.num_free for pool in others),
+            "num_window_blocks": sum(pool.num_gpu_blocks for pool in others),
             "kv": self._kv_stats(),
         }
 
     def _kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers and what was found, moved and read in place."""
-        engine, host = self._live, self._live.plan.host_kv
+        engine, groups = self._live, self._live.plan.kv.groups
         found = engine.core.scheduler.kv_stats()
-        parts = (0, 0) if host is None else (sum(host.num_pinned), sum(host.num_pageable))
-        found["cpu"] |= dict(zip(("pinned", "pageable"), parts, strict=True))
+        found["cpu"]["pinned"] = sum(group.num_pinned for group in groups)
+        found["cpu"]["pageable"] = sum(group.num_pageable for group in groups)
         return {
             **found,
             "moved": asdict(engine.tier.moved()),
@@ -298,7 +297,10 @@ class LLM:
         if tier not in {None, "gpu", "cpu"}:
             raise EngineError(f"reset_cache: expected tier gpu, cpu or None, got {tier!r}.")
         with self._whole():
-            self._live.core.scheduler.reset_cache(tier)
+            core = self._live.core
+            core.scheduler.reset_cache(tier)
+            if not core.scheduler.has_unfinished:
+                core.transfers.drain()  # no step comes that would ask what is done
 
     def evict_gpu_cache(self) -> None:
         """Take content that no sequence uses off the GPU, to the host tier where that has room.

@@ -109,16 +109,8 @@ class MemoryPlan:
     stage_tokens: int | None
     """From this many tokens in a step on, uva layers are staged; None: never."""
     block_size: int
-    block_bytes: int
-    """Of the first group of layers."""
-    num_gpu_blocks: int
-    """Of the first group of layers: those that attend to all, or all layers if they are alike."""
-    num_window_blocks: int
-    """Of the layers with a window; 0 where all layers are alike."""
     kv: KVSizes
     max_model_len: int
-    window: int | None
-    """Most tokens that layers with a window attend to; None: no layer has one that matters."""
     max_num_seqs: int
     max_num_batched_tokens: int
     graph_sizes: tuple[int, ...]
@@ -243,40 +235,48 @@ class MemoryPlan:
         return sum(self.moved_per_step())
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the first group of layers."""
+        return self.kv.block_bytes[0]
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks of the first group of layers on the GPU."""
+        return self.kv.pools[0]
+
+    @property
+    def window(self) -> int | None:
+        """Most tokens that layers with a window attend to; None: no layer has one that matters."""
+        return max((window for window in self.kv.windows if window is not None), default=None)
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens of KV that the GPU holds, in layers of the first group."""
         return self.num_gpu_blocks * self.block_size
 
     @property
-    def kv_pools(self) -> tuple[int, ...]:
-        """Blocks of each group of layers."""
-        return (self.num_gpu_blocks, self.num_window_blocks)[: len(self.kv.windows)]
-
-    @property
     def reach(self) -> tuple[int, ...]:
         """Blocks of each group that one sequence can use, in both tiers."""
-        first, *others = self.kv_pools
-        return (first + (self.host_kv.num_in_place if self.host_kv else 0), *others)
+        return tuple(group.num_gpu_blocks + group.num_in_place for group in self.kv.groups)
 
     @property
     def holds_one(self) -> bool:
         """Whether one sequence of max_model_len has room, over both tiers."""
         need = self.kv.blocks(self.max_model_len)
         has_room = all(n >= least for n, least in zip(self.reach, need, strict=True))
-        return has_room and min(self.kv_pools) > 0
+        return has_room and min(self.kv.pools) > 0
 
     @property
     def max_concurrency(self) -> float:
         """Sequences of max_model_len that run at once; one that exceeds the GPU runs alone."""
-        held = self.kv.sequences(self.kv_pools, self.max_model_len)
+        held = self.kv.sequences(self.kv.pools, self.max_model_len)
         on_gpu = min(float(self.max_num_seqs), held)
         return 1.0 if on_gpu < 1 and self.holds_one else on_gpu
 
     @property
     def max_kept(self) -> float:
         """Sequences of max_model_len whose KV both tiers keep, running or waiting."""
-        host = self.host_kv.num_blocks if self.host_kv else (0,) * len(self.kv_pools)
-        both = tuple(map(sum, zip(self.kv_pools, host, strict=True)))
+        both = tuple(group.num_gpu_blocks + group.num_host_blocks for group in self.kv.groups)
         return self.kv.sequences(both, self.max_model_len)
 
     def to_dict(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class MemoryPlan:
                 "max_kept": self.max_kept,
                 "longest_tokens": self.longest_tokens,
                 "prefix_caching": self.prefix_caching,
-                "groups": self.kv.to_dict(self.kv_pools),
+                "groups": self.kv.to_dict(),
                 "host": self.host_kv.to_dict(self.kv) if self.host_kv else None,
             },
             "placements": self.placed_bytes(),
@@ -323,9 +323,7 @@ class MemoryPlan:
             "swap_space": {
                 "asked_bytes": self.swap_space_bytes,
                 "weights_bytes": self.swap_weights_bytes,
-                "kv_bytes": self.kv.num_bytes(self.host_kv.num_blocks)
-                if self.host_kv and self.swap_space_bytes
-                else 0,
+                "kv_bytes": self.kv.num_bytes(self.kv.host_blocks) if self.swap_space_bytes else 0,
             },
             "predicted": self.predicted,
             "choice": self.choice,

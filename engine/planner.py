@@ -227,8 +227,7 @@ def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> Memor
         raise CapacityError(text, plan.to_dict())
     plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
     _check_host(plan, asked)
-    weights, tier = plan.swap_weights_bytes, plan.host_kv
-    blocks = tier.num_blocks if tier is not None else (0,) * len(plan.kv_pools)
+    weights, blocks = plan.swap_weights_bytes, plan.kv.host_blocks
     note = (
         f"swap_space={size:g} GiB: {count} of {layers} layers ({weights / GIB:.2f} GiB) live in "
         f"host memory; the rest holds {blocks[0]} KV blocks ({plan.kv.num_bytes(blocks) / GIB:.2f} "

@@ -60,12 +60,10 @@ class Sequence:
     """Leading tokens whose keys and values are in the cache."""
     num_computed_peak: int = 0
     """The largest num_computed so far; tokens below it that run again were recomputed."""
-    block_table: list[int] = field(default_factory=list)
-    """KV blocks in order of position, of the first group of layers."""
-    window_table: list[int] = field(default_factory=list)
-    """KV blocks of the layers with a window, where they are a group of their own."""
-    num_gone: int = 0
-    """Leading blocks of the group with a window that were given back."""
+    block_tables: list[list[int]] = field(default_factory=list)
+    """KV blocks in order of position, for each group of layers; none while it has no blocks."""
+    num_gone: list[int] = field(default_factory=list)
+    """For each group how many leading blocks were given back behind its window."""
     table_version: int = 0
     """Counts how often all blocks were given back; while it stays, entries of the block tables do
     not change, but for those that are given back one by one behind a window."""
@@ -89,13 +87,13 @@ class Sequence:
     """For each output token its own and the top log-probabilities, if asked for."""
 
     @property
-    def block_tables(self) -> tuple[list[int], list[int]]:
-        """The block tables of both groups of layers; the second is empty where there is one."""
-        return self.block_table, self.window_table
+    def block_table(self) -> list[int]:
+        """The block table of the first group of layers."""
+        return self.block_tables[0] if self.block_tables else []
 
     def drop_blocks(self) -> None:
         """Forget all blocks and what was computed in them."""
-        self.block_table, self.window_table, self.num_gone = [], [], 0
+        self.block_tables, self.num_gone = [], []
         self.num_computed = self.num_named = 0
         self.pending = ()
         self.table_version += 1

@@ -60,7 +60,7 @@ class Scheduler:
         config.check(groups)
         self._groups = groups
         self.config = config
-        self.pool = groups.pools[0]
+        self.pools = groups.pools
         self.stats = SchedulerStats()
         self._queues = Queues(config, groups, self.stats)
         self._unfinished: dict[str, list[Sequence]] = {}
@@ -205,7 +205,7 @@ class Scheduler:
         if not decodes and not prefills:
             return None
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
-        self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_used)
+        self.stats.peak_blocks = max(self.stats.peak_blocks, self.pools[0].num_used)
         step = self.stats.num_steps + len(self._plans)
         plan = StepPlan(step=step, decodes=tuple(decodes), prefills=tuple(prefills))
         self._plans.append(plan)

@@ -18,8 +18,6 @@ class SchedulerConfig:
     """Most tokens of prompt and output."""
     block_size: int
     """Tokens in a KV block; the pool's."""
-    window: int | None = None
-    """Most tokens that layers with a window attend to; None: no layer has one."""
 
     def check(self, groups: BlockGroups) -> None:
         """Return if the limits agree with each other and with the pools.

@@ -188,12 +188,10 @@ class ModelSpec(Sealed):
         return ARCHITECTURES[self.model_type]
 
     @property
-    def window_layers(self) -> tuple[int, ...]:
-        """Layers that attend to a window, in order."""
-        if self.sliding_window is None:
-            return ()
+    def windows(self) -> tuple[int | None, ...]:
+        """Most tokens that each layer attends to, the query's own among them; None: all."""
         kinds = self.layer_types or [WINDOW] * self.num_hidden_layers
-        return tuple(index for index, kind in enumerate(kinds) if kind == WINDOW)
+        return tuple(self.sliding_window if kind == WINDOW else None for kind in kinds)
 
     @property
     def embedding_scale(self) -> float | None:

@@ -20,7 +20,7 @@ StagedItem = tuple[ScheduledSequence, np.ndarray]
 class TieredInputs:
     """What a step needs to know of blocks that lie in the host tier.
 
-    Blocks are those of the first group of layers; live blocks of the other all lie on the GPU.
+    Blocks are those of the first group of layers; live blocks of the others all lie on the GPU.
     """
 
     num_gpu: int
@@ -35,16 +35,16 @@ class TieredInputs:
     @classmethod
     def of(cls, plan: MemoryPlan) -> "TieredInputs | None":
         """Return what a plan gives; None where sequences own no blocks in the host tier."""
-        host = plan.host_kv
-        if host is None or not host.in_place or not host.num_pinned[0]:
+        host, group = plan.host_kv, plan.kv.groups[0]
+        if host is None or not group.num_in_place:
             return None
         longest = -(-plan.max_model_len // plan.block_size)
         return cls(
-            num_gpu=plan.num_gpu_blocks,
+            num_gpu=group.num_gpu_blocks,
             block_size=plan.block_size,
-            block_bytes=plan.kv.block_bytes[0],
+            block_bytes=group.block_bytes,
             stage_blocks=host.stage_blocks,
-            width=min(longest, host.num_pinned[0]),
+            width=min(longest, group.num_in_place),
         )
 
     def split(
@@ -120,7 +120,7 @@ class TieredInputs:
         return StagedPrefill(
             first=first,
             stop=first + num_tokens,
-            table=inputs.tables[row : row + 1],
+            table=inputs.tables[0][row : row + 1],
             starts=inputs.add([0, num_tokens], torch.int32),
             seq_len=inputs.lens.device[row : row + 1],
             host_ids=inputs.add(host_ids, torch.int64),

@@ -111,7 +111,7 @@ def _host_tier(plan: MemoryPlan, asked: Asked) -> list[str]:
     """A host tier that all sequences together cannot fill; a prefix cache fills any."""
     if plan.host_kv is None or plan.prefix_caching:
         return []
-    count, use = plan.host_kv.num_blocks[0], max(0, plan.kv.useful[0] - plan.num_gpu_blocks)
+    count, use = plan.kv.host_blocks[0], max(0, plan.kv.useful[0] - plan.num_gpu_blocks)
     unused = (count - use) * sum(plan.kv.block_bytes)
     if unused < WORTH_SAYING * plan.gpu_budget_bytes:
         return []
@@ -127,8 +127,8 @@ def _host_tier(plan: MemoryPlan, asked: Asked) -> list[str]:
 
 def _pin_limit(plan: MemoryPlan, asked: Asked) -> list[str]:
     """A cap of pinned memory that caps nothing."""
-    limit, tier = asked.config.kv.pin_limit_gib, plan.host_kv
-    if limit is None or not plan.pin or (tier is not None and tier.num_pageable[0]):
+    limit = asked.config.kv.pin_limit_gib
+    if limit is None or not plan.pin or plan.kv.groups[0].num_pageable:
         return []
-    size = 0 if tier is None else plan.kv.num_bytes(tier.num_blocks)
+    size = plan.kv.num_bytes(plan.kv.host_blocks)
     return [f"kv.pin_limit_gib={limit:g} caps nothing: the host tier has {size / GIB:.2f} GiB."]

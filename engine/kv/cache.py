@@ -21,7 +21,7 @@ class KVCache:
         spec: Sizes of the model.
         device: Allocates.
         hosts: The host tier of each group, none where there is no host tier. Compute reads and
-            writes that of the first group, where the device can.
+            writes it where the group is planned in place and the device can.
     """
 
     def __init__(
@@ -35,29 +35,22 @@ class KVCache:
         self.blocks: list[torch.Tensor] = []
         """The same as uint8 [B, bytes of a block]."""
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        sizes = zip(plan.kv.layers, plan.kv_pools, plan.kv.block_bytes, strict=True)
-        for layers, num_blocks, block_bytes in sizes:
-            shape = (
-                num_blocks,
-                len(layers),
-                2,
-                spec.num_key_value_heads,
-                plan.block_size,
-                spec.head_dim,
-            )
-            raw = device.empty(num_blocks * block_bytes)
-            tensor = raw.view(TORCH_DTYPES[plan.dtype]).view(shape)
-            self.tensors.append(tensor)
-            self.blocks.append(raw.view(num_blocks, block_bytes))
-            for place, layer in enumerate(layers):
-                self._layers[layer] = tensor[:, place, 0], tensor[:, place, 1]
-        self.layer_bytes = plan.kv.block_bytes[0] // len(plan.kv.layers[0])
-        """Bytes of one layer in a block."""
         self._host_layers: dict[int, HostCache] = {}
         self._host_rows: dict[int, torch.Tensor] = {}
-        in_place = hosts[0].in_place if hosts else None
-        if in_place is not None and plan.host_kv is not None and plan.host_kv.in_place:
-            self._add_host_layers(in_place, plan.kv.layers[0])
+        self.layer_bytes = plan.kv.groups[0].layer_bytes
+        """Bytes of one layer in a block."""
+        shape = 2, spec.num_key_value_heads, plan.block_size, spec.head_dim
+        for group in plan.kv.groups:
+            raw = device.empty(group.num_gpu_blocks * group.block_bytes)
+            tensor = raw.view(TORCH_DTYPES[plan.dtype])
+            tensor = tensor.view(group.num_gpu_blocks, len(group.layers), *shape)
+            self.tensors.append(tensor)
+            self.blocks.append(raw.view(group.num_gpu_blocks, group.block_bytes))
+            for place, layer in enumerate(group.layers):
+                self._layers[layer] = tensor[:, place, 0], tensor[:, place, 1]
+        for group, host in zip(plan.kv.groups, hosts, strict=True) if hosts else ():
+            if group.in_place and host.in_place is not None:
+                self._add_host_layers(host.in_place, group.layers)
 
     @property
     def tensor(self) -> torch.Tensor:

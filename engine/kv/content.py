@@ -35,18 +35,12 @@ class BlockContent:
     layers need no different ones.
 
     Args:
-        pools: One for each group of layers.
-        windows: Most tokens that each group attends to; None: all.
+        pools: One for each group of layers; only the first may attend to all.
         policy: Whether to share, and what moving costs.
     """
 
-    def __init__(
-        self,
-        pools: tuple[TieredBlockPool, ...],
-        windows: tuple[int | None, ...],
-        policy: KVPolicy,
-    ) -> None:
-        self._pools, self._windows, self.policy = pools, windows, policy
+    def __init__(self, pools: tuple[TieredBlockPool, ...], policy: KVPolicy) -> None:
+        self._pools, self.policy = pools, policy
         self.block_size = pools[0].block_size
         self.has_host = all(pool.num_cpu_blocks > 0 for pool in pools)
         """Whether every group has a host tier, so that a whole sequence can be kept there."""
@@ -61,23 +55,21 @@ class BlockContent:
         keys = self._keys(sequence, num_tokens) if self._may_find(sequence) else []
         asked = min(len(keys), (num_tokens - 1) // self.block_size)
         count = asked if limit is None else min(asked, limit)
+        size, whole = self.block_size, None
+        if self._pools[0].window is None:
+            whole = self._pools[0].match(keys[:count], count * size + 1)
+            count = len(whole.blocks)
+        some = [(pool, pool.window) for pool in self._pools if pool.window is not None]
+        if some:
+            findable = [pool.findable(keys[:count]) for pool, _ in some]
+            count = usable_prefix(findable, [window for _, window in some], size)
+        gone = tuple(num_expired(count * size, pool.window, size) for pool in self._pools)
         matches = []
-        for pool, window in self._groups:
-            if window is None:
-                matches.append(pool.match(keys[:count], count * self.block_size + 1))
-                count = len(matches[-1].blocks)
-            else:
-                findable = pool.findable(keys[:count])
-                count = usable_prefix(findable, window, self.block_size)
-        gone = tuple(
-            num_expired(count * self.block_size, w, self.block_size) for w in self._windows
-        )
-        for group, (pool, window) in enumerate(self._groups):
-            first = gone[group]
-            if window is not None:
-                num_tokens = (count - first) * self.block_size + 1
-                matches.insert(group, pool.match(keys[first:count], num_tokens))
-            matches[group] = matches[group].cut(count - first, missed=asked - count)
+        for pool, first in zip(self._pools, gone, strict=True):
+            match = whole
+            if match is None or pool.window is not None:
+                match = pool.match(keys[first:count], (count - first) * size + 1)
+            matches.append(match.cut(count - first, missed=asked - count))
         return Found(count, gone, tuple(matches))
 
     def num_unnamed(self, sequence: Sequence) -> int:
@@ -103,10 +95,8 @@ class BlockContent:
 
     def can_claim(self, found: Found, in_place: int) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
-        return all(
-            pool.can_claim(match, in_place=0 if group else in_place)
-            for group, (pool, match) in enumerate(zip(self._pools, found.matches, strict=True))
-        )
+        matches = zip(self._pools, found.matches, strict=True)
+        return all(pool.can_claim(match, in_place=in_place) for pool, match in matches)
 
     def claim(self, sequence: Sequence, found: Found, in_place: int, fill: int) -> None:
         """Give a sequence the blocks found; it begins behind them once what is loaded is there.
@@ -114,30 +104,28 @@ class BlockContent:
         Args:
             sequence: Has no blocks.
             found: From `find`, with nothing changed since.
-            in_place: Of host blocks of the first group how many to use where they are, at most.
+            in_place: How many host blocks to use where they are, at most.
             fill: Stands for expired blocks in block tables.
         """
         pending = []
         resumed = sequence.num_preemptions > 0
-        for group, (pool, match) in enumerate(zip(self._pools, found.matches, strict=True)):
-            claim = pool.claim(match, in_place=0 if group else in_place, resumed=resumed)
+        for pool, match, gone in zip(self._pools, found.matches, found.num_gone, strict=True):
+            claim = pool.claim(match, in_place=in_place, resumed=resumed)
             if not resumed:
-                pool.count_unseen(found.num_gone[group], match)
-            table = sequence.block_tables[group]
-            table.extend([fill] * found.num_gone[group])
-            table.extend(claim.blocks)
+                pool.count_unseen(gone, match)
+            sequence.block_tables.append([fill] * gone + claim.blocks)
             pending.append(claim.pending)
-        sequence.num_gone = found.num_gone[-1]
+        sequence.num_gone = list(found.num_gone)
         sequence.num_computed = found.num_blocks * self.block_size
         sequence.num_named = found.num_blocks
         sequence.pending = tuple(pending)
 
     def is_pending(self, sequence: Sequence) -> bool:
         """Return whether content that a sequence begins behind is still on its way."""
-        return any(
-            pool.is_pending(moves)
-            for pool, moves in zip(self._pools, sequence.pending, strict=False)
-        )
+        if not sequence.pending:
+            return False
+        pending = zip(self._pools, sequence.pending, strict=True)
+        return any(pool.is_pending(moves) for pool, moves in pending)
 
     def name(self, sequence: Sequence) -> None:
         """Make blocks findable that became full with a sequence's num_computed."""
@@ -145,25 +133,27 @@ class BlockContent:
         if not self.policy.prefix_caching or full <= sequence.num_named:
             return
         keys = self._keys(sequence, sequence.num_computed)
-        for pool, table, gone in self._tables(sequence):
+        for pool, table, gone in self.tables(sequence):
             for place in range(max(gone, sequence.num_named), full):
                 pool.register(table[place], keys[place])
         sequence.num_named = full
 
-    def expire(
-        self, sequence: Sequence, pool: TieredBlockPool, table: SequenceOf[int], end: int
-    ) -> None:
-        """Give back a table's blocks from the first that is not gone to `end`.
+    def expire(self, pool: TieredBlockPool, blocks: SequenceOf[int], num_prompt: int) -> None:
+        """Give back blocks of a sequence that no token sees any more.
 
         Others may begin behind a part of the prompt; behind a part of the output that is unlikely,
         so that its blocks are not stored when they are taken.
+
+        Args:
+            pool: Their group's.
+            blocks: In the order of the table.
+            num_prompt: How many of them, the first ones, hold nothing but the prompt.
         """
         if not self.policy.prefix_caching:
-            pool.free(table[sequence.num_gone : end], "forget")
+            pool.free(blocks, "forget")
             return
-        edge = max(sequence.num_gone, min(end, sequence.num_prompt_tokens // self.block_size))
-        pool.free(table[sequence.num_gone : edge], "demote")
-        pool.free(table[edge:end], "drop")
+        pool.free(blocks[:num_prompt], "demote")
+        pool.free(blocks[num_prompt:], "drop")
 
     def would_swap(self, sequence: Sequence) -> bool:
         """Return whether a sequence's content would go to the host tier if it were preempted."""
@@ -173,10 +163,9 @@ class BlockContent:
         if rates is None:
             return True
         store_bytes = load_bytes = 0
-        parts = zip(self._tables(sequence), self.policy.block_bytes, strict=False)
-        for (pool, table, gone), block_bytes in parts:
-            store_bytes += pool.num_lacking(table[gone:full]) * block_bytes
-            load_bytes += (full - gone) * block_bytes
+        for pool, table, gone in self.tables(sequence):
+            store_bytes += pool.num_lacking(table[gone:full]) * pool.block_bytes
+            load_bytes += (full - gone) * pool.block_bytes
         recompute_s = full * self.block_size * self.policy.recompute_token_s
         return swap_or_recompute(store_bytes, load_bytes, rates, recompute_s) == "swap"
 
@@ -186,7 +175,7 @@ class BlockContent:
         Swapped content is stored as far as there is room; what is lost is computed again.
         """
         full = sequence.num_computed // self.block_size
-        parts = self._tables(sequence)
+        parts = self.tables(sequence)
         if not self.would_swap(sequence):
             retain: Retain = "drop" if self.policy.prefix_caching else "forget"
             for pool, table, gone in parts:
@@ -204,17 +193,9 @@ class BlockContent:
             for pool in self._pools:
                 pool.forget(chain.keys)
 
-    @property
-    def _groups(self) -> list[tuple[TieredBlockPool, int | None]]:
-        return list(zip(self._pools, self._windows, strict=True))
-
-    def _tables(self, sequence: Sequence) -> list[tuple[TieredBlockPool, list[int], int]]:
+    def tables(self, sequence: Sequence) -> list[tuple[TieredBlockPool, list[int], int]]:
         """Return each group's pool, a sequence's block table there, and where its blocks begin."""
-        tables = zip(self._groups, sequence.block_tables, strict=False)
-        return [
-            (pool, table, 0 if window is None else sequence.num_gone)
-            for (pool, window), table in tables
-        ]
+        return list(zip(self._pools, sequence.block_tables, sequence.num_gone, strict=True))
 
     def _may_find(self, sequence: Sequence) -> bool:
         return self.policy.prefix_caching or sequence.seq_id in self._chains

@@ -1,4 +1,4 @@
-"""Blocks of sequences in every group of layers: those that attend to all, those with a window.
+"""Blocks of sequences in every group of layers.
 
 Each group has a cache, a pool and a block table a sequence of its own. A table keeps its length:
 position p lies in its entry p // block_size; entries whose blocks were given back are GONE, which
@@ -6,6 +6,7 @@ nothing reads. All tables of a sequence have one length.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import Literal
 
 from engine.errors import EngineError
@@ -25,40 +26,39 @@ class BlockGroups:
     """Takes and gives back the blocks of sequences, in all groups at once.
 
     A sequence's blocks lie on the GPU. One that is alone may take blocks of the host tier as well,
-    in the first group: those that the GPU has no room for. They stay where they are.
+    where a pool has such in place: those that the GPU has no room for. They stay where they are.
 
     Args:
-        pool: Blocks of the first group.
-        window_pool: Blocks of the group of layers with a window; None: there is one group.
-        window: Most tokens that layers of the last group attend to; None: all.
+        pools: Blocks of each group; of those behind the first the layers have a window, and
+            sequences own no host blocks.
         step_tokens: Most tokens of a step.
         policy: What content is remembered; None: none.
 
     Raises:
-        EngineError: The pools differ in block_size, or there is no window for the second.
+        EngineError: The pools differ in block_size, or one behind the first has no window or has
+            host blocks in place.
     """
 
     def __init__(
         self,
-        pool: TieredBlockPool,
-        window_pool: TieredBlockPool | None,
-        window: int | None,
+        pools: SequenceOf[TieredBlockPool],
         step_tokens: int,
         policy: KVPolicy | None = None,
     ) -> None:
-        self.pools = (pool,) if window_pool is None else (pool, window_pool)
-        if len({each.block_size for each in self.pools}) > 1 or (window_pool and window is None):
+        self.pools = tuple(pools)
+        first, *others = self.pools
+        sizes, windows = {pool.block_size for pool in pools}, [pool.window for pool in pools]
+        in_place = [pool.num_in_place for pool in others]
+        if len(sizes) > 1 or None in windows[1:] or any(in_place):
             raise EngineError(
-                f"block groups: expected pools of one block_size and a window for the second, got "
-                f"{[each.block_size for each in self.pools]} and window={window}."
+                "block groups: expected pools of one block_size, and behind the first a window "
+                f"each and no host blocks in place, got block sizes {sorted(sizes)}, windows "
+                f"{windows} and {in_place} in place."
             )
-        self.block_size = pool.block_size
-        self.windows = (window,) if window_pool is None else (None, window)
+        self.block_size = first.block_size
         self._step_tokens = step_tokens
-        self.content = BlockContent(
-            self.pools, self.windows, KVPolicy() if policy is None else policy
-        )
-        self.gpu_room = pool.num_free
+        self.content = BlockContent(self.pools, KVPolicy() if policy is None else policy)
+        self.gpu_room = first.num_free
         """Blocks of the first group that the GPU has for sequences."""
         self.num_given_back = 0
         """Counts times that blocks were given back."""
@@ -67,7 +67,7 @@ class BlockGroups:
     def need(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that a sequence of so many tokens holds in a step."""
         step, size = self._step_tokens, self.block_size
-        return tuple(num_held(num_tokens, window, step, size) for window in self.windows)
+        return tuple(num_held(num_tokens, pool.window, step, size) for pool in self.pools)
 
     def num_over(self, num_tokens: int) -> int:
         """Return how many blocks of so many tokens the GPU could never hold."""
@@ -132,13 +132,10 @@ class BlockGroups:
         size = self.block_size
         more = max(1, -(-more_tokens // size))
         end = min(-(-most // size), -(-known // size) + more)
-        found = []
-        for window, held, table in zip(
-            self.windows, self.need(most), sequence.block_tables, strict=False
-        ):
-            gone = 0 if window is None else sequence.num_gone
-            found.append(max(0, min(end - len(table), held - (len(table) - gone))))
-        return found
+        parts = zip(self.need(most), sequence.block_tables, sequence.num_gone, strict=True)
+        return [
+            max(0, min(end - len(table), held - (len(table) - gone))) for held, table, gone in parts
+        ]
 
     def extend(self, sequence: Sequence, start: int, want: int, *, alone: bool) -> int:
         """Give a sequence blocks for up to `want` tokens from `start` on; return for how many.
@@ -156,21 +153,14 @@ class BlockGroups:
         count = min(lacking, self._most(alone=alone))
         granted = min(want, (len(sequence.block_table) + count) * self.block_size - start)
         if granted > 0:
-            for group, pool in enumerate(self.pools):
+            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
                 # In rising order, so that neighbours can be copied as one.
-                new = sorted(pool.allocate(count, self._room(group, alone=alone)))
-                sequence.block_tables[group].extend(new)
+                table.extend(sorted(pool.allocate(count, _room(alone=alone))))
         return max(0, granted)
 
     def _most(self, *, alone: bool) -> int:
         """Blocks that every group can hand out."""
-        return min(
-            pool.num_allocatable(self._room(group, alone=alone))
-            for group, pool in enumerate(self.pools)
-        )
-
-    def _room(self, group: int, *, alone: bool) -> Room:
-        return "either" if alone and group == 0 else "gpu"
+        return min(pool.num_allocatable(_room(alone=alone)) for pool in self.pools)
 
     def find(self, sequence: Sequence) -> Found:
         """Find the leading blocks behind which a sequence can begin."""
@@ -213,17 +203,16 @@ class BlockGroups:
         stream, behind all that may still read it; moves run behind the steps before them.
         """
         self.content.name(sequence)
-        window, size = self.windows[-1], self.block_size
-        if window is None:
-            return
-        table = sequence.block_tables[len(self.pools) - 1]
+        size = self.block_size
         start = sequence.num_computed - sequence.num_computed % size
-        end = min(len(table), num_expired(start, window, size))
-        if end > sequence.num_gone:
-            self.content.expire(sequence, self.pools[-1], table, end)
-            table[sequence.num_gone : end] = [GONE] * (end - sequence.num_gone)
-            sequence.num_gone = end
-            self.num_given_back += 1
+        for group, (pool, table, gone) in enumerate(self.content.tables(sequence)):
+            end = min(len(table), num_expired(start, pool.window, size))
+            if end > gone:
+                num_prompt = max(0, sequence.num_prompt_tokens // size - gone)
+                self.content.expire(pool, table[gone:end], num_prompt)
+                table[gone:end] = [GONE] * (end - gone)
+                sequence.num_gone[group] = end
+                self.num_given_back += 1
 
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
         """Take all blocks of a sequence away; return how it goes on later."""
@@ -234,10 +223,9 @@ class BlockGroups:
 
     def release(self, sequence: Sequence, *, is_bad: bool = False) -> None:
         """Give back all blocks of a sequence that ended; if it is bad, forget what they hold."""
-        if sequence.block_table:
-            for group, pool in enumerate(self.pools):
-                gone = 0 if self.windows[group] is None else sequence.num_gone
-                pool.free(sequence.block_tables[group][gone:], self.content.retain)
+        if sequence.block_tables:
+            for pool, table, gone in self.content.tables(sequence):
+                pool.free(table[gone:], self.content.retain)
             self.num_given_back += 1
         self.content.forget(sequence, is_bad=is_bad)
         sequence.drop_blocks()
@@ -281,14 +269,13 @@ class BlockGroups:
         Raises:
             EngineError: A pool is too small.
         """
-        for group, need in enumerate(self.need(max_model_len)):
-            pool, window = self.pools[group], self.windows[group]
-            room = pool.num_allocatable(self._room(group, alone=True))
+        for pool, need in zip(self.pools, self.need(max_model_len), strict=True):
+            room = pool.num_allocatable(_room(alone=True))
             if room >= need:
                 continue
             size, what = pool.block_size, f"one sequence of max_model_len={max_model_len} tokens"
-            if window is not None:
-                what += f" (a window of {window}, and a step)"
+            if pool.window is not None:
+                what += f" (a window of {pool.window}, and a step)"
             host = room - pool.num_free
             tiers = f" ({pool.num_free} on the GPU, {host} in place in the host tier)"
             raise EngineError(
@@ -296,3 +283,7 @@ class BlockGroups:
                 f"{tiers if host else ''} = {room * size}. Lower engine.max_model_len or give the "
                 "KV cache more blocks."
             )
+
+
+def _room(*, alone: bool) -> Room:
+    return "either" if alone else "gpu"

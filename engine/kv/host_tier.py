@@ -26,18 +26,16 @@ class HostTier:
         self.movers: list[BlockMover] = []
         """Of each group; none before `connect`."""
         self._device = device
-        host = plan.host_kv
-        if host is None:
+        if plan.host_kv is None:
             return
-        sizes = zip(host.num_pinned, host.num_pageable, plan.kv.block_bytes, strict=True)
         try:
-            for num_pinned, num_pageable, block_bytes in sizes:
+            for group in plan.kv.groups:
                 self.blocks.append(
                     HostBlocks(
                         device,
-                        num_pinned=num_pinned,
-                        num_pageable=num_pageable,
-                        block_bytes=block_bytes,
+                        num_pinned=group.num_pinned,
+                        num_pageable=group.num_pageable,
+                        block_bytes=group.block_bytes,
                         can_uva=plan.facts.can_uva,
                     )
                 )
@@ -47,8 +45,8 @@ class HostTier:
 
     def connect(self, cache: KVCache) -> None:
         """Make the movers between these blocks and those of a cache."""
-        for gpu, host in zip(cache.blocks, self.blocks, strict=False):
-            self.movers.append(BlockMover(self._device, gpu, host))
+        for group, host in enumerate(self.blocks):
+            self.movers.append(BlockMover(self._device, cache.blocks[group], host))
 
     def warm_up(self) -> None:
         """Compile and load what moves blocks; before the first move."""

@@ -87,7 +87,7 @@ class MoveLedger:
         touching, incoming = self._touching, self._incoming
         ids = range(self._next_id, self._next_id + len(sources))
         self._next_id = ids.stop
-        after: Iterable[tuple[int, ...]] = repeat(())
+        after: Iterable[tuple[int, ...]] = repeat((), len(ids))
         alone = list(zip(ids))
         is_first = touching.keys().isdisjoint
         if is_first(sources) and is_first(targets):  # as ever so often, and many at once
@@ -99,7 +99,7 @@ class MoveLedger:
                 for src, dst, own in zip(sources, targets, alone, strict=True)
             ]
         incoming.update(zip(targets, ids, strict=True))
-        fields = zip(ids, repeat(kind), sources, targets, after, strict=False)
+        fields = zip(ids, repeat(kind, len(ids)), sources, targets, after, strict=True)
         moves: list[Move] = list(map(partial(tuple.__new__, Move), fields))  # as _make, sooner
         self._in_flight.update(zip(ids, moves, strict=True))
         self._outbox += moves

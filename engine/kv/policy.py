@@ -15,8 +15,6 @@ class KVPolicy:
     """What the values in a block depend on beside tokens, as `BlockHasher` takes it."""
     prefix_caching: bool = False
     """Whether sequences find what others computed; if not, a sequence finds its own alone."""
-    block_bytes: tuple[int, ...] = (1, 1)
-    """Bytes of a block in each group of layers."""
     swap_rates: SwapRates | None = None
     """What the plan expects of the link; None: a preempted sequence's blocks are moved if there is
     a host tier."""

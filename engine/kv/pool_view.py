@@ -12,11 +12,15 @@ class PoolView:
     Args:
         states: What every block is.
         block_size: Tokens in a block.
+        window: Most tokens that its layers attend to; None: all.
+        block_bytes: Bytes of a block in these layers.
     """
 
-    def __init__(self, states: BlockStates, block_size: int) -> None:
+    def __init__(
+        self, states: BlockStates, block_size: int, window: int | None, block_bytes: int
+    ) -> None:
         self._states = states
-        self.block_size = block_size
+        self.block_size, self.window, self.block_bytes = block_size, window, block_bytes
         self.num_gpu_blocks = states.num_gpu
         self.num_cpu_blocks = states.num_cpu
         self.num_in_place = states.num_in_place

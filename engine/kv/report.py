@@ -14,24 +14,24 @@ def kv_stats(groups: BlockGroups) -> dict[str, Any]:
     has each one's. `prefix` counts sequences that were not preempted: tokens that need not be
     computed, by where the first group had them, and bytes of the blocks found in all groups.
     """
-    parts = [_of_pool(pool) for pool in groups.pools]
+    pools, size = groups.pools, groups.block_size
+    parts = [_of_pool(pool) for pool in pools]
     sums = {name: _sum([part[name] for part in parts]) for name in parts[0]}
-    first, size = groups.pools[0].stats, groups.block_size
-    block_bytes = groups.content.policy.block_bytes
-    sized = list(zip(groups.pools, block_bytes, strict=False))
+    first = pools[0].stats
     return {
-        "block_bytes": block_bytes[0],
+        "block_bytes": pools[0].block_bytes,
         **sums,
         "prefix": {
             "hits_gpu_tokens": (first.hits_gpu + first.hits_unseen_gpu) * size,
             "hits_cpu_tokens": (first.hits_cpu + first.hits_unseen_cpu) * size,
             "missed_tokens": first.misses * size,
-            "hits_gpu_bytes": sum(p.stats.hits_gpu * n for p, n in sized),
-            "hits_cpu_bytes": sum(p.stats.hits_cpu * n for p, n in sized),
+            "hits_gpu_bytes": sum(pool.stats.hits_gpu * pool.block_bytes for pool in pools),
+            "hits_cpu_bytes": sum(pool.stats.hits_cpu * pool.block_bytes for pool in pools),
         },
         "stores_skipped": sums["pool"]["stores_skipped"],
         "groups": [
-            part | {"block_bytes": count} for part, count in zip(parts, block_bytes, strict=False)
+            part | {"block_bytes": pool.block_bytes}
+            for part, pool in zip(parts, pools, strict=True)
         ],
     }
 

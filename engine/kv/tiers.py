@@ -43,6 +43,8 @@ class TieredBlockPool(PoolView):
         block_size: Tokens in a block, at least 1.
         num_in_place: Host blocks that compute can read and write where they are, the first ones;
             None: all. Sequences own no others.
+        window: Most tokens that its layers attend to, at least 1; None: all.
+        block_bytes: Bytes of a block in these layers.
 
     Raises:
         EngineError: A size is out of bounds.
@@ -55,6 +57,8 @@ class TieredBlockPool(PoolView):
         block_size: int,
         *,
         num_in_place: int | None = None,
+        window: int | None = None,
+        block_bytes: int = 1,
     ) -> None:
         in_place = num_cpu_blocks if num_in_place is None else num_in_place
         if num_gpu_blocks < 1 or block_size < 1 or not 0 <= in_place <= num_cpu_blocks:
@@ -63,7 +67,8 @@ class TieredBlockPool(PoolView):
                 f"num_cpu_blocks blocks in place, got {num_gpu_blocks} GPU blocks and "
                 f"{num_cpu_blocks} CPU blocks of {block_size} tokens, {in_place} in place."
             )
-        super().__init__(BlockStates(num_gpu_blocks, num_cpu_blocks, in_place), block_size)
+        states = BlockStates(num_gpu_blocks, num_cpu_blocks, in_place)
+        super().__init__(states, block_size, window, block_bytes)
         self.stats = PoolStats()
         self._victims = Victims(self._states, self.stats)
 
@@ -205,7 +210,8 @@ class TieredBlockPool(PoolView):
         states = self._states
         known, owners, first_host = states.keys, states.owners, states.num_gpu
         states.check_owned(*table)
-        new = [pair for pair in zip(table, keys, strict=False) if known[pair[0]] != pair[1]]
+        full = table[: len(keys)]
+        new = [pair for pair in zip(full, keys, strict=True) if known[pair[0]] != pair[1]]
         for block_id, key in new:
             states.check_key(block_id, key)
         for block_id, key in new:

@@ -25,24 +25,26 @@ def num_expired(num_computed: int, window: int | None, block_size: int) -> int:
     return max(0, num_computed - window + 1) // block_size
 
 
-def usable_prefix(cached: Sequence[bool], window: int | None, block_size: int) -> int:
+def usable_prefix(cached: Sequence[Sequence[bool]], windows: Sequence[int], block_size: int) -> int:
     """Return the longest prefix, in blocks, behind which a sequence can go on.
 
     Args:
-        cached: For each leading block whether its keys and values are there.
-        window: Tokens that a token sees, itself included. Blocks that have expired at the prefix's
-            end need not be there.
+        cached: For each group of layers and each leading block whether its keys and values are
+            there.
+        windows: Tokens that a token sees in each group, itself included. Blocks that have expired
+            at the prefix's end need not be there.
         block_size: Tokens in a block.
     """
-    _check(window, block_size)
-    longest, last_missing = 0, -1
-    if window is None:
-        return cached.index(False) if False in cached else len(cached)
-    for place, there in enumerate(cached):
-        if not there:
-            last_missing = place
-        # As num_expired at the block's end.
-        if last_missing < max(0, (place + 1) * block_size - window + 1) // block_size:
+    for window in windows:
+        _check(window, block_size)
+    longest, missing = 0, [-1] * len(windows)
+    for place, there in enumerate(zip(*cached, strict=True)):
+        missing = [old if is_there else place for old, is_there in zip(missing, there, strict=True)]
+        end = (place + 1) * block_size
+        if all(
+            last < max(0, end - window + 1) // block_size  # as num_expired
+            for last, window in zip(missing, windows, strict=True)
+        ):
             longest = place + 1
     return longest
 

@@ -28,8 +28,8 @@ class LayerAttention:
     """float32 [max_model_len, H]."""
     window: int | None
     """Most keys that a query sees, its own among them; None: all."""
-    is_second_group: bool = False
-    """Its keys and values lie in the second cache, that of layers with a window."""
+    group: int = 0
+    """The group of layers whose slots and block tables it uses."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _attention(
     k_TKH = k.view(tokens, spec.num_key_value_heads, spec.head_dim)
     v_TKH = v.view(tokens, spec.num_key_value_heads, spec.head_dim)
     k_cache, v_cache = model.cache.layer(index)
-    slots, tables = _places(batch, model.attention[index])
+    group = model.attention[index].group
     ops.rotary_write_kv_(
         q_TNH,
         k_TKH,
@@ -181,22 +181,13 @@ def _attention(
         batch.positions,
         k_cache,
         v_cache,
-        slots,
+        batch.slots[group],
         spec.architecture.norm_offset,
         model.cache.host_layer(index),
     )
     out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    _attend(model, batch, index, q_TNH, k_cache, v_cache, tables, out)
+    _attend(model, batch, index, q_TNH, k_cache, v_cache, batch.block_tables[group], out)
     return _linear(model, weights, "self_attn.o_proj", out.flatten(-2))
-
-
-def _places(batch: Batch, attention: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and block tables of a layer's cache."""
-    if not attention.is_second_group:
-        return batch.slots, batch.block_tables
-    assert batch.window_slots is not None
-    assert batch.window_tables is not None
-    return batch.window_slots, batch.window_tables
 
 
 def _attend(
@@ -253,10 +244,10 @@ def _attend_staged(
     tables: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Prefills over blocks of both tiers; layers of the second group have theirs on the GPU."""
+    """Prefills over blocks of both tiers; layers without host blocks have theirs on the GPU."""
     window, scale = model.attention[index].window, model.spec.attention_scale
     for row, staged in enumerate(batch.staged, start=batch.num_rows):
-        if not model.attention[index].is_second_group:
+        if model.cache.host_layer(index) is not None:
             assert model.stages is not None
             model.stages.attend(index, q_TNH, staged, scale, window, out)
             continue

@@ -176,8 +176,9 @@ def check_plan(plan: MemoryPlan, spec: ModelSpec) -> None:
     assert plan.host_total_bytes == sum(plan.host_items.values()) <= plan.host_limit_bytes
     assert plan.holds_one
     assert plan.max_concurrency >= 1
-    assert plan.gpu_items["kv_cache"] == plan.kv.num_bytes(plan.kv_pools)
-    assert sorted(sum(plan.kv.layers, ())) == list(range(spec.num_hidden_layers))
+    assert plan.gpu_items["kv_cache"] == plan.kv.num_bytes(plan.kv.pools)
+    layers = [layer for group in plan.kv.groups for layer in group.layers]
+    assert sorted(layers) == list(range(spec.num_hidden_layers))
     resident = sum(layer.resident.num_bytes for layer in plan.layers)
     assert plan.gpu_items["weights"] == resident + plan.outer_resident.num_bytes
     slots = plan.num_slots * plan.slot_bytes + plan.outer_slot_bytes

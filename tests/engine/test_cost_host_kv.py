@@ -24,14 +24,14 @@ def long_shape(offload: Any = None, **kv: Any) -> Any:
 def test_a_step_beyond_the_gpu_takes_the_resident_part_and_the_bytes_read_in_place() -> None:
     plan, shape = long_shape()
     assert plan.host_kv is not None
-    assert plan.host_kv.in_place
+    assert plan.kv.groups[0].in_place
     assert plan.kv_tokens < 4000
     at_limit = decode_step_s(shape, RATES, 1, plan.kv_tokens)
     for context in (plan.kv_tokens + 16, 4000):
         far_bytes = (context - plan.kv_tokens) * 2**19  # of a token, all layers
         expected = at_limit + far_bytes / 50.7e9
         assert decode_step_s(shape, RATES, 1, context) == pytest.approx(expected)
-    below = replace(shape, in_place_blocks=0)
+    below = replace(shape, kv=shape.kv.with_host(0, 0, in_place=False))
     assert decode_step_s(below, RATES, 1, plan.kv_tokens) == at_limit
     assert decode_step_s(below, RATES, 1, 4000) < decode_step_s(shape, RATES, 1, 4000)
 
@@ -39,7 +39,7 @@ def test_a_step_beyond_the_gpu_takes_the_resident_part_and_the_bytes_read_in_pla
 def test_a_prefill_beyond_the_gpu_stages_host_blocks_once_a_layer_and_chunk() -> None:
     plan, shape = long_shape()
     slow = replace(RATES, in_place_gb_s=0.1)
-    below = replace(shape, in_place_blocks=0)
+    below = replace(shape, kv=shape.kv.with_host(0, 0, in_place=False))
     start = 3584
     staged = (start + 512 - plan.kv_tokens) * 2**19 / 0.1e9
     more = step_s(shape, slow, prefill=512, before=start) - step_s(
@@ -53,10 +53,10 @@ def test_a_prefill_beyond_the_gpu_stages_host_blocks_once_a_layer_and_chunk() ->
 def test_weights_and_keys_share_the_link() -> None:
     offload = prefetch(8, 1, 1)
     plan, shape = long_shape(offload)
-    bare = replace(shape, in_place_blocks=0)
+    bare = replace(shape, kv=shape.kv.with_host(0, 0, in_place=False))
     context = 4000
     copied, _ = plan.moved_per_step()
-    tight = replace(shape, kv_pools=(64,), in_place_blocks=1024)
+    tight = replace(shape, kv=shape.kv.with_pools((64,)).with_host(1024, 0, in_place=True))
     far_bytes = tight.beyond_gpu(context) * 2**19
     least = copied / 54.8e9 + far_bytes / 50.7e9
     assert decode_step_s(tight, RATES, 1, context) >= least

@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from engine import LLM, build
+from engine import LLM
 from engine.runner import ModelRunner
+from tests.engine.groups import with_blocks
 from tests.engine.placements import (
     MAX_TOKENS,
     OFFLOADS,
@@ -43,10 +43,7 @@ def test_random_loads(
 ) -> None:
     """Random arrivals, aborts and preemptions: each request gets the tokens it gets alone."""
     chance = random.Random(seed)
-    plan_memory = build.plan_memory
-    monkeypatch.setattr(
-        build, "plan_memory", lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=9)
-    )
+    with_blocks(monkeypatch, 9)
     copies(monkeypatch, eager=seed % 2 == 0)
     keywords = OFFLOADS[chance.choice(sorted(OFFLOADS))]
     llm = residents.open(5, block_size=8, max_num_seqs=5, **keywords)
@@ -109,7 +106,8 @@ def test_control_a_wrong_block_in_the_table_changes_tokens(
 ) -> None:
     def repeat(self: ModelRunner, batch: Any) -> None:
         if batch.prefill_starts is None:
-            batch.block_tables[:, :2] = batch.block_tables[:, :2].flip(1)
+            [table] = batch.block_tables
+            table[:, :2] = table[:, :2].flip(1)
 
     llm = residents.open(5)
     llm._engine.cache.tensor.zero_()  # a wrong block may hold slots that nothing was written to

@@ -167,7 +167,8 @@ def test_control_blocks_in_the_wrong_order_change_tokens(
 
     def swap(self: ModelRunner, batch: Any) -> torch.Tensor:
         if batch.prefill_starts is None:
-            batch.block_tables[:, :2] = batch.block_tables[:, :2].flip(1)
+            [table] = batch.block_tables
+            table[:, :2] = table[:, :2].flip(1)
         return execute(self, batch)
 
     llm = growths.open(dtype="float32")

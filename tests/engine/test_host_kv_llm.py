@@ -52,9 +52,8 @@ def test_a_sequence_beyond_the_gpu_gives_the_same_tokens(
     room = 90 * plan.block_bytes  # of 125, and stages
     budget = {"gpu_memory_gib": (fixed + room) / GIB, "gpu_memory_utilization": 1.0}
     llm = open_llm(model, **limits(), **keywords, **budget)
-    host = llm.plan.host_kv
-    assert host is not None
-    assert host.num_in_place == 100
+    assert llm.plan.host_kv is not None
+    assert llm.plan.kv.groups[0].num_in_place == 100
     assert llm.plan.kv_tokens < 900 < llm.plan.longest_tokens
     assert (greedy(llm, LONG, 8), greedy(llm, MANY, 8)) == expected
     llm.close()

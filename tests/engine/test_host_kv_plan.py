@@ -45,20 +45,19 @@ def test_the_published_case() -> None:
     assert on_gpu.host_kv is None
     assert 36_000 < on_gpu.kv_tokens < 45_000
     plan = plan_llama(52_000, kv={"cpu_gib": 16})
-    host = plan.host_kv
-    assert host is not None
+    assert plan.host_kv is not None
     assert plan.block_bytes == 2 * MIB
-    assert (host.num_pinned, host.num_pageable) == ((8192,), (0,))
-    assert host.num_blocks == (8192,)
-    assert host.in_place
-    assert host.num_in_place == 8192
+    [group] = plan.kv.groups
+    assert (group.num_pinned, group.num_pageable, group.num_host_blocks) == (8192, 0, 8192)
+    assert group.in_place
+    assert group.num_in_place == 8192
     assert plan.host_items["pinned_kv"] == 16 * GIB
     assert 36_000 < plan.kv_tokens < 52_000
     assert plan.max_concurrency == 1.0
     assert plan.max_kept == pytest.approx((plan.kv_tokens + 131_072) / 52_000)
     assert plan.longest_tokens == 131_072
     same = plan_llama(52_000, kv={"num_cpu_blocks": 8192})
-    assert same.host_kv == host
+    assert (same.host_kv, same.kv) == (plan.host_kv, plan.kv)
     assert plan_llama(131_072, kv={"cpu_gib": 16}).holds_one
 
 
@@ -119,7 +118,7 @@ def test_stages_and_numbers_of_moves_are_counted_where_they_are_needed() -> None
     assert not {"pinned_kv", "pageable_kv", "kv_staging"} & gpu.host_items.keys()
     # A sequence of max_model_len fits the GPU: none is split, so nothing is staged.
     assert parked.host_kv is not None
-    assert not parked.host_kv.in_place
+    assert not parked.kv.groups[0].in_place
     assert "kv_stages" not in parked.gpu_items
     assert parked.host_kv.stage_blocks == 0
     assert 0 <= gpu.kv_tokens - parked.kv_tokens < 256
@@ -159,9 +158,9 @@ def test_a_stage_holds_no_more_than_the_tier_and_no_less_than_a_tile(
 
 def test_a_pin_limit_leaves_the_rest_pageable_and_is_recorded() -> None:
     plan = plan_llama(52_000, kv={"cpu_gib": 16, "pin_limit_gib": 10})
-    host = plan.host_kv
-    assert host is not None
-    assert (host.num_pinned, host.num_pageable, host.num_in_place) == ((5120,), (3072,), 5120)
+    assert plan.host_kv is not None
+    [group] = plan.kv.groups
+    assert (group.num_pinned, group.num_pageable, group.num_in_place) == (5120, 3072, 5120)
     assert (plan.host_items["pinned_kv"], plan.host_items["pageable_kv"]) == (10 * GIB, 6 * GIB)
     assert plan.host_items["kv_staging"] == STAGING_BYTES
     assert 0 <= plan.kv_tokens + 5120 * 16 - plan.longest_tokens < 1600
@@ -171,7 +170,7 @@ def test_a_pin_limit_leaves_the_rest_pageable_and_is_recorded() -> None:
     assert (data["pinned_bytes"], data["pageable_bytes"]) == (10 * GIB, 6 * GIB)
     none = plan_llama(30_000, kv={"cpu_gib": 16, "pin_limit_gib": 0})
     assert none.host_kv is not None
-    assert (none.host_kv.num_pinned, none.host_kv.in_place) == ((0,), False)
+    assert (none.kv.groups[0].num_pinned, none.kv.groups[0].in_place) == (0, False)
     with pytest.raises(CapacityError, match="max_model_len=52000 needs"):
         plan_llama(52_000, kv={"cpu_gib": 16, "pin_limit_gib": 0})
 
@@ -185,8 +184,9 @@ def test_no_sequence_is_split_where_compute_reaches_no_host_memory(
     facts = replace(H200, **gaps)
     plan = plan_llama(30_000, facts, kv={"cpu_gib": 16})
     assert plan.host_kv is not None
-    assert (plan.host_kv.num_pinned, plan.host_kv.num_blocks) == ((pinned,), (8192,))
-    assert not plan.host_kv.in_place
+    [group] = plan.kv.groups
+    assert (group.num_pinned, group.num_host_blocks) == (pinned, 8192)
+    assert not group.in_place
     assert plan.gpu_items["kv_moves"] == 0
     assert any(note.startswith("fallback: KV blocks in host memory") for note in plan.notes)
     with pytest.raises(CapacityError, match="max_model_len=52000 needs"):
@@ -214,18 +214,18 @@ def test_a_second_group_has_as_many_host_blocks_and_stays_on_the_gpu() -> None:
 
     roomy = plan(4096, 1.0, num_cpu_blocks=120)
     assert roomy.host_kv is not None
-    assert not roomy.host_kv.in_place
+    assert not roomy.kv.groups[0].in_place
     fixed = roomy.gpu_total_bytes - roomy.gpu_items["kv_cache"]
     room = roomy.kv.num_bytes((200, roomy.kv.blocks(4096)[1]))  # of 256 blocks; some are stages
     with pytest.raises(CapacityError):
         plan(4096, (fixed + room) / GIB)
     split = plan(4096, (fixed + room) / GIB, num_cpu_blocks=120)
     assert split.host_kv is not None
-    assert split.host_kv.num_pinned == (120, 120)
-    assert split.host_kv.in_place
-    assert split.reach == (split.kv_pools[0] + 120, split.kv_pools[1])
-    assert 136 <= split.kv_pools[0] < 200
-    assert split.kv_pools[1] >= split.kv.blocks(4096)[1]
+    assert [group.num_pinned for group in split.kv.groups] == [120, 120]
+    assert [group.in_place for group in split.kv.groups] == [True, False]
+    assert split.reach == (split.kv.pools[0] + 120, split.kv.pools[1])
+    assert 136 <= split.kv.pools[0] < 200
+    assert split.kv.pools[1] >= split.kv.blocks(4096)[1]
     assert split.host_items["pinned_kv"] == 120 * sum(split.kv.block_bytes)
 
 
@@ -249,7 +249,7 @@ def test_swap_space_goes_to_weights_that_do_not_fit_and_then_to_kv() -> None:
     [note] = [note for note in plan.notes if "swap_space" in note]
     assert f"{len(plan.offloaded_layers)} of 32 layers" in note
     assert plan.host_kv is not None
-    assert f"holds {plan.host_kv.num_blocks[0]} KV blocks" in note
+    assert f"holds {plan.kv.host_blocks[0]} KV blocks" in note
     fits = plan_llama(100_000, kv={"swap_space": 16})
     assert fits.offloaded_layers == ()
     assert fits.to_dict()["swap_space"]["kv_bytes"] == 16 * GIB
@@ -324,17 +324,18 @@ def test_plans_account_for_all_and_hold_what_they_say(
     assert plan.longest_tokens >= plan.max_model_len
     if host is None:
         return
-    assert set(host.num_blocks) == {blocks}
+    assert set(plan.kv.host_blocks) == {blocks}
     in_host = plan.host_items["pinned_kv"] + plan.host_items["pageable_kv"]
     assert in_host == blocks * sum(plan.kv.block_bytes)
     if pin is not None:
         assert plan.host_items["pinned_kv"] <= pin * GIB
-    fits_gpu = plan.kv.blocks(plan.max_model_len)[0] <= plan.kv_pools[0]
-    assert host.in_place == (not fits_gpu)
-    if host.in_place:
+    fits_gpu = plan.kv.blocks(plan.max_model_len)[0] <= plan.kv.pools[0]
+    first = plan.kv.groups[0]
+    assert first.in_place == (not fits_gpu)
+    if first.in_place:
         assert facts.can_pin
         assert facts.can_uva
-        assert 0 < host.stage_blocks <= host.num_pinned[0]
+        assert 0 < host.stage_blocks <= first.num_pinned
     assert plan.predicted is not None
     assert plan.predicted["host_kv"]["decode_step_ms"] > 0
 

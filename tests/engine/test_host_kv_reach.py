@@ -19,9 +19,7 @@ LIMITS = {"max_num_seqs": 4, "gpu_memory_utilization": 1.0}
 
 
 def groups_of(plan: MemoryPlan) -> BlockGroups:
-    first, *others = _pools(plan)
-    second = others[0] if others else None
-    return BlockGroups(first, second, plan.window, plan.max_num_batched_tokens)
+    return BlockGroups(_pools(plan), plan.max_num_batched_tokens)
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,12 +52,12 @@ def test_pools_hold_what_is_planned(
     check_plan(plan, spec)
     groups_of(plan).check(plan.max_model_len)
     host = plan.host_kv
-    if host is None or not host.in_place:
-        assert plan.kv_pools[0] >= need[0]
+    if host is None or not plan.kv.groups[0].in_place:
+        assert plan.kv.pools[0] >= need[0]
         return
     # All that the GPU lacks lies in the host tier: each stage buffer takes some of it.
     first = plan.num_gpu_blocks
     places = host_places(range(need[0]), plan.max_model_len, block_size, first)
     pieces = cut_pieces(places, plan.max_model_len, block_size, host.stage_blocks)
     assert sum(piece.num_hosts for piece in pieces) == len(places) == need[0] - first
-    assert len(places) <= host.num_in_place
+    assert len(places) <= plan.kv.groups[0].num_in_place

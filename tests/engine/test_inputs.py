@@ -11,7 +11,7 @@ from engine.request import Request, Sequence
 
 def make_sequence(seq_id, blocks):
     sequence = Sequence(seq_id=seq_id, request=Request(request_id="r", prompt_token_ids=[1]))
-    sequence.block_table = blocks
+    sequence.block_tables = [blocks]
     return sequence
 
 
@@ -21,7 +21,7 @@ def make_inputs():
 
 def write(inputs, values):
     inputs.begin(len(values), len(values))
-    for field, shift in ((inputs.ids, 0), (inputs.positions, 10), (inputs.slots, 20)):
+    for field, shift in ((inputs.ids, 0), (inputs.positions, 10), (inputs.slots[0], 20)):
         field.host[:] = [value + shift for value in values]
     inputs.lens.host[:] = [value + 30 for value in values]
 
@@ -34,7 +34,7 @@ def test_fields_arrive():
     inputs.send(None)
     assert inputs.ids.device.tolist() == [1, 2, 3]
     assert inputs.positions.device.tolist() == [11, 12, 13]
-    assert inputs.slots.device.tolist() == [21, 22, 23]
+    assert inputs.slots[0].device.tolist() == [21, 22, 23]
     assert inputs.lens.device.tolist() == [31, 32, 33]
     assert (starts.tolist(), nothing.tolist()) == ([7, 8], [])
     assert inputs.ids.device.dtype == torch.int64
@@ -50,26 +50,29 @@ def test_the_largest_step_fits():
     inputs.add(range(9), torch.int32)
     inputs.add(range(8), torch.int64)
     inputs.send(torch.arange(8))
-    assert inputs.tables.tolist() == [list(range(6))] * 8
+    assert inputs.tables[0].tolist() == [list(range(6))] * 8
     assert inputs.ids.device[:8].tolist() == list(range(8))
 
 
-def test_the_largest_step_of_two_groups_fits():
-    inputs = StepInputs(CPUDevice(), tokens=40, rows=8, width=6, num_groups=2)
+@pytest.mark.parametrize("num_groups", [2, 3, 5])
+def test_the_largest_step_of_several_groups_fits(num_groups):
+    inputs = StepInputs(CPUDevice(), tokens=40, rows=8, width=6, num_groups=num_groups)
     inputs.begin(40, 8)
-    inputs.window_slots.host[:] = range(40)
+    for group, slots in enumerate(inputs.slots):
+        slots.host[:] = range(group, group + 40)
     for row in range(8):
         sequence = make_sequence(row, list(range(6)))
-        sequence.window_table = [-1, -1, 9, 8, 7, 6]
+        some = [[-1, -1, 9, 8, 7, group] for group in range(1, num_groups)]
+        sequence.block_tables += some
         inputs.set_table(row, sequence)
         inputs.set_unknown(row, row)
     inputs.add(range(9), torch.int32)
     inputs.add(range(8), torch.int64)
     inputs.send(torch.arange(8))
-    assert inputs.tables.tolist() == [list(range(6))] * 8
-    assert inputs.window_tables.tolist() == [[-1, -1, 9, 8, 7, 6]] * 8
-    assert inputs.window_slots.device.tolist() == list(range(40))
-    assert make_inputs().window_tables is None
+    tables = [table.tolist() for table in inputs.tables]
+    assert tables == [[blocks] * 8 for blocks in [list(range(6)), *some]]
+    for group, slots in enumerate(inputs.slots):
+        assert slots.device.tolist() == list(range(group, group + 40))
 
 
 def test_steps_of_one_size_have_one_place_on_the_device_and_two_on_the_host():
@@ -77,7 +80,7 @@ def test_steps_of_one_size_have_one_place_on_the_device_and_two_on_the_host():
     device, host = [], []
     for _ in range(3):
         write(inputs, [1, 2, 3])
-        fields = inputs.ids, inputs.positions, inputs.slots, inputs.lens
+        fields = inputs.ids, inputs.positions, *inputs.slots, inputs.lens
         device.append([field.device.data_ptr() for field in fields])
         host.append([field.host.ctypes.data for field in fields])
         assert all(address % 16 == 0 for address in device[-1])
@@ -97,7 +100,7 @@ def test_only_rows_and_columns_in_use_are_sent(monkeypatch):
     inputs.set_table(1, make_sequence(1, [4, 3]))
     inputs.send(None)
     assert tuple(sent[0].tables[0][0].shape) == (2, 2)
-    assert inputs.tables[:2, :2].tolist() == [[5, 0], [4, 3]]
+    assert inputs.tables[0][:2, :2].tolist() == [[5, 0], [4, 3]]
     bare = make_inputs()
     write(bare, [1, 2, 3])
     bare.send(None)
@@ -114,13 +117,13 @@ def test_table_rows_follow_their_sequences():
         for row, sequence in enumerate(sequences):
             inputs.set_table(row, sequence)
         inputs.send(None)
-        return [inputs.tables[i, : len(s.block_table)].tolist() for i, s in enumerate(sequences)]
+        return [inputs.tables[0][i, : len(s.block_table)].tolist() for i, s in enumerate(sequences)]
 
     assert send(first, second) == [[1, 2], [3]]
     second.block_table.append(4)
     assert send(first, second) == [[1, 2], [3, 4]]
     assert send(second, first) == [[3, 4], [1, 2]]
-    second.block_table = [9, 8, 7]
+    second.block_tables = [[9, 8, 7]]
     second.table_version += 1
     assert send(second) == [[9, 8, 7]]
 

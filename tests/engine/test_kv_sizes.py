@@ -1,4 +1,4 @@
-"""What sequences take of the KV cache, and how bytes are shared out over two groups of layers."""
+"""What sequences take of the KV cache, and how bytes are shared out over groups of layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,28 +8,34 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CapacityError
-from engine.kv_sizes import KVSizes
+from engine.kv_sizes import KVGroup, KVSizes
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
+from engine.spec import ModelSpec
 from tests.engine.specs import CPU, GIB, H200, check_plan, configuration, small_spec
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 MIXED = {"sliding_window": 32, "layer_types": [FULL, *[WINDOW] * 3] * 2}
 
 
+def groups(*sizes: tuple[int, int | None]) -> tuple[KVGroup, ...]:
+    """Return groups of so many layers with such windows, 100 bytes a layer."""
+    return tuple(
+        KVGroup(layers=tuple(range(count)), window=window, block_bytes=100 * count)
+        for count, window in sizes
+    )
+
+
 @st.composite
 def sizes(draw: st.DrawFn) -> KVSizes:
-    window = draw(st.none() | st.integers(1, 60))
-    layers = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    some = [(layers[0], None), (layers[1], window)] if window else [(layers[0], None)]
-    if window and draw(st.booleans()):
-        some = some[1:]
-    block_size = draw(st.sampled_from([1, 4, 16]))
+    some = draw(st.lists(st.integers(1, 60), max_size=3, unique=True))
+    windows: list[int | None] = sorted(some, reverse=True)  # type: ignore[assignment]
+    if not windows or draw(st.booleans()):
+        windows = [None, *windows]
+    layers = [draw(st.integers(1, 5)) for _ in windows]
     return KVSizes(
-        layers=tuple(tuple(range(n)) for n, _ in some),
-        windows=tuple(limit for _, limit in some),
-        block_bytes=tuple(100 * n for n, _ in some),
-        block_size=block_size,
+        groups=groups(*zip(layers, windows, strict=True)),
+        block_size=draw(st.sampled_from([1, 4, 16])),
         max_model_len=draw(st.integers(2, 300)),
         max_num_seqs=draw(st.integers(1, 6)),
         step_tokens=draw(st.integers(6, 64)),
@@ -38,9 +44,7 @@ def sizes(draw: st.DrawFn) -> KVSizes:
 
 
 TWO_TOKENS = KVSizes(
-    layers=((0,), (0, 1, 2, 3)),
-    windows=(None, 1),
-    block_bytes=(100, 400),
+    groups=groups((1, None), (4, 1)),
     block_size=1,
     max_model_len=2,
     max_num_seqs=2,
@@ -58,7 +62,7 @@ def test_bytes_are_shared_out(kv: KVSizes, room: int) -> None:
     assert holds_one == (kv.sequence_bytes(kv.max_model_len) <= room)
     assert (kv.sequences(pools, kv.max_model_len) >= 1) == holds_one
     assert all(0 <= n <= most for n, most in zip(pools, kv.most, strict=True))
-    more = kv.fit(room + 1000)
+    more = kv.fit(room + 2 * sum(kv.block_bytes))
     assert all(n >= before for n, before in zip(more, pools, strict=True))
     if kv.sequence_bytes(kv.max_model_len) <= room and pools != kv.most:
         # What is left is less than one block of each group.
@@ -130,12 +134,34 @@ def test_figures_of_a_plan_with_two_groups() -> None:
     assert disabled.gpu_items["kv_cache"] > 2 * plan.gpu_items["kv_cache"]
 
 
+def test_figures_of_a_plan_with_three_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelSpec, "windows", (None, 32, 96, 32, 32, 300, 96, None))
+    plan = plan_mixed()
+    assert [group.layers for group in plan.kv.groups] == [(0, 5, 7), (2, 6), (1, 3, 4)]
+    assert plan.kv.windows == (None, 96, 32)  # 300 is never left
+    assert plan.window == 96
+    assert plan.kv.blocks(256) == (16, 9, 5)
+    # 4 sequences of 256 tokens; of windows 7 and 3 blocks each, and 2 steps of 32 tokens.
+    assert plan.kv.pools == (64, 4 * 7 + 4, 4 * 3 + 4)
+    fixed = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
+    need = plan.kv.sequence_bytes(256)
+    exact = plan_mixed((fixed + need) / GIB, gpu_memory_utilization=1.0)
+    assert exact.kv.pools == plan.kv.blocks(256)
+    more = need + 3 * sum(plan.kv.block_bytes)
+    assert plan_mixed((fixed + more) / GIB, gpu_memory_utilization=1.0).kv.pools == (19, 12, 8)
+    long = plan_mixed(
+        (fixed + need - 4000) / GIB, gpu_memory_utilization=1.0, kv={"num_cpu_blocks": 15}
+    )
+    assert [group.num_pinned for group in long.kv.groups] == [15, 15, 15]
+    assert [group.in_place for group in long.kv.groups] == [True, False, False]
+
+
 def test_one_sequence_fits_to_the_byte_and_a_refusal_says_what_is_needed() -> None:
     plan = plan_mixed()
     fixed = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
     need = plan.kv.sequence_bytes(256)
     exact = plan_mixed((fixed + need) / GIB, gpu_memory_utilization=1.0)
-    assert exact.kv_pools == (16, 5)
+    assert exact.kv.pools == (16, 5)
     assert exact.max_concurrency == 1
     with pytest.raises(
         CapacityError, match=r"available KV cache memory: .*max_model_len=256 needs"
@@ -144,7 +170,6 @@ def test_one_sequence_fits_to_the_byte_and_a_refusal_says_what_is_needed() -> No
     alone = small_spec(sliding_window=32)
     plan = plan_memory(configuration(alone, memory_gib=1, max_num_seqs=4), alone, CPU)
     assert plan.kv.windows == (32,)
-    assert plan.num_window_blocks == 0
     check_plan(plan, alone)
 
 

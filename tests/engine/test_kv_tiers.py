@@ -188,6 +188,21 @@ def test_any_size_of_host_tier(
     llm.close()
 
 
+def test_nothing_is_in_transit_once_an_idle_engine_was_reset(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moves of the last step are known to be done, though no step asks."""
+    tiers(monkeypatch, 12, pinned=20)
+    llm = open_tiers(tiny.folder("llama", **SIZES), block_size=8, max_model_len=64)
+    greedy(llm, [make_prompt(40, seed=at) for at in range(6)], 8)
+    assert not llm.has_unfinished()
+    assert kv(llm)["cpu"]["in_transit"] > 0
+    llm.reset_cache()
+    found = kv(llm)["cpu"]
+    assert (found["in_transit"], found["free"]) == (0, 20)
+    llm.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("switch", ["TIGHTFIT_DISABLE_UVA", "TIGHTFIT_DISABLE_PIN_MEMORY"])
 def test_without_in_place_reads_and_without_pinning(

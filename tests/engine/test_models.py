@@ -3,16 +3,16 @@
 import copy
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine import LLM, build
+from engine import LLM
 from engine.spec import ModelSpec
 from tests.engine.conftest import TinyModels
+from tests.engine.groups import with_blocks
 from tests.tiny import (
     COMMON,
     FAMILIES,
@@ -149,16 +149,6 @@ def test_requests_that_arrive_while_others_decode(tiny: TinyModels) -> None:
     llm.close()
 
 
-def short_of_blocks(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
-    """Let engines have this many KV blocks, whatever their plan says."""
-    plan_memory = build.plan_memory
-
-    def plan(*args: Any, **keywords: Any) -> Any:
-        return replace(plan_memory(*args, **keywords), num_gpu_blocks=num_blocks)
-
-    monkeypatch.setattr(build, "plan_memory", plan)
-
-
 @pytest.mark.parametrize("offload", [{}, {"offload_group_size": 2}])
 def test_tokens_do_not_depend_on_preemption(
     tiny: TinyModels,
@@ -168,7 +158,7 @@ def test_tokens_do_not_depend_on_preemption(
 ) -> None:
     prompts = [make_prompt(length, seed=2) for length in (30, 50, 41, 60)]
     expected = tiny.greedy("qwen3", prompts, 30)
-    short_of_blocks(monkeypatch, 14)
+    with_blocks(monkeypatch, 14)
     llm = open_llm(
         tiny.folder("qwen3"), max_model_len=100, block_size=8, max_num_batched_tokens=64, **offload
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, SamplingParams, build, core
+from engine import LLM, SamplingParams, core
 from engine.core import StepStats
 from engine.device import cpu
 from engine.errors import EngineError
@@ -18,6 +18,7 @@ from engine.step_graphs import StepShape
 from engine.weights.store import WeightStore
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
+from tests.engine.groups import with_blocks
 from tests.engine.late import drain, make_late
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm, tokens_of
 
@@ -57,15 +58,6 @@ def load(llm: LLM) -> list[Any]:
     return found
 
 
-def few_blocks(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
-    plan_memory = build.plan_memory
-    monkeypatch.setattr(
-        build,
-        "plan_memory",
-        lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=num_blocks),
-    )
-
-
 @pytest.fixture(scope="module")
 def expected(text_folder: Path) -> list[Any]:
     """What the load gives where no step overlaps another."""
@@ -90,7 +82,7 @@ def test_every_kind_of_sampling_gives_the_tokens_of_steps_that_do_not_overlap(
     num_blocks: int | None,
 ) -> None:
     if num_blocks is not None:
-        few_blocks(monkeypatch, num_blocks)
+        with_blocks(monkeypatch, num_blocks)
     llm = open_overlap(text_folder, offload_group_size=2)
     work = make_late(llm, monkeypatch) if late else None
     assert load(llm) == expected

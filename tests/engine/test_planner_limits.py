@@ -137,7 +137,7 @@ def test_swap_space_beside_an_offload_backend_is_all_for_kv_blocks(offload: Offl
     data = plan.to_dict()["swap_space"]
     assert data == {"asked_bytes": 4 * GIB, "weights_bytes": 0, "kv_bytes": 4 * GIB}
     assert plan.host_kv is not None
-    assert plan.host_kv.num_pinned == (4 * GIB // plan.block_bytes,)
+    assert plan.kv.groups[0].num_pinned == 4 * GIB // plan.block_bytes
 
 
 # Limits, windows, dtypes.

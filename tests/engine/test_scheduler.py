@@ -11,9 +11,8 @@ EOS = 1
 
 
 def make_groups(config, *pools, policy=None):
-    """The blocks of pools: of all layers, or of those that attend to all and those with windows."""
-    pool, window_pool = (*pools, None)[:2]
-    return BlockGroups(pool, window_pool, config.window, config.max_num_batched_tokens, policy)
+    """The blocks of pools, one for each group of layers."""
+    return BlockGroups(pools, config.max_num_batched_tokens, policy)
 
 
 def make_scheduler(*, seqs=4, tokens=16, max_len=32, block_size=4, num_blocks=16):
@@ -80,7 +79,7 @@ def test_one_sequence_from_prompt_to_length():
     assert [e.finish_reason for e in events] == ["length"]
     assert sequence.status is SequenceStatus.FINISHED
     assert (sequence.output_token_ids, sequence.cumulative_logprob) == ([7, 8, 9], -1.5)
-    assert scheduler.pool.num_free == 16
+    assert scheduler.pools[0].num_free == 16
     assert scheduler.plan_step() is None
 
 
@@ -169,7 +168,7 @@ def test_newest_is_preempted_and_recomputed_with_its_output():
     assert scheduler.stats.num_recomputed_tokens == 8
     step(scheduler)
     assert not scheduler.has_unfinished
-    assert scheduler.pool.num_free == 4
+    assert scheduler.pools[0].num_free == 4
 
 
 def test_preempted_goes_before_those_that_wait():
@@ -222,7 +221,7 @@ def test_endings(params, tokens, reason, stop_reason):
     assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
     assert (events[-1].finish_reason, events[-1].stop_reason) == (reason, stop_reason)
     assert {e.finish_reason for e in events[:-1]} <= {None}
-    assert scheduler.pool.num_free == 16
+    assert scheduler.pools[0].num_free == 16
 
 
 def test_finish_from_outside():
@@ -236,7 +235,7 @@ def test_finish_from_outside():
     assert (first.finish_reason, first.stop_reason) == ("stop", "xy")
     scheduler.finish(second, "stop", "ab")
     assert second.is_finished
-    assert scheduler.pool.num_free == 16
+    assert scheduler.pools[0].num_free == 16
     assert scheduler.stats.num_finished == 2
     with pytest.raises(EngineError, match="was added"):
         scheduler.finish(make_sequence(5, 1), "stop")
@@ -253,7 +252,7 @@ def test_abort_ends_all_sequences_of_a_request_wherever_they_are():
     assert {s.finish_reason for s in sequences} == {"abort"}
     assert scheduler.abort("a") == []
     assert scheduler.abort("nobody") == []
-    assert scheduler.pool.num_free == 16
+    assert scheduler.pools[0].num_free == 16
     assert shape(step(scheduler)[0]) == ([], [(3, 0, 3, True)])
     assert scheduler.stats.num_aborted == 3
 

@@ -45,7 +45,7 @@ def test_a_decode_runs_behind_its_prefill_with_a_token_of_the_device():
     events = commit(scheduler, third, 10)
     assert [e.finish_reason for e in events] == ["length", "length"]
     assert first.output_token_ids == second.output_token_ids == [8, 9, 10]
-    assert scheduler.pool.num_free == 16
+    assert scheduler.pools[0].num_free == 16
     assert scheduler.stats.num_decode_tokens == 4
 
 
@@ -130,7 +130,7 @@ def test_a_sequence_that_ends_unforeseen_is_ignored_behind():
     scheduler.finish(going, "stop", "xy")
     assert third.is_dead
     assert scheduler.commit(third, {}, {EOS}) == []
-    assert scheduler.pool.num_free == 16
+    assert scheduler.pools[0].num_free == 16
     assert scheduler.stats.num_finished == 2
 
 
@@ -179,7 +179,7 @@ def test_aborts_between_plan_and_commit():
     now = scheduler.plan_step()
     ahead = scheduler.plan_ahead()
     scheduler.abort("r0")
-    assert scheduler.pool.num_used == len(stays.block_table)
+    assert scheduler.pools[0].num_used == len(stays.block_table)
     assert [e.request_id for e in commit(scheduler, now)] == ["r1"]
     assert [e.request_id for e in commit(scheduler, ahead)] == ["r1"]
     assert gone.output_token_ids == []

@@ -208,7 +208,7 @@ class World:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert len(running) <= self.limits["seqs"]
         tables = [block for s in running for block in s.block_table]
-        assert len(set(tables)) == len(tables) == self.scheduler.pool.num_used
+        assert len(set(tables)) == len(tables) == self.scheduler.pools[0].num_used
         for s in waiting:
             assert (s.block_table, s.num_computed) == ([], 0)
         order = [s.seq_id for s in running + waiting]
@@ -225,7 +225,7 @@ def test_every_load_is_served(load):
     event(f"dead step: {world.num_dead > 0}")
     event(f"preempted: {stats.num_preemptions > 0}")
     event(f"stalled: {stats.num_stalls > 0}")
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.pools[0].num_free == scheduler.pools[0].num_blocks
     assert stats.num_finished == len(world.sequences)
     for s in world.sequences:
         spec = world.specs[s.seq_id]

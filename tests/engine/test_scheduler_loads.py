@@ -133,7 +133,7 @@ class World:
         assert order == sorted(order), "served in order of arrival"
         assert running[0] in [i.sequence for i in items], "the oldest always moves"
         tables = [b for s in running for b in s.block_table]
-        assert len(set(tables)) == len(tables) == self.scheduler.pool.num_used
+        assert len(set(tables)) == len(tables) == self.scheduler.pools[0].num_used
         for s in waiting:
             assert (s.block_table, s.num_computed) == ([], 0)
 
@@ -166,7 +166,7 @@ def test_every_load_is_served(load):
     world = World(*load)
     world.play()
     scheduler, stats = world.scheduler, world.scheduler.stats
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.pools[0].num_free == scheduler.pools[0].num_blocks
     assert stats.num_finished == len(world.sequences)
     event(f"preempted: {stats.num_preemptions > 0}")
     event(f"stalled: {stats.num_stalls > 0}")

@@ -215,9 +215,9 @@ def test_salts_part_what_would_be_shared():
     world.end()
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_layers_with_a_window_are_swapped(is_alone):
-    world = world_of(window=8, is_alone=is_alone, num_other=32, window_host=16, tokens=8, extra=1)
+@pytest.mark.parametrize("windows", [(8,), (None, 8), (None, 8, 4)], ids=str)
+def test_layers_with_a_window_are_swapped(windows):
+    world = world_of(windows=windows, num_other=32, window_host=16, tokens=8, extra=1)
     for _ in range(3):
         world.add(length=3, max_tokens=40)
     run(world)
@@ -228,22 +228,25 @@ def test_layers_with_a_window_are_swapped(is_alone):
     world.end()
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_layers_with_a_window_find_a_prefix_by_its_end(is_alone):
-    world = world_of(window=8, is_alone=is_alone, num_other=32, window_host=16, tokens=8, extra=3)
+@pytest.mark.parametrize("windows", [(8,), (None, 8), (None, 8, 4)], ids=str)
+def test_layers_with_a_window_find_a_prefix_by_its_end(windows):
+    world = world_of(windows=windows, num_other=32, window_host=16, tokens=8, extra=3)
     run(world, world.add(stem=0, length=40, max_tokens=2))
     world.scheduler.evict_gpu_cache()
     again = world.add(stem=0, length=42, own=2, max_tokens=2)
     world.step()
     assert again.status is SequenceStatus.LOADING
-    # Ten blocks are there; of the last group the last two hold what the window sees.
-    assert [len(table) for table in again.block_tables if table] == [10] * len(world.pools)
-    assert again.block_tables[len(world.pools) - 1][:8] == [GONE] * 8
-    assert world.seen["load"] == (2 if is_alone else 12)
+    # Ten blocks are there; the last ones hold what a window sees.
+    seen = [{None: 10, 8: 2, 4: 1}[window] for window in windows]
+    assert [[GONE] * (10 - count) for count in seen] == [
+        table[: 10 - count] for table, count in zip(again.block_tables, seen, strict=True)
+    ]
+    assert {len(table) for table in again.block_tables} == {10}
+    assert world.seen["load"] == sum(seen)
     run(world)
     # Tokens are those that nothing computed again, bytes (1 a block) those of blocks found.
     found = {"hits_gpu_tokens": 0, "hits_cpu_tokens": 40, "missed_tokens": 40 - 4}
-    found |= {"hits_gpu_bytes": 0, "hits_cpu_bytes": 2 if is_alone else 12}
+    found |= {"hits_gpu_bytes": 0, "hits_cpu_bytes": sum(seen)}
     assert counts(world)["prefix"] == found
     world.end()
 
@@ -334,7 +337,7 @@ def test_a_fault_of_the_pools_is_told_and_no_hang(monkeypatch):
 
 
 def test_figures_of_two_groups_are_summed():
-    world = world_of(window=8, num_gpu=24, num_other=6, window_host=5)
+    world = world_of(windows=(None, 8), num_gpu=24, num_other=6, window_host=5)
     run(world, world.add(length=20, max_tokens=2))
     kv = counts(world)
     assert kv["cpu"]["blocks"] == 11

@@ -37,14 +37,14 @@ def draw_tiers(choose):
     """Sizes, of which many leave hardly any room."""
     size = choose((1, 2, 3, 4, 8))
     seqs = choose((1, 2, 3, 5, 8))
-    window = choose((None, None, 1, 3, 6, 11))
+    windows = choose(((), (), (1,), (3,), (6,), (11,), (6, 3), (11, 6, 3)))
+    whole = (None,) if not windows or choose((False, True)) else ()
     return Tiers(
         block_size=size,
         max_len=choose((6, 16, 30, 40)),
         seqs=seqs,
         tokens=choose((seqs, seqs + 3, 12, 20)),
-        window=window,
-        is_alone=window is not None and choose((False, True)),
+        windows=(*whole, *windows),
         extra=choose((0, 1, 3, 8, 20)),
         window_extra=choose((0, 2, 5)),
         num_in_place=choose((0, 0, 1, 3, 6, 30)),
@@ -184,8 +184,8 @@ def play_all(count):
     return reached
 
 
-@pytest.mark.parametrize("window", [None, 64])
-def test_a_storm_of_requests_leaves_nothing_behind(window):
+@pytest.mark.parametrize("windows", [(None,), (None, 64), (None, 128, 64)], ids=str)
+def test_a_storm_of_requests_leaves_nothing_behind(windows):
     """Many requests with few prefixes, some aborted, on tiers that hold few of them."""
     rng = random.Random(5)
     world = World(
@@ -194,7 +194,7 @@ def test_a_storm_of_requests_leaves_nothing_behind(window):
             max_len=512,
             seqs=48,
             tokens=512,
-            window=window,
+            windows=windows,
             num_gpu=110,
             window_extra=60,
             num_in_place=64,
@@ -203,7 +203,7 @@ def test_a_storm_of_requests_leaves_nothing_behind(window):
         )
     )
     world.stride = 16
-    for _ in range(2000 if window is None else 800):
+    for _ in range(2000 if windows == (None,) else 800):
         world.add(
             stem=rng.randrange(20),
             length=rng.randrange(4, 200),

@@ -222,7 +222,8 @@ def test_layers_with_a_window_are_those_of_transformers(changes: dict[str, Any])
         spec = ModelSpec.from_hf_config(config)
         types = getattr(theirs, "layer_types", None) or [WINDOW] * spec.num_hidden_layers
         expected = [index for index, kind in enumerate(types) if kind == WINDOW]
-        assert list(spec.window_layers) == expected
+        windows = [7 if index in expected else None for index in range(len(types))]
+        assert list(spec.windows) == windows
         assert spec.sliding_window == 7
         assert bool(spec.layer_types) == (FULL in types)
 
@@ -231,7 +232,8 @@ def test_a_gemma_without_a_layer_of_full_attention_or_of_a_window() -> None:
     config = SIZES | GEMMA
     assert ModelSpec.from_hf_config(config).layer_types == []
     spec = ModelSpec.from_hf_config(config | {"layer_types": [FULL] * 3})
-    assert (spec.window_layers, spec.sliding_window, spec.rope_local_base_freq) == ((), None, None)
+    assert spec.windows == (None,) * 3
+    assert (spec.sliding_window, spec.rope_local_base_freq) == (None, None)
     with pytest.raises(CheckpointError, match="sliding_window for its layers"):
         ModelSpec.from_hf_config(config | {"sliding_window": None})
 

@@ -5,20 +5,20 @@ Faults put in on purpose, one wait or copy each, must change tokens.
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from engine import LLM, build, planner
+from engine import LLM, planner
 from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
 from engine.placement import Placement, assign_prefetch
 from engine.runner import ModelRunner
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 from tests.engine.faults import heedless, leave_stale, or_poison, skip_wait
+from tests.engine.groups import with_blocks
 from tests.engine.placements import (
     MAX_TOKENS,
     OFFLOADS,
@@ -207,10 +207,7 @@ def test_random_loads_in_any_order(
 ) -> None:
     """Arrivals, aborts and preemptions: each request gets the tokens that it gets alone."""
     chance = random.Random(seed)
-    plan_memory = build.plan_memory
-    monkeypatch.setattr(
-        build, "plan_memory", lambda *a, **k: replace(plan_memory(*a, **k), num_gpu_blocks=9)
-    )
+    with_blocks(monkeypatch, 9)
     choices: list[dict[str, Any]] = [
         {"offload_group_size": 1},
         {"cpu_offload_gb": 1, "uva_stage_tokens": 3},

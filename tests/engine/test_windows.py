@@ -3,32 +3,25 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine import LLM, build
+from engine import LLM
 from engine.errors import EngineError
 from engine.kv import groups
 from engine.kv.pool_types import Retain
+from engine.kv_sizes import KVGroup
 from tests.engine.conftest import TinyModels
+from tests.engine.groups import Groups, with_blocks, with_groups
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm
 
 WINDOWS = ("mistral_window", "qwen2_window", "qwen3_window", "gemma3", "gemma3_odd_sizes")
 PROMPTS = [make_prompt(length, seed=3) for length in (20, 39, 40, 41, 95, 130)]
 MAX_TOKENS = 12
-
-
-def with_plan(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Let engines have other figures than those of their plan."""
-    plan_memory = build.plan_memory
-
-    def plan(*args: Any, **keywords: Any) -> Any:
-        return replace(plan_memory(*args, **keywords), **changes)
-
-    monkeypatch.setattr(build, "plan_memory", plan)
 
 
 LIMITS = ((8, 11, 3), (32, 33, 8), (128, 70, 1))
@@ -56,6 +49,11 @@ def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
         llm.close()
 
 
+def wider(groups: Groups, *, by: int) -> list[KVGroup]:
+    """Return groups whose windows hold so many tokens more."""
+    return [replace(g, window=g.window and g.window + by) for g in groups]
+
+
 @pytest.mark.parametrize("variant", ["mistral_window", "qwen2_window", "gemma3"])
 def test_a_window_off_by_one_changes_tokens(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, variant: str
@@ -63,8 +61,9 @@ def test_a_window_off_by_one_changes_tokens(
     prompts = [make_prompt(length, seed=4) for length in (60, 80, 100, 150)]
     found = []
     for change in (0, -1, 1):
-        with_plan(monkeypatch, window=VARIANTS[variant][1]["sliding_window"] + change)
-        llm = open_llm(tiny.folder(variant), max_model_len=200)
+        with monkeypatch.context() as patch:
+            with_groups(patch, partial(wider, by=change))
+            llm = open_llm(tiny.folder(variant), max_model_len=200)
         found.append(greedy(llm, prompts, 40))
         llm.close()
     assert found[0] not in found[1:]
@@ -76,12 +75,13 @@ OFFLOADS: list[dict[str, Any]] = [
     {"cpu_offload_gb": 1},
     {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
 ]
-POOLS: list[tuple[str, dict[str, int]]] = [
-    ("gemma3", {"num_gpu_blocks": 17}),
-    ("gemma3", {"num_window_blocks": 17}),
-    ("qwen2_window", {"num_gpu_blocks": 24, "num_window_blocks": 15}),
-    ("mistral_window", {"num_gpu_blocks": 13}),
+POOLS: list[tuple[str, tuple[int | None, ...]]] = [
+    ("gemma3", (17, None)),
+    ("gemma3", (None, 17)),
+    ("qwen2_window", (24, 15)),
+    ("mistral_window", (13,)),
 ]
+"""Blocks of each group; None: as planned."""
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_tokens_do_not_depend_on_preemption_and_offload(
     monkeypatch: pytest.MonkeyPatch,
     pool_is_full: Callable[[LLM], bool],
     variant: str,
-    pools: dict[str, int],
+    pools: tuple[int | None, ...],
     offload: dict[str, Any],
 ) -> None:
     prompts = [make_prompt(length, seed=2) for length in (17, 20, 26, 30)]
     expected = tiny.greedy(variant, prompts, 70)
-    with_plan(monkeypatch, **pools)
+    with_blocks(monkeypatch, *pools)
     llm = open_llm(
         tiny.folder(variant), max_model_len=120, block_size=8, max_num_batched_tokens=40, **offload
     )
@@ -122,7 +122,7 @@ class Poison:
         engine = llm._engine
         assert engine is not None
         self.num_blocks = 0
-        pool = engine.core.window_pool or engine.core.pool
+        pool = engine.core.pools[-1]
         free, tensor = pool.free, engine.cache.tensors[-1]
 
         def poisoned(blocks: list[int], retain: Retain = "demote") -> None:

@@ -33,7 +33,7 @@ def tiers(
     monkeypatch: pytest.MonkeyPatch,
     num_gpu: int,
     *,
-    num_window: int | None = None,
+    num_window: int | Sequence[int] | None = None,
     pinned: int = 0,
     pageable: int = 0,
     in_place: bool = True,
@@ -46,7 +46,7 @@ def tiers(
     Args:
         monkeypatch: Puts it back.
         num_gpu: Blocks of the first group on the GPU.
-        num_window: Of the group with a window; None: as planned.
+        num_window: Of each group behind it; None: as planned.
         pinned: Pinned host blocks of each group.
         pageable: Pageable ones.
         in_place: Sequences may use pinned blocks of the first group where they are.
@@ -57,25 +57,24 @@ def tiers(
 
     def plan(*args: Any, **keywords: Any) -> MemoryPlan:
         found = plan_memory(*args, **keywords)
-        groups = len(found.kv.windows)
-        host = None
+        others = found.kv.pools[1:]
+        if isinstance(num_window, int):
+            others = (num_window,) * len(others)
+        elif num_window is not None:
+            others = tuple(num_window)
+        kv, host, can_pin = found.kv.with_pools((num_gpu, *others)), None, found.facts.can_pin
         if pinned or pageable:
-            host = HostKVPlan(
-                num_pinned=(pinned if found.facts.can_pin else 0,) * groups,
-                num_pageable=(pageable + (0 if found.facts.can_pin else pinned),) * groups,
+            kv = kv.with_host(
+                pinned if can_pin else 0,
+                pageable + (0 if can_pin else pinned),
                 in_place=in_place and found.facts.can_uva and pinned > 0,
+            )
+            host = HostKVPlan(
                 stage_blocks=stage_blocks,
                 swap_rates=SWAP,
                 recompute_token_s=recompute_token_s,
             )
-        windows = found.num_window_blocks if num_window is None else num_window
-        return replace(
-            found,
-            num_gpu_blocks=num_gpu,
-            num_window_blocks=windows if groups > 1 else 0,
-            host_kv=host,
-            prefix_caching=prefix_caching,
-        )
+        return replace(found, kv=kv, host_kv=host, prefix_caching=prefix_caching)
 
     monkeypatch.setattr(build, "plan_memory", plan)
 

@@ -31,9 +31,8 @@ class Tiers:
     max_len: int = 32
     seqs: int = 4
     tokens: int = 16
-    window: int | None = None
-    is_alone: bool = False
-    """Whether layers with a window are the only ones."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of each group of layers; None: it attends to all."""
     extra: int = 4
     """Blocks of the first group beyond one longest sequence, on both tiers; those on the GPU."""
     num_gpu: int | None = None
@@ -50,34 +49,36 @@ class Tiers:
 
     def make(self, *, exact: bool = False) -> Scheduler:
         """Return a scheduler of these sizes; unless exact with room for one sequence at least."""
-        windows = (self.window,) if self.window is None or self.is_alone else (None, self.window)
+        windows = self.windows
         least = [num_held(self.max_len, w, self.tokens, self.block_size) for w in windows]
         on_gpu = self.num_gpu or max(1, least[0] + self.extra - self.num_in_place)
         in_place = self.num_in_place if exact else max(self.num_in_place, least[0] - on_gpu)
         pools = [
             TieredBlockPool(
-                on_gpu, in_place + self.num_other, self.block_size, num_in_place=in_place
+                on_gpu,
+                in_place + self.num_other,
+                self.block_size,
+                num_in_place=in_place,
+                window=windows[0],
             )
         ]
-        if len(windows) > 1:
-            some = least[1] + self.window_extra
-            pools.append(TieredBlockPool(some, self.window_host, self.block_size, num_in_place=0))
+        for window, need in zip(windows[1:], least[1:], strict=True):
+            some, host = need + self.window_extra, self.window_host
+            pools.append(
+                TieredBlockPool(some, host, self.block_size, num_in_place=0, window=window)
+            )
         config = SchedulerConfig(
             max_num_seqs=self.seqs,
             max_num_batched_tokens=self.tokens,
             max_model_len=self.max_len,
             block_size=self.block_size,
-            window=self.window,
         )
         policy = KVPolicy(
             prefix_caching=self.prefix_caching,
             swap_rates=self.swap_rates,
             recompute_token_s=self.recompute_token_s,
         )
-        window_pool = pools[1] if len(pools) > 1 else None
-        return Scheduler(
-            config, BlockGroups(pools[0], window_pool, self.window, self.tokens, policy)
-        )
+        return Scheduler(config, BlockGroups(pools, self.tokens, policy))
 
 
 @dataclass
@@ -95,7 +96,7 @@ class World:
         self.tiers, self.size = tiers, tiers.block_size
         self.scheduler = tiers.make()
         self.groups = self.scheduler._groups
-        self.pools, self.windows = self.groups.pools, self.groups.windows
+        self.pools = self.groups.pools
         self.memory = [[[None] * self.size for _ in range(p.num_blocks)] for p in self.pools]
         self.queued: list[dict[int, Any]] = [{} for _ in self.pools]
         self.executed: list[set[int]] = [set() for _ in self.pools]
@@ -252,7 +253,7 @@ class World:
     def launch(self, plan: Any, before: Launched | None) -> Launched:
         """Write what the step computes, and check all that it reads."""
         self.check_plan(plan, before)
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(self.tiers.windows):
             for item in plan.scheduled:
                 for position in range(item.start, item.stop):
                     block, offset = self.place(group, item.sequence, position)
@@ -304,7 +305,7 @@ class World:
             assert order == sorted(order), "served in order of arrival"
         for s in waiting:
             assert s.status is SequenceStatus.WAITING
-            assert (s.block_tables, s.num_gone, s.num_computed) == (([], []), 0, 0)
+            assert (s.block_tables, s.num_gone, s.num_computed) == ([], [], 0)
         for group, pool in enumerate(self.pools):
             self.check_group(group, pool, running)
         kv = self.scheduler.kv_stats()
@@ -320,9 +321,7 @@ class World:
         assert kv["swaps_in"] <= kv["swaps_out"]
 
     def check_group(self, group: int, pool: TieredBlockPool, running: tuple[Sequence, ...]) -> None:
-        window, most = self.windows[group], pool.num_gpu_blocks
-        if group == 0:
-            most += pool.num_in_place
+        most = pool.num_gpu_blocks + pool.num_in_place
         owners: Counter[int] = Counter()
         contents: dict[int, set[tuple[int, int]]] = {}
         for s in running:
@@ -335,9 +334,9 @@ class World:
                 last = (place + 1) * self.size - 1
                 contents.setdefault(block, set()).add((place, self.value(s, last)))
             start = s.num_computed - s.num_computed % self.size
-            gone = min(len(table), num_expired(start, window, self.size))
+            gone = min(len(table), num_expired(start, pool.window, self.size))
             assert table == [GONE] * gone + live
-            assert window is None or s.num_gone == gone
+            assert s.num_gone[group] == gone
             key = s.seq_id, s.table_version, group
             before = self.tables.get(key, [])
             now = table[: len(before)]

@@ -300,7 +300,7 @@ def poison_freed_blocks(
     """Fill KV blocks with NaN when they become free, in the order of the compute stream."""
     engine = llm._engine
     assert engine is not None
-    pool, cache = engine.core.pool, engine.cache
+    pool, cache = engine.core.pools[0], engine.cache
     free = pool.free
 
     def free_and_poison(block_ids: Iterable[int], retain: Retain = "demote") -> None:

@@ -55,7 +55,7 @@ def test_layers_with_a_window_need_only_the_end_of_a_prefix():
     world.stop(track, "drop")
     world.pool.allocate(1)  # the tail is gone
     assert world.pool.findable(keys) == [True, True, True, False]
-    count = usable_prefix(world.pool.findable(keys), 3, P)
+    count = usable_prefix([world.pool.findable(keys)], [3], P)
     assert count == 3
     match = world.pool.match(keys[num_expired(count * P, 3, P) : count], 2 * P + 1)
     assert len(match.blocks) == match.num_asked == 1

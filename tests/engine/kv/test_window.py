@@ -44,18 +44,34 @@ def test_held_blocks_are_no_more_than_needed():
     assert num_held(5, 8, 1, 4) == 2
 
 
-@given(cached=st.lists(st.booleans(), max_size=16), window=WINDOWS, size=SIZES)
-def test_usable_prefix_is_the_longest_whose_window_is_there(cached, window, size):
-    def works(count):
-        needed = {k // size for k in seen(count * size, window) if k < count * size}
-        return all(cached[block] for block in needed)
+@given(data=st.data(), windows=st.lists(st.integers(1, 12), min_size=1, max_size=3), size=SIZES)
+def test_usable_prefix_is_the_longest_whose_windows_are_there(data, windows, size):
+    length = data.draw(st.integers(0, 16))
+    there = st.lists(st.booleans(), min_size=length, max_size=length)
+    cached = [data.draw(there) for _ in windows]
 
-    best = max(count for count in range(len(cached) + 1) if works(count))
-    assert usable_prefix(cached, window, size) == best
+    def works(count):
+        return all(
+            here[k // size]
+            for here, window in zip(cached, windows, strict=True)
+            for k in seen(count * size, window)
+            if k < count * size
+        )
+
+    best = max(count for count in range(length + 1) if works(count))
+    assert usable_prefix(cached, windows, size) == best
+
+
+def test_a_prefix_that_one_group_could_begin_behind_is_of_no_use_to_another():
+    # A window of 2 finds blocks 0 and 3, one of 4 finds 0 and 1: both together 0 alone.
+    assert usable_prefix([[True, False, False, True]], [2], 2) == 4
+    assert usable_prefix([[True, True, False, False]], [4], 2) == 2
+    both = [[True, False, False, True], [True, True, False, False]]
+    assert usable_prefix(both, [2, 4], 2) == 1
 
 
 def test_sizes_below_one_are_refused():
     with pytest.raises(EngineError, match="got 0 and 4"):
         num_expired(3, 0, 4)
     with pytest.raises(EngineError, match="got 4 and 0"):
-        usable_prefix([True], 4, 0)
+        usable_prefix([[True]], [4], 0)
