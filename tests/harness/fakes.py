@@ -15,6 +15,8 @@ from engine.request import TokenEvent
 from tests.harness.prefixes import PrefixCache
 
 GIB = 2**30
+BEGIN_S = 100.0
+"""The first time of a FakeClock; clock_start_s sets another."""
 PLAN = {
     "gpu": {
         "budget_bytes": 2 * GIB,
@@ -29,7 +31,14 @@ PLAN = {
 
 @dataclass
 class FakeClock:
-    now_s: float = 100.0
+    now_s: float = field(default_factory=lambda: BEGIN_S)
+
+    def __post_init__(self):
+        self._begin_s = self.now_s
+
+    @property
+    def passed_s(self):
+        return self.now_s - self._begin_s
 
     def __call__(self):
         return self.now_s

@@ -9,6 +9,8 @@ from harness.scenarios.kv import GIB, KVWatch, kv_link_share
 from harness.scenarios.kv_series import kv_series
 from tests.harness.fakes import FakeClock
 
+pytestmark = pytest.mark.usefixtures("clock_start_s")
+
 
 class Counting:
     """Every step takes 0.1 s and moves a block; before the first, something was counted already."""

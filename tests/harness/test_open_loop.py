@@ -19,7 +19,9 @@ from harness.traffic.prompts import fill_tokens
 from harness.traffic.schedule import plan_requests
 from harness.traffic.settings import Arrivals, Turns
 from tests.harness.traffic.cases import serve
-from tests.harness.virtual import ScriptedDoor, now_s, run_virtually
+from tests.harness.virtual import ScriptedDoor, now_s, passed_s, run_virtually
+
+pytestmark = pytest.mark.usefixtures("clock_start_s")
 
 
 def planned(**changes):
@@ -175,7 +177,7 @@ def test_a_run_that_is_cut_off_says_so_of_each_request_that_had_not_ended():
     def door():
         return ScriptedDoor(first_s={"serve-0": 0.5, "serve-1": 50.0})
 
-    served, made = run(planned(), door, give_up=lambda _, time_s: time_s >= 2.0)
+    served, made = run(planned(), door, give_up=lambda *_: passed_s() >= 2.0)
     assert [request.error for request in served] == [None, CUT_OFF, CUT_OFF, CUT_OFF]
     assert dataclasses.astuple(count_requests(4, served)) == (4, 1, 0, 3)
     assert [name for name, _, _ in made.sent] == ["serve-0", "serve-1"]
@@ -194,12 +196,13 @@ def test_what_waits_at_the_client_is_cancelled_too():
     assert serving_metrics(served, {"e2e_ms": 1.0})["serve/good_share"] == 0.0
 
 
-def test_a_ramp_is_served_and_not_counted():
+def test_a_ramp_is_served_and_not_counted(clock_start_s):
     """Two a second after 4 s; four arrivals before, the counted ones at 4, 4.5 and 5 s."""
     ramp = Arrivals(process="constant", rate_per_s=2.0, ramp_up_s=4.0)
     served, door = run(planned(num_requests=7, arrivals=ramp))
     assert [time_s for _, time_s, _ in door.sent][4:] == pytest.approx([4, 4.5, 5])
-    assert arrival_window(served) == Window(begin_s=pytest.approx(4), end_s=pytest.approx(5))
+    begin_s, end_s = (pytest.approx(clock_start_s + time_s) for time_s in (4, 5))
+    assert arrival_window(served) == Window(begin_s=begin_s, end_s=end_s)
     metrics = serving_metrics(served, {"ttft_ms": 500.0})
     assert metrics["serve/sent_requests_s"] == pytest.approx(2.0)
     assert metrics["serve/requests_s"] == pytest.approx(3 / 1.875)
@@ -241,12 +244,12 @@ def test_a_turn_whose_answer_fails_takes_the_rest_of_its_conversation_with_it():
     assert len(made.sent) == 5
 
 
-def test_the_drain_waits_for_turns_that_are_yet_to_come():
+def test_the_drain_waits_for_turns_that_are_yet_to_come(clock_start_s):
     """The second turn arrives 9 s after the last planned arrival; the drain is 2 s."""
     schedule = planned(num_requests=2, turns=Turns(num=2, think_s=8.125))
     served, _ = run(schedule, drain_s=2.0)
     assert [request.is_complete for request in served] == [True, True]
-    assert served[1].submit_s == pytest.approx(9.0)
+    assert served[1].submit_s == pytest.approx(clock_start_s + 9.0)
 
 
 def test_an_engine_that_fails_ends_the_run_with_its_error():
@@ -271,7 +274,7 @@ def test_an_engine_that_fails_is_told_before_the_next_arrival():
         limits = Limits(max_concurrency=None, drain_s=9)
         with pytest.raises(MemoryError):
             await run_open_loop(Door(), schedule, limits, clock=now_s)
-        return now_s()
+        return passed_s()
 
     assert run_virtually(main()) < 2  # and not at 1000 s
 
@@ -305,7 +308,7 @@ def test_a_pause_of_the_schedule_is_no_silence_but_one_of_the_engine_is(is_stuck
             planned(num_requests=2, arrivals=arrivals),
             Limits(max_concurrency=None, drain_s=9),
             clock=now_s,
-            on_progress=lambda *_: told.append(now_s()),
+            on_progress=lambda *_: told.append(passed_s()),
         )
 
     run_virtually(main())

@@ -16,6 +16,8 @@ from harness.traffic.settings import Arrivals, Lengths, Objectives
 from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, read_requests
 from tests.harness.systems.fake.cases import job, latency, run, served, throughput
 
+pytestmark = pytest.mark.usefixtures("clock_start_s")
+
 
 def close_to(value):
     return pytest.approx(value, rel=1e-9)

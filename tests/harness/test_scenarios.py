@@ -7,6 +7,8 @@ from harness.scenarios.outcome import cut_reasons
 from harness.scenarios.throughput import measure_throughput
 from tests.harness.fakes import FakeClock, FakeLLM, Script
 
+pytestmark = pytest.mark.usefixtures("clock_start_s")
+
 
 def engine(clock, **script):
     return FakeLLM(Script(**script), clock, lambda *_: None, reference=False)
@@ -104,7 +106,7 @@ def test_latency_ends_with_its_time_and_keeps_what_ended():
         (True, False, 6),
         (False, True, 2),
     ]
-    assert clock() == 105.5  # the load took 3 s
+    assert clock.passed_s == 5.5  # the load took 3 s
     assert not llm.has_unfinished()
     assert totals.num_steps == 14
     assert outcome.metrics["latency/e2e_ms/mean"] == pytest.approx(1000.0)
@@ -119,7 +121,7 @@ def test_latency_ends_with_its_time_and_keeps_what_ended():
 def test_latency_ends_no_sooner_than_with_one_request():
     clock = FakeClock()
     outcome, _ = measure_latency(engine(clock), prompts(3, 8), 5, clock=clock, limit_s=0.01)
-    assert (len(outcome.samples), outcome.num_measured, clock()) == (1, 1, 104.0)
+    assert (len(outcome.samples), outcome.num_measured, clock.passed_s) == (1, 1, 4.0)
     assert "when 1 of 3 requests had ended" in outcome.reasons[0]
 
 

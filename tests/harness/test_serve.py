@@ -32,6 +32,7 @@ from tests.harness.cases import SPEC
 from tests.harness.fakes import FakeClock, FakeLLM, Script, fake_door
 from tests.harness.traffic.cases import fixed, serve
 
+pytestmark = pytest.mark.usefixtures("clock_start_s")
 AT_ONCE = Arrivals(process="at_once")
 
 

@@ -16,6 +16,8 @@ from harness.worker import Work
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import GIB, PLAN, FakeClock, Script, fake_door
 
+pytestmark = pytest.mark.usefixtures("clock_start_s")
+
 
 def job(**changes):
     model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)

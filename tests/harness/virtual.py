@@ -7,11 +7,16 @@ from typing import Any
 from engine.errors import RequestError
 from engine.request import TokenEvent
 
+BEGIN_S = 0.0
+"""The first time of a VirtualLoop; clock_start_s sets another."""
+
 
 class _Selector(selectors.SelectSelector):
     """Lets the clock jump to the next timer, where a real one would wait."""
 
-    now_s = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = BEGIN_S
 
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)
@@ -41,6 +46,11 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
+def passed_s() -> float:
+    """Seconds since the loop began."""
+    return now_s() - BEGIN_S
+
+
 class ScriptedDoor:
     """Gives each request its first token after `first_s` and one each `gap_s`.
 
@@ -61,7 +71,7 @@ class ScriptedDoor:
         self._places = asyncio.Semaphore(places or 10**6)
 
     async def tokens(self, prompt: Any, params: Any = None, request_id: Any = None) -> Any:
-        self.sent.append((request_id, now_s(), tuple(prompt)))
+        self.sent.append((request_id, passed_s(), tuple(prompt)))
         assert params.temperature == 0
         assert params.ignore_eos
         if request_id in self.refuse:

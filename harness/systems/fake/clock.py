@@ -82,7 +82,7 @@ class ScriptedClock:
             return
         self.wait_until(self._now_s + timeout_s)
         # A timer is due once the time is beyond its own, which asyncio makes sure of by adding
-        # 1 ns: after 97 days that adds nothing to a time, and no timer would ever be due.
+        # 1 ns: after half a year that adds nothing to a time, and no timer would ever be due.
         if self._now_s + 10.0**-DIGITS == self._now_s:
             self._now_s = math.nextafter(self._now_s, math.inf)
 
