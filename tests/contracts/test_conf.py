@@ -160,7 +160,7 @@ def test_serving_is_an_open_loop_a_search_or_a_trace(composer: Composer, tmp_pat
         for name, more in {
             "serve": (),
             "serve_peak": (),
-            "serve_trace": (f"scenario.serve.trace.path={trace}",),
+            "serve_trace": (f"scenario.serve.trace.path='{trace}'",),
         }.items()
     }
     assert {name: scenario.name for name, scenario in found.items()} == {n: n for n in found}

@@ -61,7 +61,7 @@ def load_only(**starts):
 def fake_command(tmp_path, script):
     """The command of a worker whose engine follows the script."""
     path = tmp_path / "script.json"
-    path.write_text(json.dumps(asdict(script)))
+    path.write_text(json.dumps(asdict(script)), encoding="utf-8")
     return (sys.executable, "-m", "tests.harness.fakes", str(path))
 
 

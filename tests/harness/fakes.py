@@ -279,7 +279,7 @@ def main(arguments):
     """A worker process with the fake engine: SCRIPT.json, then the worker's own arguments."""
     from harness.worker import serve
 
-    script = Script(**json.loads(Path(arguments[0]).read_text()))
+    script = Script(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     spawned_s = float(arguments[arguments.index("--spawned-s") + 1])
     door, _ = fake_door(script, FakeClock(spawned_s + 1.0))
     return serve(arguments[1:], door)

@@ -43,7 +43,7 @@ def test_a_database_that_may_only_be_read_is_refused(tmp_path, monkeypatch):
         require_writable_stores([TrackingConfig()], tmp_path)
 
 
-@pytest.mark.parametrize("setting", ["hydra.run.dir={}", "tracking.uri=sqlite:///{}/runs.db"])
+@pytest.mark.parametrize("setting", ["hydra.run.dir='{}'", "tracking.uri='sqlite:///{}/runs.db'"])
 def test_a_command_ends_before_anything_runs(setting, nowhere, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
     assert main(["+model=glass", setting.format(nowhere)]) == 2

@@ -19,11 +19,11 @@ GIB = 1 << 30
 
 def _snapshot(folder: Path, *, shards: int = 2, absent: int = 0) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
     names = [f"model-{index}.safetensors" for index in range(shards)]
     weight_map = {f"w{index}": name for index, name in enumerate(names)}
     index = {"weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     for name in names[: shards - absent]:
         (folder / name).write_bytes(b"")
     return folder
@@ -94,7 +94,7 @@ def test_missing_files_names_absent_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"weight_map": ["a"]}', "\ufeff{"])
 def test_an_index_that_is_none_is_lacking(tmp_path: Path, content: str) -> None:
     folder = _snapshot(tmp_path / "a", absent=1)
-    (folder / "model.safetensors.index.json").write_text(content)
+    (folder / "model.safetensors.index.json").write_text(content, encoding="utf-8")
     (lacking,) = missing_files(folder)
     assert "model.safetensors.index.json" in lacking
 

@@ -42,7 +42,7 @@ def install(folder, **readings):
     shutil.copy(STAND_IN, folder / "pynvml.py")
     said = READINGS | readings
     temporary = folder / "readings.tmp"
-    temporary.write_text(json.dumps(said))
+    temporary.write_text(json.dumps(said), encoding="utf-8")
     temporary.replace(folder / "readings.json")
     return said
 
@@ -88,14 +88,14 @@ class RealClock:
 def real_time_command(tmp_path, script):
     """The command of a worker whose scripted times are real."""
     path = tmp_path / "script.json"
-    path.write_text(json.dumps(asdict(script)))
+    path.write_text(json.dumps(asdict(script)), encoding="utf-8")
     return (sys.executable, "-m", "tests.harness.telemetry.cases", str(path))
 
 
 def main(arguments):
     from harness.worker import serve
 
-    script = Script(**json.loads(Path(arguments[0]).read_text()))
+    script = Script(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     door, _ = fake_door(script, RealClock())
 
     def stream(config, seconds):

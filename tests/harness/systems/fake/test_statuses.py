@@ -136,7 +136,7 @@ def test_an_interrupted_command_leaves_a_killed_record_and_no_worker(tmp_path, i
     state = folder / "0" / "state.json"
     deadline_s = time.monotonic() + 60
     try:
-        while not (state.is_file() and '"latency' in state.read_text()):
+        while not (state.is_file() and '"latency' in state.read_text(encoding="utf-8")):
             assert harness.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
@@ -151,5 +151,7 @@ def test_an_interrupted_command_leaves_a_killed_record_and_no_worker(tmp_path, i
     if not is_moved:
         record = RunRecord.read(folder / "0" / "result.json")
         assert (record.status, record.error["type"]) == ("killed", "Interrupted")
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True, encoding="utf-8"
+    )
     assert str(folder) not in listed.stdout
