@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from harness.measure.nvml import Gpu, attempt
 
 PACKAGES: Final = (
@@ -53,8 +55,8 @@ def collect(gpu: Gpu | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions,
         "cpu": cpu_facts(),
-        "memory_bytes": host_memory_bytes(),
-        "swap_bytes": host_memory_bytes("SwapTotal"),
+        "memory_bytes": psutil.virtual_memory().total,
+        "swap_bytes": psutil.swap_memory().total,
         "numa": numa_facts(facts["numa_node"] if facts else None),
         "huge_pages": huge_page_facts(),
         "os": platform.platform(),
@@ -93,23 +95,14 @@ def cpu_facts() -> dict[str, Any]:
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), []).append(value.strip())
     names, sockets = fields.get("model name"), fields.get("physical id")
-    cores = list(zip(sockets or [], fields.get("core id", []), strict=False))
     return {
         "name": (names[0] if names else platform.processor()) or None,
         "num_cores": os.cpu_count(),
-        "num_physical_cores": len(set(cores)) or None,
+        "num_physical_cores": psutil.cpu_count(logical=False),
         "num_sockets": len(set(sockets)) if sockets else None,
         "num_usable_cores": attempt(lambda: len(os.sched_getaffinity(0))),
         "governor": _text(SYS / "devices/system/cpu/cpu0/cpufreq/scaling_governor"),
     }
-
-
-def host_memory_bytes(field: str = "MemTotal") -> int | None:
-    """Return the machine's memory, or another field of /proc/meminfo, in bytes."""
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def numa_facts(gpu_node: int | None, root: Path = SYS) -> dict[str, Any]:

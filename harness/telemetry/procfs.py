@@ -1,4 +1,9 @@
-"""Files of /proc that are read again and again, kept open and parsed with little work."""
+"""Files of /proc that are read again and again, kept open and parsed with little work.
+
+psutil tells neither anonymous, shared, locked and peak memory nor faults, and costs more: of a
+process of 100 threads 16 us instead of 4 for resident memory, 79 (`oneshot`) instead of 49 for
+the rest, 3,000 instead of 700 for its children, and 180 instead of 40 for the machine's memory.
+"""
 
 import os
 from pathlib import Path
