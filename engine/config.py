@@ -12,7 +12,7 @@ from engine.offload_config import (
     UVAOffloadConfig,
 )
 from engine.sealed import Sealed, check_choice, check_flag, check_number
-from engine.spec import DTYPES, ModelSpec
+from engine.spec import DTYPES, LOAD_FORMATS, ModelSpec
 
 __all__ = [
     "EngineConfig",
@@ -28,7 +28,6 @@ __all__ = [
     "UVAOffloadConfig",
 ]
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 OBJECTIVES = ("latency", "throughput", "context")
 AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
 

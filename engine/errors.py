@@ -1,5 +1,8 @@
 """Errors of the engine: what was wrong, what was expected, what was got, what to change."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class EngineError(Exception):
     """Base of every error that the engine raises on purpose."""
@@ -31,3 +34,16 @@ class CheckpointError(EngineError):
 
 class RequestError(EngineError, ValueError):
     """One request cannot be served; other requests are not affected."""
+
+
+def closest(word: str, choices: Iterable[str]) -> list[str]:
+    """Return the choice that resembles a word most, in a list that is empty if none does."""
+    lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
+    return [lower[name] for name in found]
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return " Did you mean X?" for the closest choice, or an empty string."""
+    found = closest(word, choices)
+    return f" Did you mean {found[0]}?" if found else ""

@@ -60,7 +60,7 @@ _OTHER = (
 KEYWORDS = frozenset((*_ENGINE, *_KV, *_UVA, *_PREFETCH, *_PLANNER, *_OTHER))
 
 
-def config_from_keywords(model: str, keywords: dict[str, Any]) -> EngineConfig:
+def config_from_keywords(model: str | ModelConfig, keywords: dict[str, Any]) -> EngineConfig:
     """Return the configuration that the keywords ask for; absent ones keep their defaults.
 
     Raises:
@@ -74,10 +74,16 @@ def config_from_keywords(model: str, keywords: dict[str, Any]) -> EngineConfig:
             )
             raise ConfigError(f"LLM: unknown keyword {name!r}.{hint}")
     _refuse(keywords)
+    if not isinstance(model, ModelConfig):
+        load_format = keywords.get("load_format", "auto")
+        model = ModelConfig(name=Path(model).name, path=str(model), load_format=load_format)
+    elif keywords.get("load_format", model.load_format) != model.load_format:
+        raise ConfigError(
+            f"load_format: expected {model.load_format}, as the ModelConfig says, got "
+            f"{keywords['load_format']!r}. Remove it."
+        )
     return EngineConfig(
-        model=ModelConfig(
-            name=Path(model).name, path=str(model), load_format=keywords.get("load_format", "auto")
-        ),
+        model=model,
         gpu=GPUConfig(
             device=keywords.get("device", "auto"), memory_gib=keywords.get("gpu_memory_gib")
         ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.build import Engine, Progress, build_engine, read_model
 from engine.clock import LoadReport
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.core import StepStats
 from engine.device.select import open_device
 from engine.effective import describe
@@ -34,11 +34,12 @@ class LLM:
     many clients.
     """
 
-    def __init__(self, model: str, **keywords: Any) -> None:
+    def __init__(self, model: str | ModelConfig, **keywords: Any) -> None:
         """Build an engine from keywords.
 
         Args:
-            model: Folder with config.json, and safetensors unless load_format="dummy".
+            model: Folder with config.json, and safetensors unless load_format="dummy"; or a
+                ModelConfig, which holds its load_format.
             **keywords: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
                 gpu_memory_utilization, gpu_memory_gib, cpu_offload_gb, cpu_offload_params,
                 offload_backend, offload_group_size, offload_num_in_group, offload_prefetch_step,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from engine.config import GPUConfig
 from engine.host_kv import HostKVPlan
 from engine.kv_sizes import KVSizes
 from engine.placement import Assignment, Placement
@@ -13,6 +14,7 @@ from engine.spec import DTYPE_BYTES, ModelSpec, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
+    "UNKNOWN_HOST_BYTES",
     "DeviceFacts",
     "HostKVPlan",
     "LayerPlan",
@@ -23,6 +25,8 @@ __all__ = [
     "lay_out",
 ]
 
+UNKNOWN_HOST_BYTES = 2**50
+"""Host memory of a machine that is not here: no limit."""
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this, bytes."""
 
@@ -55,6 +59,22 @@ class DeviceFacts:
     """That read weights."""
     holders: tuple[str, ...] = ()
     """Other processes with memory of the card, in words."""
+
+    @classmethod
+    def of_card(cls, gpu: GPUConfig) -> "DeviceFacts":
+        """Return a card that is not here, free of others' memory, in a machine of any host memory.
+
+        Args:
+            gpu: its memory_gib is set.
+        """
+        total = int((gpu.memory_gib or 0) * 2**30)
+        return cls(
+            kind="cuda",
+            name=gpu.name,
+            total_bytes=total,
+            free_bytes=total,
+            host_available_bytes=UNKNOWN_HOST_BYTES,
+        )
 
     @property
     def emulated(self) -> bool:

@@ -2,7 +2,10 @@
 
 import math
 import sys
-from dataclasses import fields
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from engine.errors import ConfigError
@@ -125,3 +128,21 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = ""
     if value not in choices:
         tail = f" {hint}" if hint else ""
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}.{tail}")
+
+
+def without_null(hint: Any) -> Any:
+    """Return a type hint without its `| None`."""
+    if typing.get_origin(hint) in {types.UnionType, typing.Union}:
+        return next(item for item in typing.get_args(hint) if item is not type(None))
+    return hint
+
+
+def key_types(node: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, type hint) of every field of a dataclass and of those below it."""
+    hints = typing.get_type_hints(node)
+    for item in fields(node):
+        path = f"{prefix}{item.name}"
+        yield path, hints[item.name]
+        inner = without_null(hints[item.name])
+        if is_dataclass(inner) and isinstance(inner, type):
+            yield from key_types(inner, f"{path}.")

@@ -18,6 +18,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.hf_config import MAX_LAYERS, sizes_of
 from engine.sealed import Sealed, check_choice, check_flag, check_number
 
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NORMS = {

@@ -14,6 +14,7 @@ from typing import Final
 import hydra
 from omegaconf import Container, OmegaConf
 
+from catalogue.files import CONF, tightfit_home
 from harness.ab.sides import check_comparisons
 from harness.begun import FOLDER as POINTS_FOLDER
 from harness.begun import BegunPoints
@@ -22,12 +23,10 @@ from harness.complaints import explain
 from harness.composition import CONFIG_NAME, DEMO_MODEL, Composer, Plan, Point
 from harness.describe import point_name
 from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
-from harness.folders import CONF
 from harness.full_disk import DiskFullError, full_disk_ends, require_room
 from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.keys import unknown_key
 from harness.launchers import BASIC, keep_gpus_visible, launch_arguments, make_importable
-from harness.models.home import tightfit_home
 from harness.overview import sweep_lines
 from harness.systems.mapping import require_package
 from harness.task import PointTask, SweepPlan, failure_record

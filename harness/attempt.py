@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.checkpoint import identify
+from catalogue.models import fetch
 from engine.config import EngineConfig
 from harness.build import engine_config, reference_config
 from harness.correctness import read_reference, reference_key
@@ -22,9 +24,6 @@ from harness.machine_rates import read_rates
 from harness.measure.host import num_new_kills, oom_kills
 from harness.measure.nvml import Gpu
 from harness.measure.page_cache import cached_share, drop_page_cache
-from harness.models.errors import unavailable
-from harness.models.identity import identify
-from harness.models.resolve import ensure_model
 from harness.plain import read_json
 from harness.process import start_worker
 from harness.prompts import PromptRow, read_prompts
@@ -143,7 +142,7 @@ class Attempt:
                 check_lengths(
                     self._trace, scenario.serve.trace, limit_tokens=limit, limit_name=name
                 )
-        self._model_path = _resolve_model(self._config, self._around.say)
+        self._model_path = fetch(self._config.model, report=self._around.say)
         load_format = self._config.model.load_format
         self.findings.effective["model"] = (
             {"source": "fake", "path": None}
@@ -355,20 +354,3 @@ class Attempt:
             log=run_dir / WORKER_LOG_NAME,
         )
         return status, error, result
-
-
-def _resolve_model(config: RunConfig, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint's folder; None for random weights of known sizes.
-
-    Raises:
-        ModelUnavailableError: the weights, or a folder that was named, are not there.
-    """
-    model = config.model
-    if model.load_format == "dummy":
-        if model.path is None:
-            return None
-        folder = Path(model.path).expanduser().resolve()
-        if not folder.is_dir():
-            raise unavailable(model.name, f"model.path: expected a folder, found none at {folder}")
-        return folder
-    return ensure_model(model.name, model.where(), report=say)

@@ -22,16 +22,15 @@ from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from catalogue.files import CONF, tightfit_home
 from engine.offload_config import OffloadWarning
 from harness.ab_config import quote_sides
 from harness.build import check_settings
 from harness.chosen import check_chosen
 from harness.complaints import explain
 from harness.errors import ConfigError
-from harness.folders import CONF
 from harness.keys import check_known_keys
 from harness.launchers import BASIC, check_launcher
-from harness.models.home import tightfit_home
 from harness.overrides import check_overrides, is_group, is_hydra, normalise
 from harness.schema import RunConfig
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.checkpoint import ModelUnavailableError
 from engine.errors import CapacityError, EngineError
 from harness.correctness import WrongTokensError
 from harness.full_disk import is_full
-from harness.models.errors import ModelUnavailableError
 from harness.process import Exit
 from harness.prompts import PromptError
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from harness.models.home import tightfit_home
+from catalogue.files import tightfit_home
 
 __all__ = ["DiskFullError", "full_disk_ends", "is_full", "require_room"]
 

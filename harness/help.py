@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from harness.folders import CONF
-from harness.models.home import tightfit_home
+from catalogue.files import CONF, tightfit_home
 
 __all__ = ["GROUP_TITLES", "OPTIONS", "ROOT_KEYS", "help_text"]
 

@@ -1,11 +1,11 @@
 """The keys of RunConfig: their dotted paths and types, and messages about wrong ones."""
 
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any, Final
 
+from engine.sealed import key_types, without_null
 from harness.errors import ConfigError, closest
 from harness.schema import RunConfig
 
@@ -24,23 +24,6 @@ GROUPS: Final = ("model", "system", "gpu", "offload", "kv", "scenario", "trackin
 _NAMES: Final = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
-def _without_null(hint: Any) -> Any:
-    if typing.get_origin(hint) in {types.UnionType, typing.Union}:
-        return next(item for item in typing.get_args(hint) if item is not type(None))
-    return hint
-
-
-def key_types(node: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, type hint) of every field of a dataclass and of those below it."""
-    hints = typing.get_type_hints(node)
-    for item in dataclasses.fields(node):
-        path = f"{prefix}{item.name}"
-        yield path, hints[item.name]
-        inner = _without_null(hints[item.name])
-        if dataclasses.is_dataclass(inner) and isinstance(inner, type):
-            yield from key_types(inner, f"{path}.")
-
-
 def is_known_key(path: str, known: dict[str, Any]) -> bool:
     """Return whether a dotted path is a field, or lies in a free mapping such as rope_scaling."""
     return path in known or is_free_key(path, known)
@@ -50,12 +33,12 @@ def is_free_key(path: str, known: dict[str, Any]) -> bool:
     """Return whether a dotted path is a free mapping, or lies in one."""
     parts = path.split(".")
     above = (known.get(".".join(parts[:count])) for count in range(1, len(parts) + 1))
-    return any(hint is Any or typing.get_origin(_without_null(hint)) is dict for hint in above)
+    return any(hint is Any or typing.get_origin(without_null(hint)) is dict for hint in above)
 
 
 def describe_type(hint: Any) -> str:
     """Return the type of a key in words, such as "an integer or null"."""
-    inner = _without_null(hint)
+    inner = without_null(hint)
     if dataclasses.is_dataclass(inner):
         words = "a mapping with the keys " + ", ".join(f.name for f in dataclasses.fields(inner))
     elif typing.get_origin(inner) is list:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.files import tightfit_home
 from engine.host_limits import num_threads
 from harness.environment import cpu_facts, package_version
 from harness.measure.nvml import Gpu
-from harness.models.home import tightfit_home
 from harness.plain import plain, read_json
 from reports.record.record import write_text_atomic
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from catalogue.models import describe
 from engine.config import ModelConfig
 from engine.errors import CapacityError, EngineError
 from engine.planner import plan_memory
 from harness.build import with_model
 from harness.describe import NOT_IDENTITY
 from harness.forecast.machine import running_facts
-from harness.forecast.rows import read_spec
 from harness.schema import RunConfig
 from harness.systems.fake.memory import plan_fake
 from reports.record.record import RunRecord
@@ -72,7 +72,7 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
     if config.system.kind != "native":
         return None
     try:
-        spec = read_spec(config)
+        spec = describe(config.model).spec
         model = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
         engine = with_model(config, model)
         if config.model.fake is not None:

@@ -1,16 +1,15 @@
 """Check overrides against groups and keys, and bring them into the spelling that Hydra composes."""
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
 from hydra.conf import HydraConf
 from hydra.core.override_parser.types import Override
 
+from catalogue.entry import is_hub_id
+from catalogue.models import find
 from harness.errors import ConfigError, did_you_mean
-from harness.folders import CONF
 from harness.keys import GROUPS, is_free_key, is_known_key, key_types, unknown_key
 from harness.launchers import check_launcher
 from harness.schema import RunConfig
@@ -55,13 +54,11 @@ def _check_options(override: Override, options: Sequence[str]) -> None:
 
 def _elsewhere(value: str) -> str:
     """Return what to write for a folder, or for OWNER/NAME of a model hub."""
-    is_of_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", value) and not Path(value).exists()
-    if not is_of_hub:
+    if not is_hub_id(value) or Path(value).exists():
         return f" A folder is +model=local model.path={value}."
-    for file in sorted((CONF / "model").glob("*.yaml")):
-        source = yaml.safe_load(file.read_text(encoding="utf-8")).get("source", {})
-        if str(source.get("repo", "")).lower() == value.lower():
-            return f" That is +model={file.stem}."
+    model = find(value)
+    if model.spec is not None:
+        return f" That is +model={model.name}."
     return (
         f" Another model of the hub: hf download {value} --local-dir FOLDER, then +model=local "
         "model.path=FOLDER."

@@ -1,13 +1,15 @@
 """Anything as strict JSON data; JSON files that may be absent, YAML files of a run."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from catalogue.files import read_json
 from reports.record.record import write_text_atomic
+
+__all__ = ["plain", "read_json", "write_yaml"]
 
 
 def plain(value: Any) -> Any:
@@ -23,15 +25,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(plain(item) for item in value)
     return str(value)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an absent, unreadable or broken file gives an empty one."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def write_yaml(path: Path, content: Any) -> None:

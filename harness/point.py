@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from catalogue.files import tightfit_home
 from harness import describe
 from harness.attempt import Attempt, Findings, PointEndedError, Surroundings
 from harness.devices import OwnDevice, first_gpu, own_device
@@ -21,7 +22,6 @@ from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.job import JOBS_FOLDER
 from harness.live import LiveView
 from harness.measure.nvml import Gpu
-from harness.models.home import tightfit_home
 from harness.plain import plain, read_json, write_yaml
 from harness.process import WORKER_COMMAND
 from harness.progress import Display, open_display

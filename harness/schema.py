@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from catalogue.entry import ModelSource
 from engine.config import (
     EngineSettings,
     GPUConfig,
@@ -18,7 +19,7 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from harness.ab_config import AbConfig
-from harness.model_config import ModelNode, ModelSource
+from harness.model_config import ModelNode
 from harness.system_config import SystemConfig
 from harness.traffic.bounds import (
     MOST_LENGTH,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from harness.models.home import tightfit_home
+from catalogue.files import tightfit_home
 from harness.report import build_report
 from harness.schema import SweepContext, TrackingConfig
 from harness.tracking.base import SweepFacts

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.models.home import models_folder
+from catalogue.files import models_folder
 
 # Read before any test changes TIGHTFIT_HOME.
 _MODELS = models_folder()

@@ -57,7 +57,7 @@ def read_folder(folder: Path) -> ModelFolder:
     Raises:
         CheckpointError: There is no config.json, it is of no supported model, or a file is damaged.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     stored: dict[str, StoredTensor] = {}
     for file in _files(folder):
         stored.update(_read_header(file) if file.is_file() else {})
@@ -75,7 +75,12 @@ def read_folder(folder: Path) -> ModelFolder:
     return ModelFolder(replace(spec, tie_word_embeddings=False), tuple(notes), is_untied=True)
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raises:
+        CheckpointError: There is none, or it is no JSON object.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(
@@ -83,9 +88,13 @@ def _read_config(folder: Path) -> Any:
             "checkpoint on this machine."
         )
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not JSON ({error}). Fetch it again.") from error
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise CheckpointError(f"{file}: expected an object, got {kind}. Fetch it again.")
+    return content
 
 
 def _dtype_of(stored: Mapping[str, StoredTensor]) -> tuple[str | None, list[str]]:

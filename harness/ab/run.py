@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.files import tightfit_home
 from harness.ab.order import Step, is_needed, steps
 from harness.ab.result import comparison, result_lines
 from harness.ab.sides import Side, compose_sides
 from harness.ab_config import AbConfig
 from harness.interrupt import interrupt_afterwards
-from harness.models.home import tightfit_home
 from harness.plain import plain, write_yaml
 from harness.report import build_report
 from harness.schema import RunConfig, SweepContext

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import yaml
 
+from catalogue.files import CONF
 from engine.config import (
     EngineConfig,
     EngineSettings,
@@ -19,7 +20,6 @@ from engine.config import (
 from engine.spec import ModelSpec
 from harness.bench.kv_work import KVWork
 from harness.errors import ConfigError
-from harness.folders import CONF
 
 NEVER: Final = 2**31
 """A staging threshold that no step reaches."""

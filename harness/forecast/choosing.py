@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import yaml
 
+from catalogue.files import CONF
 from engine.accounting import GIB
 from engine.config import (
     EngineConfig,
@@ -24,7 +25,6 @@ from engine.errors import CapacityError
 from engine.plan import DeviceFacts, MemoryPlan
 from engine.planner import plan_memory
 from engine.spec import ModelSpec
-from harness.folders import CONF
 from reports.record.record import write_text_atomic
 from reports.record.text import number
 

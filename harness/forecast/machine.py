@@ -9,9 +9,6 @@ from harness.machine_rates import Probed, read_rates
 from harness.measure.nvml import Gpu, open_gpu
 from harness.schema import RunConfig
 
-GIB = 2**30
-UNKNOWN_HOST_BYTES = 2**50
-"""Host memory of a machine that is not here: no limit."""
 ANY_CARD = "auto"
 """Name in conf/gpu of whatever card is here."""
 
@@ -31,15 +28,7 @@ def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
         if found is not None:
             return found, read_rates(here)
     if gpu.device != "cpu" and gpu.memory_gib is not None:
-        total = int(gpu.memory_gib * GIB)
-        card = DeviceFacts(
-            kind="cuda",
-            name=gpu.name,
-            total_bytes=total,
-            free_bytes=total,
-            host_available_bytes=UNKNOWN_HOST_BYTES,
-        )
-        return card, None
+        return DeviceFacts.of_card(gpu), None
     return _cpu_facts(), read_rates(None)
 
 

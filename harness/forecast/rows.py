@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
+from catalogue.models import describe
 from engine.accounting import Asked
 from engine.accounting import fits as has_room
 from engine.auto_fields import with_least_uva
@@ -21,8 +21,7 @@ from engine.config import (
     UVAOffloadConfig,
 )
 from engine.cost import shape_of
-from engine.errors import CapacityError, CheckpointError
-from engine.model.checkpoint import ModelFolder, read_folder
+from engine.errors import CapacityError
 from engine.offload_config import OffloadWarning
 from engine.placement import assign_prefetch
 from engine.plan import DeviceFacts, MemoryPlan
@@ -30,7 +29,6 @@ from engine.planner import plan_memory, resolve_dtype, resolve_max_model_len
 from engine.rates import rates_for
 from engine.spec import ModelSpec
 from harness.build import with_model
-from harness.errors import ConfigError
 from harness.forecast.duration import run_s
 from harness.forecast.machine import machine_facts
 from harness.machine_rates import Probed
@@ -140,25 +138,6 @@ class Forecast:
         return run_s(shape_of(row.plan, self.spec), rates, self.config.scenario) / 60
 
 
-def read_spec(config: RunConfig) -> ModelSpec:
-    """Return the model's sizes: as in conf/model, or from the folder model.path.
-
-    Raises:
-        ConfigError: There is no config.json, it cannot be read, or is of no supported family.
-    """
-    return _read_model(config).spec
-
-
-def _read_model(config: RunConfig) -> ModelFolder:
-    if config.model.spec is not None:
-        return ModelFolder(config.model.spec)
-    folder = Path(config.model.path or "").expanduser()
-    try:
-        return read_folder(folder)
-    except (CheckpointError, ConfigError, OSError) as error:
-        raise ConfigError(f"model.path: {error}") from error
-
-
 def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     """Plan every way to place the weights of one point.
 
@@ -166,7 +145,7 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
         config: As composed.
         overrides: The command line's, for the command that runs what is recommended.
     """
-    found = _read_model(config)
+    found = describe(config.model)
     spec = found.spec
     facts, probed = machine_facts(config)
     # Where files will be read from is of no account here, but that they will be.

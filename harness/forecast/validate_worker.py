@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from harness.folders import CONF
+from catalogue.files import CONF
 from harness.forecast.validate_cases import EngineCase
 
 TIMEOUT_S: Final = 240

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from engine.cost import CONTEXT_TOKENS
+from engine.plan import UNKNOWN_HOST_BYTES
 from harness.capacity import capacity_lines
-from harness.forecast.machine import UNKNOWN_HOST_BYTES
 from harness.forecast.rows import FOR_QUEUE, HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
 from reports.record.text import number
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 import yaml
 from omegaconf import OmegaConf
 
+from catalogue.files import tightfit_home
 from harness.composition import Composer
 from harness.keys import GROUPS
-from harness.models.home import tightfit_home
 from harness.schema import RunConfig
 from reports.record.record import write_text_atomic
 

@@ -10,9 +10,9 @@ from typing import Any, Final, NoReturn
 
 import yaml
 
+from catalogue.models import describe
 from harness.composition import Composer
 from harness.errors import ConfigError, did_you_mean
-from harness.forecast.rows import read_spec
 from harness.search.goal import Goal, parse_goal
 from harness.search.space import Space, default_space, parameter_of, space_of
 
@@ -134,7 +134,7 @@ def _default(composer: Composer, base: Sequence[str]) -> Space:
             "remove it: offload and its sizes are searched then."
         )
     points = composer.plan(base).points
-    return default_space(read_spec(points[0].config))
+    return default_space(describe(points[0].config.model).spec)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from catalogue.files import CONF
 from engine.spec import ModelSpec
 from harness.cli_args import parse_command_line
 from harness.composition import Composer, Point
-from harness.folders import CONF
 from harness.schema import ModelSource
 
 PARAMETERS = {

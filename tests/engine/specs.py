@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
+from catalogue.files import CONF
 from engine.config import (
     EngineConfig,
     EngineSettings,
@@ -20,7 +21,6 @@ from engine.offload_config import OffloadWarning
 from engine.plan import DeviceFacts, MemoryPlan, align
 from engine.planner import plan_memory
 from engine.spec import DTYPE_BYTES, ModelSpec
-from harness.folders import CONF
 
 GIB, MIB = 2**30, 2**20
 

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catalogue.files import CONF
 from engine.config import (
     EngineConfig,
     GPUConfig,
@@ -23,7 +24,6 @@ from engine.placement import Placement, spread_layers
 from engine.plan import DeviceFacts, MemoryPlan
 from engine.planner import plan_memory
 from engine.spec import ModelSpec
-from harness.folders import CONF
 from tests.engine.specs import (
     CPU,
     GIB,

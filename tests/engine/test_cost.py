@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catalogue.files import CONF
 from engine.config import GPUConfig
 from engine.cost import Shape, decode_step_s, load_s, prefill_s, shape_of, step_s
 from engine.cost_queue import queue_s
@@ -24,7 +25,6 @@ from engine.rates import (
     rates_for,
     sheet_rates,
 )
-from harness.folders import CONF
 from tests.engine.specs import (
     CPU,
     H200,

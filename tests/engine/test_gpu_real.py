@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from catalogue.files import models_folder
 from engine import LLM
-from harness.models.home import models_folder
 from tests.engine.growth import LIMITS, Growth, check_composition, grow, some_eager
 from tests.engine.test_gpu_equality import PLACEMENTS, captured
 from tests.engine.test_real_models import TEXTS, hf_tokens

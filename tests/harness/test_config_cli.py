@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from catalogue.files import CONF
 from harness.cli_args import parse_command_line
 from harness.errors import ConfigError
-from harness.folders import CONF
 
 ROOT = CONF.parent
 

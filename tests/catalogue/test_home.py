@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.models.home import models_folder, tightfit_home
+from catalogue.files import models_folder, tightfit_home
 
 
 def test_tightfit_home_is_taken_when_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
 """Checkpoints from a model hub: looked up in the caches first, downloaded when absent."""
 
 import fnmatch
-import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from harness.models.disk import GIB, check_disk
-from harness.models.errors import ModelUnavailableError, unavailable
-from harness.models.home import tightfit_home
+from catalogue.checkpoint import (
+    GIB,
+    ModelUnavailableError,
+    check_disk,
+    folder_bytes,
+    missing_files,
+    unavailable,
+)
+from catalogue.entry import ModelSource
+from catalogue.files import tightfit_home
 
 logger = logging.getLogger(__name__)
 
@@ -20,35 +25,8 @@ _WANTED: Final = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merg
 _UNWANTED: Final = ("*/*", "consolidated*")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubSource:
-    """One repository at one revision."""
-
-    repo: str
-    revision: str
-
-
-def missing_files(folder: Path) -> list[str]:
-    """Return what a checkpoint folder lacks: config.json, and every safetensors file it needs.
-
-    An index that is no such thing counts as lacking.
-    """
-    lacking = [] if (folder / "config.json").is_file() else ["config.json"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted(set(weight_map.values()))
-            return lacking + [shard for shard in shards if not (folder / shard).is_file()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return [*lacking, f"a weight_map of file names in {index.name}"]
-    if not any(folder.glob("*.safetensors")):
-        lacking.append("*.safetensors")
-    return lacking
-
-
 def ensure_hub_model(
-    name: str, source: HubSource, *, report: Callable[[str], None] = logger.info
+    name: str, source: ModelSource, *, report: Callable[[str], None] = logger.info
 ) -> Path:
     """Return the folder of a complete snapshot, downloaded into TIGHTFIT_HOME/hub when absent.
 
@@ -64,73 +42,93 @@ def ensure_hub_model(
         ModelUnavailableError: offline, gated, unknown, no safetensors or no room; found out
             within seconds, before anything is written.
     """
-    cache = tightfit_home() / "hub"
-    for folder in (_cached(source, cache), _cached(source, None)):
-        if folder is not None:
+    for folder in snapshots(source):
+        if not missing_files(folder):
             return folder
-    commit, needed_bytes = _look_up(name, source)
+    cache = tightfit_home() / "hub"
+    needed_bytes = _look_up(name, source)
     cache.mkdir(parents=True, exist_ok=True)
-    present_bytes = _present_bytes(source, cache)
-    check_disk(name, cache, max(0, needed_bytes - present_bytes))
+    check_disk(name, cache, max(0, needed_bytes - downloaded_bytes(source)))
     report(f"{name}: downloading {source.repo} ({needed_bytes / GIB:.1f} GiB) into {cache}")
-    return _download(name, source, commit, cache)
-
-
-def _cached(source: HubSource, cache: Path | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        found = snapshot_download(
-            source.repo,
-            revision=source.revision,
-            cache_dir=cache,
-            local_files_only=True,
-            allow_patterns=list(_WANTED),
-            ignore_patterns=list(_UNWANTED),
+    folder = _download(name, source, _WANTED)
+    if lacking := missing_files(folder):
+        raise unavailable(
+            name, f"{source.repo}: the download lacks {', '.join(lacking)}", "run it again"
         )
-    except LocalEntryNotFoundError:
-        return None
-    return Path(found) if not missing_files(Path(found)) else None
+    return folder
 
 
-def _look_up(name: str, source: HubSource) -> tuple[str, int]:
-    """Return the commit and the bytes of the wanted files, asking the hub once."""
+def ensure_config(name: str, source: ModelSource) -> Path:
+    """Return a folder with the repository's config.json, downloaded alone when it is absent.
+
+    Raises:
+        ModelUnavailableError: it is not to be had.
+    """
+    for folder in snapshots(source):
+        if (folder / "config.json").is_file():
+            return folder
+    return _download(name, source, ("config.json",))
+
+
+def snapshots(source: ModelSource) -> Iterator[Path]:
+    """Yield the folders of a revision that there are, whole or in part: ours, then the user's."""
+    from huggingface_hub import constants
+
+    for cache in (tightfit_home() / "hub", Path(constants.HF_HUB_CACHE)):
+        repository = cache / _folder_name(source)
+        try:
+            commit = (repository / "refs" / str(source.revision)).read_text(encoding="utf-8")
+        except OSError:
+            commit = str(source.revision)  # which it may be itself
+        if (folder := repository / "snapshots" / commit.strip()).is_dir():
+            yield folder
+
+
+def downloaded_bytes(source: ModelSource) -> int:
+    """Return the bytes of a repository in TIGHTFIT_HOME/hub, those of other revisions too."""
+    return folder_bytes(tightfit_home() / "hub" / _folder_name(source) / "blobs")
+
+
+def _folder_name(source: ModelSource) -> str:
+    return f"models--{str(source.repo).replace('/', '--')}"
+
+
+def _look_up(name: str, source: ModelSource) -> int:
+    """Return the bytes of the wanted files, asking the hub once."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         info = HfApi().model_info(
-            source.repo, revision=source.revision, files_metadata=True, timeout=_LOOKUP_TIMEOUT_S
+            str(source.repo),
+            revision=source.revision,
+            files_metadata=True,
+            timeout=_LOOKUP_TIMEOUT_S,
         )
     except (HfHubHTTPError, OSError, _transport_error()) as error:
         raise _refusal(name, source, error) from None
     wanted = [file for file in info.siblings or [] if _is_wanted(file.rfilename)]
     if not any(file.rfilename.endswith(".safetensors") for file in wanted):
         raise unavailable(name, f"{source.repo}: expected weights in safetensors, found none")
-    return str(info.sha), sum(file.size or 0 for file in wanted)
+    return sum(file.size or 0 for file in wanted)
 
 
-def _download(name: str, source: HubSource, commit: str, cache: Path) -> Path:
+def _download(name: str, source: ModelSource, wanted: tuple[str, ...]) -> Path:
+    """Download by the revision's own name, under which the cache finds it again offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         folder = snapshot_download(
-            source.repo,
-            revision=commit,
-            cache_dir=cache,
+            str(source.repo),
+            revision=source.revision,
+            cache_dir=tightfit_home() / "hub",
             etag_timeout=_LOOKUP_TIMEOUT_S,
-            allow_patterns=list(_WANTED),
+            allow_patterns=list(wanted),
             ignore_patterns=list(_UNWANTED),
         )
     except (HfHubHTTPError, OSError, _transport_error()) as error:
         raise _refusal(name, source, error) from None
-    lacking = missing_files(Path(folder))
-    if lacking:
-        raise unavailable(
-            name, f"{source.repo}: the download lacks {', '.join(lacking)}", "run it again"
-        )
     return Path(folder)
 
 
@@ -138,11 +136,6 @@ def _is_wanted(file: str) -> bool:
     return any(fnmatch.fnmatch(file, pattern) for pattern in _WANTED) and not any(
         fnmatch.fnmatch(file, pattern) for pattern in _UNWANTED
     )
-
-
-def _present_bytes(source: HubSource, cache: Path) -> int:
-    blobs = cache / f"models--{source.repo.replace('/', '--')}" / "blobs"
-    return sum(path.stat().st_size for path in blobs.glob("*")) if blobs.is_dir() else 0
 
 
 def _transport_error() -> type[Exception]:
@@ -153,7 +146,7 @@ def _transport_error() -> type[Exception]:
     return base if issubclass(base, Exception) else OSError
 
 
-def _refusal(name: str, source: HubSource, error: Exception) -> ModelUnavailableError:
+def _refusal(name: str, source: ModelSource, error: Exception) -> ModelUnavailableError:
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,

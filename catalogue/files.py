@@ -1,0 +1,70 @@
+"""Where files lie (conf/, TIGHTFIT_HOME), from any working folder; how JSON and YAML are read."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+CONF: Final = Path(__file__).resolve().parents[1] / "conf"
+"""The configuration files."""
+
+
+def tightfit_home() -> Path:
+    """Return the absolute folder that holds the database, the runs and the models.
+
+    TIGHTFIT_HOME when it is set and not empty, else `tightfit` in the user's data directory
+    (XDG_DATA_HOME, else ~/.local/share). The folder is not created here.
+    """
+    chosen = os.environ.get("TIGHTFIT_HOME", "").strip()
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    data = os.environ.get("XDG_DATA_HOME", "").strip()
+    base = Path(data).expanduser() if data else Path.home() / ".local" / "share"
+    return (base / "tightfit").resolve()
+
+
+def models_folder() -> Path:
+    """Return the folder of converted checkpoints, inside tightfit_home()."""
+    return tightfit_home() / "models"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an absent, unreadable or broken file gives an empty one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def quote_texts(text: str, is_text: Callable[[str], bool]) -> str:
+    """Return a YAML document with quotes around the values of text settings: 1.10 stays 1.10.
+
+    Args:
+        text: the document; its comments are left out of what is returned.
+        is_text: whether the setting at a dotted path is a text or a list of texts.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is None:
+        return text
+    _quote(root, "", is_text)
+    return str(yaml.serialize(root, Dumper=yaml.SafeDumper, allow_unicode=True))
+
+
+def _quote(node: yaml.Node, path: str, is_text: Callable[[str], bool]) -> None:
+    match node:
+        case yaml.MappingNode():
+            for key, value in node.value:
+                name = str(key.value)
+                _quote(value, f"{path}.{name}" if path else name, is_text)
+        case yaml.SequenceNode():
+            for item in node.value:
+                _quote(item, path, is_text)
+        case yaml.ScalarNode() if not node.tag.endswith(":null") and is_text(path):
+            node.tag = "tag:yaml.org,2002:str"

@@ -1,0 +1,233 @@
+"""The catalogue's door: names -> models, their state on this machine, their sizes, their folder."""
+
+import logging
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from catalogue.checkpoint import ModelUnavailableError, folder_bytes, missing_files, unavailable
+from catalogue.entry import Model, ModelSource, is_hub_id
+from catalogue.files import CONF, models_folder, quote_texts
+from catalogue.hub import downloaded_bytes, ensure_config, ensure_hub_model, snapshots
+from catalogue.packages import ensure_package_model, is_converted
+from engine.errors import CheckpointError, ConfigError, did_you_mean
+from engine.model.checkpoint import ModelFolder, read_config, read_folder
+from engine.sealed import key_types, without_null
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What this machine holds of a model's weights."""
+
+    kind: typing.Literal["absent", "partial", "present"]
+    path: Path | None
+    """The folder; None where there is none."""
+    num_bytes: int
+    """Bytes of its files, and of downloads that were cut short."""
+
+
+def names(config_dir: Path | None = None) -> list[str]:
+    """Return the names of all models, in order.
+
+    Args:
+        config_dir: a folder of the user's, whose model/ has files too.
+    """
+    return sorted(name for name, path in _files(config_dir).items() if _is_model(_read(path)))
+
+
+def find(model: str, config_dir: Path | None = None) -> Model:
+    """Return a model by a folder's path, a name of the catalogue, or a hub's OWNER/NAME.
+
+    Args:
+        model: as the user wrote it; what exists as a folder or a file is taken as that.
+        config_dir: a folder of the user's, whose model/ has files too; they come first.
+
+    Raises:
+        ConfigError: there is no such model, or its file is unusable.
+    """
+    if (path := Path(model).expanduser()).exists():
+        return Model(name=_short(path.resolve().name), path=str(path))
+    files = _files(config_dir)
+    if model in files:
+        return _to_model(model, files[model])
+    if is_hub_id(model):
+        for name, path in files.items():
+            if str(_source(_read(path)).get("repo")).lower() == model.lower():
+                return _to_model(name, path)
+        source = ModelSource(kind="hub", repo=model, revision="main")
+        return Model(name=_short(model.partition("/")[2]), source=source)
+    known = names(config_dir)
+    raise ConfigError(
+        f"model: expected one of {', '.join(known)}, a folder, or OWNER/NAME of a model hub, got "
+        f"{model!r}.{did_you_mean(model, known)}"
+    )
+
+
+def state(model: Model) -> State:
+    """Return what this machine holds of a model's weights; nothing is fetched or written."""
+    begun_bytes = 0
+    if model.path is not None:
+        folder = Path(model.path).expanduser()
+        is_whole = not missing_files(folder)
+    elif model.source.kind == "package":
+        folder = models_folder() / model.name
+        is_whole = is_converted(model.name, model.source)
+    elif model.source.kind == "hub":
+        found = min(
+            snapshots(model.source), key=lambda each: len(missing_files(each)), default=None
+        )
+        begun_bytes = downloaded_bytes(model.source)
+        folder = found or Path()
+        is_whole = found is not None and not missing_files(found)
+    else:
+        folder, is_whole = Path(), False
+    path = folder if folder != Path() and folder.is_dir() else None
+    num_bytes = 0 if path is None else folder_bytes(path)
+    if is_whole:
+        return State(kind="present", path=path, num_bytes=num_bytes)
+    num_bytes = max(num_bytes, begun_bytes)
+    return State(kind="partial" if num_bytes else "absent", path=path, num_bytes=num_bytes)
+
+
+def describe(model: Model) -> ModelFolder:
+    """Return a model's sizes: its entry's, or those that the folder of its weights states.
+
+    Of a hub's model whose sizes are not known here config.json is downloaded, and no more.
+
+    Raises:
+        ConfigError: the folder has no config.json, or one of no supported family.
+        ModelUnavailableError: the file is not to be had.
+    """
+    if model.spec is not None:
+        return ModelFolder(model.spec)
+    if model.path is None and model.source.kind == "hub":
+        folder = ensure_config(model.name, model.source)
+    else:
+        folder = Path(model.path or models_folder() / model.name).expanduser()
+    try:
+        return read_folder(folder)
+    except (CheckpointError, ConfigError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from error
+
+
+def fetch(model: Model, *, report: Callable[[str], None] = logger.info) -> Path | None:
+    """Return the checkpoint's folder, fetched now when absent; None for random weights of an entry.
+
+    Args:
+        model: of the catalogue, or of a run.
+        report: gets one line before each long step (download, conversion).
+
+    Raises:
+        ModelUnavailableError: the checkpoint is not to be had; the message names the remedy.
+    """
+    if model.path is None and model.load_format == "dummy":
+        return None
+    if model.path is not None:
+        return _check_folder(model, Path(model.path).expanduser().resolve())
+    if model.source.kind == "package":
+        return ensure_package_model(model.name, model.source, report=report)
+    return ensure_hub_model(model.name, model.source, report=report)
+
+
+def _check_folder(model: Model, folder: Path) -> Path:
+    if not folder.is_dir():
+        raise unavailable(model.name, f"model.path: expected a folder, found none at {folder}")
+    if model.load_format == "dummy":
+        return folder
+    try:
+        read_config(folder)
+    except CheckpointError as error:
+        raise ModelUnavailableError(
+            f"model {model.name}: {error} Or point model.path=FOLDER at another folder; "
+            "model.load_format=dummy reads the file too."
+        ) from error
+    if lacking := missing_files(folder):
+        raise unavailable(model.name, f"{folder} lacks {', '.join(lacking)}")
+    return folder
+
+
+def _files(config_dir: Path | None) -> dict[str, Path]:
+    folders = [CONF] if config_dir is None else [CONF, config_dir]
+    return {
+        path.stem: path for folder in folders for path in sorted((folder / "model").glob("*.yaml"))
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a model's file, its text settings as they are written."""
+    texts = {name for name, hint in key_types(Model) if without_null(hint) is str}
+    try:
+        text = quote_texts(path.read_text(encoding="utf-8"), texts.__contains__)
+        content = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: expected YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, got {content!r}.")
+    return content
+
+
+def _source(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    source = content.get("source")
+    return source if isinstance(source, dict) else {}
+
+
+def _is_model(content: Mapping[str, Any]) -> bool:
+    """Whether a file says where weights are: neither a scripted engine nor a folder to be named."""
+    is_folder = content.get("path") not in {None, "???"}
+    return is_folder or _source(content).get("kind") in {"hub", "package"}
+
+
+def _to_model(name: str, path: Path) -> Model:
+    content = _read(path)
+    if not _is_model(content):
+        raise ConfigError(
+            f"model {name}: expected a model with a source, got {path}, which says of no weights "
+            "where they are. Choose another one, or give the folder itself."
+        )
+    try:
+        model: Model = _build(Model, content, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return model
+
+
+def _build(kind: type, content: Mapping[str, Any], prefix: str) -> Any:
+    """Return an object of a dataclass and of those below it, from plain data."""
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in hints:
+            raise ConfigError(
+                f"{prefix}{key}: there is no such key.{did_you_mean(str(key), hints)}"
+            )
+        inner = without_null(hints[key])
+        if is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
+            values[key] = _build(inner, value, f"{prefix}{key}.")
+        elif inner is float and isinstance(value, str):
+            values[key] = _number(f"{prefix}{key}", value)
+        else:
+            values[key] = value
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{prefix or 'model'}: {error}") from error
+
+
+def _number(name: str, text: str) -> float:
+    """Return a number that YAML 1.1 takes for a text: 1e-6."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: expected a number, got {text!r}.") from error
+
+
+def _short(text: str) -> str:
+    """Return a name for a folder or a repository, of the characters that names have."""
+    kept = "".join(char if char.isalnum() or char in "._-" else "_" for char in text)
+    return kept.lstrip("._-") or "model"

@@ -1,1 +1,0 @@
-"""Checkpoints on this machine: fetched once, converted once, found again by name."""

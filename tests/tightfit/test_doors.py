@@ -1,0 +1,126 @@
+"""Names, folders and hub ids through the public package; plans without an engine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import huggingface_hub.constants
+import pytest
+import torch
+
+import engine
+import tightfit
+from catalogue.checkpoint import ModelUnavailableError
+from engine.errors import CapacityError, ConfigError
+from engine.spec import ModelSpec
+from tests.tiny import COMMON
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"gpu_memory_gib": 0.5, "max_num_seqs": 4, "max_num_batched_tokens": 64, "device": "cpu"}
+
+
+@pytest.fixture
+def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without models and without a hub."""
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "theirs"))
+
+    def refuse(*args: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    return tmp_path
+
+
+def snapshot(home: Path) -> Path:
+    """A tiny model of the hub, downloaded before: sizes and no weights."""
+    repository = home / "hub" / "models--org--tiny"
+    folder = repository / "snapshots" / "c0ffee"
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | COMMON))
+    return folder
+
+
+def test_importing_and_planning_a_card_loads_no_torch_that_is_not_used() -> None:
+    code = "import sys, tightfit; dir(tightfit); print('torch' in sys.modules, len(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    has_torch, count = done.stdout.split()
+    assert has_torch == "False"
+    assert int(count) < 200
+
+
+def test_the_names_are_the_engine_s() -> None:
+    assert tightfit.SamplingParams is engine.SamplingParams
+    assert tightfit.AsyncLLM is engine.AsyncLLM
+    assert issubclass(tightfit.LLM, engine.LLM)
+    with pytest.raises(AttributeError, match="no attribute 'llm'"):
+        _ = tightfit.llm
+
+
+def test_a_name_is_found_and_its_sizes_are_the_catalogue_s(glass_model_dir: Path) -> None:
+    llm = tightfit.LLM("glass", **SMALL)
+    try:
+        assert llm.config.model.path == str(glass_model_dir)
+        assert llm.config.model.spec == llm.spec
+        params = tightfit.SamplingParams(max_tokens=4, temperature=0.0)
+        found = llm.generate("Alice was", params)[0].outputs[0].token_ids
+    finally:
+        llm.close()
+    direct = engine.LLM(str(glass_model_dir), **SMALL)
+    try:
+        assert direct.generate("Alice was", params)[0].outputs[0].token_ids == found
+    finally:
+        direct.close()
+
+
+def test_random_weights_need_no_download(away: Path) -> None:
+    llm = tightfit.LLM("glass", load_format="dummy", **SMALL)
+    assert llm.spec.num_parameters == 852_608
+    llm.close()
+    with pytest.raises(ModelUnavailableError, match="cannot be reached"):
+        tightfit.LLM("org/tiny", load_format="dummy", **SMALL)
+    snapshot(away / "home")
+    llm = tightfit.LLM("org/tiny", load_format="dummy", **SMALL)
+    assert llm.spec == ModelSpec.from_hf_config({"model_type": "llama"} | COMMON)
+    llm.close()
+
+
+def test_a_folder_goes_through_as_it_is(away: Path) -> None:
+    folder = snapshot(away / "home")
+    llm = tightfit.LLM(str(folder), load_format="dummy", **SMALL)
+    assert (llm.config.model.path, llm.config.model.spec) == (str(folder), None)
+    llm.close()
+
+
+def test_what_is_not_there_is_refused(away: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got 'smollm2'\. Did you mean smollm2_135m\?"):
+        tightfit.LLM("smollm2")
+    with pytest.raises(ModelUnavailableError, match="some-org/some-model is not on this machine"):
+        tightfit.LLM("some-org/some-model")
+
+
+def test_a_card_that_is_not_here_is_planned(away: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for a device"))
+    plan = tightfit.plan("llama31_8b", gpu="rtx4090_24gb", max_model_len=4096)
+    assert plan.facts.name == "rtx4090_24gb"
+    assert plan.facts.total_bytes == int(23.98828125 * 2**30)
+    less = tightfit.plan("llama31_8b", gpu="rtx4090_24gb", gpu_memory_gib=20, max_model_len=4096)
+    assert less.gpu_budget_bytes < plan.gpu_budget_bytes
+    with pytest.raises(CapacityError):
+        tightfit.plan("llama31_8b", gpu="rtx3060_12gb", max_model_len=4096)
+    with pytest.raises(ConfigError, match=r"got 'rtx4090'\. Did you mean rtx4090_24gb\?"):
+        tightfit.plan("glass", gpu="rtx4090")
+
+
+def test_a_plan_is_the_one_that_is_built(away: Path) -> None:
+    plan = tightfit.plan("glass", load_format="dummy", **SMALL)
+    llm = tightfit.LLM("glass", load_format="dummy", **SMALL)
+    assert llm.plan.to_dict() == plan.to_dict()
+    llm.close()

@@ -1,0 +1,22 @@
+"""The public package: models by name, folder or hub id, in a GPU budget; imports no torch."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
+    from engine.config import KVTransferConfig, OffloadConfig
+    from engine.sampling_params import SamplingParams
+    from tightfit.doors import LLM, plan
+
+__all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams", "plan"]
+
+_HOMES = {"LLM": "tightfit.doors", "plan": "tightfit.doors"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'tightfit' has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415
+
+    return getattr(import_module(_HOMES.get(name, "engine")), name)

@@ -1,0 +1,94 @@
+"""LLM and plan, whose models are names of the catalogue, folders, or a model hub's OWNER/NAME."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import engine.llm
+from catalogue.files import CONF
+from catalogue.models import describe, fetch, find
+from engine.config import GPUConfig, ModelConfig
+from engine.errors import ConfigError, did_you_mean
+from engine.keywords import config_from_keywords
+from engine.plan import DeviceFacts, MemoryPlan
+from engine.planner import plan_memory
+
+
+class LLM(engine.llm.LLM):
+    """`engine.LLM` that takes names too; a model that is not on this machine is fetched."""
+
+    def __init__(self, model: str, **keywords: Any) -> None:
+        """Build an engine.
+
+        Args:
+            model: a folder with config.json and weights, a name of conf/model, or OWNER/NAME of a
+                model hub.
+            **keywords: those of `engine.LLM`.
+
+        Raises:
+            ConfigError: there is no such model, or a keyword is refused.
+            ModelUnavailableError: its weights are not to be had.
+            CapacityError: it does not fit; the message has the figures.
+        """
+        super().__init__(_located(model, keywords), **keywords)
+
+
+def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
+    """Plan an engine without building it: what lies where, every other byte, predicted times.
+
+    Args:
+        model: as for LLM; its weights need not be here.
+        gpu: a card of conf/gpu, which need not be here; None: this machine's device.
+        **keywords: those of `engine.LLM`.
+
+    Raises:
+        CapacityError: it does not fit; the message and the error's plan have the figures.
+        ConfigError: there is no such model or card, or a keyword is refused.
+    """
+    entry = find(model)
+    spec = describe(entry).spec
+    load_format = keywords.get("load_format", entry.load_format)
+    # Where files will be read from is of no account here, but that they will be.
+    path = entry.path or (None if load_format == "dummy" else ".")
+    sizes = ModelConfig(name=entry.name, path=path, load_format=load_format, spec=spec)
+    config = config_from_keywords(sizes, keywords)
+    if gpu is not None:
+        config = replace(config, gpu=_card(gpu, config.gpu))
+    if gpu is not None and config.gpu.memory_gib is not None and config.gpu.device != "cpu":
+        return plan_memory(config, spec, DeviceFacts.of_card(config.gpu))
+    return engine.llm.LLM.plan_for(config)
+
+
+def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:
+    """Return the model with its weights on this machine, fetched now when absent."""
+    load_format = keywords.get("load_format", "auto")
+    if Path(model).expanduser().exists():
+        folder = Path(model).expanduser()
+        return ModelConfig(name=folder.name, path=str(folder), load_format=load_format)
+    entry = find(model)
+    entry = replace(entry, load_format=keywords.get("load_format", entry.load_format))
+    folder_or_none = fetch(entry)
+    spec = describe(entry).spec if folder_or_none is None else entry.spec
+    return ModelConfig(
+        name=entry.name,
+        path=None if folder_or_none is None else str(folder_or_none),
+        load_format=entry.load_format,
+        spec=spec,
+    )
+
+
+def _card(name: str, asked: GPUConfig) -> GPUConfig:
+    """Return a card of conf/gpu; what the keywords ask of it wins."""
+    known = [path.stem for path in sorted((CONF / "gpu").glob("*.yaml"))]
+    if name not in known:
+        raise ConfigError(
+            f"gpu: expected one of {', '.join(known)}, got {name!r}.{did_you_mean(name, known)}"
+        )
+    sheet = yaml.safe_load((CONF / "gpu" / f"{name}.yaml").read_text(encoding="utf-8"))
+    default = GPUConfig()
+    typed = {
+        key: value for key, value in vars(asked).items() if value != getattr(default, key, value)
+    }
+    return GPUConfig(**(sheet | typed))
