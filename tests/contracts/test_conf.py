@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from catalogue.files import CONF
+from catalogue.models import find
 from engine.spec import ModelSpec
 from harness.cli_args import parse_command_line
 from harness.composition import Composer, Point
@@ -96,7 +97,8 @@ def test_parameters_and_bytes_are_the_published_ones(name: str, composer: Compos
     )
     assert config.config.model.name == name
     assert config.config.model.spec == spec
-    assert file["source"] == config.config.model.where()
+    assert config.config.model.source == ModelSource(**file["source"])
+    assert vars(find(name)).items() <= vars(config.config.model).items()
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))

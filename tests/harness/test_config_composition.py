@@ -165,7 +165,7 @@ def test_a_path_needs_no_quotes(path: str, composer: Composer) -> None:
 def test_a_user_s_folder_adds_files(mine: Path) -> None:
     composer = Composer(mine)
     (point,) = plan(composer, "model=mine").points
-    assert point.config.model.where() == {"kind": "folder", "path": "/data/mine"}
+    assert point.config.model.path == "/data/mine"
     found = plan(composer, "+experiment=plain")
     assert found.is_demo
     assert found.points[0].config.engine.seed == 7

@@ -240,10 +240,10 @@ def test_no_worker_survives_a_killed_parent(tmp_path):
 
 
 def test_absent_weights_are_a_clean_failure(tmp_path, monkeypatch):
-    def refuse(name, source, report):
-        raise unavailable(name, "no checkpoint here and no network")
+    def refuse(model, report):
+        raise unavailable(model.name, "no checkpoint here and no network")
 
-    monkeypatch.setattr("harness.attempt.ensure_model", refuse)
+    monkeypatch.setattr("harness.attempt.fetch", refuse)
     source = ModelSource(kind="hub", repo="a/b", revision="main")
     config = run_config(model=ModelNode(name="big", source=source, spec=SPEC))
     record = run(tmp_path, config)
@@ -256,7 +256,7 @@ def test_absent_weights_are_a_clean_failure(tmp_path, monkeypatch):
 def test_the_record_names_the_commit_that_was_loaded(tmp_path, monkeypatch):
     folder = tmp_path / "models--a--b" / "snapshots" / ("0" * 39 + "1")
     folder.mkdir(parents=True)
-    monkeypatch.setattr("harness.attempt.ensure_model", lambda name, source, report: folder)
+    monkeypatch.setattr("harness.attempt.fetch", lambda model, report: folder)
     source = ModelSource(kind="hub", repo="a/b", revision="main")
     record = run(
         tmp_path,

@@ -122,5 +122,8 @@ def test_a_card_that_is_not_here_is_planned(away: Path, monkeypatch: pytest.Monk
 def test_a_plan_is_the_one_that_is_built(away: Path) -> None:
     plan = tightfit.plan("glass", load_format="dummy", **SMALL)
     llm = tightfit.LLM("glass", load_format="dummy", **SMALL)
-    assert llm.plan.to_dict() == plan.to_dict()
+    built, planned = llm.plan.to_dict(), plan.to_dict()
     llm.close()
+    for found in (built, planned):
+        del found["host"]["limit_bytes"]  # what is free now
+    assert built == planned
