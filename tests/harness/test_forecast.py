@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from catalogue.conversions import write_weights
 from engine.plan import UNKNOWN_HOST_BYTES, DeviceFacts
 from harness.__main__ import main
 from harness.capacity import capacity_lines
@@ -17,7 +18,6 @@ from harness.errors import ConfigError
 from harness.forecast import machine
 from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
-from harness.models.checkpoint import write_weights
 from tests.contracts.project import ROOT
 from tests.harness.cases import quoted
 
