@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from reports.load import is_run_folder, load_points
-from reports.plan_figure import PLAN_CSV, write_plan_figure
+from reports.figures.plan import PLAN_CSV, write_plan_figure
+from reports.pages.write import REPORT_NAME, write_report, write_sweep_report, write_versus_report
+from reports.record.folders import is_run_folder, load_points
 from reports.record.record import RESULT_NAME, RecordError
-from reports.render import REPORT_NAME, write_report, write_sweep_report, write_versus_report
 
 EXIT_NO_PACKAGE = 1
 EXIT_BAD_INPUT = 2

@@ -1,221 +1,218 @@
-"""Figures of a sweep: one bar a point, and output rate against what it costs."""
+"""Records side by side: their labels, what differs, whether they did the same work, ratios."""
 
-from collections.abc import Callable, Mapping, Sequence
-from textwrap import wrap
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from reports import facts, theme
-from reports.record.metrics import METRICS, Metric, shared
-from reports.record.text import last_keys, number
-from reports.sweep import Row
-from reports.theme import THEMES, Drawing, Theme, ThemeName
+from reports import facts
+from reports.record.folders import Point
+from reports.record.metrics import Metric, found
+from reports.record.record import RecordError, RunRecord
+from reports.record.text import ABSENT, flatten, leaf, shorten
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-MAX_BARS: Final = 40
-COLOUR_MAP: Final = "viridis"
-OUTPUT: Final = METRICS["throughput/output_tok_s"]
-TPOT: Final = METRICS["latency/tpot_ms"]
-PEAK: Final = METRICS["memory/gpu_peak_gib"]
-_LABEL_OFFSETS: Final = ((7, 4), (7, -12), (-13, 4), (-13, -12))
-"""Points in turn get their number on another side, so that close ones can be told apart."""
-
-
-def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
-    """Draw output rate and TPOT of each point; a point without a figure shows its status."""
-    colours = THEMES[theme_name]
-    shown = list(rows[:MAX_BARS])
-    records = [row.record for row in rows if row.record]
-    tpot = shared(TPOT, [record.metrics for record in records])
-    panels = [metric for metric in (OUTPUT, tpot) if any(_value(row, metric) for row in shown)]
-    if not panels:
-        return None
-    cut = f", first {MAX_BARS} of {len(rows)}" if len(rows) > MAX_BARS else ""
-    height_in = 1.3 + 0.34 * len(shown)
-    figure = theme.new_figure(
-        colours, height_in, f"Points compared{cut}", facts.figure_note(*records)
-    )
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for axes, metric in zip(grid.flat, panels, strict=True):
-        colour = colours.accent if metric is OUTPUT else colours.second
-        _draw_bars(axes, colours, shown, metric, colour)
-        word = "more" if metric.better == "higher" else "less"
-        axes.set_xlabel(f"{metric.heading}, {word} is better")
-    names = [f"{row.place}. {last_keys(row.label)}" for row in shown]
-    labels = ["\n".join(wrap(theme.plain(name, 44), 22)) for name in names]
-    grid[0, 0].set_yticks(range(len(shown)), labels)
-    grid[0, 0].set_ylim(len(shown) - 0.4, -0.6)
-    return theme.to_png(figure)
-
-
-def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
-    """Draw output rate over the rate of one request, and over GPU peak; points by number.
-
-    The line joins the points that no other point beats in both.
-    """
-    colours = THEMES[theme_name]
-    records = [row.record for row in rows if row.record]
-    tpot = shared(TPOT, [record.metrics for record in records])
-    speed, memory = [], []
-    for row in rows:
-        output, gap_ms = _value(row, OUTPUT), _value(row, tpot)
-        peak_gib = _value(row, PEAK)
-        if output is not None and gap_ms:
-            speed.append((row.place, 1000 / gap_ms, output))
-        if output is not None and peak_gib is not None:
-            memory.append((row.place, peak_gib, output))
-    panels = [
-        (speed, "tokens/s of one request (1000 / TPOT)", 1),
-        (memory, PEAK.heading, -1),
-    ]
-    panels = [panel for panel in panels if len(panel[0]) >= 2]
-    if not panels:
-        return None
-    figure = theme.new_figure(
-        colours, 3.9, "Output rate against its cost", facts.figure_note(*records)
-    )
-    grid = figure.subplots(1, len(panels), squeeze=False)
-    for axes, (points, label, sign) in zip(grid.flat, panels, strict=True):
-        is_coloured = points is speed and len(memory) >= 2
-        _draw_scatter(axes, colours, points, sign, dict(_peaks(memory)) if is_coloured else {})
-        axes.set_xlabel(label)
-    if len(memory) >= 2 and speed and panels[0][0] is speed:
-        _draw_scale(figure, grid[0, 0], colours, [peak for _, peak in _peaks(memory)])
-    grid[0, 0].set_ylabel(OUTPUT.heading)
-    return theme.to_png(figure)
-
-
-def frontier(
-    points: Sequence[tuple[int, float, float]], sign: int
-) -> list[tuple[int, float, float]]:
-    """Return the (place, x, y) that no other beats in both, ordered by x.
-
-    Args:
-        points: (place, x, y), where more of y is better.
-        sign: 1 where more of x is better, -1 where less is.
-    """
-    best: list[tuple[int, float, float]] = []
-    for point in sorted(points, key=lambda item: (-sign * item[1], -item[2])):
-        if not best or point[2] > best[-1][2]:
-            best.append(point)
-    return sorted(best, key=lambda item: item[1])
-
-
-Draw = Callable[[Sequence[Row], ThemeName], Drawing | None]
-
-SWEEP_FIGURES: Final[Mapping[str, Draw]] = MappingProxyType(
-    {
-        "comparison": comparison_figure,
-        "tradeoff": tradeoff_figure,
-    }
+WORK: Final = ("scenario.", "model.")
+"""Settings that say what was to be done."""
+NOT_WORK: Final = (
+    "scenario.name",
+    "scenario.correctness.",
+    "model.source.",
+    "model.path",
+    "model.name",
 )
-"""Name (also of the PNG file) -> figure of a sweep."""
+"""Of these, settings that change nothing that is timed; the sizes say which model it was."""
+LABEL_CHARS: Final = 48
+IDLE: Final = ("tracking.", "scenario.correctness.")
+IDLE_ROOTS: Final = frozenset(
+    {"timeout_s", "silence_s", "fail_fast", "monotone_stop", "rerun", "mode"}
+)
+"""Settings that no comparison needs to name."""
 
 
-def _value(row: Row, metric: Metric) -> float | None:
-    return row.record.metrics.get(metric.name) if row.record else None
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One point of a sweep with its number and its label."""
+
+    place: int
+    label: str
+    point: Point
+
+    @property
+    def record(self) -> RunRecord | None:
+        """The point's record, None where it could not be read."""
+        return self.point.record
+
+    @property
+    def status(self) -> str:
+        """The record's status, or `unreadable`."""
+        return self.record.status if self.record else "unreadable"
+
+    @property
+    def title(self) -> str:
+        """Number and label, cut to one short line."""
+        return f"{self.place}. {shorten(self.label, 60)}"
 
 
-def _draw_bars(
-    axes: "Axes", colours: Theme, rows: Sequence[Row], metric: Metric, colour: str
-) -> None:
-    theme.style_axes(axes, colours)
-    values = [_value(row, metric) for row in rows]
-    longest = max(value for value in values if value is not None)
-    axes.set_xlim(0, longest * 1.25 or 1)
-    axes.locator_params(axis="x", nbins=5)
-    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        is_bad = value is None and row.status != "ok"
-        text = row.status if is_bad else number(value)
-        if value is not None:
-            axes.barh(place, value, height=0.62, color=colour)
-        axes.annotate(
-            text,
-            (value or 0, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=colours.alarm if is_bad else colours.ink,
+def sweep_rows(points: Sequence[Point]) -> list[Row]:
+    """Return one row for each point, labelled by the overrides that not all points share.
+
+    A point's number is its folder's where all folders have one, else its place, from 0.
+    """
+    records = [point.record for point in points if point.record]
+    shared = set.intersection(*(set(record.overrides) for record in records)) if records else set()
+    names = [point.folder.name for point in points]
+    is_numbered = all(map(str.isdecimal, names)) and len(set(map(int, names))) == len(names)
+    places = [int(name) for name in names] if is_numbered else range(len(names))
+    return [
+        Row(place=place, label=_label(point, shared), point=point)
+        for place, point in zip(places, points, strict=True)
+    ]
+
+
+def differing_keys(records: Sequence[RunRecord]) -> list[str]:
+    """Return the dotted configuration keys whose values are not equal in all records."""
+    flat = [{key: leaf(value) for key, value in flatten(record.config)} for record in records]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    return [key for key in keys if len({config.get(key) for config in flat}) > 1]
+
+
+def _label(point: Point, shared: set[str]) -> str:
+    if point.record is None:
+        return point.folder.name
+    own = [item.lstrip("+") for item in point.record.overrides if item not in shared]
+    return " ".join(own) or point.record.name
+
+
+class UnlikeError(RecordError):
+    """Records that did not do the same work; the message says what differs."""
+
+
+def versus_rows(points: Sequence[Point]) -> list[Row]:
+    """Return a row for each run, labelled by its name, and by its run's id where labels repeat.
+
+    Of names that list settings, those that all runs have are left out; long ones are shortened.
+    """
+    names = [point.record.name if point.record else point.folder.name for point in points]
+    names = [shorten(name, LABEL_CHARS) for name in _distinct_parts(names)]
+    rows = []
+    for place, (point, name) in enumerate(zip(points, names, strict=True)):
+        run_id = point.record.run_id if point.record else point.folder.name
+        label = name if names.count(name) == 1 else f"{name} {run_id}"
+        rows.append(Row(place=place, label=label, point=point))
+    return rows
+
+
+def _distinct_parts(names: Sequence[str]) -> list[str]:
+    """Return names such as a=1,b=2 without the settings that all have, where something is left."""
+    parts = [name.split(",") for name in names]
+    shared = set(parts[0]).intersection(*parts[1:])
+    if not all("=" in part for part in shared):  # a comma within a value
+        return list(names)
+    left = [[part for part in own if part not in shared] for own in parts]
+    return [",".join(own) for own in left] if all(left) else list(names)
+
+
+def check_distinct(rows: Sequence[Row]) -> None:
+    """Check that no run is there twice; a sweep that took one over has the same run.
+
+    Raises:
+        UnlikeError: naming the folders.
+    """
+    seen: dict[str, Path] = {}
+    for row in rows:
+        run_id = row.record.run_id if row.record else ""
+        if run_id in seen:
+            raise UnlikeError(
+                f"expected runs that differ, got run {run_id} twice: {seen[run_id]} and "
+                f"{row.point.folder}. Give other runs; rerun=all measures a point again."
+            )
+        seen[run_id] = row.point.folder
+
+
+def check_alike(rows: Sequence[Row]) -> None:
+    """Check that all records did the same work.
+
+    Raises:
+        UnlikeError: naming what differs, with the values.
+    """
+    records = [row.record for row in rows if row.record]
+    differing = []
+    first = _work(records[0])
+    for row, record in zip(rows[1:], records[1:], strict=True):
+        other = _work(record)
+        for key in dict.fromkeys([*first, *other]):
+            if first.get(key) != other.get(key):
+                was, now = (shorten(leaf(work.get(key)), 60) for work in (first, other))
+                differing.append(f"{key}: {was} in {rows[0].label}, {now} in {row.label}")
+    if len({facts.is_emulated(record) for record in records}) > 1:
+        differing.append("a GPU and its emulation on a CPU")
+    if differing:
+        shown = "; ".join(differing[:8])
+        more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
+        raise UnlikeError(
+            f"expected runs of the same work, got runs that differ in {shown}{more}. Run them with "
+            "equal scenarios and models, or look at each report by itself."
         )
 
 
-def _draw_scatter(
-    axes: "Axes",
-    colours: Theme,
-    points: Sequence[tuple[int, float, float]],
-    sign: int,
-    peaks_gib: Mapping[int, float],
-) -> None:
-    """Draw points by number; those with a GPU peak in its colour, the best with a thick edge."""
-    theme.style_axes(axes, colours, grid="both")
-    best = frontier(points, sign)
-    axes.plot([x for _, x, _ in best], [y for _, _, y in best], color=colours.muted, linewidth=1)
-    best_places = {place for place, _, _ in best}
-    for index, (place, x, y) in enumerate(points):
-        is_best = place in best_places
-        axes.plot(
-            [x],
-            [y],
-            "o",
-            markersize=8,
-            color=_colour(peaks_gib, place, colours.accent if is_best else colours.background),
-            markeredgecolor=colours.ink if peaks_gib and is_best else colours.accent,
-            markeredgewidth=1.8 if is_best else 1.0,
-        )
-        axes.annotate(
-            str(place),
-            (x, y),
-            xytext=_LABEL_OFFSETS[index % len(_LABEL_OFFSETS)],
-            textcoords="offset points",
-            fontsize=9.5,
-            color=colours.ink,
-        )
-    axes.margins(0.14)
-    _set_scale(axes, "x", [x for _, x, _ in points])
-    _set_scale(axes, "y", [y for _, _, y in points])
+def _work(record: RunRecord) -> dict[str, object]:
+    flat = dict(flatten(record.config))
+    work = {
+        key: value
+        for key, value in flat.items()
+        if key.startswith(WORK) and not key.startswith(NOT_WORK)
+    }
+    if not any(key.startswith("model.spec.") for key in work):
+        work["model.name"] = flat.get("model.name")
+    # A file is what it holds: another one may lie at the same path, and the same one elsewhere.
+    for name, digest in (record.effective.get("inputs") or {}).items():
+        work[f"scenario.{name}"] = f"content {digest}"[:20]
+    return work
 
 
-def _peaks(memory: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
-    return [(place, peak_gib) for place, peak_gib, _ in memory]
+def ratio(base: RunRecord, other: RunRecord, metric: str) -> float | None:
+    """Return a metric of `other` over that of `base`, None where one is absent or below 0."""
+    below, above = base.metrics.get(metric), other.metrics.get(metric)
+    if below is None or above is None:
+        return None
+    return above / below if below > 0 <= above else None
 
 
-def _colour(peaks_gib: Mapping[int, float], place: int, otherwise: str) -> Any:
-    """Return the colour of a point's GPU peak between the least and the largest of all."""
-    if place not in peaks_gib:
-        return otherwise
-    from matplotlib import colormaps
+def ratio_interval(base: RunRecord, other: RunRecord, metric: str) -> tuple[float, float] | None:
+    """Return the least and the largest ratio of two means within their 95 % intervals.
 
-    low, high = min(peaks_gib.values()), max(peaks_gib.values())
-    share = (peaks_gib[place] - low) / (high - low) if high > low else 0.5
-    return colormaps[COLOUR_MAP](share)
-
-
-def _draw_scale(figure: "Figure", axes: "Axes", colours: Theme, peaks_gib: list[float]) -> None:
-    """Draw what the colours of the points mean."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    ends = (min(peaks_gib), max(peaks_gib))
-    if ends[0] == ends[1]:
-        ends = (ends[0] * 0.9, ends[1] * 1.1 or 1.0)
-    scale = ScalarMappable(norm=Normalize(*ends), cmap=COLOUR_MAP)
-    bar = figure.colorbar(scale, ax=axes, location="top", fraction=0.06, pad=0.03)
-    bar.set_label(PEAK.heading, color=colours.muted, fontsize=8.5)
-    bar.set_ticks(list(ends), labels=[number(end) for end in ends])
-    bar.ax.tick_params(colors=colours.muted, labelsize=8)
-    bar.outline.set_visible(False)
+    It is wider than the 95 % interval of the ratio. None where a run has no repeats.
+    """
+    ends = [
+        record.metrics.get(f"{metric.removesuffix('/mean')}/{end}")
+        for record in (base, other)
+        for end in ("ci95_low", "ci95_high")
+    ]
+    known = [end for end in ends if end is not None and end > 0]
+    if len(known) < len(ends):
+        return None
+    base_low, base_high, low, high = known
+    return low / base_high, high / base_low
 
 
-def _set_scale(axes: "Axes", axis: Literal["x", "y"], values: Sequence[float]) -> None:
-    """Make an axis logarithmic where its values differ 10-fold, else let it start at 0."""
-    low, high = min(values), max(values)
-    if low > 0 and high / low > 10:
-        theme.log_axis(axes, axis, low / 2, high * 2.5)
-    else:
-        set_limits = axes.set_xlim if axis == "x" else axes.set_ylim
-        set_limits(0, high * 1.18 or 1)
-        axes.locator_params(axis=axis, nbins=5)
+def compared_metrics(records: Sequence[RunRecord]) -> list[Metric]:
+    """Return the metrics that at least two records have, of samples their median or mean."""
+    runs = [record.metrics for record in records]
+    least = min(2, len(runs))
+    metrics = found("compare", runs)
+    return [m for m in metrics if sum(run.get(m.name) is not None for run in runs) >= least]
+
+
+def differing_settings(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return a line for each setting that differs and matters: its key and its value in each."""
+    flat = [dict(flatten(row.record.config)) for row in rows if row.record]
+    keys = [
+        key
+        for key in dict.fromkeys(key for config in flat for key in config)
+        if not key.startswith(IDLE) and key not in IDLE_ROOTS
+    ]
+    return [
+        (key, *(shorten(leaf(config[key]), 40) if key in config else ABSENT for config in flat))
+        for key in keys
+        if len({leaf(config.get(key)) for config in flat}) > 1
+    ]

@@ -156,9 +156,10 @@ def numbers(found: object) -> dict[str, float]:
     }
 
 
-def rows(record: RunRecord, scenario: str) -> list[Mapping[str, object]]:
-    """Return the sample rows of a scenario that holds a list of objects."""
-    found = record.samples.get(scenario)
+def rows(record: RunRecord, part: str) -> list[Mapping[str, object]]:
+    """Return the sample rows of a part: a list of objects, or what it holds as `requests`."""
+    samples = record.samples.get(part)
+    found = samples.get("requests") if isinstance(samples, Mapping) else samples
     return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
 
 

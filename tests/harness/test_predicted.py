@@ -12,7 +12,7 @@ from harness.scenarios.drive import StepTotals
 from harness.scenarios.predicted import differences, link_reasons, predicted_times
 from harness.schema import LatencyScenario
 from harness.summary import summary_lines
-from reports.predicted import predicted_section
+from reports.pages.run import predicted_section
 from reports.record.record import RunRecord
 from tests.engine.specs import GIB, plan_small, small_spec
 from tests.harness.cases import scenario

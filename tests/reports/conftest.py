@@ -2,7 +2,7 @@
 
 import pytest
 
-from reports.render import write_report, write_sweep_report
+from reports.pages.write import write_report, write_sweep_report
 from tests.reports.examples import config, no_fit_record, ok_record
 
 

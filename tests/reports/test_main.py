@@ -43,7 +43,7 @@ def test_reports_import_no_engine_and_no_harness():
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     names, modules = json.loads(done.stdout)
-    assert {"reports.record.record", "reports.figures", "reports.render"} <= set(names)
+    assert {"reports.record.record", "reports.figures.run", "reports.pages.write"} <= set(names)
     assert not {*HEAVY, "engine", "harness", "kernels", "matplotlib"} & set(modules)
 
 

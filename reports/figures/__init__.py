@@ -1,0 +1,1 @@
+"""Figures of runs and of points, drawn with matplotlib."""

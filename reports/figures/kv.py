@@ -1,0 +1,149 @@
+"""The KV cache of one run: a section with its counts, and a figure of each tier's use over time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from reports import facts
+from reports.figures import theme
+from reports.figures.theme import THEMES, Drawing, Theme, ThemeName
+from reports.record.record import RunRecord
+from reports.record.text import GIB, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TIERS: Final = (("gpu", "GPU"), ("cpu", "host"))
+PARTS: Final = (("owned", "of sequences"), ("cached", "findable"), ("in_transit", "under way"))
+FLOWS: Final = (
+    ("moved.stored_bytes", "stored"),
+    ("moved.loaded_bytes", "loaded"),
+    ("in_place_bytes", "read in place"),
+)
+LEAST_ROWS: Final = 2
+LEAST_SHARE: Final = 0.05
+"""Of a tier's size; less is not seen on an axis up to that size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTrace:
+    """Rows of the KV cache by column."""
+
+    part: str
+    columns: Mapping[str, Sequence[float]]
+    blocks: Mapping[str, float]
+    block_bytes: float
+
+    @property
+    def time_s(self) -> Sequence[float]:
+        """Seconds since the part began."""
+        return self.columns["time_s"]
+
+    def gib(self, column: str) -> list[float]:
+        """Return a column of blocks in GiB."""
+        zeros = [0.0] * len(self.time_s)
+        return [blocks * self.block_bytes / GIB for blocks in self.columns.get(column, zeros)]
+
+    def rates(self, column: str) -> list[float]:
+        """Return by how many GB a second a column of bytes rose between two rows."""
+        times, values = self.time_s, self.columns.get(column, [0.0] * len(self.time_s))
+        return [
+            (after - before) / 1e9 / (end_s - begin_s) if end_s > begin_s else 0.0
+            for (begin_s, end_s), (before, after) in zip(
+                pairwise(times), pairwise(values), strict=True
+            )
+        ]
+
+
+def kv_trace(record: RunRecord) -> KVTrace | None:
+    """Return the rows of the KV cache, None without rows or sizes."""
+    found = record.samples.get("kv")
+    if not isinstance(found, Mapping):
+        return None
+    names, rows = found.get("columns"), found.get("rows")
+    if not isinstance(names, list) or not isinstance(rows, list) or len(rows) < LEAST_ROWS:
+        return None
+    places = dict(enumerate(map(str, names)))
+    columns = {name: [row[place] for row in rows] for place, name in places.items()}
+    sizes = facts.numbers(found)
+    if "time_s" not in columns or not sizes.get("block_bytes"):
+        return None
+    return KVTrace(
+        part=str(found.get("part", "")),
+        columns=columns,
+        blocks={tier: sizes.get(f"{tier}_blocks", 0.0) for tier, _ in TIERS},
+        block_bytes=sizes["block_bytes"],
+    )
+
+
+def kv_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+    """Draw what each tier held over the last timed part, and what crossed the link meanwhile."""
+    trace = kv_trace(record)
+    if trace is None:
+        return None
+    colours = THEMES[theme_name]
+    tiers = [(tier, label) for tier, label in TIERS if trace.blocks[tier]]
+    moves = any(any(trace.rates(column)) for column, _ in FLOWS)
+    count = len(tiers) + moves
+    if not tiers:
+        return None
+    note = facts.figure_note(record)
+    title = f"KV cache by tier during {trace.part}"
+    figure = theme.new_figure(colours, 1.0 + 1.5 * count, title, note)
+    panels = list(figure.subplots(count, 1, sharex=True, squeeze=False).flat)
+    for axes, (tier, label) in zip(panels, tiers, strict=False):
+        _draw_tier(axes, colours, trace, tier, label)
+    if moves:
+        _draw_flows(panels[-1], colours, trace)
+    panels[-1].set_xlabel("seconds since the part began")
+    legends = [panels[0 if len(tiers) == 1 else 1], *panels[len(tiers) :]]
+    theme.draw_legend(figure, legends, colours, 6)
+    return theme.to_png(figure)
+
+
+def _draw_tier(axes: "Axes", colours: Theme, trace: KVTrace, tier: str, label: str) -> None:
+    """Stack what the tier held, below a line at its size."""
+    theme.style_axes(axes, colours, grid="y")
+    names = PARTS if tier == "cpu" else PARTS[:2]
+    palette = (colours.accent, colours.second, colours.muted)
+    held = [trace.gib(f"{tier}.{name}") for name, _ in names]
+    axes.stackplot(
+        trace.time_s,
+        held,
+        colors=palette[: len(names)],
+        labels=[words for _, words in names],
+        linewidth=0,
+        alpha=0.85,
+    )
+    size = trace.blocks[tier] * trace.block_bytes / GIB
+    most = max(map(sum, zip(*held, strict=True)))
+    if 0 < most < LEAST_SHARE * size:
+        axes.set_ylim(0, most * 1.5)
+        text = f"size {number(size)} GiB, beyond the axis"
+        place = axes.transAxes
+        axes.text(
+            1, 0.97, text, transform=place, ha="right", va="top", fontsize=9, color=colours.muted
+        )
+    else:
+        axes.axhline(size, color=colours.ink, linewidth=1.2, linestyle="--")
+        axes.set_ylim(0, size * 1.1)
+    axes.set_xlim(trace.time_s[0], max(trace.time_s[-1], trace.time_s[0] + 1e-9))
+    axes.set_ylabel(f"{label}, GiB")
+
+
+def _draw_flows(axes: "Axes", colours: Theme, trace: KVTrace) -> None:
+    theme.style_axes(axes, colours, grid="y")
+    palette = theme.SPARE_COLOURS[:3]
+    for (column, words), colour in zip(FLOWS, palette, strict=True):
+        rates = trace.rates(column)
+        axes.step(
+            trace.time_s,
+            [*rates[:1], *rates],
+            where="pre",
+            color=colour,
+            linewidth=1.6,
+            label=words,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("link, GB/s")

@@ -1,0 +1,153 @@
+"""The roofline of decode: tokens a second over bytes a token, below what link and memory carry."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from reports import facts
+from reports.figures import theme
+from reports.figures.theme import THEMES, Drawing, Theme, ThemeName
+from reports.record.record import RunRecord
+from reports.record.text import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Roof = Literal["link", "hbm"]
+WORDS: Final[dict[Roof, str]] = {"link": "host to GPU", "hbm": "GPU memory"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePoint:
+    """One way in which a run decoded."""
+
+    label: str
+    batch: float
+    """Mean tokens of a step."""
+    link_bytes: float
+    """Over the link for each token."""
+    hbm_bytes: float
+    """Weights read in GPU memory for each token; keys and values come on top."""
+    measured_tok_s: float | None
+    predicted_tok_s: float | None
+    link_gb_s: float | None
+    hbm_gb_s: float | None
+
+    def bytes_of(self, roof: Roof) -> float:
+        """Return the bytes that a roof counts."""
+        return self.link_bytes if roof == "link" else self.hbm_bytes
+
+    def rate_of(self, roof: Roof) -> float | None:
+        """Return the roof's rate, GB/s."""
+        return self.link_gb_s if roof == "link" else self.hbm_gb_s
+
+    def bound_tok_s(self, roof: Roof) -> float | None:
+        """Return the tokens a second that the roof allows, None where it does not bind."""
+        rate, size = self.rate_of(roof), self.bytes_of(roof)
+        return rate * 1e9 / size if rate and size else None
+
+
+def decode_points(record: RunRecord) -> list[DecodePoint]:
+    """Return a point for latency (one sequence) and one for throughput, as far as measured."""
+    placed = facts.numbers(facts.dig(record.plan, "placements"))
+    total, in_place = sum(placed.values()), placed.get("uva", 0.0)
+    step = facts.dig_number(record.plan, "bytes_per_step") or 0.0
+    if not total or facts.is_emulated(record):
+        return []
+    link, hbm = record.metrics.get("link/h2d_gb_s"), _hbm_gb_s(record)
+    metrics, found = record.metrics, []
+    tpot = metrics.get("latency/tpot_ms/p50") or metrics.get("latency/tpot_ms/mean")
+    steps = facts.dig_number(record.samples.get("throughput"), "num_decode_steps")
+    tokens = facts.dig_number(record.samples.get("throughput"), "num_decode_tokens")
+    batch = tokens / steps if tokens and steps else None
+    for label, size, measured, predicted in (
+        ("one sequence", 1.0, _per_s(tpot), _per_s(metrics.get("predicted/tpot_ms"))),
+        ("throughput", batch, metrics.get("throughput/decode_tok_s"), None),
+    ):
+        if size and measured:
+            found.append(
+                DecodePoint(
+                    label=label,
+                    batch=size,
+                    link_bytes=step / size,
+                    hbm_bytes=(total - in_place) / size,
+                    measured_tok_s=measured,
+                    predicted_tok_s=predicted,
+                    link_gb_s=link,
+                    hbm_gb_s=hbm,
+                )
+            )
+    return found
+
+
+def roofline_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+    """Draw tokens a second over bytes a token: roofs as lines, measured full, predicted hollow."""
+    points = decode_points(record)
+    roofs = [roof for roof in WORDS if any(point.bound_tok_s(roof) for point in points)]
+    if not roofs:
+        return None
+    colours = THEMES[theme_name]
+    title = "Decode against what link and GPU memory carry"
+    figure = theme.new_figure(colours, 3.9, title)
+    panels = list(figure.subplots(1, len(roofs), sharey=True, squeeze=False).flat)
+    for axes, roof in zip(panels, roofs, strict=True):
+        _draw_roof(axes, colours, points, roof)
+    panels[0].set_ylabel("decode (tok/s)")
+    theme.draw_legend(figure, panels[:1], colours)
+    return theme.to_png(figure)
+
+
+def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof: Roof) -> None:
+    theme.style_axes(axes, colours, grid="both")
+    shown = [point for point in points if point.bound_tok_s(roof)]
+    sizes = [point.bytes_of(roof) / 1e9 for point in shown]
+    ends = (min(sizes) / 3, max(sizes) * 3)
+    rate = shown[0].rate_of(roof) or 0.0
+    axes.plot(ends, [rate / end for end in ends], color=colours.alarm, linewidth=1.6)
+    axes.annotate(
+        f"{number(rate)} GB/s",
+        (ends[0], rate / ends[0]),
+        xytext=(6, 2),
+        textcoords="offset points",
+        fontsize=9,
+        color=colours.alarm,
+    )
+    for point, size in zip(shown, sizes, strict=True):
+        for value, face, word, size_pt in (
+            (point.predicted_tok_s, "none", "predicted", 13),
+            (point.measured_tok_s, colours.accent, "measured", 7),
+        ):
+            if value is not None:
+                label = word if point is shown[0] else None
+                axes.plot(
+                    [size],
+                    [value],
+                    "o",
+                    ms=size_pt,
+                    mfc=face,
+                    mec=colours.accent,
+                    ls="",
+                    label=label,
+                )
+        axes.annotate(
+            point.label,
+            (size, point.measured_tok_s or 0.0),
+            xytext=(0, -15),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=colours.ink,
+        )
+    lows = [value for p in shown for value in (p.measured_tok_s, p.predicted_tok_s) if value]
+    theme.log_axis(axes, "x", *ends)
+    lowest, highest = min([*lows, rate / ends[1]]), max([*lows, rate / ends[0]])
+    theme.log_axis(axes, "y", lowest / 4, highest * 1.6)
+    axes.set_xlabel(f"GB a token, {WORDS[roof]}")
+
+
+def _hbm_gb_s(record: RunRecord) -> float | None:
+    return record.metrics.get("link/hbm_copy_gb_s")
+
+
+def _per_s(time_ms: float | None) -> float | None:
+    return 1000 / time_ms if time_ms else None

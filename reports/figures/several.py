@@ -1,0 +1,377 @@
+"""Figures of several runs: bars and scatter of a sweep, ratios of runs and of two sides."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from reports import facts
+from reports.compare import Row, compared_metrics, ratio, ratio_interval
+from reports.figures import theme
+from reports.figures.theme import THEMES, Drawing, Theme, ThemeName
+from reports.record.metrics import METRICS, Metric, shared
+from reports.record.record import RunRecord
+from reports.record.text import last_keys, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_BARS: Final = 40
+COLOUR_MAP: Final = "viridis"
+OUTPUT: Final = METRICS["throughput/output_tok_s"]
+TPOT: Final = METRICS["latency/tpot_ms"]
+PEAK: Final = METRICS["memory/gpu_peak_gib"]
+_LABEL_OFFSETS: Final = ((7, 4), (7, -12), (-13, 4), (-13, -12))
+"""Points in turn get their number on another side, so that close ones can be told apart."""
+MOST_RUNS: Final = 6
+Mark = tuple[int, str, float, tuple[float, float] | None]
+"""Row of a ratio from the top, run, ratio and its interval."""
+TICKS: Final = (1, 2, 0.5, 10, 0.1, 5, 0.2, 100, 0.01, 20, 50, 0.02, 0.05, 1.25, 0.8, 1.1, 0.9)
+"""What an axis of ratios may name; the first ones come first where there is no room for all."""
+LEAST_GAP: Final = 0.12
+"""Of the axis' length, between two that are named."""
+LEAST_SPAN: Final = 0.05
+"""The axis reaches at least this far from 1 to either side."""
+WIDEST: Final = 100.0
+"""An interval that is wider than this factor to either side is cut off at it."""
+MOST_LINEAR: Final = 3.0
+"""Ratio of the axis' ends from which on it is logarithmic."""
+_ROW_IN: Final = 0.36
+
+
+def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
+    """Draw output rate and TPOT of each point; a point without a figure shows its status."""
+    colours = THEMES[theme_name]
+    shown = list(rows[:MAX_BARS])
+    records = [row.record for row in rows if row.record]
+    tpot = shared(TPOT, [record.metrics for record in records])
+    panels = [metric for metric in (OUTPUT, tpot) if any(_value(row, metric) for row in shown)]
+    if not panels:
+        return None
+    cut = f", first {MAX_BARS} of {len(rows)}" if len(rows) > MAX_BARS else ""
+    height_in = 1.3 + 0.34 * len(shown)
+    figure = theme.new_figure(
+        colours, height_in, f"Points compared{cut}", facts.figure_note(*records)
+    )
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, metric in zip(grid.flat, panels, strict=True):
+        colour = colours.accent if metric is OUTPUT else colours.second
+        _draw_bars(axes, colours, shown, metric, colour)
+        word = "more" if metric.better == "higher" else "less"
+        axes.set_xlabel(f"{metric.heading}, {word} is better")
+    names = [f"{row.place}. {last_keys(row.label)}" for row in shown]
+    labels = ["\n".join(wrap(theme.plain(name, 44), 22)) for name in names]
+    grid[0, 0].set_yticks(range(len(shown)), labels)
+    grid[0, 0].set_ylim(len(shown) - 0.4, -0.6)
+    return theme.to_png(figure)
+
+
+def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
+    """Draw output rate over the rate of one request, and over GPU peak; points by number.
+
+    The line joins the points that no other point beats in both.
+    """
+    colours = THEMES[theme_name]
+    records = [row.record for row in rows if row.record]
+    tpot = shared(TPOT, [record.metrics for record in records])
+    speed, memory = [], []
+    for row in rows:
+        output, gap_ms = _value(row, OUTPUT), _value(row, tpot)
+        peak_gib = _value(row, PEAK)
+        if output is not None and gap_ms:
+            speed.append((row.place, 1000 / gap_ms, output))
+        if output is not None and peak_gib is not None:
+            memory.append((row.place, peak_gib, output))
+    panels = [
+        (speed, "tokens/s of one request (1000 / TPOT)", 1),
+        (memory, PEAK.heading, -1),
+    ]
+    panels = [panel for panel in panels if len(panel[0]) >= 2]
+    if not panels:
+        return None
+    figure = theme.new_figure(
+        colours, 3.9, "Output rate against its cost", facts.figure_note(*records)
+    )
+    grid = figure.subplots(1, len(panels), squeeze=False)
+    for axes, (points, label, sign) in zip(grid.flat, panels, strict=True):
+        is_coloured = points is speed and len(memory) >= 2
+        _draw_scatter(axes, colours, points, sign, dict(_peaks(memory)) if is_coloured else {})
+        axes.set_xlabel(label)
+    if len(memory) >= 2 and speed and panels[0][0] is speed:
+        _draw_scale(figure, grid[0, 0], colours, [peak for _, peak in _peaks(memory)])
+    grid[0, 0].set_ylabel(OUTPUT.heading)
+    return theme.to_png(figure)
+
+
+def frontier(
+    points: Sequence[tuple[int, float, float]], sign: int
+) -> list[tuple[int, float, float]]:
+    """Return the (place, x, y) that no other beats in both, ordered by x.
+
+    Args:
+        points: (place, x, y), where more of y is better.
+        sign: 1 where more of x is better, -1 where less is.
+    """
+    best: list[tuple[int, float, float]] = []
+    for point in sorted(points, key=lambda item: (-sign * item[1], -item[2])):
+        if not best or point[2] > best[-1][2]:
+            best.append(point)
+    return sorted(best, key=lambda item: item[1])
+
+
+def _value(row: Row, metric: Metric) -> float | None:
+    return row.record.metrics.get(metric.name) if row.record else None
+
+
+def _draw_bars(
+    axes: "Axes", colours: Theme, rows: Sequence[Row], metric: Metric, colour: str
+) -> None:
+    theme.style_axes(axes, colours)
+    values = [_value(row, metric) for row in rows]
+    longest = max(value for value in values if value is not None)
+    axes.set_xlim(0, longest * 1.25 or 1)
+    axes.locator_params(axis="x", nbins=5)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        is_bad = value is None and row.status != "ok"
+        text = row.status if is_bad else number(value)
+        if value is not None:
+            axes.barh(place, value, height=0.62, color=colour)
+        axes.annotate(
+            text,
+            (value or 0, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colours.alarm if is_bad else colours.ink,
+        )
+
+
+def _draw_scatter(
+    axes: "Axes",
+    colours: Theme,
+    points: Sequence[tuple[int, float, float]],
+    sign: int,
+    peaks_gib: Mapping[int, float],
+) -> None:
+    """Draw points by number; those with a GPU peak in its colour, the best with a thick edge."""
+    theme.style_axes(axes, colours, grid="both")
+    best = frontier(points, sign)
+    axes.plot([x for _, x, _ in best], [y for _, _, y in best], color=colours.muted, linewidth=1)
+    best_places = {place for place, _, _ in best}
+    for index, (place, x, y) in enumerate(points):
+        is_best = place in best_places
+        axes.plot(
+            [x],
+            [y],
+            "o",
+            markersize=8,
+            color=_colour(peaks_gib, place, colours.accent if is_best else colours.background),
+            markeredgecolor=colours.ink if peaks_gib and is_best else colours.accent,
+            markeredgewidth=1.8 if is_best else 1.0,
+        )
+        axes.annotate(
+            str(place),
+            (x, y),
+            xytext=_LABEL_OFFSETS[index % len(_LABEL_OFFSETS)],
+            textcoords="offset points",
+            fontsize=9.5,
+            color=colours.ink,
+        )
+    axes.margins(0.14)
+    _set_scale(axes, "x", [x for _, x, _ in points])
+    _set_scale(axes, "y", [y for _, _, y in points])
+
+
+def _peaks(memory: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
+    return [(place, peak_gib) for place, peak_gib, _ in memory]
+
+
+def _colour(peaks_gib: Mapping[int, float], place: int, otherwise: str) -> Any:
+    """Return the colour of a point's GPU peak between the least and the largest of all."""
+    if place not in peaks_gib:
+        return otherwise
+    from matplotlib import colormaps
+
+    low, high = min(peaks_gib.values()), max(peaks_gib.values())
+    share = (peaks_gib[place] - low) / (high - low) if high > low else 0.5
+    return colormaps[COLOUR_MAP](share)
+
+
+def _draw_scale(figure: "Figure", axes: "Axes", colours: Theme, peaks_gib: list[float]) -> None:
+    """Draw what the colours of the points mean."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    ends = (min(peaks_gib), max(peaks_gib))
+    if ends[0] == ends[1]:
+        ends = (ends[0] * 0.9, ends[1] * 1.1 or 1.0)
+    scale = ScalarMappable(norm=Normalize(*ends), cmap=COLOUR_MAP)
+    bar = figure.colorbar(scale, ax=axes, location="top", fraction=0.06, pad=0.03)
+    bar.set_label(PEAK.heading, color=colours.muted, fontsize=8.5)
+    bar.set_ticks(list(ends), labels=[number(end) for end in ends])
+    bar.ax.tick_params(colors=colours.muted, labelsize=8)
+    bar.outline.set_visible(False)
+
+
+def _set_scale(axes: "Axes", axis: Literal["x", "y"], values: Sequence[float]) -> None:
+    """Make an axis logarithmic where its values differ 10-fold, else let it start at 0."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > 10:
+        theme.log_axis(axes, axis, low / 2, high * 2.5)
+    else:
+        set_limits = axes.set_xlim if axis == "x" else axes.set_ylim
+        set_limits(0, high * 1.18 or 1)
+        axes.locator_params(axis=axis, nbins=5)
+
+
+def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
+    """Draw each figure's ratio to the first run: right of the line where it is better."""
+    records = [row.record for row in rows if row.record]
+    base, others = records[0], [row for row in rows[1:] if row.record][:MOST_RUNS]
+    marks: list[Mark] = []
+    labels: list[str] = []
+    for metric in compared_metrics(records):
+        is_more = metric.better == "higher"
+        values = [(row, ratio(base, row.record, metric.name)) for row in others if row.record]
+        if not any(value for _, value in values):
+            continue
+        for row, value in values:
+            if value and row.record:
+                ends = ratio_interval(base, row.record, metric.name)
+                mark = value if is_more else 1 / value
+                if ends is not None and not is_more:
+                    ends = (1 / ends[1], 1 / ends[0])
+                marks.append((len(labels), row.label, mark, ends))
+        labels.append(metric.label if is_more else f"{metric.label} (inverse)")
+    if not labels:
+        return None
+    colours = THEMES[theme_name]
+    note = facts.figure_note(base)
+    title = f"Times as good as {rows[0].label}"
+    figure = theme.new_figure(colours, 1.4 + 0.3 * len(labels), title, note)
+    axes = figure.subplots()
+    theme.style_axes(axes, colours)
+    _draw_marks(axes, colours, marks, [row.label for row in others])
+    axes.axvline(1, color=colours.ink, linewidth=1.1)
+    axes.set_xscale("log")
+    found = [1.0, *(value for _, _, value, _ in marks)]
+    ratio_axis(axes, min(found) / 1.25, max(found) * 1.25)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_xlabel("better to the right")
+    theme.draw_legend(figure, [axes], colours, 2)
+    return theme.to_png(figure)
+
+
+def _draw_marks(axes: "Axes", colours: Theme, marks: Sequence[Mark], runs: Sequence[str]) -> None:
+    palette = [colours.accent, colours.second, *theme.SPARE_COLOURS]
+    named: set[str] = set()
+    for place, label, value, ends in marks:
+        order = runs.index(label)
+        y = place + 0.16 * (order - (len(runs) - 1) / 2)
+        if ends is not None:
+            axes.plot(ends, [y, y], color=palette[order], linewidth=1.6)
+        shown = None if label in named else theme.plain(label, 40)
+        named.add(label)
+        axes.plot([value], [y], "o", color=palette[order], ms=7, ls="", label=shown)
+
+
+def ratio_axis(axes: "Axes", low: float, high: float) -> None:
+    """Set the ends of a logarithmic axis of ratios, and ticks at round ones."""
+    axes.set_xlim(low, high)
+    axes.minorticks_off()
+    named = ratio_ticks(low, high)
+    axes.set_xticks(named, [f"{tick:g}x" for tick in named])
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Return the round ratios between two that have room beside each other on a logarithmic axis.
+
+    Args:
+        low: end of the axis.
+        high: the other one.
+    """
+    found: list[float] = []
+    for tick in TICKS:
+        gaps = (abs(math.log(tick / other)) / math.log(high / low) for other in found)
+        if low <= tick <= high and all(gap >= LEAST_GAP for gap in gaps):
+            found.append(tick)
+    return sorted(found)
+
+
+def ratio_rows(record: RunRecord) -> list[Mapping[str, Any]]:
+    """Return the ratios of a comparison that have a value."""
+    found = facts.dig(record.samples, "ab.rows")
+    rows = found if isinstance(found, list) else []
+    return [row for row in rows if isinstance(row, Mapping) and row.get("ratio") is not None]
+
+
+def sides_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+    """Draw b / a of each quantity with its interval; grey: what a against itself could give."""
+    rows = ratio_rows(record)
+    if not rows:
+        return None
+    colours = THEMES[theme_name]
+    note = facts.figure_note(record)
+    title = "Side b over side a, with 95 % intervals; grey: within this machine's noise"
+    figure = theme.new_figure(colours, 1.4 + _ROW_IN * len(rows), title, note)
+    axes = figure.subplots()
+    theme.style_axes(axes, colours)
+    axes.axvline(1, color=colours.muted, linewidth=1)
+    for place, row in enumerate(rows):
+        _draw_row(axes, colours, place, row)
+    axes.set_yticks(range(len(rows)), [theme.plain(str(row["label"]), 48) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    low, high = _limits(rows)
+    if high / low > MOST_LINEAR:
+        axes.set_xscale("log")
+        ratio_axis(axes, low, high * (high / low) ** 0.12)
+    else:
+        axes.set_xlim(low, high + 0.12 * (high - low))
+    axes.set_xlabel("b / a (1: equal)")
+    return theme.to_png(figure)
+
+
+def _draw_row(axes: "Axes", colours: Theme, place: int, row: Mapping[str, Any]) -> None:
+    ratio = float(row["ratio"])
+    if row.get("resolution"):
+        share = min(float(row["resolution"]), WIDEST - 1)
+        left = 1 / (1 + share)
+        axes.barh(place, 1 + share - left, left=left, height=0.7, color=colours.grid)
+    colour = colours.accent if str(row["verdict"]).startswith("b is") else colours.muted
+    if row.get("low") is not None and row.get("high") is not None:
+        ends = [max(float(row["low"]), 1 / WIDEST), min(float(row["high"]), WIDEST)]
+        axes.plot(ends, [place, place], color=colour, linewidth=2.5, solid_capstyle="butt")
+    axes.plot([min(max(ratio, 1 / WIDEST), WIDEST)], [place], "o", color=colour, markersize=6)
+    axes.annotate(
+        f"{ratio:.3f}",
+        (1.0, place),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=9,
+        color=colours.ink,
+    )
+
+
+def _limits(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the ends of the axis: all intervals, cut off at WIDEST, and a little room."""
+    values = [1 - LEAST_SPAN, 1 + LEAST_SPAN]
+    for row in rows:
+        share = float(row.get("resolution") or 0)
+        values += [1 / (1 + share), 1 + share]
+        values += [float(row[key]) for key in ("ratio", "low", "high") if row.get(key) is not None]
+    low, high = max(min(values), 1 / WIDEST), min(max(values), WIDEST)
+    room = (high / low) ** 0.05
+    return low / room, high * room
+
+
+SWEEP_FIGURES: Final[Mapping[str, Callable[[Sequence[Row], ThemeName], Drawing | None]]] = (
+    MappingProxyType({"comparison": comparison_figure, "tradeoff": tradeoff_figure})
+)
+"""Name (also of the PNG file) -> figure of a sweep."""

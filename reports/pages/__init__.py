@@ -1,0 +1,1 @@
+"""Pages of a run, a sweep, a comparison: what they show, and their files."""

@@ -1,0 +1,202 @@
+"""A comparison of two compositions as a page: ratios first, then sides, requests and runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from reports import facts
+from reports.figures.several import ratio_rows
+from reports.pages.page import Card, Page, Section, Table, tree_table
+from reports.pages.run import banners
+from reports.pages.verdict import verdict
+from reports.record.metrics import Metric, metric_number, shown, unit
+from reports.record.record import RunRecord
+from reports.record.text import ABSENT, duration, number, shorten
+
+CONVENTIONS: Final = (
+    "Runs of both sides lie next to each other, in the order A B, B A, A B, ..., each in fresh"
+    " processes, so that a slow drift of the machine falls on both.",
+    "b / a is the geometric mean of the ratios of the pairs; its interval is Student's t at 95 %"
+    " over their logarithms.",
+    "noise is what the mean of as many pairs could differ from 1 by chance, from runs of side a"
+    " against itself: their root mean square, times Student's t. Below it, or where the interval"
+    " holds 1, no difference is resolved.",
+    "total time is the load and all timed requests of one run, of repeated parts the mean of once; "
+    "checks and warm-ups are left out.",
+)
+ENDS: Final = ("least", "median", "most")
+
+
+def is_comparison(record: RunRecord) -> bool:
+    """Return whether a record is that of a comparison."""
+    return isinstance(record.samples.get("ab"), Mapping)
+
+
+def ab_page(record: RunRecord, links: Mapping[str, str]) -> Page:
+    """Return the page of a comparison.
+
+    Args:
+        record: of the comparison.
+        links: a run's folder -> address of its own report.
+    """
+    sample = record.samples["ab"]
+    sections = (
+        _ratios(sample),
+        _sides(sample),
+        _requests(sample),
+        _runs(sample, links),
+        Section(title="Configuration", tables=(_folded("Every setting", record.config),)),
+        Section(title="Environment", tables=(_folded("Machine", record.environment),)),
+        Section(title="Definitions", text=CONVENTIONS),
+    )
+    parts = (facts.model_name(record), facts.budget_title(record))
+    details = [f"comparison {record.run_id}"]
+    if record.started_at:
+        details.append(f"started {record.started_at}")
+    if record.duration_s is not None:
+        details.append(f"took {duration(record.duration_s)}")
+    return Page(
+        title=record.name,
+        subtitle=", ".join(part for part in parts if part),
+        details=", ".join(details),
+        banners=banners([record]),
+        cards=tuple(_cards(record)),
+        verdict=verdict(record),
+        sections=tuple(section for section in sections if section is not None),
+        alt={"ratios": "Side b over side a of each quantity, with intervals and noise"},
+    )
+
+
+def _folded(caption: str, tree: Mapping[str, object]) -> Table:
+    return tree_table(tree, caption=caption, is_folded=True)
+
+
+def _cards(record: RunRecord) -> list[Card]:
+    rows = {row["metric"]: row for row in ratio_rows(record)}
+    return [
+        Card(
+            label=metric.label[0].upper() + metric.label[1:],
+            value=f"{rows[metric.name]['ratio']:.3f}",
+            unit="b / a",
+            note=f"{_pair(metric.name, rows[metric.name])}; {rows[metric.name]['verdict']}",
+        )
+        for metric in _main_metrics()
+        if metric.name in rows
+    ]
+
+
+def _main_metrics() -> list[Metric]:
+    """Return what is compared and on top of a run's page."""
+    return [metric.mean for metric in shown("ab") if "card" in metric.shown]
+
+
+def _pair(metric: str, row: Mapping[str, Any]) -> str:
+    first, second = (metric_number(metric, row[side]) for side in ("a", "b"))
+    return f"{first} against {second} {unit(metric)}".rstrip()
+
+
+def _ratios(sample: Mapping[str, Any]) -> Section | None:
+    rows: Sequence[Mapping[str, Any]] = sample.get("rows") or []
+    if not rows:
+        return None
+    cells = []
+    for row in rows:
+        metric = row["metric"]
+        span = ABSENT if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        noise = ABSENT if row["resolution"] is None else f"{number(100 * row['resolution'])} %"
+        label = f"{row['label']} ({unit(metric)})"
+        values = (metric_number(metric, row["a"]), metric_number(metric, row["b"]))
+        ratio = ABSENT if row["ratio"] is None else f"{row['ratio']:.3f}"
+        cells.append((label, ratio, row["verdict"], *values, span, noise, str(row["num_pairs"])))
+    # What a narrow screen shows without scrolling comes first.
+    table = Table(
+        columns=("quantity", "b / a", "says", "a", "b", "95 % interval", "noise", "pairs"),
+        rows=cells,
+        numeric=frozenset({1, 3, 4, 5, 6, 7}),
+        wide=frozenset({0}),
+    )
+    return Section(title="Ratios", figures=("ratios",), tables=(table,))
+
+
+def _sides(sample: Mapping[str, Any]) -> Section:
+    rows = []
+    for side in ("a", "b"):
+        found = sample[side]
+        error = found.get("error") or {}
+        rows.append(
+            (
+                side,
+                " ".join(found["overrides"]) or "as is",
+                found["status"],
+                str(found["num_runs"]),
+                shorten(str(error.get("message", "")), 400) or ABSENT,
+            )
+        )
+    table = Table(
+        columns=("side", "overrides", "status", "runs", "error"), rows=rows, wide=frozenset({1, 4})
+    )
+    only = [side for side in ("a", "b") if not sample.get("rows") and sample[side]["first_run"]]
+    tables = [table]
+    for side in only:
+        first = sample[side]["first_run"]
+        tables.append(
+            Table(
+                columns=("quantity", "value", "unit"),
+                rows=[(name, metric_number(name, first[name]), unit(name)) for name in first],
+                caption=f"First run of side {side}",
+                numeric=frozenset({1}),
+            )
+        )
+    return Section(title="Sides", tables=tuple(tables))
+
+
+def _requests(sample: Mapping[str, Any]) -> Section | None:
+    tables = []
+    spread = sample.get("per_request") or []
+    if spread:
+        tables.append(
+            Table(
+                columns=("b / a of the same request", "requests", "least", "median", "most"),
+                rows=[
+                    (row["quantity"], str(row["num"]), *(f"{row[key]:.3f}" for key in ENDS))
+                    for row in spread
+                ],
+                numeric=frozenset({1, 2, 3, 4}),
+            )
+        )
+    tokens = sample.get("tokens") or {}
+    if tokens:
+        tables.append(
+            Table(
+                columns=("part", "requests compared", "equal tokens", "first unequal"),
+                rows=[
+                    (
+                        part,
+                        str(found["num_compared"]),
+                        str(found["num_equal"]),
+                        found["first_unequal"] or ABSENT,
+                    )
+                    for part, found in tokens.items()
+                ],
+                numeric=frozenset({1, 2}),
+            )
+        )
+    return Section(title="Requests, one by one", tables=tuple(tables)) if tables else None
+
+
+def _runs(sample: Mapping[str, Any], links: Mapping[str, str]) -> Section:
+    runs: Sequence[Mapping[str, Any]] = sample.get("runs") or []
+    have = {name for run in runs for name, value in run["metrics"].items() if value is not None}
+    metrics = [metric for metric in _main_metrics() if metric.name in have]
+    rows = []
+    for run in runs:
+        values = (metric_number(m.name, run["metrics"].get(m.name)) for m in metrics)
+        is_judged = {True: "valid", False: "not valid", None: "not judged"}[run["valid"]]
+        rows.append((run["folder"], run["side"], run["status"], is_judged, *values))
+    table = Table(
+        columns=("run", "side", "status", "figures", *(metric.heading for metric in metrics)),
+        rows=rows,
+        numeric=frozenset(range(4, 4 + len(metrics))),
+        links={i: links[run["folder"]] for i, run in enumerate(runs) if run["folder"] in links},
+        kinds={i: "bad" for i, run in enumerate(runs) if run["status"] != "ok"},
+    )
+    return Section(title="Runs", tables=(table,))

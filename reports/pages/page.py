@@ -1,0 +1,223 @@
+"""What a page shows, free of any markup: sections of tables and figures, and a verdict."""
+
+import csv
+import io
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from reports.record.metrics import (
+    STATISTIC_DEFINITIONS,
+    base_name,
+    definition,
+    interval,
+    metric_number,
+    metric_text,
+    of_samples,
+)
+from reports.record.record import RunRecord, summarise
+from reports.record.text import ABSENT, flatten, gib, leaf
+
+Kind = Literal["good", "warn", "bad", "plain", "better", "worse"]
+STATISTICS: Final = tuple(summarise([]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One summary number."""
+
+    label: str
+    value: str
+    unit: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Text cells in rows; `numeric` columns are aligned right, `wide` ones hold sentences."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    caption: str = ""
+    numeric: frozenset[int] = frozenset()
+    wide: frozenset[int] = frozenset()
+    links: dict[int, str] = field(default_factory=dict)
+    """Row number -> address that the row's first cell leads to."""
+    kinds: dict[int, Kind] = field(default_factory=dict)
+    """Row number -> how the row is marked."""
+    is_folded: bool = False
+    """Whether the table opens only on request."""
+
+    @property
+    def is_list(self) -> bool:
+        """Whether rows are a name, a value and a sentence, shown as a list on a narrow screen."""
+        return len(self.columns) == 3 and self.wide == {2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading with text, figures by name, and tables below them."""
+
+    title: str
+    text: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How the run ended, whether its figures may be used, and what to change."""
+
+    kind: Kind
+    label: str
+    lines: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A whole report."""
+
+    title: str
+    subtitle: str
+    details: str
+    banners: tuple[str, ...]
+    cards: tuple[Card, ...]
+    verdict: Verdict
+    sections: tuple[Section, ...]
+    alt: dict[str, str]
+    """Figure name -> text for who cannot see it."""
+
+
+def metric_table(record: RunRecord, areas: list[str]) -> Table | None:
+    """Return the metrics of some areas beside their definitions, None without any."""
+    names = [name for name in record.metrics if name.split("/")[0] in areas]
+    return named_table(record, names) if names else None
+
+
+def value_tables(
+    record: RunRecord, names: list[str], *, folds_zero: bool = False
+) -> tuple[Table, ...]:
+    """Return the named metrics that have a value, and the others as a table that is folded.
+
+    Args:
+        record: of the run.
+        names: at least one.
+        folds_zero: whether a value of 0 is folded as well.
+    """
+    absent = (None, 0) if folds_zero else (None,)
+    found = [name for name in names if record.metrics[name] not in absent]
+    rest = [name for name in names if record.metrics[name] in absent]
+    tables = [named_table(record, found)] if found else []
+    if rest:
+        caption = "Counts of 0, and what was not measured" if folds_zero else "Not measured here"
+        tables.append(replace(named_table(record, rest), caption=caption, is_folded=True))
+    return tuple(tables)
+
+
+def statistics_table(
+    record: RunRecord, area: str, counts: Mapping[str, int] | None = None
+) -> Table | None:
+    """Return a row of statistics for each quantity that has some, None where none has.
+
+    Args:
+        record: of the run.
+        area: latency or serve.
+        counts: samples of each metric, a column of their own; None: without it.
+    """
+    values = record.metrics
+    found = [
+        metric
+        for metric in of_samples(area)
+        if (counts or {}).get(metric.name)
+        or any(values.get(f"{metric.name}/{name}") is not None for name in STATISTICS)
+    ]
+    if not found:
+        return None
+    has_interval = any(interval(values, metric.name) for metric in found)
+    rows = []
+    for metric in found:
+        name = metric.name
+        mean, *others = (
+            metric_number(name, values.get(f"{name}/{statistic}")) for statistic in STATISTICS
+        )
+        cells = [metric.heading, mean]
+        cells += [interval(values, name) or ABSENT] if has_interval else []
+        cells += others
+        cells += [str(counts.get(name) or ABSENT)] if counts is not None else []
+        rows.append((*cells, metric.definition))
+    titles = ["", STATISTICS[0], *(["95 % interval"] if has_interval else []), *STATISTICS[1:]]
+    titles += ["samples"] if counts is not None else []
+    return Table(
+        columns=(*titles, "definition"),
+        rows=rows,
+        numeric=frozenset(range(1, len(titles))),
+        wide=frozenset({len(titles)}),
+    )
+
+
+def named_table(record: RunRecord, names: list[str]) -> Table:
+    """Return the named metrics beside their definitions."""
+    rows = [
+        (name, _with_interval(record, name), _meaning(name))
+        for name in names
+        if not _is_of_another(name, names)
+    ]
+    return Table(
+        columns=("metric", "value", "definition"),
+        rows=rows,
+        numeric=frozenset({1}),
+        wide=frozenset({2}),
+    )
+
+
+def metrics_csv(record: RunRecord) -> str:
+    """Return every metric with its unit and definition as CSV; absent values are empty."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["metric", "value", "definition"])
+    for name, value in record.metrics.items():
+        writer.writerow([name, "" if value is None else value, _meaning(name)])
+    return buffer.getvalue()
+
+
+def _meaning(name: str) -> str:
+    text = definition(name) or "no definition is recorded for this name"
+    statistic = STATISTIC_DEFINITIONS.get(name.removeprefix(base_name(name)).lstrip("/"))
+    return f"{statistic} of: {text}" if statistic else text
+
+
+def _is_of_another(name: str, names: Collection[str]) -> bool:
+    """Return whether an end of an interval is shown beside its mean."""
+    mean, _, last = name.rpartition("/")
+    return last in {"ci95_low", "ci95_high"} and mean in names
+
+
+def _with_interval(record: RunRecord, name: str) -> str:
+    text, ends = metric_text(name, record.metrics[name]), interval(record.metrics, name)
+    return f"{text} ({ends})" if ends else text
+
+
+def tree_table(tree: Mapping[str, object], caption: str = "", *, is_folded: bool = False) -> Table:
+    """Return nested settings as rows of dotted key and value; bytes are shown in GiB or MiB."""
+    rows = [(key, _value(key, value)) for key, value in flatten(_numbered(tree))]
+    return Table(columns=("key", "value"), rows=rows, caption=caption, is_folded=is_folded)
+
+
+def _numbered(value: object) -> Any:
+    """Return a tree with lists of settings as settings by number, so that each has a row."""
+    if isinstance(value, Mapping):
+        return {key: _numbered(item) for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return {str(index): _numbered(item) for index, item in enumerate(value)}
+    return value
+
+
+def _value(key: str, value: object) -> str:
+    if isinstance(value, float) and value != round(value, 4):
+        value = float(f"{value:.5g}")
+    is_bytes = "bytes" in key or key.startswith("placements.")
+    if is_bytes and isinstance(value, int | float) and not isinstance(value, bool):
+        return gib(value) + ("/s" if key.endswith("bytes_s") else "")
+    return leaf(value)

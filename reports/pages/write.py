@@ -1,0 +1,261 @@
+"""Writes the pages: report.html and .md of a run, sweep.html, .md and .csv of a sweep."""
+
+import base64
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from reports.compare import Row, check_alike, check_distinct, sweep_rows, versus_rows
+from reports.figures.run import FIGURES, TIME_FIGURES
+from reports.figures.several import SWEEP_FIGURES, comparison_figure, ratio_figure, sides_figure
+from reports.figures.theme import THEMES, Drawing, ThemeName
+from reports.pages.ab import ab_page, is_comparison
+from reports.pages.page import Page, Section, metrics_csv
+from reports.pages.run import run_page
+from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
+from reports.pages.versus import versus_csv, versus_page
+from reports.record.folders import Point, load_points, load_run
+from reports.record.record import RunRecord, write_bytes_atomic, write_text_atomic
+from reports.record.telemetry import Table, read_telemetry
+
+TEMPLATES: Final = Path(__file__).parent / "templates"
+REPORT_NAME: Final = "report.html"
+METRICS_NAME: Final = "metrics.csv"
+Draw = Callable[[ThemeName], Drawing | None]
+"""A figure of one page in a theme; None without its data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """One figure in both themes as base64 PNG, and where its light PNG file lies."""
+
+    light: str
+    dark: str
+    path: str
+
+
+class Markup(str):
+    """Markdown that is written as it is; all other text is escaped."""
+
+    __slots__ = ()
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
+    """Write report.html, report.md, metrics.csv and figures/* of one run; return their paths.
+
+    Args:
+        run_dir: the folder that holds the run's result.json.
+        out: where to write; the run's folder by default.
+
+    Raises:
+        RecordError: when the folder or its record cannot be read.
+    """
+    record, target = load_run(run_dir), out or run_dir
+    if is_comparison(record):
+        return _write_comparison(record, run_dir, target)
+    draws: dict[str, Draw] = {name: partial(draw, record) for name, draw in FIGURES.items()}
+    rows = _telemetry(run_dir)
+    if rows is not None:
+        draws |= {name: partial(draw, record, rows) for name, draw in TIME_FIGURES.items()}
+    paths = _write_pages(run_page(record), draws, target, "report")
+    table = target / METRICS_NAME
+    write_text_atomic(table, metrics_csv(record))
+    return [*paths, table]
+
+
+def _write_comparison(record: RunRecord, run_dir: Path, target: Path) -> list[Path]:
+    """Write the report of a comparison, with links to the reports of its runs."""
+    links = {}
+    for run in record.samples["ab"].get("runs") or []:
+        report = run_dir / run["folder"] / REPORT_NAME
+        if report.is_file():
+            links[run["folder"]] = quote(os.path.relpath(report, target))
+    draws: dict[str, Draw] = {"ratios": partial(sides_figure, record)}
+    paths = _write_pages(ab_page(record, links), draws, target, "report")
+    table = target / METRICS_NAME
+    write_text_atomic(table, metrics_csv(record))
+    return [*paths, table]
+
+
+def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
+    """Write sweep.html, sweep.md, sweep.csv and figures/*.png; return their paths.
+
+    A point links to its own report where that report exists when this is called.
+
+    Args:
+        sweep_dir: the folder below which the run folders lie.
+        out: where to write; the sweep's folder by default.
+
+    Raises:
+        RecordError: when the folder is absent or holds no run.
+    """
+    rows = sweep_rows(load_points(sweep_dir))
+    target = out or sweep_dir
+    draws: dict[str, Draw] = {name: partial(draw, rows) for name, draw in SWEEP_FIGURES.items()}
+    name, trials = sweep_dir.resolve().name, search_section(sweep_dir)
+    title = f"Sweep {name}" if trials is None else f"Search {name}"
+    page = sweep_page(title, rows, _links(rows, sweep_dir, target))
+    if trials is not None:
+        page = replace(
+            page,
+            verdict=replace(page.verdict, lines=trials.text),
+            sections=(replace(trials, text=()), *page.sections),
+        )
+    against = peers_section(rows)
+    if against is not None:
+        page = replace(page, sections=(page.sections[0], against, *page.sections[1:]))
+    paths = _write_pages(page, draws, target, "sweep")
+    table = target / "sweep.csv"
+    write_text_atomic(table, sweep_csv(rows, sweep_dir))
+    return [*paths, table]
+
+
+def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Write compare.html, .md, .csv and figures/* of runs of the same work; return their paths.
+
+    Args:
+        folders: of the runs; the first is what the others are held against.
+        out: where to write.
+
+    Raises:
+        RecordError: when a record cannot be read.
+        UnlikeError: when the runs did not do the same work, or a run is given twice.
+    """
+    rows = versus_rows([Point(folder=folder, record=load_run(folder)) for folder in folders])
+    check_distinct(rows)
+    check_alike(rows)
+    links = {}
+    for index, row in enumerate(rows):
+        report = row.point.folder / REPORT_NAME
+        if report.is_file():
+            links[index] = quote(os.path.relpath(report, out))
+    draws: dict[str, Draw] = {
+        "ratios": partial(ratio_figure, rows),
+        "comparison": partial(comparison_figure, rows),
+    }
+    paths = _write_pages(versus_page(rows, links), draws, out, "compare")
+    table = out / "compare.csv"
+    write_text_atomic(table, versus_csv(rows))
+    return [*paths, table]
+
+
+def _write_pages(page: Page, draws: Mapping[str, Draw], target: Path, stem: str) -> list[Path]:
+    """Draw the figures that the page names, then write PNG and SVG files and both pages."""
+    target.mkdir(parents=True, exist_ok=True)
+    images, pictures = {}, []
+    lack = _no_drawing()
+    if lack is not None:
+        page = replace(page, banners=(*page.banners, lack))
+    for name in [name for section in page.sections for name in section.figures]:
+        if name not in draws or lack is not None:
+            continue
+        light = draws[name]("light")
+        dark = draws[name]("dark")
+        if light is None or dark is None:
+            continue
+        (target / "figures").mkdir(exist_ok=True)
+        picture = target / "figures" / f"{name}.png"
+        write_bytes_atomic(picture, light)
+        write_bytes_atomic(picture.with_suffix(".svg"), light.svg())
+        pictures += [picture, picture.with_suffix(".svg")]
+        images[name] = Image(light=_base64(light), dark=_base64(dark), path=f"figures/{name}.png")
+    page = replace(page, sections=tuple(filter(partial(_has_content, images), page.sections)))
+    paths = []
+    for suffix, environment in (("html", _html_environment()), ("md", _markdown_environment())):
+        template = environment.get_template(f"page.{suffix}.j2")
+        path = target / f"{stem}.{suffix}"
+        write_text_atomic(path, template.render(page=page, images=images, themes=dict(THEMES)))
+        paths.append(path)
+    return [*paths, *pictures]
+
+
+def _no_drawing() -> str | None:
+    """Return why no figure can be drawn, None where they can."""
+    try:
+        import matplotlib  # noqa: F401  the figures' own package
+    except ImportError as error:
+        return (
+            f"This page has no figures: {error}. Install matplotlib, then python -m reports FOLDER "
+            "draws them."
+        )
+    return None
+
+
+def _has_content(images: Mapping[str, Image], section: Section) -> bool:
+    """Return whether a section has more to show than figures without their data."""
+    is_drawn = any(name in images for name in section.figures)
+    return is_drawn or bool(section.tables) or not section.figures
+
+
+def _telemetry(run_dir: Path) -> Table | None:
+    """Return the rows of a run's telemetry; None where there are none, or none that can be read."""
+    try:
+        return read_telemetry(run_dir)
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def _links(rows: Sequence[Row], sweep_dir: Path, target: Path) -> dict[int, str]:
+    """Return a row's place -> relative address of its report, where that file exists."""
+    links = {}
+    for row in rows:
+        inside = row.point.folder.relative_to(sweep_dir)
+        for base in (target, sweep_dir):
+            report = base / inside / REPORT_NAME
+            if report.is_file():
+                links[row.place] = quote(os.path.relpath(report, target))
+                break
+    return links
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _html_environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _markdown_environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=False,  # noqa: S701 - finalize escapes Markdown and its HTML instead
+        undefined=StrictUndefined,
+        finalize=_escape_markdown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["raw"] = Markup
+    environment.filters["fence"] = _fence
+    return environment
+
+
+def _escape_markdown(value: object) -> str:
+    """Return text in which nothing is Markdown or HTML, on one line."""
+    if isinstance(value, Markup):
+        return value
+    line = " ".join(str(value).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = re.sub(r"([\\`*_\[\]|~#])", r"\\\1", line)
+    line = re.sub(r"^([-+])(?=\s|$)", r"\\\1", line)
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", line)
+
+
+def _fence(text: str) -> Markup:
+    """Return text as a code block whose fence is longer than any run of backticks in it."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return Markup(f"{fence}\n{text.rstrip()}\n{fence}")

@@ -1,0 +1,309 @@
+"""Facts, verdicts and which sections a page has."""
+
+import pytest
+
+from reports import facts
+from reports.pages.page import tree_table
+from reports.pages.run import run_page
+from reports.pages.verdict import error_line, status_kind, verdict
+from tests.reports.examples import config, gib, no_fit_record, ok_record
+
+
+def titles(record):
+    return [section.title for section in run_page(record).sections]
+
+
+def table_rows(record, title):
+    (section,) = [s for s in run_page(record).sections if s.title.startswith(title)]
+    return {row[0]: row for table in section.tables for row in table.rows}
+
+
+def test_sections_come_in_reading_order():
+    assert titles(ok_record()) == [
+        "Asked and used",
+        "Memory: budget 16.0 GiB on NVIDIA H200",
+        "Over time",
+        "Latency",
+        "Token timeline",
+        "Throughput",
+        "KV cache",
+        "Load",
+        "Roofline of decode",
+        "Link, offload and other metrics",
+        "Configuration",
+        "What was used",
+        "Environment",
+        "Definitions",
+    ]
+
+
+def test_serving_shows_its_accounts_and_the_rates_of_a_search():
+    record = ok_record()
+    record.metrics |= {
+        "serve/peak_requests_s": 4.0,
+        "serve/good_share": 0.96,
+        "serve/output_tok_s": 61.0,
+        "serve/ttft_ms/p50": 120.0,
+    }
+    record.samples["serve"] = {
+        "num_planned": 40,
+        "num_completed": 38,
+        "num_failed": 1,
+        "num_cancelled": 1,
+        "requests": [],
+        "trials": [
+            {"rate_per_s": 4.0, "good_share": 0.96, "has_passed": True},
+            {"rate_per_s": 8.0, "good_share": 0.5, "has_passed": False},
+        ],
+    }
+    (section,) = [s for s in run_page(record).sections if s.title == "Serving"]
+    assert section.text == ("Requests: 40 planned, 38 completed, 1 failed, 1 cancelled.",)
+    trials, requests, metrics = section.tables
+    assert [row[2] for row in trials.rows] == ["yes", "no"]
+    assert requests.columns[:3] == ("", "mean", "p50")
+    assert [row[:3] for row in requests.rows] == [("TTFT from arrival (ms)", "n/a", "120.0")]
+    single = {"serve/peak_requests_s", "serve/good_share", "serve/output_tok_s"}
+    assert {row[0] for row in metrics.rows} == single
+    assert "n/a" not in {row[1] for row in metrics.rows}
+    cards = {card.label: (card.value, card.unit) for card in run_page(record).cards}
+    assert cards["Peak rate"][0].startswith("4")
+    assert "TTFT from arrival p50" in cards
+    assert "serve/good_share" not in table_rows(record, "Link, offload")
+
+
+def test_the_kv_cache_shows_its_sizes_and_counts():
+    (section,) = [s for s in run_page(ok_record()).sections if s.title == "KV cache"]
+    assert section.text == (
+        "256 blocks (0.50 GiB) on the GPU, 800 blocks (1.56 GiB) in the host tier; counted during "
+        "throughput.",
+    )
+    assert {row[0] for row in section.tables[0].rows} == {"kv/cpu_hit_tokens", "kv/loaded_gib"}
+    bare = ok_record(samples={})
+    bare.metrics |= {"kv/swaps_in": 0, "kv/hit_share": None}
+    (section,) = [s for s in run_page(bare).sections if s.title == "KV cache"]
+    assert section.text == ()
+    (_, folded) = section.tables
+    assert folded.is_folded
+    assert {row[0] for row in folded.rows} == {"kv/swaps_in", "kv/hit_share"}
+
+
+def test_an_empty_record_is_a_page():
+    bare = ok_record(plan=None, metrics={}, samples={}, config={}, overrides=[], effective={})
+    bare.environment = {}
+    page = run_page(bare)
+    assert [section.title for section in page.sections] == ["Over time", "Definitions"]
+    assert page.cards == ()
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "emulated", "card", "title"),
+    [
+        (16.0, False, True, "budget 16.0 GiB on NVIDIA H200"),
+        (16.0, False, False, "budget 16.0 GiB"),
+        (16.0, True, False, "budget 16.0 GiB, emulated on the CPU"),
+        (None, True, False, "budget 13.6 GiB, emulated on the CPU"),
+        (None, False, True, "NVIDIA H200, 140.4 GiB"),
+        (140.4, False, True, "NVIDIA H200, 140.4 GiB"),
+        (None, False, False, None),
+    ],
+)
+def test_budget_title(memory_gib, emulated, card, title):
+    record = ok_record(config=config(memory_gib=memory_gib))
+    record.environment["emulated"] = emulated
+    if not card:
+        record.environment["gpu"] = None
+    assert facts.budget_title(record) == title
+
+
+@pytest.mark.parametrize("name", ["none", "uva", "prefetch"])
+def test_offload_name(name):
+    assert facts.offload_name(ok_record(config=config(name))) == name
+    chosen = config(name)
+    chosen["offload"]["offload_backend"] = "auto"
+    assert facts.offload_name(ok_record(config=chosen)) == name
+
+
+def test_link_bound():
+    record = ok_record()
+    assert facts.link_bound_ms(record) == pytest.approx(8.01 * 2**30 / 55.5e9 * 1e3, rel=1e-6)
+    record.metrics["offload/bytes_per_step"] = None
+    assert facts.link_bound_ms(record) == pytest.approx(8.01 * 2**30 / 55.5e9 * 1e3, rel=1e-6)
+    record.plan["bytes_per_step"] = 0
+    assert facts.link_bound_ms(record) is None
+
+
+def test_latency_rows_show_absent_percentiles_and_say_why():
+    rows = table_rows(ok_record(), "Latency")
+    assert rows["TTFT (ms)"][3:6] == ("n/a", "n/a", "n/a")
+    assert rows["TTFT (ms)"][9] == "20"
+    assert rows["ITL, pooled (ms)"][9] == "620"
+    assert "(E2E - TTFT) / (output tokens - 1)" in rows["TPOT (ms)"][-1]
+    (section,) = [s for s in run_page(ok_record()).sections if s.title == "Latency"]
+    assert section.text == (
+        "Left out below their sample floor, with 20 samples: p90 (needs 64), p95 (needs 130),"
+        " p99 (needs 662).",
+    )
+
+
+def test_intervals_over_repeats_stand_beside_the_means():
+    record = ok_record()
+    assert "95 % interval" not in latency_table(record).columns
+    record.metrics |= {"latency/tpot_ms/ci95_low": 150.0, "latency/tpot_ms/ci95_high": 160.0}
+    table = latency_table(record)
+    place = table.columns.index("95 % interval")
+    cells = {row[0]: row[place] for row in table.rows}
+    assert (cells["TPOT (ms)"], cells["TTFT (ms)"]) == ("150.0 to 160.0", "n/a")
+    assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def latency_table(record):
+    (section,) = [s for s in run_page(record).sections if s.title == "Latency"]
+    return section.tables[0]
+
+
+def test_every_metric_is_on_the_page_once():
+    record = ok_record()
+    record.metrics |= {"custom/thing_s": 1.0, "latency/odd_ms/p50": 2.0}
+    named = {
+        row[0]
+        for section in run_page(record).sections
+        for table in section.tables
+        for row in table.rows
+    }
+    per_statistic = {name for name in record.metrics if name.split("/")[1] in STATISTIC_TABLE}
+    assert set(record.metrics) - per_statistic <= named
+    assert {"custom/thing_s", "latency/odd_ms/p50"} <= named
+
+
+STATISTIC_TABLE = {"ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"}
+
+
+def test_unknown_metrics_say_that_they_have_no_definition():
+    rows = table_rows(ok_record(metrics={"custom/thing_s": 1.0}), "Link")
+    assert rows["custom/thing_s"] == (
+        "custom/thing_s",
+        "1.00 s",
+        "no definition is recorded for this name",
+    )
+
+
+def test_parts_sum_to_the_total():
+    rows = table_rows(ok_record(), "Memory")
+    assert rows["kv cache"] == ("kv cache", "6.20 GiB", "45.6 %")
+    assert rows["usable"][1] == "13.6 GiB"
+    plan = ok_record().plan
+    del plan["gpu"]["total_bytes"]
+    assert facts.total_bytes(plan, "gpu") == sum(plan["gpu"]["items"].values())
+
+
+def test_load_table_has_phases_busy_times_and_totals():
+    rows = table_rows(ok_record(), "Load")
+    assert rows["read"] == ("read", "9.80 (busy 9.80)", "2.00 (busy 2.00)")
+    assert rows["total"] == ("total", "16.9", "9.10")
+    assert rows["load/cold_total_s"][2].endswith("dropped from the page cache first")
+
+
+def test_load_table_has_the_bytes_of_phases():
+    record = ok_record()
+    for row, size in zip(record.samples["load"], (2 * 2**30, 0), strict=True):
+        row["moved_bytes"] = {"read": size}
+    assert table_rows(record, "Load")["read"] == (
+        "read",
+        "9.80 (busy 9.80, 2.00 GiB)",
+        "2.00 (busy 2.00)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "valid", "kind", "label"),
+    [
+        ("ok", True, "good", "ok, valid: the run ended and was measured"),
+        ("ok", False, "warn", "ok, not valid: the run ended and was measured"),
+        ("ok", None, "good", "ok, not judged: the run ended and was measured"),
+        ("oom", None, "bad", "oom: memory ran out"),
+        ("skipped", None, "warn", "skipped: the point was not run"),
+    ],
+)
+def test_verdict_labels(status, valid, kind, label):
+    found = verdict(ok_record(status=status, valid=valid))
+    assert (found.kind, found.label) == (kind, label)
+
+
+def test_verdict_carries_reasons_fallbacks_and_warnings():
+    record = ok_record(valid=False, reasons=["drift of 12 %: lock the clocks"])
+    record.effective |= {"fallbacks": ["no pinning: limit"], "warnings": ["w"], "notes": ["n"]}
+    assert verdict(record).lines == (
+        "drift of 12 %: lock the clocks",
+        "Fallback: no pinning: limit",
+        "Warning: w",
+        "Note: n",
+    )
+
+
+def test_no_fit_gives_numbers_and_the_setting_to_change():
+    found = verdict(no_fit_record())
+    assert found.advice == (
+        "GPU: the plan is 1.90 GiB over its budget. The largest part is weights, 13.6 GiB.",
+        "Move at least 2 GiB off the GPU (offload=uva or offload=prefetch), lower"
+        " engine.max_model_len, or raise gpu.memory_gib (now 16.0).",
+    )
+    assert status_kind(no_fit_record()) == "bad"
+    labels = {card.label: card.value for card in run_page(no_fit_record()).cards}
+    assert labels == {"GPU needed": "15.5", "GPU usable": "13.6", "Over budget": "1.90"}
+
+
+def test_a_host_over_its_limit_is_named():
+    record = no_fit_record()
+    record.plan["host"]["total_bytes"] = gib(200)
+    assert verdict(record).advice[-1].startswith("Host: the plan needs 200.0 GiB, the limit is 118")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("timeout", "Raise timeout_s (now 1800)"),
+        ("oom", "engine.gpu_memory_utilization (now 0.85)"),
+        ("killed", "Run the point again"),
+        ("failed", "the worker's log"),
+    ],
+)
+def test_every_bad_end_says_what_to_change(status, words):
+    record = ok_record(status=status, error={"type": "X", "message": "m"})
+    assert words in " ".join(verdict(record).advice)
+
+
+def test_error_line_is_one_line():
+    record = ok_record(error={"type": "X", "message": "a\n  b"})
+    assert error_line(record) == "X: a b"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"gpu": None, "host": [], "kv": 3, "placements": "x"},
+        {"gpu": {"items": {"weights": None, "kv_cache": True, "a.b": 5}}},
+        {"gpu": {"items": {"weights": 5}}, "host": {"items": {}, "limit_bytes": None}},
+    ],
+)
+def test_plans_with_missing_or_odd_parts_still_make_a_page(plan):
+    page = run_page(ok_record(plan=plan))
+    assert page.title == "olmo7b-uva-rtx4080_16gb"
+
+
+def test_rates_are_told_by_the_second():
+    table = tree_table({"rates": {"store_bytes_s": 2**31, "held_bytes": 2**31}})
+    assert table.rows == [("rates.store_bytes_s", "2.00 GiB/s"), ("rates.held_bytes", "2.00 GiB")]
+
+
+def test_lists_of_settings_have_a_row_for_each_and_floats_few_digits():
+    groups = [{"layers": 30, "window": None}, {"layers": 4, "window": 512}]
+    table = tree_table({"kv": {"groups": groups, "max_kept": 26.611328125, "share": 0.9}})
+    assert table.rows == [
+        ("kv.groups.0.layers", "30"),
+        ("kv.groups.0.window", "null"),
+        ("kv.groups.1.layers", "4"),
+        ("kv.groups.1.window", "512"),
+        ("kv.max_kept", "26.611"),
+        ("kv.share", "0.9"),
+    ]
