@@ -115,10 +115,16 @@ class KVSizes:
             num_pageable: Behind them.
             in_place: Sequences use pinned blocks of the first group where they are.
         """
-        host = {"num_pinned": num_pinned, "num_pageable": num_pageable}
-        first, *others = self.groups
-        groups = [replace(first, in_place=in_place, **host), *(replace(g, **host) for g in others)]
-        return replace(self, groups=tuple(groups))
+        groups = tuple(
+            replace(
+                group,
+                num_pinned=num_pinned,
+                num_pageable=num_pageable,
+                in_place=in_place and not number,
+            )
+            for number, group in enumerate(self.groups)
+        )
+        return replace(self, groups=groups)
 
     def blocks(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that one sequence of so many tokens takes at once."""

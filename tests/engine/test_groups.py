@@ -10,6 +10,7 @@ from engine import LLM
 from engine.errors import EngineError
 from engine.kv import groups
 from engine.kv.pool_types import Retain
+from engine.kv.window import num_expired
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import with_blocks, with_windows
 from tests.engine.tiers import SIZES, check_empty, tiers
@@ -32,7 +33,8 @@ class Masked:
     """A transformers model whose layers attend to what a mask each lets them; it keeps no cache."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._windows = model, ()
+        self._model = model
+        self._windows: tuple[int | None, ...] = ()
         self._tokens: dict[Any, list[int]] = {}
         for index, layer in enumerate(model.model.layers):
 
@@ -200,8 +202,7 @@ def test_blocks_behind_each_window_are_given_back_and_not_read(
         monkeypatch.setattr(pool, "free", poisoned)
     assert greedy(llm, [LONG], NEW) == masked([LONG], NEW)
     assert given_back == [34, 34, 34]
-    right = groups.num_expired
-    monkeypatch.setattr(groups, "num_expired", lambda *a: right(*a) + (a[1] is not None))
+    monkeypatch.setattr(groups, "num_expired", lambda *a: num_expired(*a) + (a[1] is not None))
     said = "expected finite logits|index out of range"  # poison, or a block that is gone
     with pytest.raises((EngineError, IndexError), match=said):
         greedy(llm, [LONG], NEW)

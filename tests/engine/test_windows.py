@@ -14,6 +14,7 @@ from engine import LLM
 from engine.errors import EngineError
 from engine.kv import groups
 from engine.kv.pool_types import Retain
+from engine.kv.window import num_expired
 from engine.kv_sizes import KVGroup
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import Groups, with_blocks, with_groups
@@ -150,8 +151,7 @@ def test_blocks_behind_the_window_are_given_back_and_not_read(
     layers = VARIANTS[variant][1].get("num_hidden_layers", COMMON["num_hidden_layers"])
     assert sum(group["layers"] for group in groups_of_plan) == layers
     # The negative control: one block more than that is missed.
-    right = groups.num_expired
-    monkeypatch.setattr(groups, "num_expired", lambda *a: right(*a) + 1)
+    monkeypatch.setattr(groups, "num_expired", lambda *a: num_expired(*a) + 1)
     said = "expected finite logits|index out of range"  # poison, or a block that is gone
     with pytest.raises((EngineError, IndexError), match=said):
         greedy(llm, prompts, 30)
