@@ -8,9 +8,8 @@ from typing import Final
 
 from engine.device.base import Mark
 from engine.kv.groups import BlockGroups
-from engine.kv.policy import KVPolicy
-from engine.kv.tiers import TieredBlockPool
-from engine.kv.transfers import Mover, Transfers
+from engine.kv.mover import BlockMover
+from engine.kv.transfers import Transfers
 from engine.plan import MemoryPlan
 from engine.request import SampledToken, TokenEvent
 from engine.runner import ModelRunner
@@ -103,10 +102,11 @@ class EngineCore:
         *,
         seed: int,
         eos_token_ids: frozenset[int],
-        movers: Sequence[Mover] = (),
+        movers: Sequence[BlockMover] = (),
         identity: tuple[str, ...] = (),
     ) -> None:
-        self.pools = _pools(plan)
+        groups = BlockGroups.planned(plan, identity)
+        self.pools = groups.pools
         """Blocks of each group of layers."""
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -115,7 +115,7 @@ class EngineCore:
                 max_model_len=plan.max_model_len,
                 block_size=plan.block_size,
             ),
-            BlockGroups(self.pools, plan.max_num_batched_tokens, _policy(plan, identity)),
+            groups,
         )
         self.transfers = Transfers(self.scheduler, movers)
         self.runner = runner
@@ -264,28 +264,3 @@ class EngineCore:
         # The next step fills an input buffer again; what is enqueued must have read it.
         with contextlib.suppress(Exception):
             self.runner.mark().wait()
-
-
-def _pools(plan: MemoryPlan) -> tuple[TieredBlockPool, ...]:
-    """Return a pool for each group of layers."""
-    return tuple(
-        TieredBlockPool(
-            group.num_gpu_blocks,
-            group.num_host_blocks,
-            plan.block_size,
-            num_in_place=group.num_in_place,
-            window=group.window,
-            block_bytes=group.block_bytes,
-        )
-        for group in plan.kv.groups
-    )
-
-
-def _policy(plan: MemoryPlan, identity: tuple[str, ...]) -> KVPolicy:
-    host = plan.host_kv
-    return KVPolicy(
-        identity=identity,
-        prefix_caching=plan.prefix_caching,
-        swap_rates=None if host is None else host.swap_rates,
-        recompute_token_s=0.0 if host is None else host.recompute_token_s,
-    )

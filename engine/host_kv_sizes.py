@@ -15,7 +15,7 @@ from kernels.sizes import PREFILL_PART_KEYS, prefill_state_bytes
 STAGE_BYTES: Final = 32 * 2**20
 """What one stage buffer of a prefill holds of one layer at most, unless a tile of keys is more."""
 STAGE_SHARE: Final = 1 / 16
-"""Of the GPU's room for KV, what one stage buffer takes at most; likewise."""
+"""Share of the GPU's room for KV that one stage buffer takes at most; likewise."""
 NUM_STAGES: Final = 2
 _SLOT_BYTES: Final = 16
 """Numbers of stage slots, twice over, bytes a block."""
@@ -57,9 +57,9 @@ class HostTierSizes:
     staging_bytes: int
     """Pinned memory through which blocks of pageable memory go."""
     graph_bytes: int = 0
-    """Of graphs for decodes that read host blocks in place, on the GPU."""
+    """Memory of graphs for decodes that read host blocks in place, on the GPU."""
     swap_bytes: int = 0
-    """Of kv.swap_space, what is left for KV blocks."""
+    """What is left of kv.swap_space for KV blocks."""
 
     @property
     def num_blocks(self) -> int:

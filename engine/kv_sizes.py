@@ -73,7 +73,7 @@ class KVSizes:
     """
 
     groups: tuple[KVGroup, ...]
-    """Those that attend to more first; without blocks until `with_pools`."""
+    """Ordered by how much they attend to, most first; without blocks until `with_pools`."""
     block_size: int
     max_model_len: int
     max_num_seqs: int

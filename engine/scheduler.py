@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, groups: BlockGroups) -> None:
         config.check(groups)
-        self._groups = groups
+        self.groups = groups
         self.config = config
         self.pools = groups.pools
         self.stats = SchedulerStats()
@@ -161,7 +161,7 @@ class Scheduler:
         outlook = Outlook(None, self.config.max_model_len)
         plan = self._plan(outlook, self._queues.wants(outlook))
         self._is_blocked = plan is None
-        if plan is None and not self._groups.num_moves:
+        if plan is None and not self.groups.num_moves:
             raise EngineError(
                 f"scheduler: expected a sequence that can run, got {len(self.running)} with "
                 f"blocks and {len(self.waiting)} that wait, and no move that would change it."
@@ -195,8 +195,8 @@ class Scheduler:
             sequence = stand.sequence
             if stand.token_row is not None and sequence.params.repetition_penalty != 1:
                 return None
-            lacking += self._groups.num_lacking(sequence, stand.computed + want)
-        if lacking and not self._groups.have_room(lacking, alone=self._queues.is_alone):
+            lacking += self.groups.num_lacking(sequence, stand.computed + want)
+        if lacking and not self.groups.have_room(lacking, alone=self._queues.is_alone):
             return None
         return self._plan(outlook, wants)
 
@@ -217,11 +217,11 @@ class Scheduler:
         Call it after each planning, also where that returned None; every batch is to be submitted,
         whether or not the plan runs. It returns the same and more until `note_taken`.
         """
-        return tuple(pool.decided_moves() for pool in self._groups.pools)
+        return tuple(pool.decided_moves() for pool in self.groups.pools)
 
     def note_taken(self) -> None:
         """Note that the moves decided so far were submitted."""
-        for pool in self._groups.pools:
+        for pool in self.groups.pools:
             pool.note_taken()
 
     def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
@@ -230,7 +230,7 @@ class Scheduler:
         Raises:
             EngineError: One was completed before, or never taken.
         """
-        self._groups.pools[group].complete(tuple(move_ids))
+        self.groups.pools[group].complete(tuple(move_ids))
         self._queues.note_loaded()
 
     def prepare(self) -> bool:
@@ -244,15 +244,15 @@ class Scheduler:
 
     def reset_cache(self, tier: Tier | None = None) -> None:
         """Forget the content of a tier, or of both; sequences keep the blocks that they have."""
-        self._groups.reset(tier)
+        self.groups.reset(tier)
 
     def evict_gpu_cache(self) -> None:
         """Take all content that no sequence has off the GPU, as if its blocks were needed."""
-        self._groups.evict_gpu()
+        self.groups.evict_gpu()
 
     def kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers, hits, evictions and swaps, in sum and for each group."""
-        return kv_stats(self._groups) | {
+        return kv_stats(self.groups) | {
             "swaps_out": self.stats.num_swaps_out,
             "swaps_in": self.stats.num_swaps_in,
             "recomputes": self.stats.num_recomputes,
@@ -354,7 +354,7 @@ class Scheduler:
         if not siblings:
             del self._unfinished[request_id]
         self._queues.remove(sequence)
-        self._groups.release(sequence, is_bad=is_bad)
+        self.groups.release(sequence, is_bad=is_bad)
         sequence.status = SequenceStatus.FINISHED
         self.stats.num_finished += 1
 
@@ -365,7 +365,7 @@ class Scheduler:
         self.stats.num_recomputed_tokens += max(0, again)
         sequence.num_computed = item.stop
         sequence.num_computed_peak = max(sequence.num_computed_peak, item.stop)
-        self._groups.advance(sequence)
+        self.groups.advance(sequence)
 
     def _append(
         self, sequence: Sequence, token: SampledToken, eos_token_ids: Collection[int]

@@ -22,7 +22,7 @@ class Found:
     num_blocks: int
     """How many."""
     num_gone: tuple[int, ...]
-    """Of those how many have expired, for each group of layers; they are not in the matches."""
+    """How many of them have expired, for each group of layers; they are not in the matches."""
     matches: tuple[Match, ...]
 
 
@@ -48,6 +48,11 @@ class BlockContent:
         """What becomes of blocks that a sequence has no use for any more."""
         self._hasher = BlockHasher(policy.identity, self.block_size)
         self._chains: dict[int, KeyChain] = {}
+
+    @property
+    def num_named(self) -> int:
+        """Sequences whose keys are kept."""
+        return len(self._chains)
 
     def find(self, sequence: Sequence, limit: int | None = None) -> Found:
         """Find the leading blocks behind which a sequence can begin, at most `limit`."""

@@ -15,6 +15,7 @@ from engine.kv.policy import KVPolicy
 from engine.kv.pool_types import Room, Tier
 from engine.kv.tiers import TieredBlockPool
 from engine.kv.window import num_expired, num_held
+from engine.plan import MemoryPlan
 from engine.request import Sequence
 
 GONE = -1
@@ -63,6 +64,34 @@ class BlockGroups:
         self.num_given_back = 0
         """Counts times that blocks were given back."""
         self._ahead = [0] * len(self.pools)
+
+    @classmethod
+    def planned(cls, plan: MemoryPlan, identity: tuple[str, ...] = ()) -> "BlockGroups":
+        """Return the groups of a plan.
+
+        Args:
+            plan: The memory plan in force.
+            identity: What the values in a block depend on beside tokens.
+        """
+        host = plan.host_kv
+        pools = [
+            TieredBlockPool(
+                group.num_gpu_blocks,
+                group.num_host_blocks,
+                plan.block_size,
+                num_in_place=group.num_in_place,
+                window=group.window,
+                block_bytes=group.block_bytes,
+            )
+            for group in plan.kv.groups
+        ]
+        policy = KVPolicy(
+            identity=identity,
+            prefix_caching=plan.prefix_caching,
+            swap_rates=None if host is None else host.swap_rates,
+            recompute_token_s=0.0 if host is None else host.recompute_token_s,
+        )
+        return cls(pools, plan.max_num_batched_tokens, policy)
 
     def need(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that a sequence of so many tokens holds in a step."""

@@ -24,7 +24,7 @@ class HostTier:
     def __init__(self, plan: MemoryPlan, device: Device) -> None:
         self.blocks: list[HostBlocks] = []
         self.movers: list[BlockMover] = []
-        """Of each group; none before `connect`."""
+        """One for each group; none before `connect`."""
         self._device = device
         if plan.host_kv is None:
             return

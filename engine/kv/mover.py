@@ -27,7 +27,7 @@ class MoverStats:
     loaded_bytes: int = 0
     """From the host to the GPU."""
     dma_bytes: int = 0
-    """Of both, by DMA."""
+    """Both ways, by DMA."""
     kernel_bytes: int = 0
     """By one kernel for many blocks."""
     staged_bytes: int = 0
@@ -148,7 +148,7 @@ class BlockMover:
         self._queued: dict[int, Move] = {}
         """Moves that were submitted and not enqueued, oldest first."""
         self._points: dict[int, _Point] = {}
-        """Of moves that were enqueued."""
+        """Where each enqueued move ends."""
         self._under_way: dict[str, deque[tuple[_Point, list[int]]]] = {}
 
     def submit(self, batch: MoveBatch) -> None:
@@ -233,7 +233,7 @@ class BlockMover:
 
     @property
     def num_queued(self) -> int:
-        """Those of them that are not enqueued yet."""
+        """Moves that were submitted and not enqueued."""
         return len(self._queued)
 
     @property

@@ -19,7 +19,7 @@ class PrefillPiece:
     begin_key: int
     end_key: int
     first_host: int
-    """Of the sequence's host blocks, in order of position, the first one."""
+    """The first one, counted in the sequence's host blocks in order of position."""
     num_hosts: int
 
 

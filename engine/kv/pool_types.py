@@ -63,29 +63,28 @@ class PoolStats:
     hits_in_place: int = 0
     """Found in the host tier and read there."""
     hits_unseen_gpu: int = 0
-    """Of prefixes behind which a sequence begins, blocks that no later token sees, so that they
-    need not be there; those whose first block that is seen was found on the GPU, or that have
-    none."""
+    """Blocks of prefixes behind which a sequence begins that no later token sees, so that they need
+    not be there; the first block that is seen was found on the GPU, or there is none."""
     hits_unseen_cpu: int = 0
-    """Likewise, where that block was found in the host tier."""
+    """The same, where that block was found in the host tier."""
     misses: int = 0
     """Asked for and not found."""
     swapped_in_gpu: int = 0
-    """Of sequences that go on after a preemption: still on the GPU."""
+    """Blocks of sequences that go on after a preemption, still on the GPU."""
     swapped_in_loaded: int = 0
-    """Likewise: brought back."""
+    """The same, brought back."""
     swapped_in_in_place: int = 0
-    """Likewise: read in the host tier."""
+    """The same, read in the host tier."""
     lost: int = 0
-    """Likewise: not found, so computed again."""
+    """The same, not found, so computed again."""
     swapped_out: int = 0
-    """Of preempted sequences: findable when they had lost their blocks."""
+    """Blocks of preempted sequences, findable when those had lost them."""
     stores: int = 0
     """Moves to the host tier."""
     loads: int = 0
     """Moves from it."""
     stores_ahead: int = 0
-    """Of the stores, those made before their block was needed."""
+    """Stores made before their block was needed."""
     stores_skipped: int = 0
     """Contents that were to be stored and found no host block."""
     evicted_kept: int = 0

@@ -42,6 +42,11 @@ class PoolView:
         """Counts GPU blocks that became owned, free or findable."""
         return self._states.num_gpu_changes
 
+    @property
+    def idle_gpu(self) -> tuple[int, ...]:
+        """GPU blocks that are findable and have no owner, the next to give way first."""
+        return tuple(self._states.gpu_idle)
+
     def num_owned_gpu(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks lie on the GPU and have an owner."""
         owners, first_host = self._states.owners, self.num_gpu_blocks

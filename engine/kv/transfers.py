@@ -5,6 +5,7 @@ from typing import Protocol
 
 from engine.device.base import Mark
 from engine.errors import EngineError
+from engine.kv.mover import BlockMover
 from engine.kv.moves import MoveBatch
 
 
@@ -21,50 +22,22 @@ class MoveSource(Protocol):
         """Note that moves are done."""
 
 
-class Mover(Protocol):
-    """Executes the moves of one group; see engine.kv.mover.BlockMover."""
-
-    def submit(self, batch: MoveBatch) -> None:
-        """Take a batch, and enqueue of it what a step waits for."""
-
-    def enqueue_more(self) -> None:
-        """Enqueue the next piece of what was submitted."""
-
-    @property
-    def num_queued(self) -> int:
-        """Moves that were submitted and not enqueued."""
-
-    def poll(self) -> list[int]:
-        """Return moves that are done."""
-
-    def wait_next(self) -> None:
-        """Block until more are done."""
-
-    @property
-    def num_under_way(self) -> int:
-        """Moves that `poll` has not returned."""
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether some of them may be loads."""
-
-
 class Transfers:
     """Joins the decisions about moves with their execution.
 
     Args:
         source: Decides.
-        movers: Of each group; None where the group has no host tier.
+        movers: One for each group; none where there is no host tier.
     """
 
-    def __init__(self, source: MoveSource, movers: Sequence[Mover | None]) -> None:
+    def __init__(self, source: MoveSource, movers: Sequence[BlockMover]) -> None:
         self._source, self._movers = source, tuple(movers)
         self._is_cut_short = False
 
     @property
     def num_under_way(self) -> int:
         """Moves that were submitted and are not known to be done."""
-        return sum(mover.num_under_way for mover in self._movers if mover is not None)
+        return sum(mover.num_under_way for mover in self._movers)
 
     def submit(self) -> None:
         """Hand on all moves decided so far, and let what follows wait for those that it must.
@@ -74,23 +47,20 @@ class Transfers:
         next call goes on where it stopped.
 
         Raises:
-            EngineError: A group without a host tier was to move blocks.
+            EngineError: Blocks were to be moved where there is no host tier.
 
         Stream: behind what is enqueued on the current stream, which waits.
         """
         self._is_cut_short = True
-        for group, batch in enumerate(self._source.decided_moves()):
-            mover = self._movers[group] if group < len(self._movers) else None
-            if mover is not None:
-                if batch:
-                    mover.submit(batch)
-                if not batch.moves:
-                    mover.enqueue_more()
-            elif batch:
-                raise EngineError(
-                    f"moves: expected none of group {group}, which has no host tier, got "
-                    f"{len(batch.moves)}."
-                )
+        batches = self._source.decided_moves()
+        if not self._movers and any(batches):
+            counts = [len(batch.moves) for batch in batches]
+            raise EngineError(f"moves: expected none where there is no host tier, got {counts}.")
+        for mover, batch in zip(self._movers, batches, strict=True) if self._movers else ():
+            if batch:
+                mover.submit(batch)
+            if not batch.moves:
+                mover.enqueue_more()
         self._source.note_taken()
         self._is_cut_short = False
 
@@ -102,7 +72,7 @@ class Transfers:
         Stream: behind what was enqueued on the current stream when the moves were submitted.
         """
         for mover in self._movers:
-            while mover is not None and mover.num_queued and not mark.is_done():
+            while mover.num_queued and not mark.is_done():
                 mover.enqueue_more()
 
     def poll(self) -> None:
@@ -110,7 +80,7 @@ class Transfers:
         if self._is_cut_short:  # the last submission; before anything else is done about it
             self.submit()
         for group, mover in enumerate(self._movers):
-            if mover is not None and mover.num_under_way:
+            if mover.num_under_way:
                 self._source.complete_moves(group, mover.poll())
 
     def wait_next(self) -> None:
@@ -124,7 +94,7 @@ class Transfers:
                 "moves: expected one under way that sequences wait for, got none. This is a fault "
                 "of the scheduler."
             )
-        busy = [mover for mover in self._movers if mover is not None and mover.num_under_way]
+        busy = [mover for mover in self._movers if mover.num_under_way]
         for mover in [mover for mover in busy if mover.is_loading] or busy:
             mover.wait_next()
         self.poll()

@@ -6,20 +6,14 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core import _pools
 from engine.errors import CapacityError
 from engine.kv.groups import BlockGroups
 from engine.kv.pieces import cut_pieces, host_places
-from engine.plan import MemoryPlan
 from engine.planner import plan_memory
 from engine.spec import ModelSpec
 from tests.engine.specs import CPU, GIB, check_plan, configuration, model_specs
 
 LIMITS = {"max_num_seqs": 4, "gpu_memory_utilization": 1.0}
-
-
-def groups_of(plan: MemoryPlan) -> BlockGroups:
-    return BlockGroups(_pools(plan), plan.max_num_batched_tokens)
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,7 +44,7 @@ def test_pools_hold_what_is_planned(
             check_plan(plan_memory(replace(config, kv=more), spec, facts), spec)
         return
     check_plan(plan, spec)
-    groups_of(plan).check(plan.max_model_len)
+    BlockGroups.planned(plan).check(plan.max_model_len)
     host = plan.host_kv
     if host is None or not plan.kv.groups[0].in_place:
         assert plan.kv.pools[0] >= need[0]

@@ -95,7 +95,7 @@ class World:
     def __init__(self, tiers: Tiers) -> None:
         self.tiers, self.size = tiers, tiers.block_size
         self.scheduler = tiers.make()
-        self.groups = self.scheduler._groups
+        self.groups = self.scheduler.groups
         self.pools = self.groups.pools
         self.memory = [[[None] * self.size for _ in range(p.num_blocks)] for p in self.pools]
         self.queued: list[dict[int, Any]] = [{} for _ in self.pools]
@@ -376,7 +376,7 @@ class World:
             assert pool.use("gpu").free == pool.num_gpu_blocks
             assert pool.use("cpu").free == pool.num_cpu_blocks
         assert self.scheduler.stats.num_finished == len(self.sequences)
-        assert not self.groups.content._chains
+        assert self.groups.content.num_named == 0
         for s in self.sequences:
             wanted = [self.token(s, s.num_prompt_tokens + i) for i in range(s.num_output_tokens)]
             assert s.output_token_ids == wanted

@@ -217,7 +217,7 @@ class Driver:
         for part in (keys[: self.sizes["gpu"]], keys[self.sizes["gpu"] :]):
             named = [key for key in part if key is not None]
             assert len(set(named)) == len(named)
-        assert list(self.pool._states.gpu_idle) == self.idle
+        assert list(self.pool.idle_gpu) == self.idle
 
     def end(self):
         """Everything ends: every count is back where it was."""
