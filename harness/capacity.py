@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from harness.columns import columns
+
 __all__ = ["capacity_lines"]
 
 GIB: Final = 2**30
@@ -15,18 +17,12 @@ def capacity_lines(kv: Mapping[str, Any]) -> list[str]:
     Args:
         kv: `plan.kv` of a record.
     """
-    rows = [_COLUMNS, *_rows(kv)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = [
-        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in rows
-    ]
     length = kv["max_model_len"]
     found = f"  longest sequence {kv['longest_tokens']:,} tokens (max_model_len {length:,})"
     found += f"; of {length:,} tokens {kv['max_concurrency']:.1f} run at once"
     if kv["host"] is not None:
         found += f", {kv['max_kept']:.1f} are kept"
-    return [*lines, found]
+    return [*columns([_COLUMNS, *_rows(kv)]), found]
 
 
 def _rows(kv: Mapping[str, Any]) -> Iterator[Sequence[str]]:

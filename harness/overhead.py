@@ -17,6 +17,7 @@ from typing import Any, Final
 from engine.config import EngineConfig, EngineSettings, ModelConfig
 from engine.sampling_params import SamplingParams
 from engine.spec import ModelSpec
+from harness.columns import columns
 from harness.door import EngineDoor
 from harness.fake_config import FakeScript
 from harness.measure.statistics import Interval, interval
@@ -234,23 +235,22 @@ def table(costs: Mapping[str, Cost], known: Mapping[str, float | None]) -> list[
         f"microseconds, mean of {count}",
         "with half of its 95 % interval; the harness's own is what exceeds a bare loop of the same",
         "",
-        f"{'':<14}{'per request':>20}{'per token':>20}{'own, request':>16}{'own, token':>16}",
     ]
+    rows = [("", "per request", "per token", "own, request", "own, token")]
     for part, cost in costs.items():
         pair = (cost.per_request_us, cost.per_token_us)
-        text = "".join(f"{number(i.mean)} +- {number(i.half_width)}".rjust(20) for i in pair)
-        if part in BARE:
-            bare = costs[BARE[part]]
-            text += number(pair[0].mean - bare.per_request_us.mean).rjust(16)
-            text += number(pair[1].mean - bare.per_token_us.mean).rjust(16)
-        name = part if part in BARE else f"bare, {part}"
-        lines.append(f"{name:<14}{text}")
+        request, token = (f"{number(i.mean)} +- {number(i.half_width)}" for i in pair)
+        if part not in BARE:
+            rows.append((f"bare, {part}", request, token, "", ""))
+            continue
+        bare = costs[BARE[part]]
+        own_request = number(pair[0].mean - bare.per_request_us.mean)
+        own_token = number(pair[1].mean - bare.per_token_us.mean)
+        rows.append((part, request, token, own_request, own_token))
+    lines += columns(rows)
     lines += ["", f"an engine of {KNOWN_MS:g} ms a step, and {KNOWN_RATE_S:g} arrivals a second:"]
-    lines += [
-        f"  {name:<32}{'n/a' if value is None else number(value):>12}"
-        for name, value in known.items()
-    ]
-    return lines
+    figures = {name: "n/a" if value is None else number(value) for name, value in known.items()}
+    return [*lines, *columns(list(figures.items()))]
 
 
 if __name__ == "__main__":

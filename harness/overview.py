@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from harness.columns import columns
 from harness.schema import SweepContext
 from reports.record.metrics import found, metric_number
 from reports.record.record import RunRecord
@@ -45,13 +46,7 @@ def sweep_lines(
             is_bad = record.status == "ok" and record.valid is False
             status = "ok, not valid" if is_bad else record.status
             rows.append([str(index), name, status, *cells, folders[index].name])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        for row in rows:
-            cells = [
-                cell.ljust(width) if column in {1, 2, len(header) - 1} else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append(("  " + "  ".join(cells)).rstrip())
+        lines += columns(rows, left={1, 2, len(header) - 1})
     lines.append(f"  sweep folder  {sweep.folder}")
     report = sweep.folder / "sweep.html"
     if report.is_file():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.capacity import capacity_lines
+from harness.columns import columns
 from reports.record.metrics import PREDICTED, interval, metric_parts, shown
 from reports.record.record import RunRecord
 from reports.record.text import number
@@ -30,7 +31,7 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
     if record.error is not None:
         lines += [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
     lines += [f"  {reason}" for reason in record.reasons[:_MAX_REASONS]]
-    lines += list(_table(record))
+    lines += _table(record)
     lines += list(_planned(record))
     lines += [f"  {text}" for text in record.effective.get("fallbacks") or []]
     warnings = record.effective.get("warnings") or []
@@ -113,17 +114,17 @@ def _refereed(referee: Mapping[str, Any] | None) -> Iterable[str]:
     yield f"    referee: {referee['result']}"
 
 
-def _table(record: RunRecord) -> Iterable[str]:
-    """Yield a line for each metric that has a value, with the interval of a mean over repeats."""
+def _table(record: RunRecord) -> list[str]:
+    """Return a line for each metric that has a value, with the interval of a mean over repeats."""
     wanted = [
         one
         for metric in shown("summary")
         for one in (metric, *(metric.at(statistic) for statistic in metric.statistics))
         if record.metrics.get(one.name) is not None
     ]
-    width = max((len(metric.words) for metric in wanted), default=0)
+    rows = []
     for metric in wanted:
         value, unit = metric_parts(metric.name, record.metrics[metric.name])
         ends = interval(record.metrics, metric.name)
-        span = f"  (95 % interval {ends})" if ends else ""
-        yield f"  {metric.words:<{width}} {value:>12} {unit}{span}".rstrip()
+        rows.append((metric.words, value, unit, f"(95 % interval {ends})" if ends else ""))
+    return columns(rows, left={0, 2, 3})

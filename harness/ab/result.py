@@ -17,6 +17,7 @@ from harness.ab.compare import (
 from harness.ab.order import AGAINST_ITSELF, Step, pairs_of, side_records
 from harness.ab.order import COMPARED as AB
 from harness.ab_config import SIDES, AbConfig
+from harness.columns import columns
 from harness.summary import verdict_text
 from reports.record.record import RunRecord
 from reports.record.text import number
@@ -26,6 +27,7 @@ STATUS_ORDER: Final = ("killed", "timeout", "failed", "oom", "no_fit", "skipped"
 """Of a comparison: the first that a side has."""
 TOKEN_PARTS: Final = ("latency", "throughput", "serve")
 _MOST_REASONS: Final = 12
+_HEADER: Final = ("", "a", "b", "b / a", "95 % interval", "a / a +-", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,20 +234,10 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
         lines.append(f"  {record.error['type']}: {record.error['message'].splitlines()[0]}")
     lines += [f"  {reason}" for reason in record.reasons]
     if not sample["rows"]:
-        lines += list(_single_lines(sample))
+        lines += _single_lines(sample)
     else:
-        lines.append(
-            f"  {'':<52}{'a':>10}{'b':>10}{'b / a':>8}{'95 % interval':>18}{'a / a +-':>10}"
-        )
-    for row in sample["rows"]:
-        ratio = "n/a" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        cells = [row["label"], _text(row["a"]), _text(row["b"]), ratio]
-        span = "" if row["low"] is None else f"{row['low']:.3f} .. {row['high']:.3f}"
-        noise = "" if row["resolution"] is None else f"{number(100 * row['resolution'])} %"
-        lines.append(
-            f"  {cells[0]:<52}{cells[1]:>10}{cells[2]:>10}{cells[3]:>8}{span:>18}{noise:>10}"
-            f"  {row['verdict']}"
-        )
+        rows = [_HEADER, *(_cells(row) for row in sample["rows"])]
+        lines += columns(rows, left={0, len(_HEADER) - 1})
     for part, found in sample["tokens"].items():
         lines.append(
             f"  {part}: {found['num_equal']} of {found['num_compared']} requests gave equal tokens"
@@ -257,11 +249,28 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
     return lines
 
 
-def _single_lines(sample: Mapping[str, Any]) -> Iterator[str]:
+def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    """Cells of one metric of both sides."""
+    return (
+        row["label"],
+        _text(row["a"]),
+        _text(row["b"]),
+        "n/a" if row["ratio"] is None else f"{row['ratio']:.3f}",
+        "" if row["low"] is None else f"{row['low']:.3f} .. {row['high']:.3f}",
+        "" if row["resolution"] is None else f"{number(100 * row['resolution'])} %",
+        row["verdict"],
+    )
+
+
+def _single_lines(sample: Mapping[str, Any]) -> list[str]:
     """Figures of the side that ran where the other did not."""
-    for side in SIDES:
-        for name, value in sample[side]["first_run"].items():
-            yield f"  {side}: {COMPARED[name].words:<49}{_text(value):>10}"
+    return columns(
+        [
+            (f"{side}: {COMPARED[name].words}", _text(value))
+            for side in SIDES
+            for name, value in sample[side]["first_run"].items()
+        ]
+    )
 
 
 def _text(value: float | None) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from harness.columns import columns
 from harness.errors import EXIT_BAD_CONFIG, EXIT_OK
 from harness.machine_rates import read_rates, write_rates
 from harness.measure.nvml import Gpu, open_gpu
@@ -66,8 +67,8 @@ def _rows(rates: dict[str, float | None], before: dict[str, float | None]) -> li
     for name, value in rates.items():
         shown = "not measured" if value is None else number(value)
         old = before.get(name)
-        rows.append(f"  {name:<16} {shown:>12}" + (f"  (before: {number(old)})" if old else ""))
-    return rows
+        rows.append((name, shown, f"(before: {number(old)})" if old else ""))
+    return columns(rows, left={0, 2})
 
 
 def _refuse(text: str) -> int:

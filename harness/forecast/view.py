@@ -7,6 +7,7 @@ from typing import Any, Final
 from engine.cost import CONTEXT_TOKENS
 from engine.plan import UNKNOWN_HOST_BYTES
 from harness.capacity import capacity_lines
+from harness.columns import columns
 from harness.forecast.rows import FOR_QUEUE, HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
 from reports.record.text import number
 
@@ -73,7 +74,8 @@ CSV_COLUMNS: Final = (
 def point_lines(found: Forecast) -> list[str]:
     """Return one point as lines of text."""
     best = found.recommended
-    lines = ["", *_title(found), *_table([COLUMNS, *(_cells(row) for row in found.rows)])]
+    rows = [COLUMNS, *(_cells(row) for row in found.rows)]
+    lines = ["", *_title(found), *columns(rows, left={0, 1})]
     lines += [
         "  KV tokens: on the GPU. longest: one sequence over both tiers. at once: sequences of",
         "  max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with",
@@ -250,16 +252,6 @@ def _host_kv_tokens(row: Row) -> int:
     return 0 if host is None else int(host["tokens"])
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column > 1 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ("  " + "  ".join(cells)).rstrip()
-
-
 def _bar(title: str, items: Mapping[str, int], limit: int) -> Iterator[str]:
     """One side's memory by part; each part is a letter of a bar that is the limit long."""
     parts = {name: size for name, size in items.items() if size}
@@ -309,7 +301,7 @@ def _points(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
         row = shown(item)
         minutes = f"{item.minutes(row):.1f}" if row.fits else _ABSENT
         rows.append((name, *_cells(row), minutes))
-    return ["", *_table(rows)]
+    return ["", *columns(rows, left={0, 1})]
 
 
 def shown(found: Forecast) -> Row:

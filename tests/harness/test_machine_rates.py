@@ -113,7 +113,7 @@ def test_the_command_measures_keeps_and_shows(
     assert "nothing is kept" in capsys.readouterr().err
     assert command.probe(["--device", "cpu"], measure) == 0
     out = capsys.readouterr().out
-    assert "in_place_gb_s    not measured" in out
+    assert "in_place_gb_s  not measured" in out
     [path] = (home / "rates").iterdir()
     assert str(path) in out
     assert json.loads(path.read_text())["rates"] == RATES

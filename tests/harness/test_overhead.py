@@ -25,7 +25,7 @@ def test_figures_of_every_part_and_of_a_known_rate(capsys):
 def test_the_table_has_a_line_a_part(capsys):
     assert main(["--repeats", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert all(any(line.startswith(part) for line in lines) for part in BARE)
+    assert all(any(line.startswith(f"  {part}  ") for line in lines) for part in BARE)
 
 
 def test_one_repeat_is_refused(capsys):
