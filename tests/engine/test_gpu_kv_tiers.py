@@ -17,10 +17,11 @@ from engine.runner import ModelRunner
 from kernels.compile_time import count_compile_time
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
+from tests.engine.groups import SIX, WINDOWS, Masked, with_windows
 from tests.engine.storm import LONG_CYCLES, MOST_CYCLES
 from tests.engine.tiers import SIZES, Alone, check_empty, tiers
 from tests.engine.two_streams import poison
-from tests.tiny import FAMILIES, greedy, make_prompt, open_llm
+from tests.tiny import FAMILIES, greedy, hf_model, make_prompt, open_llm
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +81,24 @@ def test_prefixes_swaps_and_a_long_sequence(
     assert step.used_graph
     assert step.kv_in_place_bytes > 0
     assert llm.effective()["kv"]["in_place"]
+    check_empty(llm)
+    llm.close()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_three_kinds_of_layers(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    with_windows(monkeypatch, WINDOWS)
+    found = Masked(hf_model("qwen3", **SIX))([*PROMPTS, LONG], TOKENS)
+    tiers(monkeypatch, 24, num_window=(40, 30), pinned=44, pageable=6)
+    llm = open_tiers(tiny.folder("qwen3", **SIX), enforce_eager=eager)
+    assert run_all(llm) == [*found[:-1], *found[-2::-1], found[-1]]
+    stats, step = llm.stats()["kv"], llm.last_step
+    assert stats["preemptions"] > 0
+    assert min(stats["in_place_bytes"], stats["staged_prefill_bytes"]) > 0
+    assert step is not None
+    assert step.used_graph is not eager
     check_empty(llm)
     llm.close()
 

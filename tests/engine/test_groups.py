@@ -1,6 +1,5 @@
 """Three kinds of layers: tokens are those of attention over masks, without blocks or windows."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from engine.kv import groups
 from engine.kv.pool_types import Retain
 from engine.kv.window import num_expired
 from tests.engine.conftest import TinyModels
-from tests.engine.groups import with_blocks, with_windows
-from tests.engine.tiers import SIZES, check_empty, tiers
+from tests.engine.groups import SIX, WINDOWS, Masked, with_blocks, with_windows
+from tests.engine.tiers import check_empty, tiers
 from tests.tiny import greedy, make_prompt, open_llm
 
-WINDOWS = (None, 40, 13, 40, None, 13)
-SIX = {**SIZES, "num_hidden_layers": 6}
 STEM = make_prompt(60, seed=7)
 PROMPTS = [
     make_prompt(90, seed=1),
@@ -27,45 +24,6 @@ PROMPTS = [
 ]
 LONG = make_prompt(260, seed=8)
 NEW = 12
-
-
-class Masked:
-    """A transformers model whose layers attend to what a mask each lets them; it keeps no cache."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._windows: tuple[int | None, ...] = ()
-        self._tokens: dict[Any, list[int]] = {}
-        for index, layer in enumerate(model.model.layers):
-
-            def masked(_: Any, args: Any, keywords: Any, index: int = index) -> Any:
-                return args, keywords | {"attention_mask": self._masks[self._windows[index]]}
-
-            layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True)
-
-    def __call__(
-        self, prompts: Iterable[list[int]], max_tokens: int, windows: Any = WINDOWS
-    ) -> list[list[int]]:
-        """Return the greedy tokens of each prompt."""
-        self._windows = windows
-        return [self._greedy(prompt, max_tokens) for prompt in prompts]
-
-    def _greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        key = self._windows, max_tokens, tuple(prompt)
-        if key not in self._tokens:
-            ids = list(prompt)
-            for _ in range(max_tokens):
-                position = torch.arange(len(ids))
-                back = position[:, None] - position
-                self._masks = {
-                    window: ((back >= 0) & (back < (window or len(ids))))[None, None]
-                    for window in set(self._windows)
-                }
-                with torch.no_grad():
-                    logits = self._model(torch.tensor([ids]), use_cache=False).logits
-                ids.append(int(logits[0, -1].argmax()))
-            self._tokens[key] = ids[len(prompt) :]
-        return self._tokens[key]
 
 
 @pytest.fixture(scope="module")
