@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,30 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+class _Loader(yaml.SafeLoader):
+    """Loads plain data, with the numbers of YAML 1.2 and of Hydra: 1e-6 is one."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
+    list("-+0123456789."),
+)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the plain data of a YAML document.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def quote_texts(text: str, is_text: Callable[[str], bool]) -> str:
     """Return a YAML document with quotes around the values of text settings: 1.10 stays 1.10.
 
@@ -66,5 +91,5 @@ def _quote(node: yaml.Node, path: str, is_text: Callable[[str], bool]) -> None:
         case yaml.SequenceNode():
             for item in node.value:
                 _quote(item, path, is_text)
-        case yaml.ScalarNode() if not node.tag.endswith(":null") and is_text(path):
-            node.tag = "tag:yaml.org,2002:str"
+        case yaml.ScalarNode(style=None) if not node.tag.endswith(":null") and is_text(path):
+            node.tag, node.style = "tag:yaml.org,2002:str", "'"

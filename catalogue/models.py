@@ -3,7 +3,7 @@
 import logging
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ import yaml
 
 from catalogue.checkpoint import ModelUnavailableError, folder_bytes, missing_files, unavailable
 from catalogue.entry import Model, ModelSource, is_hub_id
-from catalogue.files import CONF, models_folder, quote_texts
+from catalogue.files import CONF, load_yaml, models_folder, quote_texts
 from catalogue.hub import downloaded_bytes, ensure_config, ensure_hub_model, snapshots
 from catalogue.packages import ensure_package_model, is_converted
 from engine.errors import CheckpointError, ConfigError, did_you_mean
 from engine.model.checkpoint import ModelFolder, read_config, read_folder
-from engine.sealed import key_types, without_null
+from engine.sealed import from_plain, key_types, without_null
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
     texts = {name for name, hint in key_types(Model) if without_null(hint) is str}
     try:
         text = quote_texts(path.read_text(encoding="utf-8"), texts.__contains__)
-        content = yaml.safe_load(text)
+        content = load_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: expected YAML: {error}") from error
     if not isinstance(content, dict):
@@ -191,40 +191,10 @@ def _to_model(name: str, path: Path) -> Model:
             "where they are. Choose another one, or give the folder itself."
         )
     try:
-        model: Model = _build(Model, content, "")
+        model: Model = from_plain(Model, content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return model
-
-
-def _build(kind: type, content: Mapping[str, Any], prefix: str) -> Any:
-    """Return an object of a dataclass and of those below it, from plain data."""
-    hints = typing.get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        if key not in hints:
-            raise ConfigError(
-                f"{prefix}{key}: there is no such key.{did_you_mean(str(key), hints)}"
-            )
-        inner = without_null(hints[key])
-        if is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
-            values[key] = _build(inner, value, f"{prefix}{key}.")
-        elif inner is float and isinstance(value, str):
-            values[key] = _number(f"{prefix}{key}", value)
-        else:
-            values[key] = value
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{prefix or 'model'}: {error}") from error
-
-
-def _number(name: str, text: str) -> float:
-    """Return a number that YAML 1.1 takes for a text: 1e-6."""
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: expected a number, got {text!r}.") from error
 
 
 def _short(text: str) -> str:

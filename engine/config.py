@@ -36,11 +36,11 @@ AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
 class GPUConfig(Sealed):
     """The device and its budget; the rates are for prediction only."""
 
-    name: str = "auto"
+    name: str = field(default="auto", metadata={"keyword": "gpu_name"})
     """What the report calls it."""
     device: str = "auto"
     """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
-    memory_gib: float | None = None
+    memory_gib: float | None = field(default=None, metadata={"keyword": "gpu_memory_gib"})
     """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
     gpu_memory_utilization. null: what the card has (CPU: half of the free host memory)."""
     host_gib: float | None = None
@@ -194,9 +194,9 @@ class PlannerConfig(Sealed):
 class ModelConfig(Sealed):
     """Where a model's weights come from and, where known beforehand, its sizes."""
 
-    name: str
+    name: str = field(metadata={"keyword": "model_name"})
     """Short name."""
-    path: str | None = None
+    path: str | None = field(default=None, metadata={"keyword": "model"})
     """Local folder with config.json (and weights unless load_format is dummy)."""
     load_format: str = "auto"
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""

@@ -1,7 +1,7 @@
 """What is asked of the KV cache: KVConfig, and KVTransferConfig, the published way to ask."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_flag, check_number
@@ -17,6 +17,8 @@ EXTRA: Final = ("num_cpu_blocks", "cpu_bytes_to_use", "block_size")
 class KVConfig(Sealed):
     """The paged KV cache."""
 
+    SIZES: ClassVar = ("num_cpu_blocks", "cpu_gib", "swap_space")
+    """Settings that size the host tier, of which one may be set."""
     block_size: int = 16
     """Tokens in a block: 8, 16, 32, 64 or 128."""
     enable_prefix_caching: bool = False
@@ -68,8 +70,7 @@ class KVConfig(Sealed):
     @property
     def sizes(self) -> dict[str, float]:
         """Sizes of the host tier that were given, by setting."""
-        names = ("num_cpu_blocks", "cpu_gib", "swap_space")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in self.SIZES}
         return {
             name: value
             for name, value in found.items()

@@ -15,7 +15,7 @@ from engine.device.select import open_device
 from engine.effective import describe
 from engine.errors import EngineError
 from engine.interrupt import interrupt_afterwards
-from engine.keywords import config_from_keywords
+from engine.keywords import config_from_keywords, describe_keywords
 from engine.kv.pool_types import Tier
 from engine.plan import MemoryPlan
 from engine.planner import plan_candidates, plan_memory
@@ -39,15 +39,9 @@ class LLM:
 
         Args:
             model: Folder with config.json, and safetensors unless load_format="dummy"; or a
-                ModelConfig, which holds its load_format.
-            **keywords: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
-                gpu_memory_utilization, gpu_memory_gib, cpu_offload_gb, cpu_offload_params,
-                offload_backend, offload_group_size, offload_num_in_group, offload_prefetch_step,
-                offload_params, offload_config, num_cpu_blocks, cpu_gib, swap_space, pin_limit_gib,
-                kv_transfer_config,
-                disable_sliding_window, enforce_eager, enable_prefix_caching, seed, load_format,
-                tensor_parallel_size, host_reserve_gib, device, choose, objective, kv_tokens,
-                auto_fields, referee.
+                ModelConfig.
+            **keywords: Settings by the names of their fields in engine.config; `LLM.keywords()`
+                lists all of them with defaults and meanings.
 
         Raises:
             ConfigError: A keyword is unknown, out of bounds or would have no effect.
@@ -56,6 +50,11 @@ class LLM:
         """
         config = config_from_keywords(model, keywords)
         self._open(build_engine(config, plan=_refereed(config)))
+
+    @staticmethod
+    def keywords() -> str:
+        """Return a line for each keyword: its name, default, type and meaning."""
+        return describe_keywords()
 
     @classmethod
     def from_config(

@@ -1,14 +1,20 @@
-"""The base of configuration classes: checked once, then read-only, and usable as Hydra schemas."""
+"""The base of configuration classes (checked once, then read-only); what settings they have."""
 
+import ast
+import dataclasses
+import functools
+import inspect
 import math
 import sys
+import textwrap
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import Any, Final
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, did_you_mean
 
 
 class Sealed:
@@ -137,12 +143,123 @@ def without_null(hint: Any) -> Any:
     return hint
 
 
-def key_types(node: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, type hint) of every field of a dataclass and of those below it."""
+_NAMES: Final = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def describe_type(hint: Any) -> str:
+    """Return a type hint in words, such as "an integer or null"."""
+    inner = without_null(hint)
+    if is_dataclass(inner):
+        words = "a mapping with the keys " + ", ".join(item.name for item in fields(inner))
+    elif typing.get_origin(inner) is list:
+        of_text = typing.get_args(inner) == (str,)
+        words = f"a list of {'texts, such as [a, b]' if of_text else 'numbers, such as [1, 2]'}"
+    else:
+        words = _NAMES.get(inner, "a mapping")
+    return words if inner is hint else f"{words} or null"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a configuration class, which is all that declares a setting."""
+
+    path: str
+    """Dotted path from the class that was asked for, the key of a configuration."""
+    hint: Any
+    owner: type
+    field: dataclasses.Field[Any]
+
+    @property
+    def node(self) -> type | None:
+        """The class of its fields, None for a single value."""
+        inner = without_null(self.hint)
+        return inner if isinstance(inner, type) and is_dataclass(inner) else None
+
+    @property
+    def keyword(self) -> str:
+        """Its name among the keywords of LLM: the field's own, or the one in its metadata."""
+        return str(self.field.metadata.get("keyword", self.field.name))
+
+    @property
+    def default(self) -> Any:
+        """The value where none is given; dataclasses.MISSING where one must be."""
+        if self.field.default_factory is not dataclasses.MISSING:
+            return self.field.default_factory()
+        return self.field.default
+
+    @property
+    def help(self) -> str:
+        """The docstring below the field, on one line; empty where there is none."""
+        for kind in self.owner.__mro__:
+            if self.field.name in vars(kind).get("__annotations__", {}):
+                return _docstrings(kind).get(self.field.name, "")
+        return ""
+
+
+def settings(node: type, prefix: str = "", whole: tuple[type, ...] = ()) -> Iterator[Setting]:
+    """Yield every field of a configuration class and of the classes below it, in order.
+
+    Args:
+        node: a dataclass.
+        prefix: before each path, with its dot.
+        whole: classes whose fields are left out: a value of them is one setting.
+    """
     hints = typing.get_type_hints(node)
     for item in fields(node):
-        path = f"{prefix}{item.name}"
-        yield path, hints[item.name]
-        inner = without_null(hints[item.name])
-        if is_dataclass(inner) and isinstance(inner, type):
-            yield from key_types(inner, f"{path}.")
+        found = Setting(f"{prefix}{item.name}", hints[item.name], node, item)
+        yield found
+        if found.node is not None and found.node not in whole:
+            yield from settings(found.node, f"{found.path}.", whole)
+
+
+def key_types(node: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, type hint) of every setting of a dataclass."""
+    return ((found.path, found.hint) for found in settings(node, prefix))
+
+
+@functools.cache
+def _docstrings(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a class's own, on one line."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    found: dict[str, str] = {}
+    for above, below in pairwise(tree.body if isinstance(tree, ast.ClassDef) else []):
+        match above, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def from_plain(kind: type, content: Mapping[str, Any], name: str = "") -> Any:
+    """Return an object of a configuration class from plain data, with those of its nodes.
+
+    Args:
+        kind: a dataclass.
+        content: values by field; a dict for a node.
+        name: of the node, for messages; empty at the root.
+
+    Raises:
+        ConfigError: an unknown key, or a value that the class refuses.
+    """
+    known = {found.path: found for found in settings(kind) if "." not in found.path}
+    prefix = f"{name}." if name else ""
+    values = dict(content)
+    for key, value in content.items():
+        if key not in known:
+            raise ConfigError(
+                f"{prefix}{key}: there is no such key.{did_you_mean(str(key), known)} Keys: "
+                f"{', '.join(known)}."
+            )
+        node = known[key].node
+        if node is not None and isinstance(value, dict):
+            values[key] = from_plain(node, value, f"{prefix}{key}")
+    absent = [
+        key
+        for key, found in known.items()
+        if key not in content and found.default is dataclasses.MISSING
+    ]
+    if absent:
+        raise ConfigError(f"{prefix}{absent[0]}: expected a value, got none. Set it.")
+    return kind(**values)

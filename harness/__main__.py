@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m harness` with the given arguments; return its exit code."""
     try:
         line = parse_command_line(sys.argv[1:] if argv is None else argv)
-        if line.help:
-            from harness.help import help_text  # noqa: PLC0415  only here
+        if line.help or line.settings:
+            from harness.help import help_text, settings_page  # noqa: PLC0415  only here
 
-            sys.stdout.write(help_text(line.config_dir))
+            sys.stdout.write(help_text(line.config_dir) if line.help else settings_page())
             return EXIT_OK
         if line.version:
             sys.stdout.write(f"tightfit {_version()}\n")

@@ -11,8 +11,9 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from engine.sealed import describe_type
 from harness.errors import ConfigError, did_you_mean
-from harness.keys import GROUPS, describe_type, key_types, unknown_key
+from harness.keys import GROUPS, key_types, unknown_key
 from harness.schema import RunConfig
 
 __all__ = ["explain"]

@@ -3,12 +3,17 @@
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Final
 
 from catalogue.files import CONF, tightfit_home
+from engine.keywords import keywords_of
+from engine.sealed import describe_type, settings
+from harness.keys import GROUPS
+from harness.schema import RunConfig
 
-__all__ = ["GROUP_TITLES", "OPTIONS", "ROOT_KEYS", "help_text"]
+__all__ = ["GROUP_TITLES", "OPTIONS", "help_text", "key_rows", "settings_page"]
 
 _USAGE: Final = """\
 usage: python -m harness [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
@@ -29,6 +34,12 @@ examples:
   python -m harness +model=olmo7b --cfg job                what a run would be asked, no run
   python -m harness --config-dir ~/mine +model=mine        your files beside those of conf/
 """
+_SETTINGS_TITLE: Final = """\
+# Settings
+
+Every key of a configuration, as `python -m harness --settings` prints it. The engine's keys are
+keywords of `tightfit.LLM` too, under the names in the fourth column."""
+_SETTINGS_HEAD: Final = ("| key | default | type | keyword | meaning |", "|---|---|---|---|---|")
 _CODES: Final = """\
 exit codes:
   0 every point is ok    2 the configuration is wrong, nothing was loaded
@@ -40,6 +51,7 @@ OPTIONS: Final = {
     "--package KEY": "with --cfg: print this part only, such as engine or scenario.latency",
     "--resolve": "with --cfg: print values in the place of ${...}",
     "--config-dir FOLDER": "look for files there too: FOLDER/model/mine.yaml is model=mine",
+    "--settings": "print every key with its default, type and meaning (docs/settings.md)",
     "--version": "print the version",
     "-h, --help": "print this",
 }
@@ -53,18 +65,49 @@ GROUP_TITLES: Final = {
     "tracking": "where runs are mirrored to",
     "experiment": "files that hold all choices of one question",
 }
-ROOT_KEYS: Final = {
-    "mode=run": "plan: print what fits, predicted times and what to choose; nothing runs",
-    "rerun=null": "all | failed | none: which points run again that ended before, settings, code, "
-    "card and versions being the same; null: failed in a sweep, all otherwise",
-    "fail_fast=false": "true: stop a sweep at the first point that is not ok",
-    "monotone_stop=true": "skip points of a sweep that ask for more room than one that had none",
-    "timeout_s=null": "seconds that a point may take",
-    "silence_s=1800.0": "seconds without a sign of work after which a point is stopped",
-    "engine.*": "limits and switches of the engine; --cfg job --package engine lists them",
-    "ab.*": "with scenario=ab: overrides of sides a and b, pairs, aa_pairs",
-    "planner.*": "what is chosen by predicted times: objective, auto_fields, referee",
-}
+
+
+def key_rows() -> dict[str, str]:
+    """Return the keys that no file chooses, with their defaults and meanings, as the schema says.
+
+    A node that has no group of files is one row, with its keys.
+    """
+    rows = {}
+    for found in settings(RunConfig):
+        if "." in found.path or found.path in GROUPS:
+            continue
+        if found.node is None:
+            rows[f"{found.path}={yaml_text(found.default)}"] = found.help
+        else:
+            keys = ", ".join(item.name for item in fields(found.node))
+            rows[f"{found.path}.*"] = f"{found.help} Keys: {keys}."
+    return rows
+
+
+def settings_page() -> str:
+    """Return docs/settings.md: every key of a configuration, with default, type and meaning."""
+    keywords = {found.path: name for name, found in keywords_of().items()}
+    tables: dict[str, list[str]] = {}
+    for found in settings(RunConfig):
+        if found.node is not None:
+            continue
+        node, _, name = found.path.rpartition(".")
+        default = "" if found.default is MISSING else f"`{yaml_text(found.default)}`"
+        keyword = f"`{keywords[found.path]}`" if found.path in keywords else ""
+        words = found.help.replace("|", "\\|")
+        cells = (f"`{name}`", default, describe_type(found.hint), keyword, words)
+        tables.setdefault(node, []).append(f"| {' | '.join(cells)} |")
+    lines = [_SETTINGS_TITLE]
+    for node, rows in tables.items():
+        lines += ["", f"## `{node}`" if node else "## The root", "", *_SETTINGS_HEAD, *rows]
+    return "\n".join(lines) + "\n"
+
+
+def yaml_text(value: object) -> str:
+    """Return a value as a configuration file writes it."""
+    if isinstance(value, list | dict):
+        return str(value).replace("'", "")
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[call-overload]
 
 
 def _table(title: str, rows: dict[str, str]) -> Iterator[str]:
@@ -107,7 +150,7 @@ def help_text(config_dir: Path | None = None) -> str:
         rows = {name: _first_sentence(path) for name, path in sorted(files.items())}
         if rows:
             lines += _table(f"{group}=, {title}", rows)
-    lines += _table("keys", ROOT_KEYS)
+    lines += _table("keys (--settings lists all of them)", key_rows())
     lines += [
         "files:",
         f"  database, runs and models are in {tightfit_home()}",

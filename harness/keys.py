@@ -1,6 +1,5 @@
 """The keys of RunConfig: their dotted paths and types, and messages about wrong ones."""
 
-import dataclasses
 import typing
 from collections.abc import Iterator
 from typing import Any, Final
@@ -12,7 +11,6 @@ from harness.schema import RunConfig
 __all__ = [
     "GROUPS",
     "check_known_keys",
-    "describe_type",
     "is_known_key",
     "key_types",
     "unknown_key",
@@ -20,8 +18,6 @@ __all__ = [
 
 GROUPS: Final = ("model", "system", "gpu", "offload", "kv", "scenario", "tracking", "experiment")
 """Groups of files in conf/; each but experiment fills the node of its name."""
-
-_NAMES: Final = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
 def is_known_key(path: str, known: dict[str, Any]) -> bool:
@@ -34,19 +30,6 @@ def is_free_key(path: str, known: dict[str, Any]) -> bool:
     parts = path.split(".")
     above = (known.get(".".join(parts[:count])) for count in range(1, len(parts) + 1))
     return any(hint is Any or typing.get_origin(without_null(hint)) is dict for hint in above)
-
-
-def describe_type(hint: Any) -> str:
-    """Return the type of a key in words, such as "an integer or null"."""
-    inner = without_null(hint)
-    if dataclasses.is_dataclass(inner):
-        words = "a mapping with the keys " + ", ".join(f.name for f in dataclasses.fields(inner))
-    elif typing.get_origin(inner) is list:
-        of_text = typing.get_args(inner) == (str,)
-        words = f"a list of {'texts, such as [a, b]' if of_text else 'numbers, such as [1, 2]'}"
-    else:
-        words = _NAMES.get(inner, "a mapping")
-    return words if inner is hint else f"{words} or null"
 
 
 def unknown_key(path: str) -> ConfigError:

@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +150,7 @@ def make_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
 
 
 def make_config(folder: Path | str, **keywords: Any) -> EngineConfig:
-    """Return the configuration of a small engine; `uva_stage_tokens` is a keyword here too."""
-    stage = keywords.pop("uva_stage_tokens", None)
+    """Return the configuration of a small engine."""
     given: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -166,10 +164,7 @@ def make_config(folder: Path | str, **keywords: Any) -> EngineConfig:
         given["gpu_memory_gib"] = 4.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)
-        config = config_from_keywords(str(folder), given)
-        if stage is not None:
-            config = replace(config, engine=replace(config.engine, uva_stage_tokens=stage))
-    return config
+        return config_from_keywords(str(folder), given)
 
 
 def open_llm(folder: Path | str, *, reference: bool = False, **keywords: Any) -> LLM:

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from harness.help import GROUP_TITLES, ROOT_KEYS
-from harness.keys import GROUPS, describe_type, key_types
+from engine.sealed import describe_type, settings
+from harness.help import GROUP_TITLES, key_rows, settings_page
+from harness.keys import GROUPS, key_types
 from harness.schema import RunConfig
+from tests.contracts.project import ROOT
 
 LIST = Path(__file__).with_name("config_keys.txt")
 
@@ -20,14 +22,24 @@ def test_keys_are_those_of_the_list() -> None:
 
 def test_help_names_every_root_key_and_group() -> None:
     roots = {path for path, _ in key_types(RunConfig) if "." not in path}
-    shown = {name.split("=")[0].split(".")[0] for name in ROOT_KEYS}
+    rows = key_rows()
+    shown = {name.split("=")[0].split(".")[0] for name in rows}
     assert shown | set(GROUPS) - {"experiment"} == roots
     assert set(GROUP_TITLES) == set(GROUPS)
+    assert all(rows.values())
+    assert rows["timeout_s=null"].startswith("Seconds that a point may take")
+    assert rows["fail_fast=false"].startswith("Stop a sweep at the first point")
+    assert "uva_stage_tokens" in rows["engine.*"]
 
 
-def test_defaults_in_help_are_the_schema_s() -> None:
-    for text in ROOT_KEYS:
-        name, equals, value = text.partition("=")
-        if equals:
-            default = RunConfig.__dataclass_fields__[name].default
-            assert value == {None: "null", False: "false", True: "true"}.get(default, str(default))
+def test_the_page_of_settings_is_what_the_fields_say() -> None:
+    """`python -m harness --settings > docs/settings.md` writes it anew."""
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == settings_page()
+    assert "| `max_num_seqs` | `64` | an integer | `max_num_seqs` | Sequences that run" in page
+
+
+def test_every_setting_has_a_meaning() -> None:
+    """Sizes of a model are named as in its config.json, and need none."""
+    without = [found.path for found in settings(RunConfig) if not found.help]
+    assert [path for path in without if not path.startswith("model.spec.")] == []

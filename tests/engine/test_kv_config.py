@@ -137,7 +137,7 @@ def test_contradictions_with_other_keywords_are_refused(
 
 
 def test_something_else_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected a KVTransferConfig or a dict"):
+    with pytest.raises(ConfigError, match="expected an object of KVTransferConfig or a dict"):
         kv_of(kv_transfer_config="OffloadingConnector")
 
 

@@ -198,7 +198,7 @@ def test_bad_weights_are_reported_and_not_sampled(tiny: TinyModels) -> None:
         ({"offload_config": {"uvva": {}}}, ["offload_config", "uvva"]),
         ({"offload_config": {"uva": {"gb": 1}}}, ["offload_config", "gb"]),
         ({"offload_config": 3}, ["offload_config", "3"]),
-        ({"offload_config": {"uva": 3}}, ["offload_config.uva", "3"]),
+        ({"offload_config": {"uva": 3}}, ["offload.uva: expected UVAOffloadConfig", "3"]),
     ],
 )
 def test_keywords_that_are_refused(tiny: TinyModels, keywords: Any, parts: list[str]) -> None:

@@ -1,0 +1,171 @@
+"""One declaration of a setting: a field of a class is a keyword and a key, with type and help."""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+import pytest
+
+from engine.config import (
+    EngineConfig,
+    EngineSettings,
+    GPUConfig,
+    KVConfig,
+    ModelConfig,
+    OffloadConfig,
+    PlannerConfig,
+    PrefetchOffloadConfig,
+    UVAOffloadConfig,
+)
+from engine.errors import ConfigError
+from engine.keywords import COMBINED, config_from_keywords, describe_keywords, keywords_of
+from engine.llm import LLM
+from engine.sealed import key_types, settings
+from engine.spec import ModelSpec
+from harness.schema import RunConfig
+from tests.engine.specs import small_spec
+
+CLASSES = (
+    EngineSettings,
+    GPUConfig,
+    KVConfig,
+    ModelConfig,
+    OffloadConfig,
+    PlannerConfig,
+    PrefetchOffloadConfig,
+    UVAOffloadConfig,
+)
+OTHER: dict[str, Any] = {
+    "gpu_name": "mine",
+    "device": "cpu",
+    "gpu_memory_gib": 3.0,
+    "host_gib": 4.0,
+    "link_gb_s": 5.0,
+    "hbm_gb_s": 6.0,
+    "bf16_tflops": 7.0,
+    "offload_backend": "uva",
+    "cpu_offload_gb": 2.0,
+    "cpu_offload_params": ["mlp"],
+    "offload_group_size": 4,
+    "offload_num_in_group": 2,
+    "offload_prefetch_step": 3,
+    "offload_params": ["self_attn"],
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    "num_cpu_blocks": 9,
+    "cpu_gib": 1.0,
+    "swap_space": 2.0,
+    "disable_sliding_window": True,
+    "pin_limit_gib": 1.5,
+    "gpu_memory_utilization": 0.5,
+    "max_model_len": 77,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 99,
+    "enforce_eager": True,
+    "dtype": "float16",
+    "seed": 3,
+    "host_reserve_gib": 0.25,
+    "uva_stage_tokens": 2,
+    "choose": True,
+    "objective": "throughput",
+    "kv_tokens": 11,
+    "auto_fields": ["max_model_len"],
+    "referee": True,
+    "measured_rates": {"h2d_gb_s": 1.0},
+    "model_name": "called",
+    "load_format": "dummy",
+    "spec": small_spec(),
+}
+"""A value of each keyword that is not its default."""
+NEEDED: dict[str, dict[str, Any]] = {
+    "pin_limit_gib": {"cpu_gib": 2.0},
+    "objective": {"choose": True},
+    "kv_tokens": {"choose": True},
+    "referee": {"choose": True},
+    "offload_num_in_group": {"offload_group_size": 4},
+}
+"""Keywords that have no effect alone -> what stands beside them."""
+
+
+def test_every_field_is_a_keyword() -> None:
+    assert set(keywords_of()) - {"model"} == set(OTHER)
+    fields_of = {found.owner: set[str]() for found in keywords_of().values()}
+    for found in keywords_of().values():
+        fields_of[found.owner].add(found.field.name)
+    for kind in CLASSES:
+        own = {found.path for found in settings(kind, whole=(ModelSpec,)) if "." not in found.path}
+        assert fields_of[kind] == own - {"uva", "prefetch"}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_a_keyword_sets_its_field(name: str) -> None:
+    found = config_from_keywords("folder", {name: OTHER[name], **NEEDED.get(name, {})})
+    value: Any = found
+    setting = keywords_of()[name]
+    for part in setting.path.split("."):
+        value = getattr(value, part)
+    assert value == OTHER[name]
+    if setting.default is not MISSING:
+        assert value != setting.default
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_cpu_blocks": 5, "cpu_gib": 1}, "expected one size of the host tier"),
+        ({"offload_config": {}, "uva_stage_tokens": 1, "cpu_offload_gb": 1}, "both"),
+        ({"kv_tokens": 4}, "expected planner.choose=true"),
+        ({"choose": True, "cpu_offload_gb": 1}, "expected no offload settings beside it"),
+        ({"pin_limit_gib": 1}, "without a host tier"),
+    ],
+)
+def test_conflicts_are_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_keywords("folder", given)
+
+
+@dataclass(kw_only=True)
+class MoreSettings(EngineSettings):
+    """Settings with one more."""
+
+    new_limit: int = field(default=7)
+    """Something new,
+    in two lines."""
+
+
+@dataclass(kw_only=True)
+class MoreConfig(EngineConfig):
+    """A configuration with these."""
+
+    engine: MoreSettings = field(default_factory=MoreSettings)
+    """Limits and switches of the engine."""
+
+
+def test_a_new_field_is_a_keyword_and_a_key_at_once() -> None:
+    assert keywords_of(MoreConfig)["new_limit"].help == "Something new, in two lines."
+    assert keywords_of(MoreConfig)["max_num_seqs"].help == "Sequences that run at once."
+    found = config_from_keywords("folder", {"new_limit": 3, "max_num_seqs": 2}, MoreConfig)
+    assert isinstance(found, MoreConfig)
+    assert (found.engine.new_limit, found.engine.max_num_seqs) == (3, 2)
+    with pytest.raises(ConfigError, match="unknown keyword 'new_limit'"):
+        config_from_keywords("folder", {"new_limit": 3})
+    assert dict(key_types(MoreConfig))["engine.new_limit"] is int
+
+
+def test_the_harness_has_the_engine_s_classes_as_its_schema() -> None:
+    keys = dict(key_types(RunConfig))
+    own = {found.path for found in settings(EngineConfig) if found.path != "measured_rates"}
+    assert own <= set(keys)
+
+
+def test_a_model_s_fields_are_replaced_by_keywords() -> None:
+    model = ModelConfig(name="a", load_format="dummy", spec=small_spec())
+    found = config_from_keywords(model, {"model_name": "b"})
+    assert (found.model.name, found.model.spec) == ("b", model.spec)
+
+
+def test_the_list_of_keywords_says_all_of_them() -> None:
+    lines = LLM.keywords().splitlines()
+    assert lines == describe_keywords().splitlines()
+    named = {line.partition(":")[0].partition("=")[0] for line in lines}
+    assert named == set(keywords_of()) | set(COMBINED)
+    assert "uva_stage_tokens=65: an integer. From this many tokens in a step on" in "\n".join(lines)
