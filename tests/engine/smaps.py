@@ -13,7 +13,7 @@ def mapped(address: int, num_bytes: int, smaps: str = "/proc/self/smaps") -> dic
     """Return sums over the mappings that overlap a range: bytes by field, and VmFlags counted."""
     found: dict[str, int] = {}
     inside = False
-    for line in Path(smaps).read_text().splitlines():
+    for line in Path(smaps).read_text(encoding="utf-8").splitlines():
         bounds = _RANGE.match(line)
         if bounds:
             start, stop = int(bounds[1], 16), int(bounds[2], 16)
@@ -46,7 +46,7 @@ def present_bytes(view: Any) -> int:
 
 def anonymous_bytes() -> int:
     """Return this process's resident anonymous memory."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     found = re.search(r"RssAnon:\s+(\d+)", status)
     assert found is not None
     return int(found[1]) * 1024

@@ -257,7 +257,7 @@ def test_a_table_is_made_in_several_calls(document, tmp_path, capsys):
 
 def test_a_process_that_ends_early_leaves_what_it_measured(monkeypatch):
     def end(arguments, **_):
-        Path(arguments[-1]).write_text('{"kv": {}}')
+        Path(arguments[-1]).write_text('{"kv": {}}', encoding="utf-8")
         return SimpleNamespace(returncode=1, stderr="first\nlast line\n")
 
     monkeypatch.setattr(command.subprocess, "run", end)
