@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import yaml
 
+from engine.errors import ConfigError
+
 CONF: Final = Path(__file__).resolve().parents[1] / "conf"
 """The configuration files."""
 
@@ -18,13 +20,29 @@ def tightfit_home() -> Path:
 
     TIGHTFIT_HOME when it is set and not empty, else `tightfit` in the user's data directory
     (XDG_DATA_HOME, else ~/.local/share). The folder is not created here.
+
+    Raises:
+        ConfigError: neither is set, and the user has no home directory.
     """
     chosen = os.environ.get("TIGHTFIT_HOME", "").strip()
     if chosen:
-        return Path(chosen).expanduser().resolve()
+        return expanded(chosen).resolve()
     data = os.environ.get("XDG_DATA_HOME", "").strip()
-    base = Path(data).expanduser() if data else Path.home() / ".local" / "share"
+    base = expanded(data or "~/.local/share")
+    if not data and str(base).startswith("~"):
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected a folder, got none, and user {os.getuid()} has no home "
+            "directory. Set it."
+        )
     return (base / "tightfit").resolve()
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with ~ and ~NAME replaced; as it is where that user has no home directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def models_folder() -> Path:

@@ -11,7 +11,7 @@ import yaml
 
 from catalogue.checkpoint import ModelUnavailableError, folder_bytes, missing_files, unavailable
 from catalogue.entry import Model, ModelSource, is_hub_id
-from catalogue.files import CONF, load_yaml, models_folder, quote_texts
+from catalogue.files import CONF, expanded, load_yaml, models_folder, quote_texts
 from catalogue.hub import downloaded_bytes, ensure_config, ensure_hub_model, snapshots
 from catalogue.packages import ensure_package_model, is_converted
 from engine.errors import CheckpointError, ConfigError, did_you_mean
@@ -51,7 +51,7 @@ def find(model: str, config_dir: Path | None = None) -> Model:
     Raises:
         ConfigError: there is no such model, or its file is unusable.
     """
-    if (path := Path(model).expanduser()).exists():
+    if (path := expanded(model)).exists():
         return Model(name=_short(path.resolve().name), path=str(path))
     files = _files(config_dir)
     if model in files:
@@ -73,7 +73,7 @@ def state(model: Model) -> State:
     """Return what this machine holds of a model's weights; nothing is fetched or written."""
     begun_bytes = 0
     if model.path is not None:
-        folder = Path(model.path).expanduser()
+        folder = expanded(model.path)
         is_whole = not missing_files(folder)
     elif model.source.kind == "package":
         folder = models_folder() / model.name
@@ -109,7 +109,7 @@ def describe(model: Model) -> ModelFolder:
     if model.path is None and model.source.kind == "hub":
         folder = ensure_config(model.name, model.source)
     else:
-        folder = Path(model.path or models_folder() / model.name).expanduser()
+        folder = expanded(model.path or models_folder() / model.name)
     try:
         return read_folder(folder)
     except (CheckpointError, ConfigError, OSError) as error:
@@ -129,7 +129,7 @@ def fetch(model: Model, *, report: Callable[[str], None] = logger.info) -> Path 
     if model.path is None and model.load_format == "dummy":
         return None
     if model.path is not None:
-        return _check_folder(model, Path(model.path).expanduser().resolve())
+        return _check_folder(model, expanded(model.path).resolve())
     if model.source.kind == "package":
         return ensure_package_model(model.name, model.source, report=report)
     return ensure_hub_model(model.name, model.source, report=report)

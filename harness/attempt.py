@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from catalogue.checkpoint import identify
+from catalogue.files import expanded
 from catalogue.models import fetch
 from engine.config import EngineConfig
 from harness.build import engine_config, reference_config
@@ -134,7 +135,7 @@ class Attempt:
         scenario = self._config.scenario
         for node in (scenario.throughput, scenario.latency, scenario.serve):
             if node is not None and node.prompts_file is not None:
-                path = Path(node.prompts_file).expanduser()
+                path = expanded(node.prompts_file)
                 self._prompts[node.part] = read_prompts(path, node.num_rows)
         if scenario.serve is not None and scenario.serve.trace is not None:
             self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from catalogue.files import expanded
 from engine.config import EngineConfig, ModelConfig, OffloadConfig, PlannerConfig
 from engine.placement import assign
 from engine.planner import resolve_dtype, resolve_max_model_len
@@ -82,7 +83,7 @@ def check_settings(config: RunConfig) -> None:
             refused, or a file of prompts or a trace is absent.
     """
     for name, file in config.scenario.files().items():
-        path = Path(file).expanduser()
+        path = expanded(file)
         if not path.is_file():
             raise ConfigError(f"scenario.{name}: expected a file, found none at {path.absolute()}.")
     serve = config.scenario.serve

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from catalogue.files import expanded
 from harness.describe import config_hash
 from harness.plain import plain
 from harness.schema import RunConfig
@@ -46,7 +47,7 @@ def input_hashes(config: RunConfig) -> dict[str, str | None]:
 
     None of a file that is absent or cannot be read.
     """
-    paths = {name: Path(file).expanduser() for name, file in config.scenario.files().items()}
+    paths = {name: expanded(file) for name, file in config.scenario.files().items()}
     return {name: _sha256(path) for name, path in paths.items()}
 
 
@@ -64,7 +65,7 @@ def _model_files(config: RunConfig) -> dict[str, object]:
     """Return names, sizes and times of the files in model.path, nothing without one."""
     if config.model.path is None:
         return {}
-    folder = Path(config.model.path).expanduser()
+    folder = expanded(config.model.path)
     files = sorted(path for path in folder.glob("*") if path.is_file())
     stats = [(path.name, path.stat()) for path in files]
     return {"model": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}

@@ -1,13 +1,12 @@
 """LLM and plan, whose models are names of the catalogue, folders, or a model hub's OWNER/NAME."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 import engine.llm
-from catalogue.files import CONF
+from catalogue.files import CONF, expanded
 from catalogue.models import describe, fetch, find
 from engine.config import GPUConfig, ModelConfig
 from engine.errors import ConfigError, did_you_mean
@@ -64,8 +63,8 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
 def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:
     """Return the model with its weights on this machine, fetched now when absent."""
     load_format = keywords.get("load_format", "auto")
-    if Path(model).expanduser().exists():
-        folder = Path(model).expanduser()
+    if expanded(model).exists():
+        folder = expanded(model)
         return ModelConfig(name=folder.name, path=str(folder), load_format=load_format)
     entry = find(model)
     entry = replace(entry, load_format=keywords.get("load_format", entry.load_format))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
+from catalogue.files import expanded
 from harness.prompts import PromptError
 from harness.text_rows import TextError, parse_object, read_text, shown
 from harness.traffic.bounds import MOST_PROMPT_TOKENS, MOST_REQUESTS
@@ -51,7 +51,7 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
         TraceError: the file cannot be read, rows are malformed (named by line), or there are too
             few.
     """
-    path = Path(str(source.path)).expanduser()
+    path = expanded(str(source.path))
     try:
         text = read_text(path)
     except TextError as error:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from catalogue.files import models_folder, tightfit_home
+from catalogue.files import expanded, models_folder, tightfit_home
+from engine.errors import ConfigError
 
 
 def test_tightfit_home_is_taken_when_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -30,3 +31,19 @@ def test_relative_home_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIGHTFIT_HOME", "store")
     assert tightfit_home() == tmp_path / "store"
+
+
+def test_a_user_without_a_home_directory_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("TIGHTFIT_HOME", "XDG_DATA_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigError, match="TIGHTFIT_HOME: expected a folder, got none, and user"):
+        tightfit_home()
+    assert expanded("~/prompts.jsonl") == Path("~/prompts.jsonl")
+
+
+def test_a_path_of_an_unknown_user_stays_as_it_is() -> None:
+    assert expanded("~nobody-of-this-name/trace.csv") == Path("~nobody-of-this-name/trace.csv")
