@@ -9,10 +9,10 @@ from engine import planner
 from engine.runner import ModelRunner
 from engine.weights import dummy
 from tests.engine.conftest import TinyModels
+from tests.engine.groups import with_blocks
 from tests.engine.growth import GRAPHS, TOKENS, Growths, check_composition, grow, some_eager
 from tests.engine.placements import GIB, check_decode_bytes
 from tests.engine.test_mixed_placements import EMBED, HEAD, mixed
-from tests.engine.test_overlap import few_blocks
 from tests.tiny import FAMILIES, greedy, make_prompt
 
 pytestmark = pytest.mark.gpu
@@ -146,7 +146,7 @@ def test_preemption_by_a_small_pool(
     resident = growths.open(dtype=dtype)
     alone = [greedy(resident, [prompts[at]], TOKENS[at])[0] for at in range(17)]
     resident.close()
-    few_blocks(monkeypatch, 30)
+    with_blocks(monkeypatch, 30)
     expected = alone if dtype == "float32" else None
     for keywords in ({}, *(PLACEMENTS[name] for name in FEW)):
         llm = growths.open(dtype=dtype, block_size=8, **keywords)

@@ -11,8 +11,9 @@ from engine.device.cpu import CPUDevice
 from engine.plan import MemoryPlan
 from engine.sizes import PREFILL_SEQUENCES, graph_sizes
 from tests.engine.conftest import TinyModels
+from tests.engine.groups import with_blocks
 from tests.engine.specs import plan_olmo, uva
-from tests.engine.test_overlap import KINDS, PROMPTS, few_blocks, open_overlap
+from tests.engine.test_overlap import KINDS, PROMPTS, open_overlap
 from tests.tiny import FAMILIES, tokens_of
 
 SIZES = ((0, 4), (0, 16), (8, 4), (8, 16))
@@ -75,7 +76,7 @@ def test_padded_steps_give_the_same_tokens(
     for use_graphs in (False, True):
         with monkeypatch.context() as patch:
             padded(patch, use_graphs=use_graphs)
-            few_blocks(patch, FEW)
+            with_blocks(patch, FEW)
             llm = open_overlap(tiny.folder(family))
             graphs = [list(size) for size in SIZES] if use_graphs else []
             assert llm.effective()["prefill_graphs"] == graphs
