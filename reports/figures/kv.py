@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from reports import facts
 from reports.figures import theme
-from reports.figures.theme import THEMES, Drawing, Theme, ThemeName
+from reports.figures.theme import Drawing, Theme
 from reports.record.record import RunRecord
 from reports.record.text import GIB, number
 
@@ -77,12 +77,11 @@ def kv_trace(record: RunRecord) -> KVTrace | None:
     )
 
 
-def kv_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def kv_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw what each tier held over the last timed part, and what crossed the link meanwhile."""
     trace = kv_trace(record)
     if trace is None:
         return None
-    colours = THEMES[theme_name]
     tiers = [(tier, label) for tier, label in TIERS if trace.blocks[tier]]
     moves = any(any(trace.rates(column)) for column, _ in FLOWS)
     count = len(tiers) + moves

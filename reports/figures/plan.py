@@ -113,14 +113,8 @@ def _draw(
             label=kind,
         )
         for place, value in bars:
-            axes.annotate(
-                number(value),
-                (value, place),
-                xytext=(3, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=6.5,
-                color=colours.ink,
+            theme.beside(
+                axes, number(value), (value, place), (3, 0), colours.ink, fontsize=6.5, va="center"
             )
         crosses = [place + shift for place, text in here if text == ""]
         left = axes.get_xlim()[0]

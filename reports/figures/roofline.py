@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from reports import facts
 from reports.figures import theme
-from reports.figures.theme import THEMES, Drawing, Theme, ThemeName
+from reports.figures.theme import Drawing, Theme
 from reports.record.record import RunRecord
 from reports.record.text import number
 
@@ -80,13 +80,12 @@ def decode_points(record: RunRecord) -> list[DecodePoint]:
     return found
 
 
-def roofline_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def roofline_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw tokens a second over bytes a token: roofs as lines, measured full, predicted hollow."""
     points = decode_points(record)
     roofs = [roof for roof in WORDS if any(point.bound_tok_s(roof) for point in points)]
     if not roofs:
         return None
-    colours = THEMES[theme_name]
     title = "Decode against what link and GPU memory carry"
     figure = theme.new_figure(colours, 3.9, title)
     panels = list(figure.subplots(1, len(roofs), sharey=True, squeeze=False).flat)
@@ -104,14 +103,7 @@ def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof
     ends = (min(sizes) / 3, max(sizes) * 3)
     rate = shown[0].rate_of(roof) or 0.0
     axes.plot(ends, [rate / end for end in ends], color=colours.alarm, linewidth=1.6)
-    axes.annotate(
-        f"{number(rate)} GB/s",
-        (ends[0], rate / ends[0]),
-        xytext=(6, 2),
-        textcoords="offset points",
-        fontsize=9,
-        color=colours.alarm,
-    )
+    theme.beside(axes, f"{number(rate)} GB/s", (ends[0], rate / ends[0]), (6, 2), colours.alarm)
     for point, size in zip(shown, sizes, strict=True):
         for value, face, word, size_pt in (
             (point.predicted_tok_s, "none", "predicted", 13),
@@ -129,14 +121,13 @@ def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof
                     ls="",
                     label=label,
                 )
-        axes.annotate(
+        theme.beside(
+            axes,
             point.label,
             (size, point.measured_tok_s or 0.0),
-            xytext=(0, -15),
-            textcoords="offset points",
+            (0, -15),
+            colours.ink,
             ha="center",
-            fontsize=9,
-            color=colours.ink,
         )
     lows = [value for p in shown for value in (p.measured_tok_s, p.predicted_tok_s) if value]
     theme.log_axis(axes, "x", *ends)

@@ -10,7 +10,7 @@ from reports import facts
 from reports.figures import theme
 from reports.figures.kv import kv_figure
 from reports.figures.roofline import roofline_figure
-from reports.figures.theme import THEMES, Drawing, Theme, ThemeName
+from reports.figures.theme import Drawing, Theme
 from reports.record.metrics import METRICS, of_samples
 from reports.record.record import RunRecord, summarise
 from reports.record.telemetry import Table
@@ -80,12 +80,11 @@ class _Side:
         return max(self.used_bytes, limit)
 
 
-def memory_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def memory_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw the planned GPU bytes by part against the budget, with the host's bytes below.
 
     Both bars share a scale unless one is more than MAX_LIMIT_SHARE times the other.
     """
-    colours = THEMES[theme_name]
     sides = [side for side in (_gpu(record), _host(record)) if side.end_bytes > 0]
     if not sides or not any(side.parts for side in sides):
         return None
@@ -139,14 +138,13 @@ def _draw_side(axes: "Axes", colours: Theme, side: _Side, end_bytes: float) -> N
         ground, ink = colours.background, colours.ink
         axes.plot([peak], [0], "D", color=ground, markeredgecolor=ink, clip_on=False, zorder=5)
         is_left = peak > end / 2
-        axes.annotate(
+        theme.beside(
+            axes,
             f"measured peak {gib(side.peak_bytes)}",
             (peak, -0.52),
-            xytext=(4 if is_left else -4, 0),
-            textcoords="offset points",
+            (4 if is_left else -4, 0),
+            ink,
             ha="right" if is_left else "left",
-            fontsize=9,
-            color=ink,
         )
 
 
@@ -202,9 +200,8 @@ def _draw_limit(axes: "Axes", colours: Theme, side: _Side, unit_bytes: int) -> N
     axes.text(limit, 0.48, text, ha=place, fontsize=9, color=colours.ink)
 
 
-def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def latency_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw the share of requests within each latency (TTFT, TPOT, ITL, E2E)."""
-    colours = THEMES[theme_name]
     columns = [
         (metric, facts.latency_values(record, metric.quantity)) for metric in of_samples("latency")
     ]
@@ -224,9 +221,8 @@ def latency_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawin
     return theme.to_png(figure)
 
 
-def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def throughput_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw the token rates: bars, or points on a logarithmic axis where they differ 30-fold."""
-    colours = THEMES[theme_name]
     rates_of = [
         m for m in METRICS.values() if m.name.startswith("throughput/") and m.unit == "tok/s"
     ]
@@ -251,21 +247,20 @@ def throughput_figure(record: RunRecord, theme_name: ThemeName = "light") -> Dra
     axes.set_yticks(places, [label for label, _ in rates])
     axes.set_ylim(len(rates) - 0.4, -0.6)
     for place, value in zip(places, values, strict=True):
-        axes.annotate(
+        theme.beside(
+            axes,
             number(value),
             (value, place),
-            xytext=(9 if is_log else 5, 0),
-            textcoords="offset points",
-            va="center",
+            (9 if is_log else 5, 0),
+            colours.ink,
             fontsize=9.5,
-            color=colours.ink,
+            va="center",
         )
     return theme.to_png(figure)
 
 
-def load_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def load_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw the critical-path phases of each start as one stacked bar."""
-    colours = THEMES[theme_name]
     starts = [(str(row.get("start", "start")), _phases(row)) for row in facts.rows(record, "load")]
     starts = [(label, phases) for label, phases in starts if phases]
     if not starts:
@@ -357,26 +352,24 @@ def _side_text(axes: "Axes", x: float, y: float, text: str, colour: str, colours
     """Write beside a vertical line, on the side that has more room."""
     low, high = axes.get_xlim()
     is_right = x < (low + high) / 2
-    axes.annotate(
+    theme.beside(
+        axes,
         text,
         (x, y),
-        xytext=(4 if is_right else -4, 0),
-        textcoords="offset points",
+        (4 if is_right else -4, 0),
+        colour,
         ha="left" if is_right else "right",
-        fontsize=9,
-        color=colour,
         bbox={"facecolor": colours.background, "alpha": 0.75, "pad": 1.2, "linewidth": 0},
     )
 
 
-def timeline_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def timeline_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw the requests of serve, else those of latency, one line each."""
     served, alone = served_rows(record), lone_rows(record)
     rows = served or alone
     if not rows:
         return None
     shown = rows[:MOST_REQUESTS]
-    colours = THEMES[theme_name]
     part = "serve" if served else "latency"
     cut = f", first {len(shown)} of {len(rows)}" if len(rows) > len(shown) else ""
     note = facts.figure_note(record)
@@ -443,9 +436,7 @@ def _gaps(row: Row) -> list[float]:
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
 
 
-def memory_time_figure(
-    record: RunRecord, table: Table, theme_name: ThemeName = "light"
-) -> Drawing | None:
+def memory_time_figure(record: RunRecord, table: Table, colours: Theme) -> Drawing | None:
     """Draw GPU memory below the budget's line, and host memory of the worker below it."""
     gpu = _line(table, "gpu_used_bytes", 1 / GIB) if not facts.is_emulated(record) else None
     host = [
@@ -456,7 +447,6 @@ def memory_time_figure(
     num_panels = (gpu is not None) + bool(host)
     if not num_panels:
         return None
-    colours = THEMES[theme_name]
     figure = theme.new_figure(
         colours, 1.0 + 1.75 * num_panels, "Memory over time", facts.figure_note(record)
     )
@@ -475,9 +465,7 @@ def memory_time_figure(
     return theme.to_png(figure)
 
 
-def activity_figure(
-    record: RunRecord, table: Table, theme_name: ThemeName = "light"
-) -> Drawing | None:
+def activity_figure(record: RunRecord, table: Table, colours: Theme) -> Drawing | None:
     """Draw how busy the GPU was, what the link carried beside its probed rate, and the power."""
     link_gb_s = record.metrics.get("link/h2d_gb_s")
     asked = (
@@ -492,7 +480,6 @@ def activity_figure(
     ]
     if not found:
         return None
-    colours = THEMES[theme_name]
     title = "The GPU and its link over time"
     figure = theme.new_figure(colours, 0.9 + 1.35 * len(found), title, facts.figure_note(record))
     panels = list(figure.subplots(len(found), 1, sharex=True, squeeze=False).flat)
@@ -521,15 +508,7 @@ def _draw_gpu(axes: "Axes", colours: Theme, record: RunRecord, line: Line) -> No
 
 def _bound(axes: "Axes", colours: Theme, value: float, text: str, line: Line) -> None:
     axes.axhline(value, color=colours.alarm, linewidth=1.3, linestyle="--")
-    axes.annotate(
-        text,
-        (line[0][-1], value),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=9,
-        color=colours.alarm,
-    )
+    theme.beside(axes, text, (line[0][-1], value), (0, 3), colours.alarm, ha="right")
 
 
 def _finish(panels: Sequence["Axes"], colours: Theme, table: Table) -> None:
@@ -542,15 +521,15 @@ def _finish(panels: Sequence["Axes"], colours: Theme, table: Table) -> None:
     width = times[-1] - times[0]
     for begin_s, end_s, name in _spans(table, times):
         if end_s - begin_s > 0.06 * width:
-            panels[0].annotate(
+            theme.beside(
+                panels[0],
                 name,
                 ((begin_s + end_s) / 2, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
+                (0, 2),
+                colours.muted,
                 fontsize=8.5,
-                color=colours.muted,
+                xycoords=("data", "axes fraction"),
+                ha="center",
             )
     panels[-1].set_xlabel("seconds since the run began")
 
@@ -590,7 +569,7 @@ def _line(table: Table, column: str, factor: float) -> Line | None:
     return [time_s for time_s, _ in kept], [value for _, value in kept]
 
 
-FIGURES: Final[Mapping[str, Callable[[RunRecord, ThemeName], Drawing | None]]] = MappingProxyType(
+FIGURES: Final[Mapping[str, Callable[[RunRecord, Theme], Drawing | None]]] = MappingProxyType(
     {
         "memory": memory_figure,
         "latency": latency_figure,
@@ -602,7 +581,7 @@ FIGURES: Final[Mapping[str, Callable[[RunRecord, ThemeName], Drawing | None]]] =
     }
 )
 """Name (also of the PNG file) -> figure of one run."""
-TIME_FIGURES: Final[Mapping[str, Callable[[RunRecord, Table, ThemeName], Drawing | None]]] = (
+TIME_FIGURES: Final[Mapping[str, Callable[[RunRecord, Table, Theme], Drawing | None]]] = (
     MappingProxyType({"memory_time": memory_time_figure, "activity": activity_figure})
 )
 """Name (also of the PNG file) -> figure over the rows of telemetry."""

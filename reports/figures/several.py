@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports import facts
-from reports.compare import Row, compared_metrics, ratio, ratio_interval
+from reports.compare import Row, Run, compared_metrics, ratio, ratio_interval, records_of
 from reports.figures import theme
-from reports.figures.theme import THEMES, Drawing, Theme, ThemeName
+from reports.figures.theme import Drawing, Theme
 from reports.record.metrics import METRICS, Metric, shared
 from reports.record.record import RunRecord
 from reports.record.text import last_keys, number
@@ -41,12 +41,11 @@ MOST_LINEAR: Final = 3.0
 _ROW_IN: Final = 0.36
 
 
-def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
+def comparison_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
     """Draw output rate and TPOT of each point; a point without a figure shows its status."""
-    colours = THEMES[theme_name]
     shown = list(rows[:MAX_BARS])
-    records = [row.record for row in rows if row.record]
-    tpot = shared(TPOT, [record.metrics for record in records])
+    records = records_of(rows)
+    tpot = shared(TPOT, [row.metrics for row in rows])
     panels = [metric for metric in (OUTPUT, tpot) if any(_value(row, metric) for row in shown)]
     if not panels:
         return None
@@ -68,14 +67,13 @@ def comparison_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> D
     return theme.to_png(figure)
 
 
-def tradeoff_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
+def tradeoff_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
     """Draw output rate over the rate of one request, and over GPU peak; points by number.
 
     The line joins the points that no other point beats in both.
     """
-    colours = THEMES[theme_name]
-    records = [row.record for row in rows if row.record]
-    tpot = shared(TPOT, [record.metrics for record in records])
+    records = records_of(rows)
+    tpot = shared(TPOT, [row.metrics for row in rows])
     speed, memory = [], []
     for row in rows:
         output, gap_ms = _value(row, OUTPUT), _value(row, tpot)
@@ -122,7 +120,7 @@ def frontier(
 
 
 def _value(row: Row, metric: Metric) -> float | None:
-    return row.record.metrics.get(metric.name) if row.record else None
+    return row.metrics.get(metric.name)
 
 
 def _draw_bars(
@@ -138,14 +136,13 @@ def _draw_bars(
         text = row.status if is_bad else number(value)
         if value is not None:
             axes.barh(place, value, height=0.62, color=colour)
-        axes.annotate(
+        theme.beside(
+            axes,
             text,
             (value or 0, place),
-            xytext=(4, 0),
-            textcoords="offset points",
+            (4, 0),
+            colours.alarm if is_bad else colours.ink,
             va="center",
-            fontsize=9,
-            color=colours.alarm if is_bad else colours.ink,
         )
 
 
@@ -172,13 +169,13 @@ def _draw_scatter(
             markeredgecolor=colours.ink if peaks_gib and is_best else colours.accent,
             markeredgewidth=1.8 if is_best else 1.0,
         )
-        axes.annotate(
+        theme.beside(
+            axes,
             str(place),
             (x, y),
-            xytext=_LABEL_OFFSETS[index % len(_LABEL_OFFSETS)],
-            textcoords="offset points",
+            _LABEL_OFFSETS[index % len(_LABEL_OFFSETS)],
+            colours.ink,
             fontsize=9.5,
-            color=colours.ink,
         )
     axes.margins(0.14)
     _set_scale(axes, "x", [x for _, x, _ in points])
@@ -227,20 +224,19 @@ def _set_scale(axes: "Axes", axis: Literal["x", "y"], values: Sequence[float]) -
         axes.locator_params(axis=axis, nbins=5)
 
 
-def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawing | None:
+def ratio_figure(rows: Sequence[Run], colours: Theme) -> Drawing | None:
     """Draw each figure's ratio to the first run: right of the line where it is better."""
-    records = [row.record for row in rows if row.record]
-    base, others = records[0], [row for row in rows[1:] if row.record][:MOST_RUNS]
+    base, others = rows[0], rows[1 : 1 + MOST_RUNS]
     marks: list[Mark] = []
     labels: list[str] = []
-    for metric in compared_metrics(records):
+    for metric in compared_metrics([row.metrics for row in rows]):
         is_more = metric.better == "higher"
-        values = [(row, ratio(base, row.record, metric.name)) for row in others if row.record]
+        values = [(row, ratio(base.metrics, row.metrics, metric.name)) for row in others]
         if not any(value for _, value in values):
             continue
         for row, value in values:
-            if value and row.record:
-                ends = ratio_interval(base, row.record, metric.name)
+            if value:
+                ends = ratio_interval(base.metrics, row.metrics, metric.name)
                 mark = value if is_more else 1 / value
                 if ends is not None and not is_more:
                     ends = (1 / ends[1], 1 / ends[0])
@@ -248,8 +244,7 @@ def ratio_figure(rows: Sequence[Row], theme_name: ThemeName = "light") -> Drawin
         labels.append(metric.label if is_more else f"{metric.label} (inverse)")
     if not labels:
         return None
-    colours = THEMES[theme_name]
-    note = facts.figure_note(base)
+    note = facts.figure_note(base.record)
     title = f"Times as good as {rows[0].label}"
     figure = theme.new_figure(colours, 1.4 + 0.3 * len(labels), title, note)
     axes = figure.subplots()
@@ -309,12 +304,11 @@ def ratio_rows(record: RunRecord) -> list[Mapping[str, Any]]:
     return [row for row in rows if isinstance(row, Mapping) and row.get("ratio") is not None]
 
 
-def sides_figure(record: RunRecord, theme_name: ThemeName = "light") -> Drawing | None:
+def sides_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     """Draw b / a of each quantity with its interval; grey: what a against itself could give."""
     rows = ratio_rows(record)
     if not rows:
         return None
-    colours = THEMES[theme_name]
     note = facts.figure_note(record)
     title = "Side b over side a, with 95 % intervals; grey: within this machine's noise"
     figure = theme.new_figure(colours, 1.4 + _ROW_IN * len(rows), title, note)
@@ -346,16 +340,15 @@ def _draw_row(axes: "Axes", colours: Theme, place: int, row: Mapping[str, Any]) 
         ends = [max(float(row["low"]), 1 / WIDEST), min(float(row["high"]), WIDEST)]
         axes.plot(ends, [place, place], color=colour, linewidth=2.5, solid_capstyle="butt")
     axes.plot([min(max(ratio, 1 / WIDEST), WIDEST)], [place], "o", color=colour, markersize=6)
-    axes.annotate(
+    theme.beside(
+        axes,
         f"{ratio:.3f}",
         (1.0, place),
+        (-4, 0),
+        colours.ink,
         xycoords=("axes fraction", "data"),
-        xytext=(-4, 0),
-        textcoords="offset points",
         ha="right",
         va="center",
-        fontsize=9,
-        color=colours.ink,
     )
 
 
@@ -371,7 +364,7 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return low / room, high * room
 
 
-SWEEP_FIGURES: Final[Mapping[str, Callable[[Sequence[Row], ThemeName], Drawing | None]]] = (
+SWEEP_FIGURES: Final[Mapping[str, Callable[[Sequence[Row], Theme], Drawing | None]]] = (
     MappingProxyType({"comparison": comparison_figure, "tradeoff": tradeoff_figure})
 )
 """Name (also of the PNG file) -> figure of a sweep."""

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from itertools import cycle
 from textwrap import wrap
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports.record.text import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-ThemeName = Literal["light", "dark"]
 
 WIDTH_IN: Final = 5.8
 """Narrow enough that the text can be read when a phone shows the whole width."""
@@ -150,15 +148,9 @@ def style_axes(axes: "Axes", theme: Theme, *, grid: Literal["x", "y", "both"] = 
 def log_axis(axes: "Axes", axis: Literal["x", "y"], low: float, high: float) -> None:
     """Make an axis logarithmic between two ends above 0, with ticks at round numbers."""
     ticks = log_ticks(low, high)
-    labels = [f"{tick:,.6g}" for tick in ticks]
-    if axis == "x":
-        axes.set_xscale("log")
-        axes.set_xlim(low, high)
-        axes.set_xticks(ticks, labels)
-    else:
-        axes.set_yscale("log")
-        axes.set_ylim(low, high)
-        axes.set_yticks(ticks, labels)
+    axes.set(**{f"{axis}scale": "log", f"{axis}lim": (low, high)})
+    set_ticks = axes.set_xticks if axis == "x" else axes.set_yticks
+    set_ticks(ticks, [f"{tick:,.6g}" for tick in ticks])
     axes.minorticks_off()
 
 
@@ -198,6 +190,19 @@ def draw_legend(
         handleheight=1.0,
         columnspacing=1.4,
     )
+
+
+def beside(
+    axes: "Axes",
+    text: str,
+    at: tuple[float, float],
+    offset: tuple[float, float],
+    colour: str,
+    **style: Any,
+) -> None:
+    """Write beside a place of the data, `offset` points away."""
+    style = {"fontsize": 9} | style
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", color=colour, **style)
 
 
 def inside_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> None:

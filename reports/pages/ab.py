@@ -5,12 +5,11 @@ from typing import Any, Final
 
 from reports import facts
 from reports.figures.several import ratio_rows
-from reports.pages.page import Card, Page, Section, Table, tree_table
-from reports.pages.run import banners
-from reports.pages.verdict import verdict
+from reports.pages.page import Card, Page, Section, Table, banners, details, tree_table
+from reports.pages.verdict import validity, verdict
 from reports.record.metrics import Metric, metric_number, shown, unit
 from reports.record.record import RunRecord
-from reports.record.text import ABSENT, duration, number, shorten
+from reports.record.text import ABSENT, number, shorten
 
 CONVENTIONS: Final = (
     "Runs of both sides lie next to each other, in the order A B, B A, A B, ..., each in fresh"
@@ -49,15 +48,10 @@ def ab_page(record: RunRecord, links: Mapping[str, str]) -> Page:
         Section(title="Definitions", text=CONVENTIONS),
     )
     parts = (facts.model_name(record), facts.budget_title(record))
-    details = [f"comparison {record.run_id}"]
-    if record.started_at:
-        details.append(f"started {record.started_at}")
-    if record.duration_s is not None:
-        details.append(f"took {duration(record.duration_s)}")
     return Page(
         title=record.name,
         subtitle=", ".join(part for part in parts if part),
-        details=", ".join(details),
+        details=details(record, "comparison"),
         banners=banners([record]),
         cards=tuple(_cards(record)),
         verdict=verdict(record),
@@ -74,7 +68,7 @@ def _cards(record: RunRecord) -> list[Card]:
     rows = {row["metric"]: row for row in ratio_rows(record)}
     return [
         Card(
-            label=metric.label[0].upper() + metric.label[1:],
+            label=metric.title,
             value=f"{rows[metric.name]['ratio']:.3f}",
             unit="b / a",
             note=f"{_pair(metric.name, rows[metric.name])}; {rows[metric.name]['verdict']}",
@@ -190,8 +184,7 @@ def _runs(sample: Mapping[str, Any], links: Mapping[str, str]) -> Section:
     rows = []
     for run in runs:
         values = (metric_number(m.name, run["metrics"].get(m.name)) for m in metrics)
-        is_judged = {True: "valid", False: "not valid", None: "not judged"}[run["valid"]]
-        rows.append((run["folder"], run["side"], run["status"], is_judged, *values))
+        rows.append((run["folder"], run["side"], run["status"], validity(run["valid"]), *values))
     table = Table(
         columns=("run", "side", "status", "figures", *(metric.heading for metric in metrics)),
         rows=rows,

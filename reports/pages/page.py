@@ -6,8 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from reports import facts
 from reports.record.metrics import (
+    CONVENTIONS,
     STATISTIC_DEFINITIONS,
+    Metric,
     base_name,
     definition,
     interval,
@@ -16,7 +19,7 @@ from reports.record.metrics import (
     of_samples,
 )
 from reports.record.record import RunRecord, summarise
-from reports.record.text import ABSENT, flatten, gib, leaf
+from reports.record.text import ABSENT, duration, flatten, gib, leaf
 
 Kind = Literal["good", "warn", "bad", "plain", "better", "worse"]
 STATISTICS: Final = tuple(summarise([]))
@@ -172,14 +175,46 @@ def named_table(record: RunRecord, names: list[str]) -> Table:
     )
 
 
+def definitions(metrics: Sequence[Metric]) -> Section:
+    """Return what some metrics mean, with the conventions of all."""
+    rows = [(metric.name, metric.label, metric.definition) for metric in metrics]
+    table = Table(columns=("metric", "label", "definition"), rows=rows, wide=frozenset({2}))
+    return Section(title="Definitions", text=CONVENTIONS, tables=(table,) if rows else ())
+
+
 def metrics_csv(record: RunRecord) -> str:
-    """Return every metric with its unit and definition as CSV; absent values are empty."""
+    """Return every metric with its definition as CSV; absent values are empty."""
+    rows = [(name, value, _meaning(name)) for name, value in record.metrics.items()]
+    return csv_text([("metric", "value", "definition"), *rows])
+
+
+def csv_text(rows: Sequence[Sequence[object]]) -> str:
+    """Return rows as CSV, None as an empty cell.
+
+    Text that a spreadsheet would take for a formula gets a leading apostrophe.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["metric", "value", "definition"])
-    for name, value in record.metrics.items():
-        writer.writerow([name, "" if value is None else value, _meaning(name)])
+    for row in rows:
+        writer.writerow([f"'{cell}" if _is_formula(cell) else cell for cell in row])
     return buffer.getvalue()
+
+
+def _is_formula(cell: object) -> bool:
+    return isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+
+
+def banners(records: Sequence[RunRecord], mixed: str = "") -> tuple[str, ...]:
+    """Return the notices that stand above everything else.
+
+    Args:
+        records: of the page.
+        mixed: what to say where they are of different GPUs; CARDS stands for their names.
+    """
+    note = facts.figure_note(*records)
+    cards = sorted({card for card in map(facts.gpu_name, records) if card})
+    lines = (note, mixed.replace("CARDS", ", ".join(cards)) if len(cards) > 1 else "")
+    return tuple(line for line in lines if line)
 
 
 def _meaning(name: str) -> str:
@@ -221,3 +256,13 @@ def _value(key: str, value: object) -> str:
     if is_bytes and isinstance(value, int | float) and not isinstance(value, bool):
         return gib(value) + ("/s" if key.endswith("bytes_s") else "")
     return leaf(value)
+
+
+def details(record: RunRecord, word: str) -> str:
+    """Return the id of a record, when it was started and how long it took."""
+    parts = [f"{word} {record.run_id}"]
+    if record.started_at:
+        parts.append(f"started {record.started_at}")
+    if record.duration_s is not None:
+        parts.append(f"took {duration(record.duration_s)}")
+    return ", ".join(parts)

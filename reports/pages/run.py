@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from reports import facts
 from reports.figures.kv import kv_trace
@@ -13,6 +13,8 @@ from reports.pages.page import (
     Page,
     Section,
     Table,
+    banners,
+    details,
     metric_table,
     named_table,
     statistics_table,
@@ -31,10 +33,7 @@ from reports.record.metrics import (
     of_samples,
 )
 from reports.record.record import SAMPLE_FLOORS, RunRecord
-from reports.record.text import ABSENT, GIB, duration, gib, label_of, leaf, number, seconds
-
-if TYPE_CHECKING:
-    pass
+from reports.record.text import ABSENT, GIB, gib, label_of, leaf, number, seconds
 
 ALT: Final = (
     ("memory", "Stacked bars of the planned GPU and host memory against their limits"),
@@ -74,19 +73,13 @@ def run_page(record: RunRecord) -> Page:
     return Page(
         title=record.name,
         subtitle=_subtitle(record),
-        details=_details(record),
+        details=details(record, "run"),
         banners=banners([record]),
         cards=tuple(_cards(record)),
         verdict=verdict(record),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )
-
-
-def banners(records: Iterable[RunRecord]) -> tuple[str, ...]:
-    """Return the notices that stand above everything else."""
-    note = facts.figure_note(*records)
-    return (note,) if note else ()
 
 
 def _subtitle(record: RunRecord) -> str:
@@ -101,20 +94,11 @@ def _subtitle(record: RunRecord) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _details(record: RunRecord) -> str:
-    parts = [f"run {record.run_id}"]
-    if record.started_at:
-        parts.append(f"started {record.started_at}")
-    if record.duration_s is not None:
-        parts.append(f"took {duration(record.duration_s)}")
-    return ", ".join(parts)
-
-
 def _cards(record: RunRecord) -> list[Card]:
     cards = []
     for metric in found("card", [record.metrics]):
         value, value_unit = metric_parts(metric.name, record.metrics[metric.name])
-        label, note = metric.label[0].upper() + metric.label[1:], _card_note(record, metric)
+        label, note = metric.title, _card_note(record, metric)
         cards.append(Card(label=label, value=value, unit=value_unit, note=note))
     return cards or _plan_cards(record)
 

@@ -1,20 +1,39 @@
 """The points of a sweep as a page and as CSV, with the trials of a search and peers."""
 
 import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
 from reports import facts
-from reports.compare import Row, UnlikeError, check_alike, compared_metrics, differing_keys, ratio
-from reports.pages.page import Card, Kind, Page, Section, Table, Verdict
-from reports.pages.run import banners
-from reports.pages.verdict import error_line, status_kind, validity
-from reports.record.metrics import CONVENTIONS, Metric, found, metric_number, metric_text
+from reports.compare import (
+    Row,
+    Run,
+    UnlikeError,
+    check_alike,
+    compared_metrics,
+    differing_settings,
+    ratio,
+    records_of,
+    runs_of,
+)
+from reports.pages.page import (
+    Card,
+    Kind,
+    Page,
+    Section,
+    Table,
+    Verdict,
+    banners,
+    csv_text,
+    definitions,
+)
+from reports.pages.verdict import error_line, state, status_kind
+from reports.record.metrics import Metric, found, metric_number, metric_text
 from reports.record.record import RunRecord
-from reports.record.text import ABSENT, flatten, leaf, shorten
+from reports.record.text import ABSENT, shorten
 
 ALT: Final = (
     ("comparison", "Bars of output rate and TPOT, one row for each point"),
@@ -24,35 +43,30 @@ SEARCH_NAME: Final = "search.json"
 TRIALS_NAME: Final = "trials.csv"
 _LEAD: Final = ("trial", "state", "status", "value", "not_kept", "reason", "folder")
 """Columns of the file before those of the settings."""
-NATIVE = "native"
+NATIVE: Final = "native"
+MIXED: Final = "The points ran on different GPUs (CARDS): compare ratios, not figures"
 
 
 def sweep_csv(rows: Sequence[Row], folder: Path) -> str:
-    """Return the sweep as CSV: a header and a line for each point, absent values empty.
-
-    Text that a spreadsheet would take for a formula gets a leading apostrophe.
-    """
-    records = [row.record for row in rows if row.record]
-    keys = differing_keys(records)
+    """Return the sweep as CSV: a header and a line for each point, absent values empty."""
+    records = records_of(rows)
+    settings = differing_settings(records)
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
     head = ["point", "folder", "run_id", "name", "status", "valid", "error", "duration_s"]
-    writer.writerow([_cell(name) for name in [*head, *(f"config.{key}" for key in keys), *metrics]])
+    lines: list[list[object]] = [[*head, *(f"config.{key}" for key in settings), *metrics]]
+    columns = iter(zip(*settings.values(), strict=True)) if settings else repeat(())
     for row in rows:
-        record = row.record
-        where = row.point.folder.relative_to(folder).as_posix()
-        if record is None:
-            lead = [row.place, where, None, None, row.status, None, row.point.problem, None]
-            writer.writerow([_cell(value) for value in [*lead, *[None] * len(keys + metrics)]])
+        lead = [row.place, row.folder.relative_to(folder).as_posix()]
+        if not isinstance(row, Run):
+            rest = [None] * (1 + len(settings) + len(metrics))
+            lines.append([*lead, None, None, row.status, None, row.problem, *rest])
             continue
-        config = dict(flatten(record.config))
-        lead = [row.place, where, record.run_id, record.name, record.status, record.valid]
-        tail = [leaf(config[key]) if key in config else None for key in keys]
+        record = row.record
+        lead += [record.run_id, record.name, record.status]
+        found = [record.valid, error_line(record) or None, record.duration_s]
         values = [record.metrics.get(name) for name in metrics]
-        line = [*lead, error_line(record) or None, record.duration_s, *tail, *values]
-        writer.writerow([_cell(value) for value in line])
-    return buffer.getvalue()
+        lines.append([*lead, *found, *next(columns), *values])
+    return csv_text(lines)
 
 
 def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Page:
@@ -63,17 +77,17 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
         rows: the points.
         links: a row's place -> address of that point's own report.
     """
-    records = [row.record for row in rows if row.record]
+    runs, records = runs_of(rows), records_of(rows)
     num_ok = sum(row.status == "ok" for row in rows)
-    metrics = found("sweep", [record.metrics for record in records])
+    metrics = found("sweep", [run.metrics for run in runs])
     sections = (
         Section(
             title="Points", figures=("comparison",), tables=(_points_table(rows, metrics, links),)
         ),
         _problems(rows),
         Section(title="Trade-off", figures=("tradeoff",)),
-        _differences(rows),
-        _definitions(metrics),
+        _differences(runs),
+        definitions(metrics),
     )
     num_valid = num_ok - sum(r.status == "ok" and r.valid is False for r in records)
     kind: Kind = "good" if num_valid == len(rows) else "warn" if num_ok else "bad"
@@ -83,32 +97,22 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
         title=title,
         subtitle=", ".join(_shared_facts(records)),
         details=_span(records, len(rows)),
-        banners=(*banners(records), *_mixed_cards(records)),
-        cards=tuple(_best_cards(rows)),
+        banners=banners(records, MIXED),
+        cards=tuple(_best_cards(runs)),
         verdict=Verdict(kind=kind, label=label),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )
 
 
-def _cell(value: object) -> object:
-    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return f"'{value}"
-    return "" if value is None else value
-
-
 def _points_table(
     rows: Sequence[Row], metrics: Sequence[Metric], links: Mapping[int, str]
 ) -> Table:
-    cells, kinds = [], {}
+    cells, kinds = [], dict[int, Kind]()
     for index, row in enumerate(rows):
-        record = row.record
-        values = record.metrics if record else {}
-        texts = [metric_number(metric.name, values.get(metric.name)) for metric in metrics]
-        state = row.status
-        if record is not None and record.status == "ok":
-            state = f"ok, {validity(record)}"
-        cells.append((row.title, state, *texts))
+        texts = [metric_number(metric.name, row.metrics.get(metric.name)) for metric in metrics]
+        record = row.record if isinstance(row, Run) else None
+        cells.append((row.title, state(record) if record else row.status, *texts))
         kinds[index] = status_kind(record) if record else "bad"
     return Table(
         columns=("point", "status", *(metric.heading for metric in metrics)),
@@ -122,10 +126,9 @@ def _points_table(
 def _problems(rows: Sequence[Row]) -> Section | None:
     lines = []
     for row in rows:
-        record = row.record
-        text = row.point.problem or ""
-        if record is not None:
-            text = "; ".join(filter(None, [error_line(record), *record.reasons]))
+        text = row.problem
+        if isinstance(row, Run):
+            text = "; ".join(filter(None, [error_line(row.record), *row.record.reasons]))
         if text:
             lines.append((row.title, row.status, text))
     if not lines:
@@ -134,24 +137,17 @@ def _problems(rows: Sequence[Row]) -> Section | None:
     return Section(title="Points that did not end ok or are not valid", tables=(table,))
 
 
-def _differences(rows: Sequence[Row]) -> Section | None:
-    keys = differing_keys([row.record for row in rows if row.record])
-    if not keys:
+def _differences(runs: Sequence[Run]) -> Section | None:
+    settings = differing_settings([run.record for run in runs])
+    if not settings:
         return None
-    lines = []
-    for row in rows:
-        if row.record is not None:
-            config = dict(flatten(row.record.config))
-            texts = (shorten(leaf(config[key]), 40) if key in config else ABSENT for key in keys)
-            lines.append((row.title, *texts))
-    table = Table(columns=("point", *keys), rows=lines)
+    columns = [
+        [ABSENT if value is None else shorten(value, 40) for value in values]
+        for values in settings.values()
+    ]
+    titles = [run.title for run in runs]
+    table = Table(columns=("point", *settings), rows=list(zip(titles, *columns, strict=True)))
     return Section(title="Configuration that differs", tables=(table,))
-
-
-def _definitions(metrics: Sequence[Metric]) -> Section:
-    rows = [(metric.name, metric.label, metric.definition) for metric in metrics]
-    table = Table(columns=("metric", "column", "definition"), rows=rows, wide=frozenset({2}))
-    return Section(title="Definitions", text=CONVENTIONS, tables=(table,))
 
 
 def _shared_facts(records: Sequence[RunRecord]) -> list[str]:
@@ -171,33 +167,22 @@ def _span(records: Sequence[RunRecord], num_points: int) -> str:
     return f"{text}, first started {starts[0]}" if starts else text
 
 
-def _mixed_cards(records: Sequence[RunRecord]) -> list[str]:
-    cards = sorted({card for card in map(facts.gpu_name, records) if card})
-    if len(cards) < 2:
-        return []
-    return [f"The points ran on different GPUs ({', '.join(cards)}): compare ratios, not figures"]
-
-
-def _best_cards(rows: Sequence[Row]) -> list[Card]:
+def _best_cards(runs: Sequence[Run]) -> list[Card]:
     """Return the best valid point for each metric that has one."""
-    good = [
-        (row, row.record.metrics)
-        for row in rows
-        if row.record is not None and row.record.status == "ok" and row.record.valid is not False
-    ]
+    good = [run for run in runs if run.status == "ok" and run.record.valid is not False]
     cards = []
-    for metric in found("best", [values for _, values in good]):
-        having = [
-            (row, value) for row, values in good if (value := values.get(metric.name)) is not None
+    for metric in found("best", [run.metrics for run in good]):
+        values = [
+            (value, run) for run in good if (value := run.metrics.get(metric.name)) is not None
         ]
         is_most = metric.better == "higher"
-        row, value = (max if is_most else min)(having, key=lambda item: item[1])
+        value, best = (max if is_most else min)(values, key=lambda item: item[0])
         cards.append(
             Card(
                 label=f"{'Highest' if is_most else 'Lowest'} {metric.label}",
                 value=metric_number(metric.name, value),
                 unit=metric.unit,
-                note=f"point {row.title}",
+                note=f"point {best.title}",
             )
         )
     return cards
@@ -257,37 +242,32 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
 
     The native point is of the same work, and of these the one whose settings differ least.
     """
-    done = [row for row in rows if row.record and row.record.status == "ok"]
-    natives = [row for row in done if row.record and facts.system_name(row.record) == NATIVE]
+    systems: dict[bool, list[Run]] = {True: [], False: []}
+    for run in runs_of(rows):
+        if run.status == "ok":
+            systems[facts.system_name(run.record) == NATIVE].append(run)
     pairs = [
-        (native, row)
-        for row in done
-        if row.record
-        and facts.system_name(row.record) != NATIVE
-        and (native := _nearest(natives, row)) is not None
+        (native, peer)
+        for peer in systems[False]
+        if (native := _nearest(systems[True], peer)) is not None
     ]
     if not pairs:
         return None
-    records = [row.record for pair in pairs for row in pair if row.record]
     metrics = [
         metric
-        for metric in compared_metrics(records)
-        if any(_ratio(native, peer, metric.name) is not None for native, peer in pairs)
+        for metric in compared_metrics([run.metrics for pair in pairs for run in pair])
+        if any(ratio(peer.metrics, native.metrics, metric.name) for native, peer in pairs)
     ]
     lines: list[tuple[str, ...]] = []
     kinds: dict[int, Kind] = {}
     for native, peer in pairs:
-        values = [_ratio(native, peer, metric.name) for metric in metrics]
-        cells = ["" if value is None else f"{value:.2f}" for value in values]
-        systems = [facts.system_name(row.record) for row in (native, peer) if row.record]
-        bad = [
-            system
-            for system, row in zip(systems, (native, peer), strict=True)
-            if row.record and row.record.valid is False
-        ]
-        state = f"{' and '.join(bad)} not valid" if bad else "valid"
+        ratios = [ratio(peer.metrics, native.metrics, metric.name) for metric in metrics]
+        cells = ["" if value is None else f"{value:.2f}" for value in ratios]
+        bad = [facts.system_name(run.record) for run in (native, peer) if run.record.valid is False]
         kinds[len(lines)] = "warn" if bad else "plain"
-        lines.append((f"{native.title} / {peer.title}", systems[1], state, *cells))
+        validities = f"{' and '.join(bad)} not valid" if bad else "valid"
+        names = (f"{native.title} / {peer.title}", facts.system_name(peer.record))
+        lines.append((*names, validities, *cells))
     table = Table(
         columns=("native / peer", "peer", "figures", *(metric.label for metric in metrics)),
         rows=lines,
@@ -301,29 +281,17 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
     return Section(title="Native against peers", text=(text,), tables=(table,))
 
 
-def _ratio(native: Row, peer: Row, metric: str) -> float | None:
-    if native.record is None or peer.record is None:
-        return None
-    return ratio(peer.record, native.record, metric)
+def _nearest(natives: Sequence[Run], peer: Run) -> Run | None:
+    """Return the native run of the same work with the fewest settings that differ."""
+    alike = [run for run in natives if _is_alike(run, peer)]
+    return min(
+        alike, key=lambda run: len(differing_settings([run.record, peer.record])), default=None
+    )
 
 
-def _nearest(natives: Sequence[Row], peer: Row) -> Row | None:
-    """Return the native row of the same work with the fewest settings that differ."""
-    alike = [row for row in natives if _is_alike(row, peer)]
-    return min(alike, key=lambda row: _distance(row.record, peer.record), default=None)
-
-
-def _is_alike(native: Row, peer: Row) -> bool:
+def _is_alike(native: Run, peer: Run) -> bool:
     try:
         check_alike([native, peer])
     except UnlikeError:
         return False
     return True
-
-
-def _distance(first: RunRecord | None, second: RunRecord | None) -> int:
-    flat = [
-        {key: leaf(value) for key, value in flatten(record.config)} if record else {}
-        for record in (first, second)
-    ]
-    return sum(flat[0].get(key) != flat[1].get(key) for key in flat[0] | flat[1])

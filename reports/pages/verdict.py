@@ -43,9 +43,14 @@ def status_kind(record: RunRecord) -> Kind:
     return "warn" if record.status == "skipped" else "bad"
 
 
-def validity(record: RunRecord) -> str:
+def validity(valid: bool | None) -> str:
     """Return `valid`, `not valid` or `not judged`."""
-    return {True: "valid", False: "not valid", None: "not judged"}[record.valid]
+    return {True: "valid", False: "not valid", None: "not judged"}[valid]
+
+
+def state(record: RunRecord) -> str:
+    """Return the status, of a run that ended ok with whether it is valid."""
+    return f"ok, {validity(record.valid)}" if record.status == "ok" else record.status
 
 
 def error_line(record: RunRecord) -> str:
@@ -56,10 +61,7 @@ def error_line(record: RunRecord) -> str:
 
 
 def _label(record: RunRecord) -> str:
-    text = STATUS_TEXT[record.status]
-    if record.status == "ok":
-        return f"ok, {validity(record)}: {text}"
-    return f"{record.status}: {text}"
+    return f"{state(record)}: {STATUS_TEXT[record.status]}"
 
 
 def _error_lines(record: RunRecord) -> list[str]:

@@ -7,28 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from reports.compare import Row, check_alike, check_distinct, sweep_rows, versus_rows
+from reports.compare import check_alike, check_distinct, sweep_rows, versus_rows
 from reports.figures.run import FIGURES, TIME_FIGURES
 from reports.figures.several import SWEEP_FIGURES, comparison_figure, ratio_figure, sides_figure
-from reports.figures.theme import THEMES, Drawing, ThemeName
+from reports.figures.theme import THEMES, Drawing, Theme
 from reports.pages.ab import ab_page, is_comparison
 from reports.pages.page import Page, Section, metrics_csv
 from reports.pages.run import run_page
 from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
 from reports.pages.versus import versus_csv, versus_page
-from reports.record.folders import Point, load_points, load_run
+from reports.record.folders import load_points, load_run
 from reports.record.record import RunRecord, write_bytes_atomic, write_text_atomic
 from reports.record.telemetry import Table, read_telemetry
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REPORT_NAME: Final = "report.html"
 METRICS_NAME: Final = "metrics.csv"
-Draw = Callable[[ThemeName], Drawing | None]
+Key = TypeVar("Key", int, str)
+Draw = Callable[[Theme], Drawing | None]
 """A figure of one page in a theme; None without its data."""
 
 
@@ -64,24 +65,17 @@ def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
     rows = _telemetry(run_dir)
     if rows is not None:
         draws |= {name: partial(draw, record, rows) for name, draw in TIME_FIGURES.items()}
-    paths = _write_pages(run_page(record), draws, target, "report")
-    table = target / METRICS_NAME
-    write_text_atomic(table, metrics_csv(record))
-    return [*paths, table]
+    table = {METRICS_NAME: metrics_csv(record)}
+    return _write_pages(run_page(record), draws, target, "report", table)
 
 
 def _write_comparison(record: RunRecord, run_dir: Path, target: Path) -> list[Path]:
     """Write the report of a comparison, with links to the reports of its runs."""
-    links = {}
-    for run in record.samples["ab"].get("runs") or []:
-        report = run_dir / run["folder"] / REPORT_NAME
-        if report.is_file():
-            links[run["folder"]] = quote(os.path.relpath(report, target))
+    runs = record.samples["ab"].get("runs") or []
+    links = _links({run["folder"]: [run_dir / run["folder"]] for run in runs}, target)
     draws: dict[str, Draw] = {"ratios": partial(sides_figure, record)}
-    paths = _write_pages(ab_page(record, links), draws, target, "report")
-    table = target / METRICS_NAME
-    write_text_atomic(table, metrics_csv(record))
-    return [*paths, table]
+    table = {METRICS_NAME: metrics_csv(record)}
+    return _write_pages(ab_page(record, links), draws, target, "report", table)
 
 
 def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
@@ -101,7 +95,8 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     draws: dict[str, Draw] = {name: partial(draw, rows) for name, draw in SWEEP_FIGURES.items()}
     name, trials = sweep_dir.resolve().name, search_section(sweep_dir)
     title = f"Sweep {name}" if trials is None else f"Search {name}"
-    page = sweep_page(title, rows, _links(rows, sweep_dir, target))
+    folders = {row.place: [target / row.folder.relative_to(sweep_dir), row.folder] for row in rows}
+    page = sweep_page(title, rows, _links(folders, target))
     if trials is not None:
         page = replace(
             page,
@@ -111,10 +106,8 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     against = peers_section(rows)
     if against is not None:
         page = replace(page, sections=(page.sections[0], against, *page.sections[1:]))
-    paths = _write_pages(page, draws, target, "sweep")
-    table = target / "sweep.csv"
-    write_text_atomic(table, sweep_csv(rows, sweep_dir))
-    return [*paths, table]
+    table = {"sweep.csv": sweep_csv(rows, sweep_dir)}
+    return _write_pages(page, draws, target, "sweep", table)
 
 
 def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
@@ -128,26 +121,22 @@ def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
         RecordError: when a record cannot be read.
         UnlikeError: when the runs did not do the same work, or a run is given twice.
     """
-    rows = versus_rows([Point(folder=folder, record=load_run(folder)) for folder in folders])
+    rows = versus_rows([(folder, load_run(folder)) for folder in folders])
     check_distinct(rows)
     check_alike(rows)
-    links = {}
-    for index, row in enumerate(rows):
-        report = row.point.folder / REPORT_NAME
-        if report.is_file():
-            links[index] = quote(os.path.relpath(report, out))
+    links = _links({row.place: [row.folder] for row in rows}, out)
     draws: dict[str, Draw] = {
         "ratios": partial(ratio_figure, rows),
         "comparison": partial(comparison_figure, rows),
     }
-    paths = _write_pages(versus_page(rows, links), draws, out, "compare")
-    table = out / "compare.csv"
-    write_text_atomic(table, versus_csv(rows))
-    return [*paths, table]
+    table = {"compare.csv": versus_csv(rows)}
+    return _write_pages(versus_page(rows, links), draws, out, "compare", table)
 
 
-def _write_pages(page: Page, draws: Mapping[str, Draw], target: Path, stem: str) -> list[Path]:
-    """Draw the figures that the page names, then write PNG and SVG files and both pages."""
+def _write_pages(
+    page: Page, draws: Mapping[str, Draw], target: Path, stem: str, tables: Mapping[str, str]
+) -> list[Path]:
+    """Draw the figures that the page names, then write PNG and SVG files, both pages and tables."""
     target.mkdir(parents=True, exist_ok=True)
     images, pictures = {}, []
     lack = _no_drawing()
@@ -156,8 +145,8 @@ def _write_pages(page: Page, draws: Mapping[str, Draw], target: Path, stem: str)
     for name in [name for section in page.sections for name in section.figures]:
         if name not in draws or lack is not None:
             continue
-        light = draws[name]("light")
-        dark = draws[name]("dark")
+        light = draws[name](THEMES["light"])
+        dark = draws[name](THEMES["dark"])
         if light is None or dark is None:
             continue
         (target / "figures").mkdir(exist_ok=True)
@@ -168,12 +157,14 @@ def _write_pages(page: Page, draws: Mapping[str, Draw], target: Path, stem: str)
         images[name] = Image(light=_base64(light), dark=_base64(dark), path=f"figures/{name}.png")
     page = replace(page, sections=tuple(filter(partial(_has_content, images), page.sections)))
     paths = []
-    for suffix, environment in (("html", _html_environment()), ("md", _markdown_environment())):
-        template = environment.get_template(f"page.{suffix}.j2")
+    for suffix in ("html", "md"):
+        template = _environment(is_html=suffix == "html").get_template(f"page.{suffix}.j2")
         path = target / f"{stem}.{suffix}"
         write_text_atomic(path, template.render(page=page, images=images, themes=dict(THEMES)))
         paths.append(path)
-    return [*paths, *pictures]
+    for name, text in tables.items():
+        write_text_atomic(target / name, text)
+    return [*paths, *pictures, *(target / name for name in tables)]
 
 
 def _no_drawing() -> str | None:
@@ -202,44 +193,31 @@ def _telemetry(run_dir: Path) -> Table | None:
         return None
 
 
-def _links(rows: Sequence[Row], sweep_dir: Path, target: Path) -> dict[int, str]:
-    """Return a row's place -> relative address of its report, where that file exists."""
-    links = {}
-    for row in rows:
-        inside = row.point.folder.relative_to(sweep_dir)
-        for base in (target, sweep_dir):
-            report = base / inside / REPORT_NAME
-            if report.is_file():
-                links[row.place] = quote(os.path.relpath(report, target))
-                break
-    return links
+def _links(folders: Mapping[Key, Sequence[Path]], target: Path) -> dict[Key, str]:
+    """Return the relative address of the report in the first of the folders that has one."""
+    found = {
+        key: [one / REPORT_NAME for one in several if (one / REPORT_NAME).is_file()]
+        for key, several in folders.items()
+    }
+    return {
+        key: quote(os.path.relpath(reports[0], target)) for key, reports in found.items() if reports
+    }
 
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _html_environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def _markdown_environment() -> Environment:
+def _environment(*, is_html: bool) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=False,  # noqa: S701 - finalize escapes Markdown and its HTML instead
+        autoescape=is_html,  # noqa: S701  of Markdown, finalize escapes what is HTML too
         undefined=StrictUndefined,
-        finalize=_escape_markdown,
+        finalize=None if is_html else _escape_markdown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["raw"] = Markup
-    environment.filters["fence"] = _fence
+    environment.filters |= {"raw": Markup, "fence": _fence}
     return environment
 
 

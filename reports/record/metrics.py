@@ -58,6 +58,11 @@ class Metric:
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
     @property
+    def title(self) -> str:
+        """Label with a capital, as on a card."""
+        return self.label[0].upper() + self.label[1:]
+
+    @property
     def mean(self) -> "Metric":
         """The mean of a metric of samples, else the metric."""
         return self.at("mean") if "mean" in self.statistics else self
@@ -145,10 +150,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "throughput/decode_tok_s",
-        (
-            "output tokens of the steps that only decode / wall time of those steps; a step that"
-            " also does prefill counts as prefill"
-        ),
+        "output tokens of the steps that only decode / wall time of those steps; a step that"
+        " also does prefill counts as prefill",
         label="decode",
         words="decode",
         better="higher",
@@ -156,10 +159,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "throughput/prefill_tok_s",
-        (
-            "sum(prompt tokens that were not found in a prefix cache) / wall time of the steps with"
-            " prefill work"
-        ),
+        "sum(prompt tokens that were not found in a prefix cache) / wall time of the steps with"
+        " prefill work",
         label="prefill",
         words="prefill",
         better="higher",
@@ -200,10 +201,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "latency/tpot_ms",
-        (
-            "time per output token of a request: (E2E - TTFT) / (output tokens - 1); missing below"
-            " 2 output tokens"
-        ),
+        "time per output token of a request: (E2E - TTFT) / (output tokens - 1); missing below"
+        " 2 output tokens",
         label="TPOT",
         words="time per output token",
         better="lower",
@@ -212,10 +211,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "latency/itl_ms",
-        (
-            "inter-token latency: gap between consecutive tokens of a request, all gaps pooled over"
-            " requests; TTFT is not a gap"
-        ),
+        "inter-token latency: gap between consecutive tokens of a request, all gaps pooled over"
+        " requests; TTFT is not a gap",
         label="ITL, pooled",
         better="lower",
         statistics=("mean", "p50"),
@@ -239,30 +236,24 @@ _SHOWN: Final = (
     ),
     Metric(
         "serve/requested_requests_s",
-        (
-            "arrivals asked for per second: arrivals.rate_per_s, or those of the trace; with"
-            " several turns, of conversations"
-        ),
+        "arrivals asked for per second: arrivals.rate_per_s, or those of the trace; with"
+        " several turns, of conversations",
         label="requested",
         words="arrivals, requested",
         shown=("summary",),
     ),
     Metric(
         "serve/planned_requests_s",
-        (
-            "(arrivals - 1) / (last - first planned arrival) as drawn; the ramp and later turns are"
-            " left out"
-        ),
+        "(arrivals - 1) / (last - first planned arrival) as drawn; the ramp and later turns are"
+        " left out",
         label="planned",
         words="arrivals, as drawn",
         shown=("summary",),
     ),
     Metric(
         "serve/sent_requests_s",
-        (
-            "(requests sent - 1) / (t(last sent) - t(first sent)); the ramp and later turns are"
-            " left out"
-        ),
+        "(requests sent - 1) / (t(last sent) - t(first sent)); the ramp and later turns are"
+        " left out",
         label="sent",
         words="arrivals, achieved",
         shown=("summary",),
@@ -285,10 +276,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "serve/good_share",
-        (
-            "requests that completed within every bound of the SLO / planned requests; failed and"
-            " cancelled ones are bad; a bound on TPOT does not apply to one output token"
-        ),
+        "requests that completed within every bound of the SLO / planned requests; failed and"
+        " cancelled ones are bad; a bound on TPOT does not apply to one output token",
         label="good requests",
         words="share of good requests",
         better="higher",
@@ -304,10 +293,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "serve/ttft_ms",
-        (
-            "time to first token of a request that arrives by itself: t(first token on the host) -"
-            " t(scheduled arrival); waiting at the client and in the queue is in it"
-        ),
+        "time to first token of a request that arrives by itself: t(first token on the host) -"
+        " t(scheduled arrival); waiting at the client and in the queue is in it",
         label="TTFT from arrival",
         words="time to first token from arrival",
         better="lower",
@@ -341,10 +328,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "serve/schedule_lag_ms",
-        (
-            "t(request is handed to the engine) - t(scheduled arrival); with max_concurrency it"
-            " holds the wait for a free place"
-        ),
+        "t(request is handed to the engine) - t(scheduled arrival); with max_concurrency it"
+        " holds the wait for a free place",
         label="schedule lag",
         better="lower",
         statistics=("mean", "p50"),
@@ -384,10 +369,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "link/h2d_gb_s",
-        (
-            "host to device copy rate: median of 20 copies of 256 MiB from registered memory, GB ="
-            " 10^9 bytes, measured in this run"
-        ),
+        "host to device copy rate: median of 20 copies of 256 MiB from registered memory, GB ="
+        " 10^9 bytes, measured in this run",
         label="link",
         words="link, host to GPU",
         better="higher",
@@ -395,10 +378,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "link/share",
-        (
-            "(bytes moved host to device in the steps that only decode / wall time of those steps)"
-            " / mean of link/h2d_gb_s and link/h2d_after_gb_s"
-        ),
+        "(bytes moved host to device in the steps that only decode / wall time of those steps)"
+        " / mean of link/h2d_gb_s and link/h2d_after_gb_s",
         label="share of the link",
         words="share of the link used in decode",
         better="higher",
@@ -406,10 +387,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "offload/bytes_per_step",
-        (
-            "bytes host to device, copied or read in place, per step that only decodes, as the"
-            " engine counts them"
-        ),
+        "bytes host to device, copied or read in place, per step that only decodes, as the"
+        " engine counts them",
         label="bytes per step",
         words="host to GPU per decode step",
         better="lower",

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from reports.record.telemetry import spool_rows
 
-__all__ = ["COLUMNS", "PARQUET_NAME", "SPOOL_NAME", "read_requests", "request_rows"]
-
 PARQUET_NAME: Final = "requests.parquet"
 SPOOL_NAME: Final = "requests.jsonl"
 COLUMNS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(

@@ -12,21 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-__all__ = [
-    "COLUMNS",
-    "COSTLY_COLUMNS",
-    "PARQUET_NAME",
-    "SLOW_COLUMNS",
-    "SPOOL_NAME",
-    "Column",
-    "Table",
-    "is_counter",
-    "line_rows",
-    "read_spool",
-    "read_telemetry",
-    "spool_rows",
-]
-
 PARQUET_NAME: Final = "telemetry.parquet"
 SPOOL_NAME: Final = "telemetry.jsonl"
 

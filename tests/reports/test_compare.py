@@ -9,7 +9,6 @@ from reports.compare import (
     UnlikeError,
     check_alike,
     compared_metrics,
-    differing_settings,
     ratio,
     ratio_interval,
     versus_rows,
@@ -18,7 +17,6 @@ from reports.figures.several import ratio_ticks
 from reports.pages.sweep import peers_section
 from reports.pages.versus import versus_page
 from reports.pages.write import write_sweep_report, write_versus_report
-from reports.record.folders import Point
 from reports.record.metrics import METRICS
 from reports.record.record import RecordError
 from tests.reports.conftest import write_run
@@ -39,18 +37,22 @@ def peer_record(factor=2.0, **changes):
 
 
 def rows_of(tmp_path, *records):
-    return versus_rows(
-        [Point(folder=tmp_path / str(i), record=record) for i, record in enumerate(records)]
-    )
+    return versus_rows([(tmp_path / str(i), record) for i, record in enumerate(records)])
+
+
+def named_settings(runs):
+    """The settings that the page of a comparison says differ, with their values."""
+    (section,) = [s for s in versus_page(runs, {}).sections if s.title == "What differs"]
+    return {line[0]: line[1:] for table in section.tables for line in table.rows}
 
 
 def test_ratios_are_to_the_first_run(tmp_path):
     base, peer = ok_record(), peer_record()
-    assert ratio(base, peer, "latency/tpot_ms/p50") == pytest.approx(2)
-    assert ratio(base, peer, "throughput/output_tok_s") == pytest.approx(0.5)
-    assert ratio(base, peer, "no/such") is None
+    assert ratio(base.metrics, peer.metrics, "latency/tpot_ms/p50") == pytest.approx(2)
+    assert ratio(base.metrics, peer.metrics, "throughput/output_tok_s") == pytest.approx(0.5)
+    assert ratio(base.metrics, peer.metrics, "no/such") is None
     peer.metrics["memory/budget_margin_gib"], base.metrics["memory/budget_margin_gib"] = -1, 2
-    assert ratio(base, peer, "memory/budget_margin_gib") is None
+    assert ratio(base.metrics, peer.metrics, "memory/budget_margin_gib") is None
     page = versus_page(rows_of(tmp_path, base, peer), {})
     table = page.sections[0].tables[0]
     found = {row[0]: row[1] for row in table.rows}
@@ -66,10 +68,10 @@ def test_ratios_are_to_the_first_run(tmp_path):
 def test_an_interval_of_a_ratio_holds_all_ratios_of_the_means():
     base, other = ok_record(), ok_record()
     name = "throughput/output_tok_s"
-    assert ratio_interval(base, other, name) is None
+    assert ratio_interval(base.metrics, other.metrics, name) is None
     base.metrics |= {f"{name}/ci95_low": 90.0, f"{name}/ci95_high": 110.0}
     other.metrics |= {f"{name}/ci95_low": 180.0, f"{name}/ci95_high": 220.0}
-    assert ratio_interval(base, other, name) == pytest.approx((180 / 110, 220 / 90))
+    assert ratio_interval(base.metrics, other.metrics, name) == pytest.approx((180 / 110, 220 / 90))
 
 
 def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path):
@@ -85,13 +87,15 @@ def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path
 
 def test_a_latency_with_intervals_of_its_mean_is_compared_by_its_mean():
     base, other = ok_record(), ok_record()
-    assert METRICS["latency/ttft_ms"].at("p50") in compared_metrics([base, other])
+    assert METRICS["latency/ttft_ms"].at("p50") in compared_metrics([base.metrics, other.metrics])
     for record, mean in ((base, 20.0), (other, 40.0)):
         record.metrics |= {"latency/ttft_ms/mean": mean}
         record.metrics |= {"latency/ttft_ms/ci95_low": mean - 4, "latency/ttft_ms/ci95_high": 50.0}
-    assert METRICS["latency/ttft_ms"].at("mean") in compared_metrics([base, other])
-    assert ratio_interval(base, other, "latency/ttft_ms/mean") == pytest.approx((36 / 50, 50 / 16))
-    assert ratio_interval(base, other, "latency/ttft_ms/p50") is None
+    assert METRICS["latency/ttft_ms"].at("mean") in compared_metrics([base.metrics, other.metrics])
+    assert ratio_interval(base.metrics, other.metrics, "latency/ttft_ms/mean") == pytest.approx(
+        (36 / 50, 50 / 16)
+    )
+    assert ratio_interval(base.metrics, other.metrics, "latency/ttft_ms/p50") is None
 
 
 def test_ticks_of_ratios_have_room_and_name_1():
@@ -145,7 +149,7 @@ def test_offload_system_and_budget_may_differ_and_are_named(tmp_path):
     peer.config["silence_s"] = 7200.0
     rows = rows_of(tmp_path, ok_record(), peer)
     check_alike(rows)
-    keys = {line[0]: line[1:] for line in differing_settings(rows)}
+    keys = named_settings(rows)
     assert keys["gpu.memory_gib"] == ("16.0", "24.0")
     assert keys["system.kind"] == ("n/a", "accelerate")
     assert not any(key.startswith(("tracking", "mode", "silence_s")) for key in keys)
@@ -168,7 +172,7 @@ def test_models_of_equal_sizes_are_the_same_work_and_named(tmp_path):
         record.config["model"] = {"name": name, "spec": {"hidden_size": 8}}
     rows = rows_of(tmp_path, one, other)
     check_alike(rows)
-    assert [line[0] for line in differing_settings(rows)] == ["model.name"]
+    assert list(named_settings(rows)) == ["model.name"]
 
 
 def test_a_run_without_figures_leaves_no_empty_table(tmp_path):
@@ -188,11 +192,11 @@ def test_the_folder_of_a_sweep_is_not_that_of_a_run(tmp_path, capsys):
 
 
 def test_metrics_are_those_that_two_runs_have():
-    names = [metric.name for metric in compared_metrics([ok_record(), ok_record()])]
+    names = [metric.name for metric in compared_metrics([ok_record().metrics, ok_record().metrics])]
     assert "latency/ttft_ms/p50" in names
     assert "latency/ttft_ms/mean" not in names
     alone = ok_record(metrics={"load/total_s": 1.0})
-    assert compared_metrics([ok_record(metrics={}), alone]) == []
+    assert compared_metrics([{}, alone.metrics]) == []
 
 
 def test_equal_names_are_told_apart_by_their_run(tmp_path):

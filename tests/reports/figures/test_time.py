@@ -14,6 +14,8 @@ from tests.reports.examples import GIB, gib, ok_record
 from tests.reports.figures.test_run import pixels, share_near
 from tests.reports.pages.test_write import read_html
 
+LIGHT = THEMES["light"]
+
 
 def rows(count=40, **columns):
     """Telemetry of `count` rows, ten a second; the middle half is latency."""
@@ -41,26 +43,26 @@ USUAL = {
 def test_figures_over_time_are_drawn(name):
     record = ok_record()
     record.metrics["memory/gpu_budget_gib"] = 13.6
-    png = TIME_FIGURES[name](record, rows(**USUAL), "light")
-    assert share_near(png, THEMES["light"].accent) > 0.0005
-    assert share_near(png, THEMES["light"].alarm) > 0.0005
+    png = TIME_FIGURES[name](record, rows(**USUAL), LIGHT)
+    assert share_near(png, LIGHT.accent) > 0.0005
+    assert share_near(png, LIGHT.alarm) > 0.0005
     assert png.svg().startswith(b"<?xml")
     assert b"latency" in png.svg()
 
 
 @pytest.mark.parametrize("name", sorted(TIME_FIGURES))
 def test_figures_over_time_are_absent_without_rows(name):
-    assert TIME_FIGURES[name](ok_record(), rows(count=4), "light") is None
-    assert TIME_FIGURES[name](ok_record(), rows(count=0), "light") is None
+    assert TIME_FIGURES[name](ok_record(), rows(count=4), LIGHT) is None
+    assert TIME_FIGURES[name](ok_record(), rows(count=0), LIGHT) is None
 
 
 def test_emulated_memory_shows_the_host_alone():
     record = ok_record()
     record.environment["emulated"] = True
-    both = TIME_FIGURES["memory_time"](ok_record(), rows(**USUAL), "light")
-    host = TIME_FIGURES["memory_time"](record, rows(**USUAL), "light")
+    both = TIME_FIGURES["memory_time"](ok_record(), rows(**USUAL), LIGHT)
+    host = TIME_FIGURES["memory_time"](record, rows(**USUAL), LIGHT)
     assert pixels(host).shape[0] < pixels(both).shape[0]
-    assert share_near(host, THEMES["light"].alarm) == 0
+    assert share_near(host, LIGHT.alarm) == 0
 
 
 def test_a_run_with_telemetry_shows_it_and_one_without_has_no_heading(tmp_path):
@@ -115,7 +117,7 @@ def test_resident_weights_have_no_link_roof():
     record.plan |= {"bytes_per_step": 0, "placements": {"resident": gib(5)}}
     record.metrics |= {"link/hbm_copy_gb_s": 2000.0}
     assert all(point.bound_tok_s("link") is None for point in decode_points(record))
-    assert FIGURES["roofline"](record, "light") is not None
+    assert FIGURES["roofline"](record, LIGHT) is not None
 
 
 def served(**changes):
@@ -130,12 +132,12 @@ def served(**changes):
 
 def test_the_timeline_shows_arrivals_and_marks_failures():
     record = ok_record()
-    alone = FIGURES["timeline"](record, "light")
-    assert share_near(alone, THEMES["light"].alarm) == 0
+    alone = FIGURES["timeline"](record, LIGHT)
+    assert share_near(alone, LIGHT.alarm) == 0
     record.samples["serve"] = {
         "requests": [served(), served(scheduled_s=2.0, ttft_ms=None, e2e_ms=None, error="full")]
     }
-    assert share_near(FIGURES["timeline"](record, "light"), THEMES["light"].alarm) > 0
+    assert share_near(FIGURES["timeline"](record, LIGHT), LIGHT.alarm) > 0
 
 
 def test_failed_requests_are_counted_by_error():

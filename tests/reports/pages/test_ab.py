@@ -1,6 +1,7 @@
 """The page of a comparison: ratios, sides that failed, links to its runs."""
 
 from reports.figures.several import sides_figure
+from reports.figures.theme import THEMES
 from reports.pages.ab import ab_page, is_comparison
 from reports.pages.write import write_report
 from reports.record.folders import load_run
@@ -84,18 +85,18 @@ def test_a_side_that_failed_shows_its_error_and_the_other_one_s_figures():
     sides, first = titles["Sides"].tables
     assert sides.rows[1][2:] == ("no_fit", "5", "3 GiB over")
     assert first.rows == [("latency/tpot_ms/mean", "5.00", "ms")]
-    assert sides_figure(record) is None
+    assert sides_figure(record, THEMES["light"]) is None
 
 
 def test_intervals_beyond_the_axis_and_without_noise_are_drawn():
     rows = [row(low=0.001, high=900.0, ratio=50.0, resolution=None), row(low=None, high=None)]
-    assert sides_figure(comparison(rows=rows)).startswith(b"\x89PNG")
-    assert sides_figure(comparison(rows=rows), "dark").startswith(b"\x89PNG")
+    assert sides_figure(comparison(rows=rows), THEMES["light"]).startswith(b"\x89PNG")
+    assert sides_figure(comparison(rows=rows), THEMES["dark"]).startswith(b"\x89PNG")
 
 
 def test_ratios_far_from_1_are_in_their_place_on_a_logarithmic_axis():
     rows = [row(low=6.0, high=9.0, ratio=7.8, resolution=None), row(low=0.9, high=1.0)]
-    text = sides_figure(comparison(rows=rows)).svg().decode()
+    text = sides_figure(comparison(rows=rows), THEMES["light"]).svg().decode()
     for tick in ("5x", "10x", "1x"):
         assert f">{tick}<" in text
 

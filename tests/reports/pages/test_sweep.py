@@ -5,7 +5,7 @@ import io
 
 from PIL import Image
 
-from reports.compare import differing_keys, sweep_rows
+from reports.compare import differing_settings, sweep_rows
 from reports.pages.sweep import sweep_csv, sweep_page
 from reports.pages.write import write_sweep_report
 from reports.record.folders import Point, load_points
@@ -96,7 +96,7 @@ def test_sweep_figures_lie_beside_the_page(sweep_dir):
 def test_differing_settings_are_listed(sweep_dir):
     page = read_html(sweep_dir, "sweep.html")
     records = list(sweep_records().values())
-    assert differing_keys(records) == [
+    assert list(differing_settings(records)) == [
         "offload.offload_backend",
         "offload.uva.cpu_offload_gb",
         "offload.prefetch.offload_group_size",
