@@ -58,6 +58,7 @@ class BlockGroups:
             )
         self.block_size = first.block_size
         self._step_tokens = step_tokens
+        self._with_window = [item for item in enumerate(self.pools) if item[1].window is not None]
         self.content = BlockContent(self.pools, KVPolicy() if policy is None else policy)
         self.gpu_room = first.num_free
         """Blocks of the first group that the GPU has for sequences."""
@@ -104,7 +105,7 @@ class BlockGroups:
 
     def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many blocks of each group a sequence's first `num_tokens` tokens lack."""
-        return max(0, -(-num_tokens // self.block_size) - len(sequence.block_table))
+        return max(0, -(-num_tokens // self.block_size) - len(sequence.block_tables[0]))
 
     def have_room(self, num_blocks: int, *, alone: bool) -> bool:
         """Return whether each group could hand out so many blocks.
@@ -180,7 +181,7 @@ class BlockGroups:
         if lacking == 0:
             return want
         count = min(lacking, self._most(alone=alone))
-        granted = min(want, (len(sequence.block_table) + count) * self.block_size - start)
+        granted = min(want, (len(sequence.block_tables[0]) + count) * self.block_size - start)
         if granted > 0:
             for pool, table in zip(self.pools, sequence.block_tables, strict=True):
                 # In rising order, so that neighbours can be copied as one.
@@ -234,7 +235,8 @@ class BlockGroups:
         self.content.name(sequence)
         size = self.block_size
         start = sequence.num_computed - sequence.num_computed % size
-        for group, (pool, table, gone) in enumerate(self.content.tables(sequence)):
+        for group, pool in self._with_window:
+            table, gone = sequence.block_tables[group], sequence.num_gone[group]
             end = min(len(table), num_expired(start, pool.window, size))
             if end > gone:
                 num_prompt = max(0, sequence.num_prompt_tokens // size - gone)

@@ -146,7 +146,10 @@ class BlockStates:
         self.num_key_changes += 1
         self.keys[block_id] = key
         (self.gpu_index if self.is_gpu(block_id) else self.cpu_index)[key] = block_id
-        self._settle_with_copy(block_id)
+        self.settle(block_id)
+        copy = self.copy_of(block_id)
+        if copy is not None:
+            self.settle(copy)
 
     def drop_key(self, block_id: int) -> None:
         """Let a block be found no more."""
@@ -204,12 +207,6 @@ class BlockStates:
                 f"block pool: expected block {block_id} to keep its key, got another one. Only a "
                 "block's owner may name it, once, when it is full."
             )
-
-    def _settle_with_copy(self, block_id: int) -> None:
-        self.settle(block_id)
-        copy = self.copy_of(block_id)
-        if copy is not None:
-            self.settle(copy)
 
     def _home(self, block_id: int) -> BlockList | None:
         if self.owners[block_id]:
