@@ -56,10 +56,10 @@ test-gpu: ## run the GPU tests (on a machine with its own torch: make test-gpu P
 	$(PY) -m pytest -m gpu --require-gpu $(ARGS)
 
 bench: ## every backend against link and memory on this GPU; writes docs/performance.md
-	$(PY) -m harness.bench $(ARGS)
+	$(PY) -m harness study=bench $(ARGS)
 
 bench-kv: ## the KV cache over two tiers on this GPU; writes docs/performance.md
-	$(PY) -m harness.bench --rows kv $(ARGS)
+	$(PY) -m harness study=bench_kv $(ARGS)
 
 bench-kernels: ## time single operators on this GPU
 	$(PY) -m kernels.bench $(ARGS)

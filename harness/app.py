@@ -28,6 +28,7 @@ from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
 from harness.keys import unknown_key
 from harness.launchers import BASIC, keep_gpus_visible, launch_arguments, make_importable
 from harness.overview import sweep_lines
+from harness.studies.run import check_studies
 from harness.systems.mapping import require_package
 from harness.task import PointTask, SweepPlan, failure_record
 from harness.writable import require_writable, require_writable_stores
@@ -58,6 +59,7 @@ def run(line: CommandLine) -> int:
         return EXIT_OK
     _make_home()
     _check_store(plan)
+    check_studies(plan, line.config_dir)
     modes = {point.config.mode for point in plan.points}
     if len(modes) > 1:
         raise ConfigError("mode: expected run or plan for all points, got both. Run them apart.")

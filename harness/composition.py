@@ -122,12 +122,15 @@ class Composer:
             )
         self._loader = ConfigLoaderImpl(config_search_path=search_path)
 
-    def plan(self, typed: Sequence[str], *, multirun: bool = False) -> Plan:
+    def plan(
+        self, typed: Sequence[str], *, multirun: bool = False, has_model: bool = False
+    ) -> Plan:
         """Compose and check every point that a command line asks for.
 
         Args:
             typed: Overrides; `model=x`, `+model=x` and `++model=x` are the same here.
             multirun: -m was given.
+            has_model: It is known that they choose a model.
 
         Raises:
             ConfigError: the first thing that is wrong, in any point.
@@ -136,7 +139,7 @@ class Composer:
         check_overrides(parsed, self._loader.get_group_options)
         overrides = normalise(parsed)
         try:
-            return self._plan_model(overrides, multirun=multirun)
+            return self._plan_model(overrides, multirun=multirun, has_model=has_model)
         except ConfigError:
             raise
         except Exception as error:
@@ -171,10 +174,10 @@ class Composer:
                 parsed.extend(parser.parse_overrides([quoted]))
         return parsed
 
-    def _plan_model(self, overrides: list[str], *, multirun: bool) -> Plan:
+    def _plan_model(self, overrides: list[str], *, multirun: bool, has_model: bool) -> Plan:
         """Find the spelling of the model that composes: appended, or in an experiment's place."""
         chosen = [item for item in overrides if item.startswith("+model=")]
-        is_demo = not chosen and not self._chooses_model(overrides, multirun=multirun)
+        is_demo = not (chosen or has_model or self._chooses_model(overrides, multirun=multirun))
         if is_demo:
             overrides = [f"+model={DEMO_MODEL}", *overrides]
         try:
@@ -189,9 +192,9 @@ class Composer:
         return self._check_all(overrides, points, multirun=multirun, is_demo=is_demo)
 
     def _chooses_model(self, overrides: list[str], *, multirun: bool) -> bool:
-        """Return whether the experiment (or the sweep in it) chooses a model."""
+        """Return whether the experiment (or the sweep in it) or the study chooses a model."""
         parsed = self.parse(overrides)
-        experiments = [item for item in parsed if item.key_or_group == "experiment"]
+        experiments = [item for item in parsed if item.key_or_group in {"experiment", "study"}]
         if not experiments:
             return False
         lines = [str(item.input_line) for item in parsed if is_hydra(item) or is_group(item)]

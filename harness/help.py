@@ -64,6 +64,7 @@ GROUP_TITLES: Final = {
     "scenario": "what is measured",
     "tracking": "where runs are mirrored to",
     "experiment": "files that hold all choices of one question",
+    "study": "points that are run one after another and held against limits",
 }
 
 

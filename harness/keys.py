@@ -16,8 +16,18 @@ __all__ = [
     "unknown_key",
 ]
 
-GROUPS: Final = ("model", "system", "gpu", "offload", "kv", "scenario", "tracking", "experiment")
-"""Groups of files in conf/; each but experiment fills the node of its name."""
+GROUPS: Final = (
+    "model",
+    "system",
+    "gpu",
+    "offload",
+    "kv",
+    "scenario",
+    "tracking",
+    "experiment",
+    "study",
+)
+"""Groups of files in conf/; each but experiment and study fills the node of its name."""
 
 
 def is_known_key(path: str, known: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from harness.schema import RunConfig
 
 __all__ = ["APPENDED_GROUPS", "check_overrides", "is_group", "is_hydra", "normalise"]
 
-APPENDED_GROUPS: Final = ("model", "experiment")
+APPENDED_GROUPS: Final = ("model", "experiment", "study")
 """Groups without an entry in the defaults list of conf/config.yaml: Hydra wants a + for them."""
 
 
@@ -140,10 +140,10 @@ def _spell(override: Override, known: dict[str, Any]) -> str:
 def normalise(overrides: Sequence[Override]) -> list[str]:
     """Return the overrides in Hydra's spelling; of one key given twice, the later one.
 
-    `model` and `experiment` get a +, other groups and known keys none. They stand first, model
-    before experiment, so that an experiment's own values win over the model's file.
+    Appended groups get a +, other groups and known keys none. They stand first, model before
+    experiment, so that an experiment's own values win over the model's file.
     """
     known = dict(key_types(RunConfig))
     latest = {override.key_or_group: _spell(override, known) for override in overrides}
-    order = {"model": 0, "experiment": 1}
-    return [latest[key] for key in sorted(latest, key=lambda key: order.get(key, 2))]
+    order = {name: place for place, name in enumerate(APPENDED_GROUPS)}
+    return [latest[key] for key in sorted(latest, key=lambda key: order.get(key, len(order)))]

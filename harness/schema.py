@@ -19,7 +19,14 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from harness.ab_config import AbConfig
+from harness.measured_config import (
+    BareScenario,
+    OverheadScenario,
+    StepsScenario,
+    TiersScenario,
+)
 from harness.model_config import ModelNode
+from harness.study_config import StudyConfig
 from harness.system_config import SystemConfig
 from harness.traffic.bounds import (
     MOST_LENGTH,
@@ -174,21 +181,44 @@ class ScenarioConfig(Sealed):
     """One request at a time."""
     serve: ServeScenario | None = None
     """Requests that arrive by themselves."""
+    steps: StepsScenario | None = None
+    """Single steps of the engine."""
+    tiers: TiersScenario | None = None
+    """A KV cache over two tiers."""
+    bare: BareScenario | None = None
+    """Operations without an engine, before one is built."""
+    overhead: OverheadScenario | None = None
+    """The harness itself, with model=fake."""
     correctness: CorrectnessConfig = field(default_factory=CorrectnessConfig)
     """The comparison with the reference."""
 
     def check(self) -> None:
         """Raise ConfigError when nothing would be measured."""
-        if self.load is None and not self.is_timed:
+        if not (self.needs_engine or self.is_timed):
             raise ConfigError(
                 "scenario: expected at least one of load, throughput, latency and serve, got null "
                 "for each. Choose scenario=quick, or set one of them."
             )
+        if self.correctness.enabled and not self.needs_engine:
+            raise ConfigError(
+                "scenario.correctness.enabled: expected false where no engine is built, got true."
+            )
 
     @property
     def is_timed(self) -> bool:
-        """Whether requests are timed."""
-        return any((self.throughput, self.latency, self.serve))
+        """Whether anything is timed in a worker beside its load."""
+        return any(self._timed) or bool(self.bare and self.bare.parts)
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether an engine is built."""
+        return self.load is not None or any(self._timed)
+
+    @property
+    def _timed(self) -> tuple[object, ...]:
+        """The parts that time an engine."""
+        requests = (self.throughput, self.latency, self.serve)
+        return (*requests, self.steps, self.tiers and self.tiers.parts, self.overhead)
 
     def files(self) -> dict[str, str]:
         """Return the files that the parts read, by their setting."""
@@ -275,6 +305,8 @@ class RunConfig(Sealed):
     """What is chosen by predicted times."""
     ab: AbConfig | None = None
     """Two compositions to compare (scenario=ab); null: one run."""
+    study: StudyConfig | None = None
+    """Points to run and judge together (study=bench); null: one run."""
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other or are out of bounds."""
@@ -294,8 +326,26 @@ class RunConfig(Sealed):
             raise ConfigError(
                 f"system: expected native with model=fake, got {self.system.kind}. Remove one."
             )
+        self._check_system()
         self.planner.check_against(self.offload)
         self._check_lengths()
+
+    def _check_system(self) -> None:
+        """Refuse parts that ask an engine for more than the one that answers can tell."""
+        is_own = self.system.kind == "native" and self.model.fake is None
+        for part in ("steps", "tiers"):
+            if getattr(self.scenario, part) is not None and not is_own:
+                raise ConfigError(
+                    f"scenario.{part}: expected this project's engine, got "
+                    f"{'model=fake' if self.model.fake else self.system.kind}. Choose "
+                    f"system=native and another model, or set scenario.{part}=null."
+                )
+        fake = self.model.fake
+        if self.scenario.overhead is not None and (fake is None or fake.clock != "real"):
+            raise ConfigError(
+                "scenario.overhead: expected model=fake with model.fake.clock=real, whose steps "
+                "take a known time, got another engine. Choose study=overhead."
+            )
 
     @property
     def offload_name(self) -> str:

@@ -122,6 +122,12 @@ class PointTask:
                 return run_ab(
                     config, folder, overrides, run_one=run_point, config_dir=self.config_dir
                 )
+            if config.study is not None:
+                from harness.studies.run import run_study  # noqa: PLC0415  likewise
+
+                return run_study(
+                    config, folder, overrides, run_one=run_point, config_dir=self.config_dir
+                )
             return run_point(config, folder, overrides, sweep)
         except Exception as error:
             if is_full(error):

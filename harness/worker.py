@@ -30,20 +30,26 @@ from harness.link import LinkWatch
 from harness.measure.energy import EnergyMeter, energy_metrics
 from harness.measure.host import process_memory, reset_rss_peak
 from harness.measure.nvml import Gpu, open_gpu
+from harness.measure.pcie import LinkCounter
+from harness.measured_config import StepsScenario, TiersScenario
 from harness.parent import die_with_parent
 from harness.plain import plain
 from harness.prompts import encode_rows, special_ids
 from harness.request_log import RequestLog
+from harness.scenarios.bare import measure_bare
 from harness.scenarios.drive import Engine, StepTotals
 from harness.scenarios.kv import KVWatch, kv_link_share
 from harness.scenarios.latency import measure_latency
 from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
 from harness.scenarios.memory import memory_metrics
 from harness.scenarios.outcome import Outcome
+from harness.scenarios.overhead import measure_overhead
 from harness.scenarios.predicted import differences, link_reasons
 from harness.scenarios.repeats import measure_repeats
 from harness.scenarios.serve import measure_serve, warm_up
+from harness.scenarios.steps import measure_steps
 from harness.scenarios.throughput import measure_throughput
+from harness.scenarios.tiers import measure_tiers
 from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
 from harness.scenarios.workload import engine_prompts, part_prompts, warm_up_part
 from harness.schema import RequestSet
@@ -229,38 +235,118 @@ class Work:
     def _measure(self) -> None:
         scenario = self._job.scenario
         if scenario.is_timed:
-            # Before the engine takes its memory: the probe's buffers are not part of the budget.
-            self._state.enter("probe")
-            rates = self._link.before(self._gpu())
-            self._result["link_factor"] = self._link.factor
-            self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
-            known = self._engine.measured_rates | dict(self._door.machine(self._engine))
-            known |= {name: rate for name, rate in rates.items() if rate is not None}
-            self._engine = replace(self._engine, measured_rates=known)
-            reset_rss_peak()
+            self._probe()
+        if not scenario.needs_engine:
+            self._result["metrics"] |= self._link.after()
+            return
+        begin_s = self._door.clock()
         llm = self._build()
+        if scenario.steps is not None or scenario.tiers is not None:
+            report = llm.load_report
+            self._result["samples"]["build"] = {
+                "seconds": self._door.clock() - begin_s,
+                "phases": report.phases,
+                "moved_bytes": report.moved,
+            }
         self._note_engine(llm)
         # A full collection takes a tenth of a second, most of it for modules that stay.
         gc.collect()
         gc.freeze()
         self._check(llm)
-        timed: dict[str, StepTotals] = {}
+        timed = self._run_parts(llm)
+        self._note_memory(llm)
+        if scenario.is_timed:
+            self._end_timed(llm, timed)
+
+    def _probe(self) -> None:
+        """Probe the link, and measure what needs no engine.
+
+        Before the engine takes its memory: the probe's buffers are not part of the budget.
+        """
+        self._state.enter("probe")
+        rates = self._link.before(self._gpu())
+        self._result["link_factor"] = self._link.factor
+        self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
+        known = self._engine.measured_rates | dict(self._door.machine(self._engine))
+        known |= {name: rate for name, rate in rates.items() if rate is not None}
+        self._engine = replace(self._engine, measured_rates=known)
+        if self._job.scenario.bare is not None and self._job.scenario.bare.parts:
+            self._state.enter("bare")
+            bare = measure_bare(self._job.scenario.bare, self._engine, self._gpu())
+            self._result["samples"]["bare"] = bare
+        reset_rss_peak()
+
+    def _run_parts(self, llm: Engine) -> dict[str, StepTotals]:
+        """Run every part of the scenario; return sums over the steps of those with requests."""
+        scenario, timed = self._job.scenario, dict[str, StepTotals]()
         if scenario.latency is not None:
             timed["latency"] = self._run_part(llm, "latency", scenario.latency)
         if scenario.throughput is not None:
             timed["throughput"] = self._run_part(llm, "throughput", scenario.throughput)
         if scenario.serve is not None:
             timed["serve"] = self._run_serve(llm, scenario.serve)
-        self._note_memory(llm)
+        if scenario.steps is not None:
+            self._run_steps(llm, scenario.steps)
+        if scenario.tiers is not None and scenario.tiers.parts:
+            self._run_tiers(llm, scenario.tiers)
+        if scenario.overhead is not None:
+            self._state.enter("overhead")
+            self._result["samples"]["overhead"] = measure_overhead(
+                llm,
+                scenario.overhead,
+                clock=self._door.clock,
+                on_progress=self._state.running,
+                on_end=self._requests.of("overhead", 0),
+                served={
+                    "wait": self._door.wait,
+                    "open_door": self._door.open_async,
+                    "run_async": self._door.run_async,
+                },
+            )
+        return timed
+
+    def _end_timed(self, llm: Engine, timed: dict[str, StepTotals]) -> None:
+        metrics = self._result["metrics"]
+        metrics |= self._door.predict(llm.plan, llm.spec, self._job.scenario)
+        if self._result["samples"].get("throughput", {}).get("num_cancelled"):
+            metrics.pop("predicted/output_tok_s", None)  # it is of all requests
+        self._note_host_peak()
+        self._tidy("closing the engine", self._close_engine)
+        self._tidy("probing the link again", lambda: metrics.update(self._link.after()))
         if timed:
-            metrics = self._result["metrics"]
-            metrics |= self._door.predict(llm.plan, llm.spec, scenario)
-            if self._result["samples"].get("throughput", {}).get("num_cancelled"):
-                metrics.pop("predicted/output_tok_s", None)  # it is of all requests
-            self._note_host_peak()
-            self._tidy("closing the engine", self._close_engine)
-            self._tidy("probing the link again", lambda: metrics.update(self._link.after()))
             self._note_transfers(timed)
+
+    def _run_steps(self, llm: Engine, config: StepsScenario) -> None:
+        self._state.enter("steps")
+        begin_s, gpu, counter = self._door.clock(), self._gpu(), None
+        if gpu is not None:
+            counter = LinkCounter(gpu.link_rx_gb_s, self._link.factor)
+        self._result["samples"]["steps"] = measure_steps(
+            llm, config, clock=self._door.clock, counter=counter
+        )
+        self._note_window("steps", begin_s)
+        self._save()
+
+    def _run_tiers(self, llm: Engine, config: TiersScenario) -> None:
+        begin_s = self._door.clock()
+
+        def save(figures: dict[str, Any]) -> None:
+            self._result["samples"]["tiers"] = figures
+            self._save()
+
+        measure_tiers(
+            llm,
+            config,
+            clock=self._door.clock,
+            on_part=lambda part: self._state.enter(f"tiers {part}"),
+            save=save,
+        )
+        self._note_window("tiers", begin_s)
+        self._result["reasons"] += [
+            f"tiers: {part}: {figures['failed']}"
+            for part, figures in self._result["samples"]["tiers"]["parts"].items()
+            if "failed" in figures
+        ]
 
     def _gpu(self) -> Gpu | None:
         return open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None

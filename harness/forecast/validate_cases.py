@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from catalogue.models import find
 from engine.accounting import GIB
 from engine.config import (
     EngineConfig,
@@ -18,7 +19,7 @@ from engine.config import (
 from engine.plan import DeviceFacts
 from engine.planner import plan_memory
 from engine.spec import DTYPE_BYTES, ModelSpec
-from harness.bench.cases import read_model
+from harness.errors import ConfigError
 from harness.forecast.validate_splits import hand_made
 
 UTILIZATION: Final = 0.9
@@ -64,6 +65,18 @@ class Scale:
     kv_sequences: int
     """Sequences of max_model_len that have room beside the weights."""
     device: str = "auto"
+
+
+def read_model(name: str, num_layers: int | None = None) -> ModelSpec:
+    """Return the sizes of a model of conf/model, with another number of layers where given.
+
+    Raises:
+        ConfigError: There is no such model, or its sizes are not known.
+    """
+    spec = find(name).spec
+    if spec is None:
+        raise ConfigError(f"--models: expected a model with sizes, {name!r} has none.")
+    return spec if num_layers is None else replace(spec, num_hidden_layers=num_layers)
 
 
 def cut_cases(model: str, scale: Scale) -> list[EngineCase]:

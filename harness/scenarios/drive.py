@@ -164,6 +164,26 @@ class StepTotals:
             self.planned_read_bytes += read
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrivenStep:
+    """One call of the engine's `step`."""
+
+    begin_s: float
+    """End of the call before."""
+    end_s: float
+    events: list[TokenEvent]
+    stats: StepStats | None
+    """What the engine says of the step that ended; None where none did."""
+
+    def only_decodes(self, batch: int) -> bool:
+        """Return whether it decoded `batch` sequences and did nothing else."""
+        stats = self.stats
+        return stats is not None and (stats.num_prefill_tokens, stats.num_decode_tokens) == (
+            0,
+            batch,
+        )
+
+
 class Driver:
     """Sends requests and steps the engine until they are done, or are taken back."""
 
@@ -176,6 +196,7 @@ class Driver:
         self._salt = salt
         self._open: dict[str, RequestTimes] = {}
         self._cancelled: set[str] = set()
+        self._end_s = clock()
         self.totals = StepTotals()
 
     @property
@@ -200,24 +221,36 @@ class Driver:
             self._open[request_id] = times
         return times
 
-    def drain(self, on_step: Callable[[int], None] | None = None) -> None:
-        """Step until nothing is unfinished; `on_step` gets the number of new tokens.
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has work."""
+        return self._llm.has_unfinished()
 
-        A step's time is from the end of the one before it: the engine works on a step while the
-        tokens of the one before are handled here.
+    def step(self) -> DrivenStep:
+        """Run one step.
+
+        Its time is from the end of the one before it: the engine works on a step while the tokens
+        of the one before are handled here.
         """
-        end_s = self._clock()
+        before = self._llm.last_step
+        events = self._llm.step()
+        begin_s, self._end_s = self._end_s, self._clock()
+        stats = self._llm.last_step
+        if stats is before:
+            stats = None
+        if stats is not None:
+            self.totals.add(stats, self._end_s - begin_s, self._llm.plan)
+        for event in events:
+            self._count(event)
+        return DrivenStep(begin_s=begin_s, end_s=self._end_s, events=events, stats=stats)
+
+    def drain(self, on_step: Callable[[int], None] | None = None) -> None:
+        """Step until nothing is unfinished; `on_step` gets the number of new tokens."""
+        self._end_s = self._clock()
         while self._llm.has_unfinished():
-            before = self._llm.last_step
-            events = self._llm.step()
-            begin_s, end_s = end_s, self._clock()
-            step = self._llm.last_step
-            if step is not None and step is not before:
-                self.totals.add(step, end_s - begin_s, self._llm.plan)
-            for event in events:
-                self._count(event)
+            step = self.step()
             if on_step is not None:
-                on_step(len(events))
+                on_step(len(step.events))
         for times in self._open.values():
             times.error = "the engine finished without ending this request"
             self._tell(times)

@@ -14,8 +14,8 @@ LARGEST_GAP: Final = 0.01
 LARGEST_CHANGE: Final = 0.05
 """Change of the link's rate during a run that is not worth a note."""
 PROBED_AFTER: Final = {
-    "h2d_gb_s": "link/h2d_after_gb_s",
-    "in_place_gb_s": "link/in_place_after_gb_s",
+    f"{name}_gb_s": f"link/{name}_after_gb_s"
+    for name in ("h2d", "d2h", "two_way", "in_place", "hbm_copy")
 }
 """Rate of the probe -> metric of the probe after the scenarios."""
 

@@ -486,8 +486,10 @@ _OTHERS: Final = {
     "link/launch_us": (
         "time that the host takes to launch one small kernel: median of 20 rounds of 500"
     ),
-    "link/h2d_after_gb_s": "link/h2d_gb_s, probed again after the scenarios",
-    "link/in_place_after_gb_s": "link/in_place_gb_s, probed again after the scenarios",
+    **{
+        f"link/{name}_after_gb_s": f"link/{name}_gb_s, probed again after the scenarios"
+        for name in ("h2d", "d2h", "two_way", "in_place", "hbm_copy")
+    },
     "link/nvml_h2d_gb_s": (
         "bytes that the GPU's own counter received over PCIe per second of the last timed part"
         " of latency, throughput, serve: mean of five or more windows of 20 ms, one every 5 s"

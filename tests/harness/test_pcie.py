@@ -156,7 +156,10 @@ def test_without_a_gpu_nothing_is_counted():
     watch = LinkWatch(door, None)
     assert watch.before(None)["h2d_gb_s"] == 0.00002
     assert watch.factor is None
-    assert watch.after() == {"link/h2d_after_gb_s": 0.00002, "link/in_place_after_gb_s": None}
+    others = dict.fromkeys(
+        f"link/{k}_after_gb_s" for k in ("d2h", "two_way", "in_place", "hbm_copy")
+    )
+    assert watch.after() == {"link/h2d_after_gb_s": 0.00002, **others}
 
 
 def totals(**changes):

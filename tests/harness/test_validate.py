@@ -13,10 +13,16 @@ from engine.config import OffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.plan import MemoryPlan
 from engine.planner import plan_memory
-from harness.bench.cases import read_model
 from harness.forecast import validate as command
 from harness.forecast import validate_engine, validate_worker
-from harness.forecast.validate_cases import EngineCase, Scale, cut_cases, full_cases, grid_cases
+from harness.forecast.validate_cases import (
+    EngineCase,
+    Scale,
+    cut_cases,
+    full_cases,
+    grid_cases,
+    read_model,
+)
 from harness.forecast.validate_engine import measure
 from harness.forecast.validate_splits import hand_made
 from harness.forecast.validate_worker import Workers

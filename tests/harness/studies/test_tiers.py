@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from harness.bench import drive, kv_long, kv_parts
-from harness.bench.kv_cases import KVAsked, kv_cases
-from harness.bench.kv_work import KVWork
+from engine.errors import ConfigError
 from harness.measure.kv import counts, since
-from tests.harness.bench.kv_engine import BLOCK, Clock, TieredLLM
+from harness.measured_config import TIERS_PARTS, TiersScenario
+from harness.scenarios.tiers import PARTS, Tiers, measure_tiers
+from tests.harness.studies.kv_engine import BLOCK, Clock, TieredLLM
 
-WORK = KVWork(
+WORK = TiersScenario(
     prefix_tokens=40,
     own_tokens=6,
     shared_tokens=40,
@@ -36,11 +36,13 @@ WORK = KVWork(
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    for module in (drive, kv_parts, kv_long):
-        monkeypatch.setattr(module, "perf_counter", clock)
-    return clock
+def clock():
+    return Clock()
+
+
+def part(name, llm, work=WORK):
+    """The figures of one part."""
+    return PARTS[name](Tiers(llm, llm.clock), work)
 
 
 def test_counters_are_flat_and_subtracted():
@@ -52,16 +54,16 @@ def test_counters_are_flat_and_subtracted():
 
 def test_requests_that_fit_are_timed_with_new_prompts(clock):
     llm = TieredLLM(clock)
-    got = kv_parts.measure_fits(llm, WORK)
+    got = part("fits", llm)
     assert got["wall_s"] == pytest.approx(2 * 8 * 0.001 + 4 * 0.01)  # the first token is prefill's
     assert got["kept_wall_s"] == got["wall_s"]  # its moves take no time
     assert (got["output_tokens"], got["preemptions"], llm.resets) == (10, 0, 5)
-    got = kv_parts.measure_fits(TieredLLM(clock, gpu_blocks=8), WORK)
+    got = part("fits", TieredLLM(clock, gpu_blocks=8))
     assert got == {"no_room": "34 tokens of KV are needed, 32 have room"}
 
 
 def test_first_tokens_behind_a_prefix_by_where_it_is(clock):
-    got = kv_parts.measure_ttft(TieredLLM(clock), WORK)
+    got = part("ttft", TieredLLM(clock))
     assert got["recompute_s"] == pytest.approx(0.046)
     assert got["host_s"] == pytest.approx(6 * 0.001 + 40 * 0.0001)
     assert got["gpu_s"] == pytest.approx(0.006)
@@ -79,19 +81,21 @@ def test_gaps_beside_a_load_leave_out_the_prefill_of_the_request(clock):
         return events
 
     llm.decode = decode
-    got = kv_parts.measure_itl(llm, WORK)
+    got = part("itl", llm)
     assert got["alone_p99_s"] == pytest.approx(0.01)
     assert got["loading_p99_s"] == pytest.approx(0.012)
-    assert got["prefill_steps_s"] == pytest.approx(6 * 0.001 + 40 * 0.0001)
+    assert got["mixed_p50_s"] == pytest.approx(6 * 0.001 + 40 * 0.0001)
     assert (got["loads"], got["hits_cpu_tokens"]) == (3, 40)
-    assert (got["num_alone"], got["num_loading"]) == (10, 12)  # two steps a load, two sequences
+    assert (got["num_alone"], got["num_loading"]) == (5, 6)  # two steps a load: each is one gap
+    assert (got["num_mixed"], got["num_beside"]) == (3, 9)
+    assert got["beside_p50_s"] == pytest.approx(0.012)  # of both kinds
     assert not llm.has_unfinished()
-    assert "no_room" in kv_parts.measure_itl(TieredLLM(clock, gpu_blocks=16), WORK)
+    assert "no_room" in part("itl", TieredLLM(clock, gpu_blocks=16))
 
 
 @pytest.mark.parametrize(("cpu_blocks", "loaded"), [(64, 10), (0, 0)])
 def test_a_shared_prefix_is_held_by_the_host_tier_where_there_is_one(clock, cpu_blocks, loaded):
-    got = kv_parts.measure_shared(TieredLLM(clock, cpu_blocks=cpu_blocks), WORK)
+    got = part("shared", TieredLLM(clock, cpu_blocks=cpu_blocks))
     assert got["loaded_bytes"] == 100 * loaded
     assert got["hits_cpu_tokens"] == loaded * BLOCK
     assert got["hits_gpu_tokens"] == 3 * 40 - loaded * BLOCK
@@ -100,7 +104,7 @@ def test_a_shared_prefix_is_held_by_the_host_tier_where_there_is_one(clock, cpu_
 
 def test_parked_conversations_come_back_from_the_host_tier(clock):
     llm = TieredLLM(clock, gpu_blocks=50)
-    got = kv_parts.measure_parked(llm, WORK)
+    got = part("parked", llm)
     assert got["conversations"] == 5  # 1.32 x 200 tokens in conversations of 60
     assert got["resident_turn_s"] == pytest.approx(6 * 0.001 + 9 * 0.01)
     assert got["loaded_bytes"] == 1500  # all blocks of the history of each
@@ -108,17 +112,17 @@ def test_parked_conversations_come_back_from_the_host_tier(clock):
 
 
 def test_sequences_beyond_the_room_are_more_where_there_is_a_host_tier(clock):
-    far = kv_parts.measure_rounds(TieredLLM(clock), WORK)
-    near = kv_parts.measure_rounds(TieredLLM(clock, cpu_blocks=0), WORK)
+    far = part("rounds", TieredLLM(clock))
+    near = part("rounds", TieredLLM(clock, cpu_blocks=0))
     assert (far["sequences"], near["sequences"]) == (6, 4)
     assert (far["excess"], near["excess"]) == (6 * 60 / 256, 4 * 60 / 256)
     assert near["wall_s"] == pytest.approx(4 * 54 * 0.001 + 5 * 0.01)
     assert far["wall_s"] > near["wall_s"] * 1.5  # 104 tokens and more are read in place
-    assert "no_room" in kv_parts.measure_rounds(TieredLLM(clock, gpu_blocks=8), WORK)
+    assert "no_room" in part("rounds", TieredLLM(clock, gpu_blocks=8))
 
 
 def test_conversations_go_on_by_themselves(clock):
-    got = kv_parts.measure_turns(TieredLLM(clock), WORK)
+    got = part("turns", TieredLLM(clock))
     assert got["output_tokens"] == got["asked_tokens"] == 3 * 2 * 4
     assert got["hits_gpu_tokens"] == 3 * 8  # two blocks of each first turn
     assert got["preemptions"] == 0
@@ -126,7 +130,7 @@ def test_conversations_go_on_by_themselves(clock):
 
 def test_one_sequence_is_resident_then_beyond_the_room(clock):
     llm = TieredLLM(clock, gpu_blocks=20, cpu_blocks=60, max_model_len=256)
-    got = kv_parts.measure_long(llm, WORK)
+    got = part("long", llm)
     assert (got["room"], got["reach"]) == (80, 320)
     runs = got["runs"]
     assert {name: run["total"] for name, run in runs.items()} == {
@@ -146,31 +150,43 @@ def test_one_sequence_is_resident_then_beyond_the_room(clock):
 
 
 def test_a_length_without_room_for_its_output_is_said(clock):
-    got = kv_parts.measure_streamed(TieredLLM(clock, 2, 0, max_model_len=8), WORK)
+    got = part("streamed", TieredLLM(clock, 2, 0, max_model_len=8))
     assert got["no_room"] == "8 tokens leave no prompt for 10 of output"
 
 
 def test_streamed_sequences_end_beyond_the_room(clock):
-    got = kv_parts.measure_streamed(TieredLLM(clock, gpu_blocks=20), WORK)
+    got = part("streamed", TieredLLM(clock, gpu_blocks=20))
     assert (got["room"], got["total"], got["h2d_bytes"]) == (80, 120, 5)
     assert got["kv_in_place_bytes"] > 0
 
 
-def test_cases_name_parts_that_exist():
-    found = {case.name: case for case in kv_cases(KVAsked())}
-    assert list(found) == ["kv_bare", "kv_gpu", "kv_cpu", "kv_long", "kv_weights", "kv_turns"]
-    assert {part for case in found.values() for part in case.parts} == {
-        *kv_parts.PARTS,
-        *("moves", "attention"),
-    }
-    assert found["kv_turns"].kv["cpu_gib"] == 32
-    assert found["kv_weights"].offload["offload_num_in_group"] == 2
-    assert found["kv_cpu"].max_num_seqs == found["kv_gpu"].max_num_seqs == 64
+def test_a_part_that_fails_leaves_the_others(clock):
+    llm, saved, names = TieredLLM(clock), [], []
+    plain, llm.reset_cache = llm.reset_cache, lambda: 1 / 0
+    work = replace(WORK, parts=["turns", "parked"])
+
+    def on_part(name):
+        names.append(name)
+        if name == "parked":
+            llm.reset_cache = plain
+
+    measure_tiers(llm, work, clock=clock, on_part=on_part, save=saved.append)
+    assert names == ["turns", "parked"]
+    assert [list(figures["parts"]) for figures in saved] == [["turns"], ["turns", "parked"]]
+    parts = saved[-1]["parts"]
+    assert parts["turns"]["failed"] == "ZeroDivisionError: division by zero"
+    assert parts["parked"]["conversations"] == 6
+
+
+def test_every_part_of_the_configuration_exists():
+    assert tuple(PARTS) == TIERS_PARTS
+    with pytest.raises(ConfigError, match="expected one of fits"):
+        TiersScenario(parts=["nosuch"])
 
 
 def test_work_is_scaled_as_a_whole():
-    small = KVWork().scaled(0.01)
+    small = TiersScenario(scale=0.01).scaled()
     assert (small.prefix_tokens, small.conversations, small.own_tokens) == (82, 2, 2)
-    assert (small.steps, small.rounds_fill, small.beyond) == (22, 2, (1.3, 3.0))
-    assert KVWork().scaled(1) == KVWork()
-    assert replace(KVWork(), rounds_fill=10).rounds_sequences == 13
+    assert (small.steps, small.rounds_fill, small.beyond) == (22, 2, [1.3, 3.0])
+    assert TiersScenario().scaled() == TiersScenario()
+    assert TiersScenario(rounds_fill=10).rounds_sequences == 13

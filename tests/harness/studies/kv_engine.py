@@ -29,16 +29,19 @@ class TieredLLM:
         self.clock, self.max_model_len = clock, max_model_len
         self.gpu_blocks, self.cpu_blocks = gpu_blocks, cpu_blocks
         self.spec = SimpleNamespace(vocab_size=1000)
-        self.plan = SimpleNamespace(block_size=BLOCK)
+        self.tokenizer = None
+        self.plan = SimpleNamespace(block_size=BLOCK, moved_per_step=lambda num: (5, 0))
         self.cache = OrderedDict()
-        self.new, self.running, self.names, self.last_step = [], [], 0, None
+        self.new, self.running, self.last_step = [], [], None
         self.found = dict.fromkeys(("hits_gpu_tokens", "hits_cpu_tokens", "missed_tokens"), 0)
         self.loaded = self.stored = self.swaps = 0
         self.resets = 0
 
-    def add_request(self, prompt, params):
-        self.names += 1
-        request = SimpleNamespace(name=str(self.names), prompt=list(prompt), out=[], params=params)
+    def memory(self):
+        return {}
+
+    def add_request(self, prompt, params, request_id):
+        request = SimpleNamespace(name=request_id, prompt=list(prompt), out=[], params=params)
         request.keys = [tuple(prompt[: i + BLOCK]) for i in range(0, len(prompt) - BLOCK, BLOCK)]
         request.wait = 2 if self.host_keys(request) else 0
         self.new.append(request)
@@ -107,6 +110,7 @@ class TieredLLM:
                 SimpleNamespace(
                     request_id=request.name,
                     token_id=request.out[-1],
+                    time_s=self.clock(),
                     finish_reason="length" if is_last else None,
                 )
             )

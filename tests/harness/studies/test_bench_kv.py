@@ -2,21 +2,15 @@
 
 import pytest
 
-from harness.bench.document import KV, markdown, write_section
-from harness.bench.kv_table import kv_rows
-from harness.bench.table import lacks
+from harness.studies.bench_kv import judge
+from tests.harness.studies.examples import bare_case
+from tests.harness.studies.examples import kv_case as case
 
 H200 = "NVIDIA H200"
-RATES = {
-    "h2d_gb_s": 50.0,
-    "d2h_gb_s": 40.0,
-    "two_way_gb_s": 100.0,
-    "in_place_gb_s": 50.0,
-}
 
 
-def case(title="x", **parts):
-    return {"title": title, "before": RATES, "after": RATES, "kv": parts}
+def kv_rows(found, card=H200, *, is_default=True):
+    return judge(found, card=card, is_default=is_default).rows
 
 
 def row(found, begin, *, is_default=True):
@@ -28,7 +22,7 @@ def row(found, begin, *, is_default=True):
 
 def test_moves_are_held_against_their_direction_of_the_link():
     moves = {"block_bytes": 2**21, "store_gb_s": 36.0, "load_gb_s": 43.0, "both_gb_s": 78.0}
-    found = {"kv_bare": case(moves=moves, attention={"no_room": "no card"})}
+    found = {"kv_bare": bare_case(moves=moves, attention={"no_room": "no card"})}
     got = row(found, "block moves, 16-token blocks, to the host tier")
     assert (got.share, got.is_met) == (pytest.approx(0.90), True)
     got = row(found, "block moves, 16-token blocks, from the host tier")
@@ -38,14 +32,14 @@ def test_moves_are_held_against_their_direction_of_the_link():
     got = row(found, "decode attention alone")
     assert (got.figure, got.share, got.is_met) == ("not measured: no card", None, None)
     assert got.target == "at least 0.8"
-    lacking = {"kv_bare": case(moves=moves) | {"before": {}, "after": {}}}
+    lacking = {"kv_bare": bare_case(rates={}, moves=moves)}
     got = row(lacking, "block moves, 16-token blocks, both ways")
     assert got.figure == "not measured: the link's rate is not known"
 
 
 def test_attention_alone_against_the_copy_rate():
     timing = {"shape": "32 x 4096 keys", "ms": 0.2, "gb_s": 2460.0, "copy_gb_s": 3000.0}
-    got = row({"kv_bare": case(attention=timing)}, "decode attention alone")
+    got = row({"kv_bare": bare_case(attention=timing)}, "decode attention alone")
     assert (got.share, got.is_met) == (pytest.approx(0.82), True)
 
 
@@ -184,23 +178,17 @@ def test_first_tokens_behind_a_prefix():
     )
 
 
-def test_gaps_beside_a_load_need_enough_of_them_for_p99():
-    itl = {
-        "alone_p99_s": 0.006,
-        "loading_p99_s": 0.0071,
-        "alone_p50_s": 0.006,
-        "loading_p50_s": 0.0065,
-        "prefill_steps_s": 0.01,
-        "num_alone": 1600,
-        "num_loading": 1440,
-        "loads": 60,
-        "prefix_tokens": 8192,
-        "hits_cpu_tokens": 8192,
-    }
-    got = row({"kv_cpu": case(itl=itl)}, "gaps of running")
+def test_gaps_beside_a_load_need_enough_steps_for_p99():
+    itl = {"loads": 90, "prefix_tokens": 8192, "hits_cpu_tokens": 8192, "mixed_p50_s": 0.01}
+    for name, p99_s in (("alone", 0.006), ("loading", 0.0071), ("beside", 0.012)):
+        itl |= {f"{name}_p99_s": p99_s, f"{name}_p50_s": 0.006, f"num_{name}": 700}
+    found = {"kv_cpu": case(itl=itl)}
+    got = row(found, "gaps of running")
     assert (got.share, got.is_met) == (pytest.approx(7.1 / 6), True)
+    got = row(found, "likewise, with the step")
+    assert (got.share, got.target) == (pytest.approx(2), "")
     got = row({"kv_cpu": case(itl=itl | {"num_loading": 600})}, "gaps of running")
-    assert got.figure == "not measured: 600 gaps are too few for p99"
+    assert got.figure == "not measured: 600 steps are too few for p99"
 
 
 def test_weights_and_kv_together_against_the_link():
@@ -221,18 +209,14 @@ def test_a_failed_part_is_named_and_its_row_not_measured():
     got = row(found, "gaps of running")
     assert got.figure == "not measured: ValueError: it broke"
     assert row(found, "a parked conversation").figure == "not measured: it did not run"
-    assert lacks(found, H200) == ["kv=cpu, itl: no figures: ValueError: it broke\nmore."]
-    text = markdown(found, [got], "about", H200)
-    assert "| at most 1.2 | **not measured** |" in text
-
-
-def test_an_emulated_card_is_held_against_no_target():
-    made = kv_rows(long_case(), None, is_default=True)
-    assert {(line.target, line.is_met) for line in made} == {("", None)}
-
-
-def test_the_section_has_marks_of_its_own(tmp_path):
-    file = tmp_path / "performance.md"
-    file.write_text(f"a\n{KV.begin}\nold\n{KV.end}\nb\n")
-    write_section(file, "new\n", KV)
-    assert file.read_text() == f"a\n{KV.begin}\n\nnew\n\n{KV.end}\nb\n"
+    judged = judge(found, card=H200, is_default=True)
+    assert judged.lacks == ["kv=cpu, itl: no figures: ValueError: it broke\nmore."]
+    assert "| at most 1.2 | **not measured** |" in judged.section("about")
+    assert len(judged.missed) == 5  # all of kv_cpu alone that have a target
+    emulated = judge(
+        {"kv_bare": bare_case(attention={"no_room": "timed on a GPU only"})},
+        card=None,
+        is_default=True,
+    )
+    assert emulated.lacks == []
+    assert emulated.without_targets().missed == []

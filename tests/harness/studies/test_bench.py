@@ -1,25 +1,36 @@
 """Rows of the bench against values worked out by hand, and what a document makes of them."""
 
+from dataclasses import replace
+
 import pytest
 
-from harness.bench.document import BENCH, markdown, write_section
-from harness.bench.table import crossover, equal_tokens, rate, rows
-from harness.errors import ConfigError
-from tests.harness.bench.examples import case, decode
+from harness.studies.bench import crossover, equal_tokens, judge
+from harness.studies.table import Result
+from tests.harness.studies.examples import case, decode, failed
 
 H100 = "NVIDIA H100 80GB HBM3"
 H200 = "NVIDIA H200"
+
+
+def rows(found, card=H100, *, is_default=True):
+    made = judge(found, card=card, is_default=is_default).rows
+    return [row for row in made if "touched and registered" not in row.what]
 
 
 def by_name(found, card=H100, *, is_default=True):
     return {row.what: row for row in rows(found, card, is_default=is_default)}
 
 
+def text_of(found):
+    return judge(found, card=H100, is_default=True).section("about")
+
+
 def test_rates_are_means_of_before_and_after():
-    both = case("x", {})
-    assert rate(both, "h2d_gb_s") == 40
-    assert rate(both | {"after": {"h2d_gb_s": None}}, "h2d_gb_s") == 41
-    assert rate(both, "two_way_gb_s") is None
+    both = case("x")
+    assert both.rate("h2d") == 40
+    metrics = both.record.metrics | {"link/h2d_after_gb_s": None}
+    assert replace(both, record=replace(both.record, metrics=metrics)).rate("h2d") == 41
+    assert both.rate("two_way") is None
 
 
 @pytest.mark.parametrize(
@@ -42,15 +53,15 @@ def test_uva_is_held_against_in_place_reads():
 
 def test_a_step_that_moves_nothing_has_no_share():
     found = {"prefetch": case("prefetch 8/5/9", {1: decode(0.01)})}
-    (row,) = rows(found, H100, is_default=True)
+    (row,) = rows(found)
     assert (row.share, row.is_met) == (None, None)
     assert "nothing moved" in row.figure
 
 
 def test_prefills_in_seconds_and_as_a_ratio():
     found = {
-        "prefetch": case("prefetch", {}, prefill_s={"1": 0.16, "4": 0.25}),
-        "uva": case("uva", {}, prefill_s={"1": 0.20, "4": None}),
+        "prefetch": case("prefetch", prefills={"1": 0.16, "4": 0.25}),
+        "uva": case("uva", prefills={"1": 0.20, "4": None}),
     }
     got = by_name(found)
     assert got["prefetch, prefill 1 x 2048 tokens: s"].is_met
@@ -101,12 +112,11 @@ def test_the_largest_batch_is_held_against_its_bare_replay():
 
 def test_the_chosen_placement_against_the_peer_at_this_link():
     # At 40 GB/s the peer's 155.5 ms at 55.5 GB/s are 215.75625 ms.
-    plan = case("", {})["plan"] | {"chosen": "18 layers"}
-    found = {"chosen": case("auto", {1: decode(0.188, copied=1)}, plan=plan)}
+    found = {"chosen": case("auto", {1: decode(0.188, copied=1)}, chosen="18 layers")}
     (row,) = (row for name, row in by_name(found).items() if name.startswith("auto (18 layers)"))
     assert row.share == pytest.approx(0.188 / 0.21575625)
     assert row.is_met
-    (row,) = (r for r in rows(found, H100, is_default=False) if r.what.startswith("auto ("))
+    (row,) = (r for r in rows(found, is_default=False) if r.what.startswith("auto ("))
     assert (row.share, row.target) == (None, "")
 
 
@@ -127,47 +137,49 @@ def test_counted_bytes_against_planned_ones():
 )
 def test_nvml_agrees_within_a_tenth(nvml, is_met):
     counter = {"engine_gb_s": 40.0, "nvml_gb_s": nvml, "wall_s": 10.5, "factor": 0.95}
-    got = by_name({"prefetch": case("prefetch", {}, counter=counter)})
+    got = by_name({"prefetch": case("prefetch", counter=counter)})
     row = got.get("prefetch: engine's bytes / NVML's counter of the link, calibrated")
     assert (row.is_met if row else None) is is_met
 
 
 def test_an_emulated_card_is_held_against_no_target():
     found = {"prefetch": case("prefetch", {1: decode(1.0, copied=8_000_000_000)})}
-    made = rows(found, None, is_default=True)
+    made = judge(found, card=None, is_default=True).without_targets().rows
     assert made
     assert {(row.target, row.is_met) for row in made} == {("", None)}
 
 
 def test_cases_without_figures_give_no_rows():
     found = {
-        "prefetch": {"title": "prefetch", "no_fit": "too large"},
+        "resident": failed("resident"),
+        "prefetch": Result(title="prefetch", record=None, why="it was left out"),
         "uva": case("uva", {64: {"no_room": "10240 tokens of KV are needed, 9000 have room"}}),
     }
-    assert rows(found, H100, is_default=True) == []
-    text = markdown(found, [], "about")
-    assert "prefetch: no figures: too large" in text
+    assert rows(found) == []
+    text = text_of(found)
+    assert "resident: no figures: no_fit: no_fit it is\n" in text
+    assert "prefetch: no figures: it was left out" in text
     assert "uva, batch 64: no figures: 10240 tokens of KV are needed, 9000 have room." in text
 
 
 def test_staging_pays_from_where_it_stays_faster():
     def staging(place, stage):
         return {
-            "uva_in_place": case("uva, 8 layers, never staged", {}, chunk_s=place),
-            "uva_staged": case("uva, 8 layers, always staged", {}, chunk_s=stage),
+            "uva_in_place": case("uva, 8 layers, never staged", chunks=place),
+            "uva_staged": case("uva, 8 layers, always staged", chunks=stage),
         }
 
     place = {"1": 0.1, "8": 0.1, "64": 0.2, "256": 0.4, "512": None}
     found = staging(place, {"1": 0.3, "8": 0.09, "64": 0.2, "256": 0.2, "512": 0.2})
     assert crossover(found)[1] == 256  # equal at 64
     assert [tokens for tokens, *_ in crossover(found)[0]] == [1, 8, 64, 256]
-    text = markdown(found, [], "about")
+    text = text_of(found)
     assert "uva, 8 layers: one prompt of so many tokens" in text
     assert "| 64 | 200.0 | 200.0 |" in text
     assert "Staging is faster from 256 tokens on." in text
     never = staging(place, {"1": 0.1, "8": 0.1, "64": 0.1, "256": 0.5})
     assert crossover(never)[1] is None
-    assert "not faster at the largest" in markdown(never, [], "about")
+    assert "not faster at the largest" in text_of(never)
 
 
 def test_tokens_are_compared_as_far_as_both_went():
@@ -178,63 +190,68 @@ def test_tokens_are_compared_as_far_as_both_went():
         "chosen": case("chosen", {16: decode(1.0, tokens=[1])}),
     }
     assert equal_tokens(found) == {"uva": True, "prefetch": False}
-    assert "**not equal** to the resident engine's in prefetch" in markdown(found, [], "about")
+    assert "**not equal** to the resident engine's in prefetch" in text_of(found)
     del found["prefetch"]
-    assert "Greedy tokens: equal" in markdown(found, [], "about")
+    assert "Greedy tokens: equal" in text_of(found)
+
+
+def test_only_engines_of_the_same_model_are_compared():
+    found = {
+        "resident": case("resident", {1: decode(1.0)}),
+        "prefetch_step_1": case("cut", {1: decode(1.0, tokens=[9])}, num_hidden_layers=8),
+    }
+    assert equal_tokens(found) == {}
+
+
+def test_a_tied_table_is_read_whole_and_not_judged():
+    found = {
+        "resident": case("resident", {1: decode(0.005)}),
+        "embed_in_place": case("embed", {1: decode(0.009)}, tie_word_embeddings=True),
+    }
+    assert not any("embedding" in name for name in by_name(found))
+
+
+@pytest.mark.parametrize(("pinned_gib", "is_met"), [(16, True), (15.9, False), (3.9, None)])
+def test_pinning_has_a_row_where_much_is_pinned(pinned_gib, is_met):
+    point = case("uva 8 GiB")
+    point.record.samples["steps"]["memory"]["host_pinned_bytes"] = int(pinned_gib * 2**30)
+    made = judge({"uva": point}, card=H200, is_default=True).rows  # in 2 s of touch and pin
+    assert [row.is_met for row in made] == ([] if is_met is None else [is_met])
 
 
 def test_the_section_has_rows_engines_rates_and_remarks():
-    found = {
-        "prefetch": case(
-            "prefetch", {1: decode(0.2, copied=8_000_000_000)}, utilization=0.9, load_s=7.25
-        )
-    }
-    text = markdown(found, rows(found, H100, is_default=True), "about this run")
-    assert text.startswith("about this run\n")
+    found = {"prefetch": case("prefetch", {1: decode(0.2, copied=8_000_000_000)})}
+    text = text_of(found)
+    assert text.startswith("about\n")
     assert (
         "| prefetch, batch 1: bytes / step time / link rate | 200.00 ms (8.000 GB copied) | 1.000 "
         "| at least 0.97 | met |"
     ) in text
     # 8 GiB in 2 s of touch and pin; ready after 4 s of them, allocate and convert.
-    assert "| prefetch | 7.2 | 4.0 | 8.00 | 4.0 | 3 | 1.50 | 13.00 | 9000 |" in text
+    assert "| prefetch | 0.9 | 7.2 | 4.0 | 8.00 | 4.0 | 3 | 1.50 | 13.00 | 9000 |" in text
     assert "| prefetch | 41.0 / 39.0 |  |  | 36.0 / 34.0 | 2100.0 / 1900.0 |" in text
-    assert "gpu_memory_utilization 0.9 instead of 0.85" in text
+
+
+def test_the_headline_shows_every_backend_once():
+    found = {
+        "uva": case("uva 8 GiB", {1: decode(0.2, read=7_000_000_000), 64: decode(0.25)}),
+        "chosen": case("auto", {1: decode(0.1, copied=4_000_000_000)}),
+        "resident": case("resident", {1: decode(0.004)}),
+    }
+    lines = judge(found, card=H200, is_default=True).headline
+    assert lines[2:] == [
+        "| `offload=uva` | 0.9 | 8.0 GiB | 200 ms | 256 | 1.00 of in-place reads |",
+        "| `offload=auto` | 0.9 | 8.0 GiB | 100 ms |  | 1.00 of copies |",
+    ]
 
 
 def test_a_sweep_is_a_table_of_its_own():
-    steps = {
-        "1": {"num_slots": 2, "slot_bytes": 2**29, "decode": decode(0.1, copied=4_000_000_000)},
-        "6": {"num_slots": 5, "slot_bytes": 2**29, "decode": decode(0.02)},
+    found = {
+        "prefetch_step_1": case("prefetch 8/5, 8 layers, step 1", {1: decode(0.1, copied=4e9)}),
+        "prefetch_step_6": case("prefetch 8/5, 8 layers, step 6", {1: decode(0.02)}),
     }
-    text = markdown({"prefetch_step": {"title": "prefetch 8/5, 8 layers", "sweep": steps}}, [], "a")
-    assert "| 1 | 2 | 1.00 | 100.00 | 4.000 | 40.0 |" in text
-    assert "| 6 | 5 | 2.50 | 20.00 | 0.000 |  |" in text
-    assert text.index("| prefetch_step | slots |") < text.index("| 1 | 2 |")
-
-
-def test_the_marked_section_is_replaced_and_nothing_else(tmp_path):
-    file = tmp_path / "performance.md"
-    file.write_text(f"# Head\n\n{BENCH.begin}\nold\n{BENCH.end}\n\n## Tail\n")
-    write_section(file, "| new |\n")
-    assert file.read_text() == f"# Head\n\n{BENCH.begin}\n\n| new |\n\n{BENCH.end}\n\n## Tail\n"
-    write_section(file, "again\n")
-    assert file.read_text() == f"# Head\n\n{BENCH.begin}\n\nagain\n\n{BENCH.end}\n\n## Tail\n"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no marks",
-        f"{BENCH.begin}\n",
-        f"{BENCH.end}\n{BENCH.begin}\n",
-        f"{BENCH.begin}{BENCH.begin}{BENCH.end}",
-    ],
-)
-def test_a_document_without_its_marks_is_refused(tmp_path, text):
-    file = tmp_path / "performance.md"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match="once each"):
-        write_section(file, "x")
-    assert file.read_text() == text
-    with pytest.raises(ConfigError, match="No such file"):
-        write_section(tmp_path / "absent.md", "x")
+    text = text_of(found)
+    assert "prefetch 8/5, 8 layers: what each prefetch_step costs and gives" in text
+    assert "| 1 | 3 | 1.50 | 100.00 | 4.000 | 40.0 |" in text
+    assert "| 6 | 3 | 1.50 | 20.00 | 0.000 |  |" in text
+    assert "counted / planned" not in text

@@ -1,0 +1,285 @@
+"""Rows of `study=bench_kv`: a KV cache over two tiers against the limits measured beside it.
+
+A row is there where all the points that it needs were chosen. Where one of them has no figure, or
+what was to be measured did not happen, the row says so and its target is not measured.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+from harness.studies.table import (
+    Figures,
+    Found,
+    Judged,
+    LackError,
+    Row,
+    Value,
+    engine_table,
+    known,
+    lacks,
+    make_row,
+    rate_table,
+    require,
+)
+from reports.record.record import SAMPLE_FLOORS
+
+CONTEXT: Final = 131_072
+"""Longest context that is asked for, tokens."""
+LEAST_STREAMED_BYTES: Final = 4e9
+"""KV bytes over the link a step from which on the share of its rate is held to a target."""
+LEAST_FOUND: Final = 0.9
+"""Share of a prefix that the host tier must have held."""
+LEAST_EXCESS: Final = 1.25
+"""Sum of sequences in multiples of the GPU's room that counts as more than it holds."""
+
+
+def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
+    """Return the rows of the points that ran, in the order of the targets.
+
+    Args:
+        found: the points.
+        card: name of the GPU; None: it is emulated.
+        is_default: the shape is that of the targets in seconds.
+    """
+    rows = [row for needed, row in _rows(found, is_default=is_default) if needed <= found.keys()]
+    made = [row() for row in rows]
+    lacking = [text for text in lacks(found) if card or "on a GPU only" not in text]
+    return Judged(rows=made, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
+
+
+def _rows(found: Found, *, is_default: bool) -> Iterator[tuple[set[str], Callable[[], Row]]]:
+    """Yield the points that each row needs, and what makes it."""
+
+    def row(
+        points: str, what: str, value: Callable[[Found], Value], **bounds: float
+    ) -> tuple[set[str], Callable[[], Row]]:
+        return set(points.split()), partial(make_row, what, partial(value, found), **bounds)
+
+    moves = "block moves, 16-token blocks, "
+    for words, names, least in (
+        ("to the host tier / copies back", ("store_gb_s", "d2h"), 0.88),
+        ("from the host tier / copies host to device", ("load_gb_s", "h2d"), 0.88),
+        ("both ways at once / copies both ways", ("both_gb_s", "two_way"), 0.78),
+    ):
+        yield row("kv_bare", moves + words, partial(_moves, names), least=least)
+    yield row(
+        "kv_long",
+        f"longest context that runs to its end / min({CONTEXT:,}, blocks of both tiers)",
+        _longest,
+        least=0.97,
+    )
+    for name, times in (("1.3", 1.3), ("longest", 3.0)):
+        words = "step / (resident part + host KV bytes / in-place rate)"
+        what = f"one sequence of {times:g} times the GPU's room: {words}"
+        yield row("kv_long", what, partial(_beyond, name, times), most=1.10)
+    what = "decode, at least 4 GB of KV over the link a step: bytes / step / in-place rate"
+    yield row("kv_long", what, _streamed_kv, least=0.90)
+    what = "a parked conversation: swap in and out / a turn of 128 tokens"
+    yield row("kv_cpu", what, _parked, most=0.05)
+    for part, point, words, least in (
+        (
+            "rounds",
+            "kv_cpu",
+            "sequences of 1.3 times the GPU's room, in rounds / kv=gpu at its room",
+            0.95,
+        ),
+        (
+            "shared",
+            "kv_cpu",
+            "50 requests on a 10k prefix in the host tier / kv=gpu with it resident",
+            0.98,
+        ),
+        ("turns", "kv_turns", "64 conversations of 8 turns, 32 GiB of host blocks / kv=gpu", 1.7),
+    ):
+        value = partial(_ratio, part, point)
+        yield row(f"{point} kv_gpu", f"{words}: tokens/s", value, least=least)
+    what = "kv=cpu where everything fits the GPU / kv=gpu: time"
+    yield row("kv_cpu kv_gpu", what, _fits, most=1.02)
+    first = "first token behind a prefix of 8k tokens"
+    soon: dict[str, float] = {"most": 0.035} if is_default else {}
+    computed: dict[str, float] = {"most": 0.29} if is_default else {}
+    yield row("kv_cpu", f"{first} in the host tier: s", _ttft_host, **soon)
+    what = f"{first}: computed / found in the host tier"
+    yield row("kv_cpu", what, _ttft_ratio, least=6.0)
+    yield row("kv_cpu", f"{first}, computed: s", _ttft_computed, **computed)
+    what = "gaps of running sequences while such a prefix loads / without: p99"
+    yield row("kv_cpu", what, partial(_gaps, "loading"), most=1.2)
+    what = "likewise, with the step that computes the request's own tokens: p99"
+    yield row("kv_cpu", what, partial(_gaps, "beside"))
+    what = "decode attention alone, all blocks on the GPU / memory copy rate"
+    yield row("kv_bare", what, _attention, least=0.80)
+    what = "weights and KV over the link together: bytes / step / link rate"
+    yield row("kv_weights", what, _streamed, least=0.90)
+
+
+def _part(found: Found, point: str, part: str) -> Figures:
+    """Return the figures of a part.
+
+    Raises:
+        LackError: it has none.
+    """
+    result = found[point]
+    parts = result.sample("bare") or result.sample("tiers").get("parts", {})
+    if part not in parts:
+        raise LackError(result.lack or "it did not run")
+    figures: Figures = parts[part]
+    for why in ("failed", "no_room"):
+        if why in figures:
+            raise LackError(str(figures[why]).splitlines()[0])
+    return figures
+
+
+def _moves(names: tuple[str, str], found: Found) -> Value:
+    figures = _part(found, "kv_bare", "moves")
+    moved = known(figures[names[0]], "the rate of moves")
+    link = known(found["kv_bare"].rate(names[1]), "the link's rate")
+    text = f"{moved:.1f} against {link:.1f} GB/s ({figures['block_bytes']:,} bytes each)"
+    return text, moved / link
+
+
+def _run(found: Found, name: str) -> Figures:
+    runs = _part(found, "kv_long", "long")["runs"]
+    require(name in runs, "no such length fits both tiers")
+    run: Figures = runs[name]
+    require("no_room" not in run, run.get("no_room", ""))
+    return run
+
+
+def _in_place(found: Found) -> float:
+    return known(found["kv_long"].rate("in_place"), "the in-place rate")
+
+
+def _longest(found: Found) -> Value:
+    run, figures = _run(found, "longest"), _part(found, "kv_long", "long")
+    require(run["has_ended"], f"{run['total']:,} tokens did not run to their end")
+    text = f"{run['total']:,} tokens, {figures['room']:,} of them on the GPU; first token after "
+    share = run["total"] / min(CONTEXT, figures["reach"])
+    return f"{text}{run['prefill_s']:.1f} s", share
+
+
+def _beyond(name: str, times: float, found: Found) -> Value:
+    run, near = _run(found, name), _run(found, "resident")
+    over = run["total"] / _part(found, "kv_long", "long")["room"]
+    require(over >= 0.97 * times, f"the longest is {over:.2f} times the room")
+    require(not near["kv_in_place_bytes"], "the resident sequence was not resident")
+    require(run["kv_in_place_bytes"] > 0, "nothing was read in the host tier")
+    streamed_s = run["kv_in_place_bytes"] / 1e9 / _in_place(found)
+    text = f"{run['step_s'] * 1e3:.1f} ms against {near['step_s'] * 1e3:.1f} + "
+    text += f"{streamed_s * 1e3:.1f} ms at {over:.2f} times"
+    return text, run["step_s"] / (near["step_s"] + streamed_s)
+
+
+def _streamed_kv(found: Found) -> Value:
+    run = _run(found, "longest")
+    moved = run["kv_in_place_bytes"]
+    require(moved >= LEAST_STREAMED_BYTES, f"a step read {moved / 1e9:.2f} GB over the link")
+    text = f"{moved / 1e9:.2f} GB in {run['step_s'] * 1e3:.1f} ms"
+    return text, moved / run["step_s"] / 1e9 / _in_place(found)
+
+
+def _parked(found: Found) -> Value:
+    figures = _part(found, "kv_cpu", "parked")
+    require(figures["loaded_bytes"] > 0, "no turn found its conversation in the host tier")
+    near_s, far_s = figures["resident_turn_s"], figures["parked_turn_s"]
+    text = f"{far_s * 1e3:.1f} against {near_s * 1e3:.1f} ms a turn, {figures['tokens']:,} tokens "
+    text += f"against {figures['room']:,} of room, {figures['loaded_bytes'] / 1e9:.2f} GB loaded a "
+    return f"{text}turn", far_s / near_s - 1
+
+
+def _ratio(part: str, point: str, found: Found) -> Value:
+    """Tokens a second of an engine with a host tier over those of one without."""
+    ours, base = _part(found, point, part), _part(found, "kv_gpu", part)
+    more = _EXTRAS[part](ours)
+    rates = [figures["output_tokens"] / figures["wall_s"] for figures in (ours, base)]
+    return f"{rates[0]:.0f} against {rates[1]:.0f} tokens/s ({more})", rates[0] / rates[1]
+
+
+def _rounds_text(figures: Figures) -> str:
+    excess = figures["excess"]
+    require(excess >= LEAST_EXCESS, f"the sequences were {excess:.2f} times the room")
+    text = f"{figures['sequences']} sequences, {excess:.2f} times the room, "
+    text += f"{figures['swaps_out']:.0f} swaps out, {figures['swaps_in']:.0f} in, "
+    return f"{text}{figures['recomputes']:.0f} recomputed"
+
+
+def _shared_text(figures: Figures) -> str:
+    _require_found(figures)
+    return f"{figures['loaded_bytes'] / 1e9:.2f} GB loaded"
+
+
+def _turns_text(figures: Figures) -> str:
+    ran, asked = figures["output_tokens"], figures["asked_tokens"]
+    require(ran == asked, f"{ran:,} of {asked:,} tokens came")
+    hits = figures["hits_gpu_tokens"] + figures["hits_cpu_tokens"]
+    return f"{hits:,} tokens found, {figures['missed_tokens']:,} not"
+
+
+_EXTRAS: Final[Mapping[str, Callable[[Figures], str]]] = {
+    "rounds": _rounds_text,
+    "shared": _shared_text,
+    "turns": _turns_text,
+}
+
+
+def _require_found(figures: Figures) -> None:
+    share = figures["hits_cpu_tokens"] / figures["prefix_tokens"]
+    require(share >= LEAST_FOUND, f"the host tier had {share:.0%} of the prefix")
+
+
+def _fits(found: Found) -> Value:
+    ours, base = (_part(found, point, "fits") for point in ("kv_cpu", "kv_gpu"))
+    require(not ours["preemptions"], "a sequence was preempted")
+    text = f"{ours['wall_s']:.3f} against {base['wall_s']:.3f} s (where what finished gives way: "
+    text += f"{ours['kept_wall_s']:.3f} against {base['kept_wall_s']:.3f} s)"
+    return text, ours["wall_s"] / base["wall_s"]
+
+
+def _ttft(found: Found) -> dict[str, Any]:
+    figures = _part(found, "kv_cpu", "ttft")
+    _require_found(figures)
+    return dict(figures)
+
+
+def _ttft_host(found: Found) -> Value:
+    figures = _ttft(found)
+    host_s, gpu_s = figures["host_s"], figures["gpu_s"]
+    return f"{host_s * 1e3:.1f} ms (on the GPU: {gpu_s * 1e3:.1f} ms)", host_s
+
+
+def _ttft_ratio(found: Found) -> Value:
+    figures = _ttft(found)
+    return "", figures["recompute_s"] / figures["host_s"]
+
+
+def _ttft_computed(found: Found) -> Value:
+    computed_s = _ttft(found)["recompute_s"]
+    return f"{computed_s * 1e3:.1f} ms", computed_s
+
+
+def _gaps(kind: str, found: Found) -> Value:
+    """A step is one gap, whatever the number of sequences that share it."""
+    figures = _part(found, "kv_cpu", "itl")
+    _require_found(figures)
+    least = min(figures["num_alone"], figures[f"num_{kind}"])
+    require(least >= SAMPLE_FLOORS[99], f"{least} steps are too few for p99")
+    slow_s, alone_s = figures[f"{kind}_p99_s"], figures["alone_p99_s"]
+    text = f"{slow_s * 1e3:.2f} against {alone_s * 1e3:.2f} ms ({figures['loads']} loads, "
+    text += f"{figures[f'num_{kind}']} steps; medians {figures[f'{kind}_p50_s'] * 1e3:.2f} and "
+    text += f"{figures['alone_p50_s'] * 1e3:.2f} ms; the step that computes the rest "
+    return f"{text}{figures['mixed_p50_s'] * 1e3:.2f} ms)", slow_s / alone_s
+
+
+def _attention(found: Found) -> Value:
+    figures = _part(found, "kv_bare", "attention")
+    return f"{figures['ms']:.3f} ms ({figures['shape']})", figures["gb_s"] / figures["copy_gb_s"]
+
+
+def _streamed(found: Found) -> Value:
+    run = _part(found, "kv_weights", "streamed")
+    weights, kv = run["h2d_bytes"] + run["in_place_bytes"], run["kv_in_place_bytes"]
+    require(weights > 0 and kv > 0, f"{weights:,} bytes of weights, {kv:,} of KV were moved")
+    link = known(found["kv_weights"].rate("h2d"), "the link's rate")
+    text = f"{weights / 1e9:.2f} GB of weights and {kv / 1e9:.2f} GB of KV in "
+    share = (weights + kv) / run["step_s"] / 1e9 / link
+    return f"{text}{run['step_s'] * 1e3:.1f} ms", share

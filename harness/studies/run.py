@@ -1,0 +1,367 @@
+"""A study, from its composition to its record: points in order, rows, and the documents' tables."""
+
+import re
+import secrets
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from catalogue.files import CONF, tightfit_home
+from harness.composition import Composer, Plan
+from harness.errors import ConfigError
+from harness.interrupt import interrupt_afterwards
+from harness.plain import plain, write_yaml
+from harness.schema import RunConfig, SweepContext
+from harness.studies import bench, bench_kv, overhead
+from harness.studies.document import check_document, write_section
+from harness.studies.table import Found, Judged, Result
+from harness.study_config import StudyPoint
+from harness.systems.mapping import require_package
+from harness.tracking.base import SweepFacts
+from harness.tracking.choose import open_tracker
+from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
+
+ROOT: Final = CONF.parent
+POINTS: Final = "points"
+"""Folder of the points, below the study's own."""
+TABLE_NAME: Final = "table.md"
+NEUTRAL: Final = ("study", "tracking", "rerun", "timeout_s", "silence_s", "fail_fast", "hydra")
+"""Overrides, groups or nodes that change nothing of what a study measures; not study.points."""
+SAME_SHAPE: Final = (
+    "study.rows",
+    *(f"scenario.steps.{k}" for k in ("batches", "steps", "counter_s")),
+)
+"""Overrides that targets in seconds survive."""
+SAME: Final = ("git", "driver", "host", "gpu", "torch")
+"""Facts of the environment that all points of a study share."""
+JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
+    "bench": bench.judge,
+    "bench_kv": bench_kv.judge,
+    "overhead": overhead.judge,
+}
+RunOne = Callable[[RunConfig, Path, Sequence[str], SweepContext], RunRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One point of a study, composed."""
+
+    overrides: list[str]
+    """Everything that was asked of it."""
+    config: RunConfig
+
+
+def check_studies(plan: Plan, config_dir: Path | None = None) -> None:
+    """Compose the points of the study that a command line asks for, before anything runs.
+
+    Raises:
+        ConfigError: a point or a document cannot be had, or a sweep holds a study.
+    """
+    for asked in plan.points:
+        study = asked.config.study
+        if study is None:
+            continue
+        if plan.multirun or asked.config.mode != "run":
+            raise ConfigError(
+                f"study={study.name}: expected one study with mode=run, got a sweep or another "
+                "mode. Remove -m, values with commas and mode."
+            )
+        planned = compose_points(asked.config, asked.overrides, config_dir)
+        for found in planned.values():
+            require_package(found.config.system.kind)
+        if not changes_of(asked.overrides, study.rows):
+            for file in filter(None, (study.output, study.readme)):
+                check_document(ROOT / file, study.name)
+
+
+def compose_points(
+    config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None
+) -> dict[str, Planned]:
+    """Return the points that a study runs, by name, in order.
+
+    Args:
+        config: with `study`.
+        overrides: of the command line; they hold over those of a point.
+        config_dir: a folder of the user's.
+
+    Raises:
+        ConfigError: one cannot be composed.
+    """
+    study = config.study
+    if study is None:
+        raise ValueError("compose_points: expected a configuration with study, got none.")
+    composer, base = Composer(config_dir), _base(overrides)
+    return {name: compose_point(composer, name, study.points[name], base) for name in study.chosen}
+
+
+def compose_point(composer: Composer, name: str, point: StudyPoint, base: Sequence[str]) -> Planned:
+    """Compose one point; settings that it takes from another stay what they are without.
+
+    Raises:
+        ConfigError: it cannot be composed.
+    """
+    typed = {_key(item) for item in base}
+    own = [item for item in point.overrides if _key(item) not in typed]
+    try:
+        (found,) = composer.plan([*own, *base], has_model=True).points
+    except ConfigError as error:
+        raise ConfigError(f"study.points.{name}: {error}") from error
+    config = replace(found.config, study=None)
+    return Planned(overrides=[*own, *base], config=config)
+
+
+def run_study(
+    config: RunConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    *,
+    run_one: RunOne,
+    config_dir: Path | None = None,
+) -> RunRecord:
+    """Run the points of a study and return its record, which is also in `run_dir`.
+
+    Args:
+        config: with `study`.
+        run_dir: a folder of this study's own.
+        overrides: as the user wrote them.
+        run_one: runs one point; `harness.point.run_point`.
+        config_dir: a folder of the user's.
+
+    Raises:
+        ConfigError: a point cannot be composed.
+        KeyboardInterrupt: Ctrl-C; the record of what ran until then is written.
+    """
+    return _Study(config, run_dir.resolve(), list(overrides), config_dir).run(run_one)
+
+
+class _Study:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, overrides: list[str], config_dir: Path | None
+    ) -> None:
+        assert config.study is not None
+        self._config, self._study, self._run_dir = config, config.study, run_dir
+        self._overrides, self._composer = overrides, Composer(config_dir)
+        self._started = datetime.now(UTC).astimezone()
+        self._begin_s = time.monotonic()
+        suffix = secrets.token_hex(3)
+        self._run_id = f"{self._started:%Y%m%d-%H%M%S}-{suffix}"
+        name = re.sub(r"[^\w.-]", "_", run_dir.name, flags=re.ASCII)
+        self._sweep = SweepContext(
+            sweep_id=f"{self._study.name}-{name}-{suffix}",
+            folder=run_dir,
+            index=0,
+            total=len(self._study.chosen),
+            shared=tuple(overrides),
+            began_s=time.time(),
+        )
+        self._found: dict[str, Result] = {}
+
+    def run(self, run_one: RunOne) -> RunRecord:
+        """Run the points in order; see run_study."""
+        interrupt: KeyboardInterrupt | None = None
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        write_yaml(self._run_dir / "config.yaml", self._config.to_dict())
+        write_yaml(self._run_dir / "overrides.yaml", self._overrides)
+        try:
+            for index, name in enumerate(self._study.chosen):
+                title = self._study.points[name].title or name
+                sys.stderr.write(
+                    f"{self._study.name}: {index + 1} of {self._sweep.total}: {title}\n"
+                )
+                self._found[name] = self._run_point(name, index, title, run_one)
+        except KeyboardInterrupt as error:
+            interrupt = error
+        with interrupt_afterwards():
+            record = self._finish(is_interrupted=interrupt is not None)
+        if interrupt is not None:
+            raise interrupt
+        return record
+
+    def _run_point(self, name: str, index: int, title: str, run_one: RunOne) -> Result:
+        point = self._study.points[name]
+        taken = []
+        for setting, (source, path) in point.sources().items():
+            value = self._value(source, path)
+            if value is None:
+                why = f"{self._found[source].title} has no {path}."
+                return Result(title=title, record=None, why=why)
+            taken.append(f"{setting}={value}")
+        point = replace(point, overrides=[*point.overrides, *taken])
+        planned = compose_point(self._composer, name, point, _base(self._overrides))
+        record = run_one(
+            replace(planned.config, rerun=self._config.rerun or "all"),
+            self._run_dir / POINTS / name,
+            planned.overrides,
+            replace(self._sweep, index=index, label=name, shared=tuple(planned.overrides)),
+        )
+        return Result(title=title, record=record)
+
+    def _value(self, source: str, path: str) -> Any:
+        """Return what stands at a path of a point's record; None where nothing does."""
+        record = self._found[source].record
+        value = plain(record.__dict__) if record is not None else None
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def _finish(self, *, is_interrupted: bool) -> RunRecord:
+        """Judge the points, write record, table and documents, and tell the tracker."""
+        records = [result.record for result in self._found.values() if result.record is not None]
+        environment = records[0].environment if records else {}
+        is_emulated = any(record.environment.get("emulated") is not False for record in records)
+        card = None if is_emulated else (environment.get("gpu") or {}).get("name")
+        changes = changes_of(self._overrides, self._study.rows)
+        judged = JUDGES[self._study.judge](
+            self._found,
+            card=card,
+            is_default=not [item for item in changes if not keeps_shape(item)],
+        )
+        if card is None:
+            judged = judged.without_targets()
+        faults = [*differing(self._found), *(f"missed: {what}" for what in judged.missed)]
+        faults += judged.lacks
+        section = judged.section(self._about(environment, card))
+        record = self._record(judged, faults, environment, is_interrupted=is_interrupted)
+        record.write(self._run_dir / RESULT_NAME)
+        write_text_atomic(self._run_dir / TABLE_NAME, section)
+        sys.stdout.write(f"\n{section}\nrun folder  {self._run_dir}\n")
+        tracker = open_tracker(self._config.tracking, tightfit_home())
+        tracker.finish_sweep(
+            SweepFacts(
+                context=self._sweep,
+                status={"ok": "ok", "killed": "killed"}.get(record.status, "failed"),
+                counts=dict(Counter(found.status for found in records)),
+            )
+        )
+        if not is_interrupted:
+            self._write_documents(judged, section, card, changes)
+        return record
+
+    def _write_documents(
+        self, judged: Judged, section: str, card: str | None, changes: Sequence[str]
+    ) -> None:
+        """Rewrite the marked sections where everything ran as usual; else say why not."""
+        files = {self._study.output: section, self._study.readme: "\n".join(judged.headline)}
+        why = ", ".join(changes)
+        if card is None:
+            why = "figures are emulated"
+        elif differing(self._found):
+            why = "its points ran in different surroundings"
+        for file, text in files.items():
+            if file is None:
+                continue
+            if why or not text:
+                sys.stderr.write(f"{self._study.name}: {file} stays as it is: {why or 'no rows'}\n")
+                continue
+            write_section(ROOT / file, text, self._study.name)
+            sys.stderr.write(f"{self._study.name}: the table stands in {file}\n")
+
+    def _record(
+        self,
+        judged: Judged,
+        faults: list[str],
+        environment: Mapping[str, Any],
+        *,
+        is_interrupted: bool,
+    ) -> RunRecord:
+        error = None
+        if is_interrupted or faults:
+            message = "interrupted" if is_interrupted else f"{len(faults)} faults: {faults[0]}"
+            kind = "Interrupted" if is_interrupted else "NotAllMet"
+            error = {"type": kind, "message": message, "phase": None, "traceback": None}
+        return RunRecord(
+            run_id=self._run_id,
+            name=f"study {self._study.name}",
+            status="killed" if is_interrupted else "failed" if faults else "ok",
+            error=error,
+            valid=not faults and not is_interrupted,
+            reasons=faults,
+            started_at=self._started.isoformat(timespec="seconds"),
+            duration_s=time.monotonic() - self._begin_s,
+            config=plain(self._config.to_dict()),
+            overrides=self._overrides,
+            environment=dict(environment),
+            effective={"warnings": [], "notes": []},
+            samples={
+                "study": {
+                    "rows": [plain(row.__dict__) for row in judged.rows],
+                    "points": [
+                        {
+                            "name": name,
+                            "title": result.title,
+                            "folder": f"{POINTS}/{name}",
+                            "run_id": result.record and result.record.run_id,
+                            "status": result.record.status if result.record else "skipped",
+                        }
+                        for name, result in self._found.items()
+                    ],
+                }
+            },
+        )
+
+    def _about(self, environment: Mapping[str, Any], card: str | None) -> str:
+        """Return what ran, where and when."""
+        command = shlex.join(["python", "-m", "harness", *self._overrides])
+        git = environment.get("git") or {}
+        commit = f"commit {git['sha'][:12]}" if git.get("sha") else "no commit"
+        triton = (environment.get("packages") or {}).get("triton")
+        parts = [
+            card or "a CPU",
+            f"host {environment.get('host')}",
+            f"driver {environment.get('driver') or 'unknown'}" if card else "",
+            f"torch {environment.get('torch')}",
+            f"triton {triton}" if triton else "no triton",
+            f"{commit}{' with changes' if git.get('dirty') else ''}",
+            f"{self._started:%Y-%m-%d}",
+        ]
+        text = f"`{command}` on {', '.join(filter(None, parts))}."
+        if card is None:
+            return f"{text} **Emulated: these figures are a CPU's and say nothing of a GPU.**"
+        return f"{text} Random weights, clocks not locked, medians."
+
+
+def differing(found: Found) -> list[str]:
+    """Return in words which facts of the surroundings are not the same for all points."""
+    records = [result.record for result in found.values() if result.record is not None]
+    lines = []
+    for fact in SAME:
+        values = [str(plain(record.environment.get(fact))) for record in records]
+        if len(set(values)) > 1:
+            lines.append(
+                f"{fact}: expected the same for all points, got {' and '.join(sorted({*values}))}."
+                " Run the study anew with rerun=all."
+            )
+    return lines
+
+
+def _base(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a command line that are for every point."""
+    return [item for item in overrides if not _key(item).startswith("study.")]
+
+
+def changes_of(overrides: Sequence[str], rows: Sequence[str]) -> list[str]:
+    """Return the overrides that make a study another than the one of its file."""
+    found = [item for item in overrides if not _is_neutral(_key(item))]
+    return found + (["study.rows"] if rows and not found else [])
+
+
+def _is_neutral(key: str) -> bool:
+    if key in {"study.output", "study.readme"}:
+        return True
+    node = re.split(r"[./]", key)[0]
+    return key == "study" or (node != "study" and node in NEUTRAL)
+
+
+def keeps_shape(override: str) -> bool:
+    """Return whether targets in seconds survive an override."""
+    return _key(override) in SAME_SHAPE
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")

@@ -1,0 +1,247 @@
+"""Rows of a study: figures of points against the limits measured beside them, as Markdown."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from reports.record.record import RunRecord
+
+GIB: Final = 2**30
+Figures = Mapping[str, Any]
+Value = tuple[str, float | None]
+"""A figure in words, and what is held against bounds."""
+
+
+class LackError(Exception):
+    """What a row needs and is not there, in words."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: what, the figure, what it is compared with and whether the target is met."""
+
+    what: str
+    figure: str
+    share: float | None
+    target: str = ""
+    is_met: bool | None = None
+    """None: no target here, or it was not measured."""
+
+
+def make_row(
+    what: str,
+    value: Value | Callable[[], Value],
+    *,
+    least: float | None = None,
+    most: float | None = None,
+) -> Row:
+    """Return a row that is held against the bounds that are given.
+
+    Args:
+        what: its name.
+        value: the figure, or what returns it; where that raises LackError the row says so.
+        least: lower bound.
+        most: upper bound.
+    """
+    bounds = [f"at least {least:g}"] if least is not None else []
+    bounds += [f"at most {most:g}"] if most is not None else []
+    try:
+        figure, share = value() if callable(value) else value
+    except LackError as lack:
+        figure, share = f"not measured: {lack}", None
+    met = None
+    if share is not None and bounds:
+        met = (least is None or share >= least) and (most is None or share <= most)
+    return Row(what, figure, share, ", ".join(bounds), met)
+
+
+def known(value: float | None, what: str) -> float:
+    """Return a value.
+
+    Raises:
+        LackError: it is None or 0.
+    """
+    if not value:
+        raise LackError(f"{what} is not known")
+    return value
+
+
+def require(is_so: bool, otherwise: str) -> None:
+    """Raise LackError with `otherwise` unless `is_so`."""
+    if not is_so:
+        raise LackError(otherwise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One point of a study and how it ended."""
+
+    title: str
+    record: RunRecord | None
+    """None: it did not run."""
+    why: str = ""
+    """Why it did not."""
+
+    @property
+    def lack(self) -> str | None:
+        """Why there are no figures; None where there are."""
+        record = self.record
+        if record is None:
+            return self.why
+        if record.status == "ok":
+            return None
+        message = str((record.error or {}).get("message", "")).splitlines()
+        return f"{record.status}: {message[0] if message else 'no message'}"
+
+    def sample(self, part: str) -> Figures:
+        """Return the figures of a part of the scenario; none where it has none."""
+        found: Figures = self.record.samples.get(part, {}) if self.record is not None else {}
+        return found
+
+    def decodes(self) -> Iterator[tuple[int, Figures]]:
+        """Yield batch and figures of each decode that had room."""
+        for batch, figures in self.sample("steps").get("decode", {}).items():
+            if "no_room" not in figures:
+                yield int(batch), figures
+
+    def rates(self, name: str) -> list[float]:
+        """Return a rate of the link, GB/s, as probed before and after; those that are known."""
+        metrics = self.record.metrics if self.record is not None else {}
+        both = (metrics.get(f"link/{name}_gb_s"), metrics.get(f"link/{name}_after_gb_s"))
+        return [rate for rate in both if rate]
+
+    def rate(self, name: str) -> float | None:
+        """Return the mean of a rate; None where it is not known."""
+        found = self.rates(name)
+        return sum(found) / len(found) if found else None
+
+
+Found = Mapping[str, Result]
+"""By the point's name, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a study says."""
+
+    rows: list[Row] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+    """Lines of Markdown below the rows."""
+    headline: list[str] = field(default_factory=list)
+    """Likewise, of the few figures that matter most."""
+    lacks: list[str] = field(default_factory=list)
+    """Figures that are not there although they were asked for."""
+
+    def without_targets(self) -> "Judged":
+        """Return it with rows that are held against nothing: of an emulated card."""
+        return replace(self, rows=[replace(row, target="", is_met=None) for row in self.rows])
+
+    @property
+    def missed(self) -> list[str]:
+        """Names of the rows whose target was missed, or not measured."""
+        return [row.what for row in self.rows if row.target and row.is_met is not True]
+
+    def section(self, about: str) -> str:
+        """Return the whole as Markdown.
+
+        Args:
+            about: conditions, in words.
+        """
+        lines = [about]
+        if self.rows:
+            lines += [
+                "",
+                *grid(("what", "measured", "share or ratio", "target", ""), self._cells()),
+            ]
+        lines += self.tables
+        for text in self.lacks:
+            lines += ["", text]
+        return "\n".join(lines) + "\n"
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        verdicts = {True: "met", False: "**missed**", None: "**not measured**"}
+        for row in self.rows:
+            share = "" if row.share is None else f"{row.share:.3f}"
+            verdict = verdicts[row.is_met] if row.target else ""
+            yield row.what, row.figure, share, row.target, verdict
+
+
+def grid(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table as lines."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return [*lines, *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
+def lacks(found: Found) -> list[str]:
+    """Return in words which points, batches, prefills and parts have no figures."""
+    lines = []
+    for result in found.values():
+        if result.lack is not None:
+            lines.append(f"{result.title}: no figures: {result.lack}")
+        steps = result.sample("steps")
+        runs = {f"batch {batch}": run for batch, run in steps.get("decode", {}).items()}
+        for num, run in steps.get("prefill", {}).items():
+            runs[f"prefill of {num} prompts"] = run
+        runs |= result.sample("tiers").get("parts", {}) | result.sample("bare")
+        for name, run in runs.items():
+            why = run.get("no_room") or run.get("failed")
+            if why:
+                lines.append(f"{result.title}, {name}: no figures: {why}.")
+    return lines
+
+
+def engine_table(found: Found) -> list[str]:
+    """Return how each engine was built, as lines of Markdown."""
+    head = "engine|share of the card|load, s|weights ready, s|pinned, GiB|pinning, GiB/s|slots"
+    head += "|of GiB|GPU peak, GiB|KV tokens"
+    rows = []
+    for result in found.values():
+        memory = (result.sample("steps") or result.sample("tiers")).get("memory")
+        if result.record is None or result.record.plan is None or not memory:
+            continue
+        plan, build = result.record.plan, result.sample("build")
+        pinned = memory["host_pinned_bytes"] / GIB
+        pin_s = touched_s(build)
+        rows.append(
+            (
+                result.title,
+                f"{result.record.config['engine']['gpu_memory_utilization']:g}",
+                f"{build['seconds']:.1f}",
+                f"{ready_s(build):.1f}",
+                f"{pinned:.2f}" if pinned else "",
+                f"{pinned / pin_s:.1f}" if pinned and pin_s else "",
+                str(plan["num_slots"]),
+                f"{plan['num_slots'] * plan['slot_bytes'] / GIB:.2f}",
+                f"{memory['gpu_peak_bytes'] / GIB:.2f}",
+                str(plan["kv"]["tokens"]),
+            )
+        )
+    return ["", *grid(head.split("|"), rows)] if rows else []
+
+
+def touched_s(build: Figures) -> float:
+    """Return the seconds in which host memory was made present and registered."""
+    return sum(build["phases"].get(name, 0.0) for name in ("touch", "pin"))
+
+
+def ready_s(build: Figures) -> float:
+    """Return the seconds until the weights were ready."""
+    return touched_s(build) + sum(build["phases"].get(k, 0.0) for k in ("allocate", "convert"))
+
+
+def rate_table(found: Found) -> list[str]:
+    """Return the rates probed beside each engine, as lines of Markdown."""
+    names = ("h2d", "d2h", "two_way", "in_place", "hbm_copy")
+    head = "engine|host to device|back|both ways|in place|device memory, read + write"
+    rows = []
+    for result in found.values():
+        cells = [" / ".join(f"{rate:.1f}" for rate in result.rates(name)) for name in names]
+        if any(cells):
+            rows.append((result.title, *cells))
+    return [
+        "",
+        "Rates in the process of each engine, before it was built / after it was closed, GB/s; "
+        "shares are of the mean:",
+        "",
+        *grid(head.split("|"), rows),
+    ]
