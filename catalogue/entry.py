@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.errors import ConfigError
+from engine.model.spec import LOAD_FORMATS, ModelSpec
 from engine.sealed import Sealed, check_choice
-from engine.spec import LOAD_FORMATS, ModelSpec
 
 SOURCE_FIELDS: Final = {
     "hub": ("repo", "revision"),

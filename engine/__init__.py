@@ -3,19 +3,20 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.asked.kv import KVTransferConfig
+    from engine.asked.offload import OffloadConfig
+    from engine.asked.sampling import SamplingParams
     from engine.async_llm import AsyncLLM
-    from engine.config import KVTransferConfig, OffloadConfig
     from engine.llm import LLM
-    from engine.sampling_params import SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams"]
 
 _HOMES = {
     "AsyncLLM": "engine.async_llm",
-    "KVTransferConfig": "engine.kv_config",
+    "KVTransferConfig": "engine.asked.kv",
     "LLM": "engine.llm",
-    "OffloadConfig": "engine.offload_config",
-    "SamplingParams": "engine.sampling_params",
+    "OffloadConfig": "engine.asked.offload",
+    "SamplingParams": "engine.asked.sampling",
 }
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from engine.asked.config import EngineConfig, ModelConfig
+from engine.asked.offload import OffloadWarning
 from engine.clock import LoadReport, PhaseClock
-from engine.config import EngineConfig, ModelConfig
-from engine.core import EngineCore
 from engine.device.base import Device
-from engine.device.select import open_device
+from engine.device.cuda import open_device
 from engine.errors import CheckpointError, PinningError
-from engine.kv.cache import KVCache
-from engine.kv.host_tier import HostTier
+from engine.kv.memory import KVCache
+from engine.kv.mover import HostTier
 from engine.model.checkpoint import (
     ModelFolder,
     StoredTensor,
@@ -27,17 +27,16 @@ from engine.model.checkpoint import (
     text_part,
     with_tied,
 )
-from engine.models.decoder import Decoder, LayerAttention
-from engine.models.rotary import rotary_tables
-from engine.models.stages import PrefillStages
-from engine.offload_config import OffloadWarning
-from engine.plan import MemoryPlan
-from engine.planner import plan_memory
-from engine.runner import ModelRunner
-from engine.sampler import Sampler
-from engine.sizes import pad_batch
-from engine.spec import ModelSpec
-from engine.tokenizer import eos_token_ids, load_tokenizer
+from engine.model.spec import ModelSpec
+from engine.plan.memory import MemoryPlan
+from engine.plan.planner import plan_memory
+from engine.plan.sizes import pad_batch
+from engine.run.core import EngineCore
+from engine.run.decoder import Decoder, LayerAttention, rotary_tables
+from engine.run.executor import ModelRunner
+from engine.run.sampler import Sampler
+from engine.run.stages import PrefillStages
+from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.dummy import fill_dummy
 from engine.weights.reader import CheckpointReader
 from engine.weights.store import WeightStore

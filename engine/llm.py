@@ -7,29 +7,81 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
 from typing import Any
 
+from engine.asked.config import EngineConfig, ModelConfig
+from engine.asked.keywords import config_from_keywords, describe_keywords
+from engine.asked.request import RequestOutput, TokenEvent
+from engine.asked.sampling import SamplingParams
 from engine.build import Engine, Progress, build_engine, read_model
 from engine.clock import LoadReport
-from engine.config import EngineConfig, ModelConfig
-from engine.core import StepStats
-from engine.device.select import open_device
-from engine.effective import describe
+from engine.device.cuda import open_device
 from engine.errors import EngineError
-from engine.interrupt import interrupt_afterwards
-from engine.keywords import config_from_keywords, describe_keywords
-from engine.kv.pool_types import Tier
-from engine.plan import MemoryPlan
-from engine.planner import plan_candidates, plan_memory
+from engine.kv.eviction import Tier
+from engine.model.spec import ModelSpec
+from engine.plan.memory import MemoryPlan
+from engine.plan.planner import plan_candidates, plan_memory
 from engine.referee import NUM_CANDIDATES, judge
-from engine.request import RequestOutput, TokenEvent
-from engine.sampling_params import SamplingParams
-from engine.sessions import Prompt, Sessions
-from engine.spec import ModelSpec
+from engine.run.core import StepStats
+from engine.text.sessions import Prompt, Sessions, interrupt_afterwards
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """Return plain data: device, dtype, placements, attention, graphs, fallbacks, notes."""
+    plan, device = engine.plan, engine.device
+    pinned, pageable = engine.host_bytes()
+    is_cuda = device.kind == "cuda"
+    return {
+        "device": device.name,
+        "device_kind": device.kind,
+        "emulated": plan.facts.emulated,
+        "reference": engine.reference,
+        "dtype": plan.dtype,
+        "backend": "auto" if engine.config.planner.choose else engine.config.offload.backend,
+        "placement_bytes": plan.placed_bytes(),
+        "offloaded_layers": [layer.index for layer in plan.offloaded_layers],
+        "num_slots": plan.num_slots,
+        "slot_bytes": plan.slot_bytes,
+        "stage_tokens": plan.stage_tokens,
+        "host_pinned_bytes": pinned,
+        "host_pageable_bytes": pageable,
+        "pinned": pinned > 0,
+        "attention": "triton paged" if is_cuda else "torch paged",
+        "graphs": engine.runner.captured_sizes,
+        "prefill_graphs": [list(shape) for shape in engine.runner.captured_prefills],
+        "load_format": engine.config.model.load_format,
+        "max_model_len": plan.max_model_len,
+        "num_gpu_blocks": plan.num_gpu_blocks,
+        "num_window_blocks": sum(plan.kv.pools[1:]),
+        "window": plan.window,
+        "kv": _kv(engine),
+        "block_size": plan.block_size,
+        "fallbacks": [note for note in plan.notes if note.startswith("fallback")],
+        "warnings": [
+            *engine.config.offload.ignored(),
+            *(note for note in plan.notes if not note.startswith("fallback")),
+        ],
+    }
+
+
+def _kv(engine: Engine) -> dict[str, Any]:
+    """Where KV blocks are, in blocks of all groups of layers."""
+    plan, host = engine.plan, engine.plan.host_kv
+    pinned = sum(blocks.num_pinned for blocks in engine.tier.blocks)
+    pageable = sum(blocks.num_pageable for blocks in engine.tier.blocks)
+    return {
+        "tiers": ["gpu"] if host is None else ["gpu", "cpu"],
+        "num_gpu_blocks": sum(plan.kv.pools),
+        "num_pinned_blocks": pinned,
+        "num_pageable_blocks": pageable,
+        "in_place": engine.runner.is_tiered,
+        "stage_blocks": 0 if host is None or not engine.runner.is_tiered else host.stage_blocks,
+        "prefix_caching": plan.prefix_caching,
+    }
 
 
 class LLM:
     """Loads a model within a GPU budget and answers prompts.
 
-    Use `LLM(model=..., ...)` with the keywords of engine.keywords.config_from_keywords, or
+    Use `LLM(model=..., ...)` with the keywords of engine.asked.keywords.config_from_keywords, or
     `LLM.from_config`. One thread at a time may use it; a second one is refused. AsyncLLM serves
     many clients.
     """
@@ -40,7 +92,7 @@ class LLM:
         Args:
             model: Folder with config.json, and safetensors unless load_format="dummy"; or a
                 ModelConfig.
-            **keywords: Settings by the names of their fields in engine.config; `LLM.keywords()`
+            **keywords: Settings by the names of their fields in engine.asked.config; `LLM.keywords()`
                 lists all of them with defaults and meanings.
 
         Raises:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, Protocol
 
-from engine.cost import CONTEXT_TOKENS
-from engine.cost_queue import QUEUE_REQUESTS, queue_of
+from engine.asked.offload import OffloadWarning
+from engine.asked.request import TokenEvent
+from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError
-from engine.offload_config import OffloadWarning
-from engine.plan import MemoryPlan
-from engine.request import TokenEvent
-from engine.sampling_params import SamplingParams
+from engine.plan.memory import MemoryPlan
+from engine.plan.queue import QUEUE_REQUESTS, queue_of
+from engine.plan.times import CONTEXT_TOKENS
 
 NUM_CANDIDATES: Final = 2
 SETTLE_STEPS: Final = 3

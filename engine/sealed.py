@@ -16,6 +16,8 @@ from typing import Any, Final
 
 from engine.errors import ConfigError, did_you_mean
 
+GIB = 2**30
+
 
 class Sealed:
     """A dataclass base that runs `check` after construction and refuses changes afterwards.

@@ -1,21 +1,14 @@
-"""`python -m harness`: read the command line, then compose and run (harness.app)."""
+"""`python -m harness`: read the command line, then compose and run (harness.sweep.app)."""
 
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from harness.cli_args import parse_command_line
-from harness.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_INTERRUPTED,
-    EXIT_NOT_ALL_OK,
-    EXIT_OK,
-    ConfigError,
-)
-from harness.full_disk import DiskFullError, full_disk_ends
-from harness.streams import outlive_readers
-
-__all__ = ["main"]
+from engine.errors import ConfigError
+from harness.config.cli_args import parse_command_line
+from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
+from harness.point.full_disk import DiskFullError, full_disk_ends
+from harness.point.streams import outlive_readers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,14 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         line = parse_command_line(sys.argv[1:] if argv is None else argv)
         if line.help or line.settings:
-            from harness.help import help_text, settings_page  # noqa: PLC0415  only here
+            from harness.config.help import help_text, settings_page  # noqa: PLC0415  only here
 
             sys.stdout.write(help_text(line.config_dir) if line.help else settings_page())
             return EXIT_OK
         if line.version:
             sys.stdout.write(f"tightfit {_version()}\n")
             return EXIT_OK
-        from harness.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
+        from harness.sweep.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
 
         with full_disk_ends():
             return run(line)

@@ -4,8 +4,6 @@ from collections.abc import Collection, Sequence
 from io import StringIO
 from typing import Final
 
-__all__ = ["columns"]
-
 _INDENT: Final = "  "
 _WIDEST: Final = 10_000
 """Characters of a line; nothing is folded or cut below it."""

@@ -2,18 +2,6 @@
 
 from typing import Final
 
-from engine.errors import ConfigError, closest, did_you_mean
-
-__all__ = [
-    "EXIT_BAD_CONFIG",
-    "EXIT_INTERRUPTED",
-    "EXIT_NOT_ALL_OK",
-    "EXIT_OK",
-    "ConfigError",
-    "closest",
-    "did_you_mean",
-]
-
 EXIT_OK: Final = 0
 """Every point has status ok."""
 EXIT_BAD_CONFIG: Final = 2

@@ -8,7 +8,8 @@ from pathlib import Path
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import tightfit_home
 from catalogue.models import fetch, find
-from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
+from engine.errors import ConfigError
+from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

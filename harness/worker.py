@@ -1,6 +1,6 @@
 """The process that holds the engine: `python -m harness.worker RUN_DIR --job NAME ...`.
 
-It does one job (harness.job), says what it does in state.json, and writes one result. It knows
+It does one job (harness.point.process), says what it does in state.json, and writes one result. It knows
 neither Hydra nor MLflow; its parent starts it, watches it and judges how it ended.
 """
 
@@ -16,49 +16,79 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.errors import RequestError
-from harness.correctness import (
+from harness.config.measured import StepsScenario, TiersScenario
+from harness.config.schema import RequestSet
+from harness.config.serve import ServeScenario
+from harness.folders import plain
+from harness.observe.gpu import EnergyMeter, Gpu, energy_metrics, open_gpu
+from harness.observe.host import process_memory, reset_rss_peak
+from harness.observe.link import LinkCounter
+from harness.observe.parent import die_with_parent
+from harness.point.process import (
+    PLAN_PHASE,
+    UNFINISHED,
+    WorkerJob,
+    classify_exception,
+    read_job,
+    result_path,
+)
+from harness.point.state import StateWriter
+from harness.systems.agreement import agree
+from harness.systems.door import EngineDoor, EngineFactory, LinkWatch, engine_door
+from harness.work.bare import measure_bare
+from harness.work.correctness import (
     check_prompts,
     compare_tokens,
     greedy_tokens,
     read_reference,
     write_reference,
 )
-from harness.door import EngineDoor, EngineFactory
-from harness.failure import classify_exception
-from harness.job import PLAN_PHASE, UNFINISHED, WorkerJob, read_job, result_path
-from harness.link import LinkWatch
-from harness.measure.energy import EnergyMeter, energy_metrics
-from harness.measure.host import process_memory, reset_rss_peak
-from harness.measure.nvml import Gpu, open_gpu
-from harness.measure.pcie import LinkCounter
-from harness.measured_config import StepsScenario, TiersScenario
-from harness.parent import die_with_parent
-from harness.plain import plain
-from harness.prompts import encode_rows, special_ids
-from harness.request_log import RequestLog
-from harness.scenarios.bare import measure_bare
-from harness.scenarios.drive import Engine, StepTotals
-from harness.scenarios.kv import KVWatch, kv_link_share
-from harness.scenarios.latency import measure_latency
-from harness.scenarios.load import FIRST_PROMPT_TOKENS, measure_load
-from harness.scenarios.memory import memory_metrics
-from harness.scenarios.outcome import Outcome
-from harness.scenarios.overhead import measure_overhead
-from harness.scenarios.predicted import differences, link_reasons
-from harness.scenarios.repeats import measure_repeats
-from harness.scenarios.serve import measure_serve, warm_up
-from harness.scenarios.steps import measure_steps
-from harness.scenarios.throughput import measure_throughput
-from harness.scenarios.tiers import measure_tiers
-from harness.scenarios.transfers import link_notes, transfer_metrics, transfer_reasons
-from harness.scenarios.workload import engine_prompts, part_prompts, warm_up_part
-from harness.schema import RequestSet
-from harness.state import StateWriter
-from harness.systems.agreement import agree
-from harness.systems.choose import door_for
-from harness.traffic.load import Load
-from harness.traffic.scenario import ServeScenario
+from harness.work.drive import Engine, Outcome, StepTotals
+from harness.work.kv import KVWatch, kv_link_share
+from harness.work.load import FIRST_PROMPT_TOKENS, measure_load
+from harness.work.offline import (
+    engine_prompts,
+    measure_latency,
+    measure_throughput,
+    part_prompts,
+    warm_up_part,
+)
+from harness.work.overhead import measure_overhead
+from harness.work.predicted import differences, link_reasons
+from harness.work.prompts import encode_rows, special_ids
+from harness.work.repeats import measure_repeats
+from harness.work.request_log import RequestLog
+from harness.work.schedule import Load
+from harness.work.serve import measure_serve, warm_up
+from harness.work.steps import measure_steps
+from harness.work.tiers import measure_tiers
+from harness.work.transfers import link_notes, memory_metrics, transfer_metrics, transfer_reasons
 from reports.record.record import write_text_atomic
+
+
+def door_for(job: WorkerJob) -> EngineDoor:
+    """Return the door to what answers the requests of a job."""
+    if job.fake is not None:
+        from harness.systems.fake.engine import fake_door  # noqa: PLC0415
+
+        return fake_door(job.fake)
+    match job.system.kind:
+        case "native":
+            return engine_door()
+        case "accelerate":
+            from harness.systems.accelerate_engine import accelerate_door  # noqa: PLC0415
+
+            return accelerate_door()
+        case "vllm":
+            from harness.systems.vllm_engine import vllm_door  # noqa: PLC0415
+
+            return vllm_door()
+        case "http":
+            from harness.systems.http_engine import http_door  # noqa: PLC0415
+
+            return http_door(job.system)
+        case other:
+            raise ValueError(f"system.kind: expected native or a peer, got {other!r}.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

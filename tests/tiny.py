@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from engine import LLM, SamplingParams
-from engine.config import EngineConfig, OffloadWarning
+from engine.asked.config import EngineConfig
+from engine.asked.keywords import config_from_keywords
+from engine.asked.offload import OffloadWarning
+from engine.asked.request import RequestOutput
 from engine.errors import EngineError
-from engine.keywords import config_from_keywords
-from engine.request import RequestOutput
 
 VOCAB = 151
 MAX_POSITION = 1200

@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.asked.kv import KVTransferConfig
+    from engine.asked.offload import OffloadConfig
+    from engine.asked.sampling import SamplingParams
     from engine.async_llm import AsyncLLM
-    from engine.config import KVTransferConfig, OffloadConfig
-    from engine.sampling_params import SamplingParams
     from tightfit.doors import LLM, plan
 
 __all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams", "plan"]

@@ -8,11 +8,11 @@ import yaml
 import engine.llm
 from catalogue.files import CONF, expanded
 from catalogue.models import describe, fetch, find
-from engine.config import GPUConfig, ModelConfig
+from engine.asked.config import GPUConfig, ModelConfig
+from engine.asked.keywords import config_from_keywords
 from engine.errors import ConfigError, did_you_mean
-from engine.keywords import config_from_keywords
-from engine.plan import DeviceFacts, MemoryPlan
-from engine.planner import plan_memory
+from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.planner import plan_memory
 
 
 class LLM(engine.llm.LLM):

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.plan import DeviceFacts
+from engine.plan.memory import DeviceFacts
 
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -13,10 +13,10 @@ import psutil
 import torch
 
 from engine.device.base import CopyStream, Graph, HostBuffer
+from engine.device.facts import available_bytes, num_threads
 from engine.device.host import MappedBuffer, capabilities
 from engine.errors import CapacityError, EngineError
-from engine.host_limits import available_bytes, num_threads
-from engine.plan import DeviceFacts
+from engine.plan.memory import DeviceFacts
 
 
 class EmulatedPinnedBuffer(MappedBuffer):

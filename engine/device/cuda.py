@@ -1,6 +1,7 @@
 """One CUDA device: exact pinned slabs, views of host memory, a copy stream, graphs."""
 
 import contextlib
+import functools
 import mmap
 import os
 import resource
@@ -11,14 +12,92 @@ from typing import Any
 
 import torch
 
-from engine.device.allocator import shared_allocator
-from engine.device.base import CopyStream, Graph, HostBuffer
+from engine.device.base import CopyStream, Device, Graph, HostBuffer
+from engine.device.cpu import CPUDevice
+from engine.device.facts import available_bytes, gpu_holders, memlock_room, num_threads
 from engine.device.host import MappedBuffer, capabilities
-from engine.device.nvml import own_bytes
 from engine.errors import CapacityError, ConfigError, PinningError
-from engine.gpu_holders import gpu_holders
-from engine.host_limits import available_bytes, memlock_room, num_threads
-from engine.plan import DeviceFacts
+from engine.plan.memory import DeviceFacts
+
+
+class SharedAllocator:
+    """Bounds the allocator by what the open engines may take together, and knows their peak.
+
+    Args:
+        index: Of the GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._bounds: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._base = 0
+
+    def open(self) -> None:
+        """Begin to count the peak anew, unless an engine is open."""
+        if not self._bounds:
+            self._base = torch.cuda.memory_reserved(self._index)
+            torch.cuda.reset_peak_memory_stats(self._index)
+
+    def bound(self, owner: object, num_bytes: int) -> None:
+        """Let an engine take so many bytes, beside what others may and what was there before."""
+        self._bounds[owner] = num_bytes
+        self._apply()
+
+    def release(self, owner: object) -> None:
+        """Forget an engine; the bound is that of the others, none without any.
+
+        With the last one go cuBLAS's workspaces, which torch keeps for each stream that called it.
+        """
+        self._bounds.pop(owner, None)
+        if not self._bounds:
+            torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+        self._apply()
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes of all engines together since the first of those open came."""
+        return torch.cuda.max_memory_reserved(self._index) - self._base
+
+    def _apply(self) -> None:
+        share = 1.0
+        if self._bounds:
+            total = torch.cuda.mem_get_info(self._index)[1]
+            share = max(0.0, min(1.0, (self._base + sum(self._bounds.values())) / total))
+        torch.cuda.set_per_process_memory_fraction(share, self._index)
+
+
+@functools.cache
+def shared_allocator(index: int) -> SharedAllocator:
+    """Return what keeps the accounts of a GPU's allocator, of which a process has one."""
+    return SharedAllocator(index)
+
+
+def own_bytes(index: int) -> int | None:
+    """Return the GPU memory that this process holds, context included, bytes.
+
+    None where NVML is absent, does not count per process, or does not know this process by its
+    number (some containers).
+
+    Args:
+        index: The device's index in torch.
+    """
+    try:
+        import pynvml  # noqa: PLC0415 - absent on machines without the package
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - the module may be missing, or the driver
+        return None
+    try:
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return None
+
 
 CONTEXT_BYTES = 640 * 2**20
 """A CUDA context with its modules, about."""
@@ -341,3 +420,14 @@ class CUDADevice:
         self._pool = None
         self._allocator.release(self)
         torch.cuda.empty_cache()
+
+
+def open_device(device: str) -> Device:
+    """Open cuda, cpu, or whichever is here (auto).
+
+    Raises:
+        ConfigError: cuda was asked for and there is none.
+    """
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return CUDADevice()
+    return CPUDevice()

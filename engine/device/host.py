@@ -9,10 +9,10 @@ from time import perf_counter
 
 import torch
 
+from engine.device.facts import num_threads
 from engine.errors import CapacityError
-from engine.host_limits import num_threads
+from engine.sealed import GIB
 
-GIB = 2**30
 CHUNK_BYTES = 64 * 2**20
 HUGE_PAGE_BYTES = 2 * 2**20
 

@@ -1,21 +1,81 @@
 """BlockMover: executes moves of blocks between the tiers beside compute."""
 
+import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from engine.device.base import CopyStream, Device
-from engine.kv.host_blocks import HostBlocks
-from engine.kv.move_sizes import DMA_RUN_BYTES, ID_SLOTS, piece_moves
+from engine.device.base import CopyStream, Device, Mark
+from engine.errors import EngineError
+from engine.kv.memory import HostBlocks, KVCache
 from engine.kv.moves import Move, MoveBatch, MoveKind
-from engine.kv.staging import Staging
+from engine.plan.kv_memory import DMA_RUN_BYTES, ID_SLOTS, piece_moves, staging_blocks
+from engine.plan.memory import MemoryPlan
 from kernels import ops
+
+Pair = tuple[int, int]
+"""A block on the GPU, a block of the pageable part."""
+
+
+class Staging:
+    """Copies blocks through one pinned buffer, so that no step waits for pageable memory.
+
+    One thread works off what is submitted, in order.
+
+    Args:
+        device: Its copy stream and pinned memory are used.
+        gpu: uint8 [G, block_bytes] on the device.
+        pageable: uint8 [n, block_bytes] on the CPU.
+    """
+
+    def __init__(self, device: Device, gpu: torch.Tensor, pageable: torch.Tensor) -> None:
+        block_bytes = gpu.shape[1]
+        self._gpu, self._pageable = gpu, pageable
+        self._stream = device.copy_stream()
+        shape = (staging_blocks(block_bytes), block_bytes)
+        self._buffer = device.upload_buffer(shape, torch.uint8)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="block-staging")
+
+    def submit(
+        self, pairs: Sequence[Pair], ready: Callable[[], object], *, load: bool
+    ) -> Future[None]:
+        """Copy blocks to the host, or from there.
+
+        Args:
+            pairs: What to copy.
+            ready: Called on the thread; returns when the copies may begin.
+            load: To the GPU.
+
+        Returns:
+            Done when the content has arrived.
+        """
+        return self._thread.submit(self._copy, list(pairs), ready, load)
+
+    def close(self) -> None:
+        """Wait for what was submitted and end the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _copy(self, pairs: list[Pair], ready: Callable[[], object], load: bool) -> None:
+        ready()
+        size = self._buffer.shape[0]
+        for first in range(0, len(pairs), size):
+            part = pairs[first : first + size]
+            if load:
+                for place, (_, host) in enumerate(part):
+                    self._buffer[place].copy_(self._pageable[host])
+            for place, (block_id, _) in enumerate(part):
+                block, staged = self._gpu[block_id], self._buffer[place]
+                self._stream.copy(*((block, staged) if load else (staged, block)))
+            self._stream.wait(self._stream.record())
+            if not load:
+                for place, (_, host) in enumerate(part):
+                    self._pageable[host].copy_(self._buffer[place])
 
 
 @dataclass(kw_only=True)
@@ -373,3 +433,180 @@ def _runs(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         else:
             runs.append([(gpu, host)])
     return runs
+
+
+class HostTier:
+    """The host blocks that a plan gives, and a mover for each group once there is a cache.
+
+    Args:
+        plan: Numbers and sizes of blocks; without a host tier there are none.
+        device: Allocates, and copies.
+
+    Raises:
+        CapacityError: The memory cannot be had or pinned; then nothing is kept.
+    """
+
+    def __init__(self, plan: MemoryPlan, device: Device) -> None:
+        self.blocks: list[HostBlocks] = []
+        self.movers: list[BlockMover] = []
+        """One for each group; none before `connect`."""
+        self._device = device
+        if plan.host_kv is None:
+            return
+        try:
+            for group in plan.kv.groups:
+                self.blocks.append(
+                    HostBlocks(
+                        device,
+                        num_pinned=group.num_pinned,
+                        num_pageable=group.num_pageable,
+                        block_bytes=group.block_bytes,
+                        can_uva=plan.facts.can_uva,
+                    )
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def connect(self, cache: KVCache) -> None:
+        """Make the movers between these blocks and those of a cache."""
+        for group, host in enumerate(self.blocks):
+            self.movers.append(BlockMover(self._device, cache.blocks[group], host))
+
+    def warm_up(self) -> None:
+        """Compile and load what moves blocks; before the first move."""
+        for mover in self.movers:
+            mover.warm_up()
+
+    def moved(self) -> MoverStats:
+        """Return what was moved since the load, all groups together."""
+        total = MoverStats()
+        for mover in self.movers:
+            for item in fields(total):
+                more = getattr(mover.stats, item.name)
+                setattr(total, item.name, getattr(total, item.name) + more)
+        return total
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Return pinned and pageable bytes."""
+        sizes = [blocks.num_bytes for blocks in self.blocks]
+        return sum(pinned for pinned, _ in sizes), sum(pageable for _, pageable in sizes)
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds that touching and that registering memory took."""
+        return (
+            sum(blocks.touch_s for blocks in self.blocks),
+            sum(blocks.pin_s for blocks in self.blocks),
+        )
+
+    def stop(self) -> None:
+        """Wait for all moves, and make no more; the cache may be closed then."""
+        for mover in self.movers:
+            # What a move met was told where it was asked for, or is told to nobody any more.
+            with contextlib.suppress(Exception):
+                mover.close()
+        self.movers = []
+
+    def close(self) -> None:
+        """Stop, and release the memory; no work of the device may use it any more."""
+        self.stop()
+        for blocks in self.blocks:
+            blocks.close()
+        self.blocks = []
+
+
+class MoveSource(Protocol):
+    """Decides moves, for each group of layers."""
+
+    def decided_moves(self) -> tuple[MoveBatch, ...]:
+        """Return for each group what was decided and is not taken."""
+
+    def note_taken(self) -> None:
+        """Note that all of it is taken."""
+
+    def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
+        """Note that moves are done."""
+
+
+class Transfers:
+    """Joins the decisions about moves with their execution.
+
+    Args:
+        source: Decides.
+        movers: One for each group; none where there is no host tier.
+    """
+
+    def __init__(self, source: MoveSource, movers: Sequence[BlockMover]) -> None:
+        self._source, self._movers = source, tuple(movers)
+        self._is_cut_short = False
+
+    @property
+    def num_under_way(self) -> int:
+        """Moves that were submitted and are not known to be done."""
+        return sum(mover.num_under_way for mover in self._movers)
+
+    def submit(self) -> None:
+        """Hand on all moves decided so far, and let what follows wait for those that it must.
+
+        Each call enqueues at least one piece of what is left to each mover, so that all are
+        enqueued in the end. The source keeps them until all are submitted: where it raises, the
+        next call goes on where it stopped.
+
+        Raises:
+            EngineError: Blocks were to be moved where there is no host tier.
+
+        Stream: behind what is enqueued on the current stream, which waits.
+        """
+        self._is_cut_short = True
+        batches = self._source.decided_moves()
+        if not self._movers and any(batches):
+            counts = [len(batch.moves) for batch in batches]
+            raise EngineError(f"moves: expected none where there is no host tier, got {counts}.")
+        for mover, batch in zip(self._movers, batches, strict=True) if self._movers else ():
+            if batch:
+                mover.submit(batch)
+            if not batch.moves:
+                mover.enqueue_more()
+        self._source.note_taken()
+        self._is_cut_short = False
+
+    def enqueue_until(self, mark: Mark) -> None:
+        """Enqueue what is left while the device works, until it passes a mark.
+
+        So a load of many blocks takes host time that would be spent waiting.
+
+        Stream: behind what was enqueued on the current stream when the moves were submitted.
+        """
+        for mover in self._movers:
+            while mover.num_queued and not mark.is_done():
+                mover.enqueue_more()
+
+    def poll(self) -> None:
+        """Tell the source what is done; waits for nothing."""
+        if self._is_cut_short:  # the last submission; before anything else is done about it
+            self.submit()
+        for group, mover in enumerate(self._movers):
+            if mover.num_under_way:
+                self._source.complete_moves(group, mover.poll())
+
+    def wait_next(self) -> None:
+        """Block until moves are done that were not, and tell the source.
+
+        Raises:
+            EngineError: None is under way.
+        """
+        if not self.num_under_way:
+            raise EngineError(
+                "moves: expected one under way that sequences wait for, got none. This is a fault "
+                "of the scheduler."
+            )
+        busy = [mover for mover in self._movers if mover.num_under_way]
+        for mover in [mover for mover in busy if mover.is_loading] or busy:
+            mover.wait_next()
+        self.poll()
+
+    def drain(self) -> None:
+        """Enqueue all moves, block until they are done, and tell the source."""
+        self.submit()
+        while self.num_under_way:
+            self.wait_next()

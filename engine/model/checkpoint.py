@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.hf_config import stated_dtype, text_part_of
-from engine.spec import DTYPE_BYTES, ModelSpec
+from engine.model.families import stated_dtype, text_part_of
+from engine.model.spec import DTYPE_BYTES, ModelSpec
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the text part of a model of text and images start -> how ours do."""

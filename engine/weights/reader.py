@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
+from engine.asked.offload import OffloadWarning
 from engine.clock import PhaseClock
 from engine.device.base import CopyStream, Device, HostBuffer
+from engine.device.facts import num_threads
 from engine.device.host import chunks, worker_pool
 from engine.errors import CheckpointError, PinningError
-from engine.host_limits import num_threads
 from engine.model.checkpoint import StoredTensor
-from engine.offload_config import OffloadWarning
-from engine.plan import ALIGNMENT
-from engine.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
-from engine.spec import ParamSpec
+from engine.model.spec import ParamSpec
+from engine.plan.memory import ALIGNMENT
+from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 
 PROGRESS_S = 0.05
 """Time between two reports of progress."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from engine.device.base import TORCH_DTYPES, Device, HostBuffer
-from engine.placement import Placement
-from engine.plan import LayerPlan, MemoryPlan, Slab
-from engine.spec import ParamSpec, TensorSpec
+from engine.model.spec import ParamSpec, TensorSpec
+from engine.plan.memory import LayerPlan, MemoryPlan, Slab
+from engine.plan.policy import Placement
 from engine.weights.ring import LayerFeed, OnDemandSlot, SlotRing
 
 

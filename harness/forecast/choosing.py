@@ -12,23 +12,15 @@ from typing import Any, Final
 import yaml
 
 from catalogue.files import CONF
-from engine.accounting import GIB
-from engine.config import (
-    EngineConfig,
-    EngineSettings,
-    GPUConfig,
-    ModelConfig,
-    OffloadConfig,
-    PlannerConfig,
-)
+from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
+from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError
-from engine.plan import DeviceFacts, MemoryPlan
-from engine.planner import plan_memory
-from engine.spec import ModelSpec
+from engine.model.spec import ModelSpec
+from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.planner import plan_memory
+from engine.sealed import GIB
 from reports.record.record import write_text_atomic
 from reports.record.text import number
-
-__all__ = ["main", "model_row", "page"]
 
 SIZES_GB: Final = {
     8: "rtx3060_12gb",

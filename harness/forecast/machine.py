@@ -1,13 +1,12 @@
 """The machine that a plan is for: a card of conf/gpu, the GPU that is here, or the CPU."""
 
-from engine.config import GPUConfig
-from engine.gpu_holders import gpu_holders
-from engine.host_limits import available_bytes, num_threads
-from engine.plan import DeviceFacts
-from engine.rates import CARDS
-from harness.machine_rates import Probed, read_rates
-from harness.measure.nvml import Gpu, open_gpu
-from harness.schema import RunConfig
+from engine.asked.config import GPUConfig
+from engine.device.facts import available_bytes, gpu_holders, num_threads
+from engine.plan.memory import DeviceFacts
+from engine.plan.times import CARDS
+from harness.config.schema import RunConfig
+from harness.observe.gpu import Gpu, open_gpu
+from harness.observe.machine_rates import Probed, read_rates
 
 ANY_CARD = "auto"
 """Name in conf/gpu of whatever card is here."""

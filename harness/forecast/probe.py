@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from harness.columns import columns
 from harness.errors import EXIT_BAD_CONFIG, EXIT_OK
-from harness.machine_rates import read_rates, write_rates
-from harness.measure.nvml import Gpu, open_gpu
-from harness.process import let_threads_sleep
+from harness.observe.gpu import Gpu, open_gpu
+from harness.observe.machine_rates import read_rates, write_rates
+from harness.point.process import let_threads_sleep
 from reports.record.text import number
 
 Probe = Callable[[str], dict[str, float | None]]
@@ -53,7 +53,7 @@ def probe(arguments: Sequence[str], measure: Probe) -> int:
 
 def _probe(device: str) -> dict[str, float | None]:
     let_threads_sleep(os.environ)  # as in the workers that the rates are for
-    from engine.probe_rates import probe_rates  # noqa: PLC0415  imports torch
+    from harness.observe.probe_machine import probe_rates  # noqa: PLC0415  imports torch
 
     return probe_rates(device)
 

@@ -8,31 +8,80 @@ from functools import cached_property
 from typing import Any, Final
 
 from catalogue.models import describe
-from engine.accounting import Asked
-from engine.accounting import fits as has_room
-from engine.auto_fields import with_least_uva
-from engine.config import (
-    EngineConfig,
-    KVConfig,
-    ModelConfig,
+from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
+from engine.asked.kv import KVConfig
+from engine.asked.offload import (
     OffloadConfig,
-    PlannerConfig,
+    OffloadWarning,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
-from engine.cost import shape_of
 from engine.errors import CapacityError
-from engine.offload_config import OffloadWarning
-from engine.placement import assign_prefetch
-from engine.plan import DeviceFacts, MemoryPlan
-from engine.planner import plan_memory, resolve_dtype, resolve_max_model_len
-from engine.rates import rates_for
-from engine.spec import ModelSpec
-from harness.build import with_model
-from harness.forecast.duration import run_s
+from engine.model.spec import ModelSpec
+from engine.plan.advise import with_least_uva
+from engine.plan.memory import Asked, DeviceFacts, MemoryPlan, resolve_dtype, resolve_max_model_len
+from engine.plan.memory import fits as has_room
+from engine.plan.planner import plan_memory
+from engine.plan.policy import assign_prefetch
+from engine.plan.queue import queue_s
+from engine.plan.times import Rates, Shape, decode_step_s, load_s, prefill_s, rates_for, shape_of
+from harness.config.engine import with_model
+from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
+from harness.config.serve import Lengths, ServeScenario
 from harness.forecast.machine import machine_facts
-from harness.machine_rates import Probed
-from harness.schema import RunConfig
+from harness.observe.machine_rates import Probed
+
+UNKNOWN_TOKENS = 256
+"""Length taken for prompts and outputs that come from a file or a trace."""
+
+
+def run_s(shape: Shape, rates: Rates, scenario: ScenarioConfig) -> float:
+    """Return seconds of a point: starts of processes, warm-ups and timed requests.
+
+    Args:
+        shape: of the plan.
+        rates: of the machine.
+        scenario: what is measured.
+    """
+    starts = int(scenario.correctness.enabled) + int(scenario.is_timed)
+    if scenario.load is not None:
+        starts += scenario.load.cold_starts + scenario.load.warm_starts
+    seconds = starts * load_s(shape, rates)
+    if scenario.latency is not None:
+        seconds += scenario.latency.repeats * _latency_s(shape, rates, scenario.latency)
+    if (many := scenario.throughput) is not None:
+        each = queue_s(shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens)
+        seconds += many.repeats * each
+    if scenario.serve is not None:
+        seconds += scenario.serve.repeats * _serve_s(shape, rates, scenario.serve)
+    return seconds
+
+
+def _latency_s(shape: Shape, rates: Rates, one: LatencyScenario) -> float:
+    step = decode_step_s(shape, rates, 1, one.prompt_tokens + one.output_tokens / 2)
+    first = prefill_s(shape, rates, one.prompt_tokens)
+    count = one.num_requests + one.warmup_requests
+    return count * (first + (one.output_tokens - 1) * step)
+
+
+def _serve_s(shape: Shape, rates: Rates, serve: ServeScenario) -> float:
+    """The longer of arrivals and of the work they bring; a search tries every rate it may."""
+    count = serve.num_requests or UNKNOWN_TOKENS
+    work = queue_s(shape, rates, count, _mean(serve.prompt), _mean(serve.output))
+    search = serve.search
+    if search is not None:
+        return search.max_trials * max(search.duration_s, work)
+    rate = serve.arrivals.rate_per_s
+    return max(work, count / rate if rate else 0.0) + (serve.arrivals.ramp_up_s or 0.0)
+
+
+def _mean(lengths: Lengths | None) -> int:
+    if lengths is None:
+        return UNKNOWN_TOKENS
+    if lengths.tokens is not None:
+        return lengths.tokens
+    return ((lengths.low or 1) + (lengths.high or 1)) // 2
+
 
 NUM_GROUP: Final = 8
 """Layers in a group of the prefetch settings that are tried."""

@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
+from engine.errors import ConfigError
+from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK
 from harness.forecast.validate_cases import EngineCase, Scale, cut_cases, full_cases, grid_cases
 from harness.forecast.validate_worker import Workers
-from harness.machine_rates import write_rates
-from harness.measure.nvml import open_gpu
+from harness.observe.gpu import open_gpu
+from harness.observe.machine_rates import write_rates
 from reports.record.record import write_text_atomic
 from reports.record.text import number
 

@@ -5,21 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from catalogue.models import find
-from engine.accounting import GIB
-from engine.config import (
-    EngineConfig,
-    EngineSettings,
-    GPUConfig,
-    ModelConfig,
-    OffloadConfig,
-    PlannerConfig,
-    PrefetchOffloadConfig,
-    UVAOffloadConfig,
-)
-from engine.plan import DeviceFacts
-from engine.planner import plan_memory
-from engine.spec import DTYPE_BYTES, ModelSpec
-from harness.errors import ConfigError
+from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
+from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from engine.errors import ConfigError
+from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.memory import DeviceFacts
+from engine.plan.planner import plan_memory
+from engine.sealed import GIB
 from harness.forecast.validate_splits import hand_made
 
 UTILIZATION: Final = 0.9

@@ -18,20 +18,19 @@ from typing import Any, Final
 import torch
 
 from engine import LLM
-from engine.config import OffloadWarning
-from engine.cost import decode_step_s, prefill_s, shape_of
-from engine.cost_queue import queue_s
+from engine.asked.offload import OffloadWarning
 from engine.errors import CapacityError
-from engine.probe_rates import probe_rates
-from engine.rates import Rates
+from engine.plan.queue import queue_s
+from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
 from engine.referee import SETTLE_STEPS, TIMED_STEPS, Load, run_load
+from engine.sealed import GIB
 from harness.forecast.validate_cases import EngineCase
 from harness.forecast.validate_worker import DONE
-from harness.measure.host import process_memory
-from harness.prompts import synthetic_prompts
-from harness.scenarios.drive import run_at_once
+from harness.observe.host import process_memory
+from harness.observe.probe_machine import probe_rates
+from harness.work.drive import run_at_once
+from harness.work.prompts import synthetic_prompts
 
-GIB = 2**30
 LEFT_BYTES: Final = 2**28
 """Memory of an engine that may be left when it was closed, on either side."""
 EARLY_SHARE: Final = 0.3

@@ -9,20 +9,22 @@ from dataclasses import replace
 from functools import cache
 from typing import Final, NamedTuple
 
-from engine.accounting import (
+from engine.asked.config import EngineConfig
+from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.memory import (
     Asked,
+    DeviceFacts,
+    MemoryPlan,
     build_plan,
     plan_fits,
     resolve_dtype,
     resolve_max_model_len,
     served,
 )
-from engine.config import EngineConfig, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
-from engine.placement import assign
-from engine.plan import DeviceFacts, MemoryPlan
-from engine.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.policy import assign
+from engine.sealed import GIB
 
-GIB: Final = 2**30
 EMBED: Final = "embed_tokens"
 PARTS: Final = (
     "self_attn.o_proj",

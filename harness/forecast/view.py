@@ -4,23 +4,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from engine.cost import CONTEXT_TOKENS
-from engine.plan import UNKNOWN_HOST_BYTES
-from harness.capacity import capacity_lines
+from engine.plan.memory import UNKNOWN_HOST_BYTES
+from engine.plan.times import CONTEXT_TOKENS
+from engine.sealed import GIB
 from harness.columns import columns
 from harness.forecast.rows import FOR_QUEUE, HOST_KV_FIELDS, WITHOUT_HOST_KV, Forecast, Row
+from harness.point.show import capacity_lines
 from reports.record.text import number
 
-__all__ = [
-    "CSV_COLUMNS",
-    "command_line",
-    "comparison_table",
-    "csv_row",
-    "point_lines",
-    "sweep_table",
-]
-
-GIB = 2**30
 _BAR: Final = 50
 _ABSENT: Final = "-"
 COLUMNS: Final = (

@@ -7,22 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from harness.composition import Composer
-from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, ConfigError
-from harness.full_disk import DiskFullError, full_disk_ends
-from harness.interrupt import interrupt_afterwards, sigterm_as_interrupt
-from harness.schema import RunConfig, SweepContext
-from harness.search.best import searches_folder, write_best
-from harness.search.request import HELP, SearchRequest, parse_request
-from harness.search.space import Proposal, overrides_of
-from harness.search.study import Study, facts_of, open_study, require_optuna
-from harness.search.trial import Outcome, TrialRunner
-from harness.streams import outlive_readers
-from harness.writable import require_writable
+from engine.errors import ConfigError
+from harness.config.compose import Composer
+from harness.config.schema import RunConfig, SweepContext
+from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
+from harness.point.full_disk import DiskFullError, full_disk_ends, require_writable
+from harness.point.streams import interrupt_afterwards, outlive_readers, sigterm_as_interrupt
+from harness.studies.search.request import HELP, SearchRequest, parse_request
+from harness.studies.search.space import Proposal, overrides_of
+from harness.studies.search.study import (
+    Outcome,
+    Study,
+    TrialRunner,
+    facts_of,
+    open_study,
+    require_optuna,
+    searches_folder,
+    write_best,
+)
 from reports.record.record import write_text_atomic
 from reports.record.text import number
-
-__all__ = ["main", "search"]
 
 TABLE_NAME: Final = "trials.csv"
 
@@ -101,7 +105,7 @@ def _conclude(
     request: SearchRequest, study: Study, runner: TrialRunner, folder: Path, ended: str
 ) -> bool:
     """Write tables and the best trial, close the tracker's run; return whether there is one."""
-    from harness.sweep import finish_sweep  # noqa: PLC0415  not for requests that are wrong
+    from harness.sweep.track import finish_sweep  # noqa: PLC0415  not for requests that are wrong
 
     trials = study.trials()
     write_text_atomic(folder / TABLE_NAME, _table(trials))

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
+from engine.sealed import GIB
 from harness.studies.table import (
-    GIB,
     Figures,
     Found,
     Judged,

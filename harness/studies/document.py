@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.errors import ConfigError
+from engine.errors import ConfigError
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import CONF, tightfit_home
-from harness.composition import Composer, Plan
-from harness.errors import ConfigError
-from harness.interrupt import interrupt_afterwards
-from harness.plain import plain, write_yaml
-from harness.schema import RunConfig, SweepContext
+from engine.errors import ConfigError
+from harness.config.compose import Composer, Plan
+from harness.config.peers import require_package
+from harness.config.schema import RunConfig, SweepContext
+from harness.config.study import StudyPoint
+from harness.folders import plain, write_yaml
+from harness.point.streams import interrupt_afterwards
 from harness.studies import bench, bench_kv, overhead
 from harness.studies.document import check_document, write_section
 from harness.studies.table import Found, Judged, Result
-from harness.study_config import StudyPoint
-from harness.systems.mapping import require_package
 from harness.tracking.base import SweepFacts
 from harness.tracking.choose import open_tracker
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
@@ -130,7 +130,7 @@ def run_study(
         config: with `study`.
         run_dir: a folder of this study's own.
         overrides: as the user wrote them.
-        run_one: runs one point; `harness.point.run_point`.
+        run_one: runs one point; `harness.point.point.run_point`.
         config_dir: a folder of the user's.
 
     Raises:

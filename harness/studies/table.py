@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
+from engine.sealed import GIB
 from reports.record.record import RunRecord
 
-GIB: Final = 2**30
 Figures = Mapping[str, Any]
 Value = tuple[str, float | None]
 """A figure in words, and what is held against bounds."""

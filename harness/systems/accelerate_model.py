@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.config import EngineConfig
+from engine.asked.config import EngineConfig
 from engine.errors import EngineError
-from engine.spec import DTYPE_BYTES, ModelSpec
-from harness.scenarios.drive import Clock
+from engine.model.spec import DTYPE_BYTES, ModelSpec
 from harness.systems.accelerate_plan import device_map
 from harness.systems.base import PeerLoad
 from harness.systems.hf_sizes import config_json
 from harness.systems.torch_device import PeerDevice
+from harness.work.drive import Clock
 
 _TILE: Final = 2**20
 """Random values that dummy weights repeat: their times do not depend on them."""

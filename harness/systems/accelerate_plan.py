@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from engine.config import EngineConfig
+from engine.asked.config import EngineConfig
 from engine.errors import CapacityError
-from engine.spec import DTYPE_BYTES, ModelSpec
+from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.sealed import GIB
 
-GIB: Final = 2**30
 HOST: Final = "cpu"
 
 

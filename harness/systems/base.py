@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.scenarios.drive import Clock
+from harness.work.drive import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """What the engine did in its last step; a harness.scenarios.drive.StepStats."""
+    """What the engine did in its last step; a harness.work.drive.StepStats."""
 
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0

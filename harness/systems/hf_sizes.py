@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, Final
 
-from engine.architectures import FULL, WINDOW
-from engine.config import ModelConfig
+from engine.asked.config import ModelConfig
 from engine.errors import ConfigError
 from engine.model.checkpoint import read_folder
-from engine.spec import ModelSpec
+from engine.model.families import FULL, WINDOW
+from engine.model.spec import ModelSpec
 
 CLASSES: Final = {
     "llama": "LlamaForCausalLM",

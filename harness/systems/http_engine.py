@@ -1,27 +1,86 @@
 """A server with OpenAI's completions interface, behind the harness's door."""
 
+import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from math import nan
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineError
-from engine.request import Request, TokenEvent, check_request
-from engine.sampling_params import SamplingParams
-from engine.tokenizer import load_tokenizer
-from harness.door import EngineDoor, Progress
-from harness.system_config import SystemConfig
+from engine.asked.config import EngineConfig
+from engine.asked.request import Request, TokenEvent, check_request
+from engine.asked.sampling import SamplingParams
+from engine.errors import ConfigError, EngineError, RequestError
+from engine.text.tokenizer import load_tokenizer
+from harness.config.schema import SystemConfig
 from harness.systems.agreement import UNKNOWN_TOKEN
 from harness.systems.base import PeerLoad, PeerPlan, no_prediction, no_probe
+from harness.systems.door import EngineDoor, Progress
 from harness.systems.hf_sizes import model_spec
-from harness.systems.http_body import Bodies
 from harness.systems.http_client import HTTPClient
-from harness.systems.http_door import HTTPDoor
-from harness.systems.http_stream import ServerError, StreamedAnswer
+from harness.systems.http_stream import Bodies, ServerError, StreamedAnswer
+
+
+class HTTPDoor:
+    """Sends each request when a client asks, without a step in between.
+
+    Args:
+        llm: a harness.systems.http_engine.HTTPEngine.
+        max_pending: requests that may be unfinished at once.
+        on_step: not called: a server does not tell its steps.
+    """
+
+    def __init__(
+        self, llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
+    ) -> None:
+        del on_step
+        self._llm, self._max_pending, self._pending = llm, max_pending, 0
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the server is given up."""
+        failure: BaseException | None = self._llm.failure
+        return failure
+
+    async def tokens(
+        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """Yield the tokens of a request as they come; leaving closes its connection.
+
+        Raises:
+            RequestError: The server refused it or broke off, or too many are pending.
+        """
+        if self._pending >= self._max_pending:
+            raise RequestError(f"queue: expected fewer than {self._max_pending} requests.")
+        queue: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(events: list[TokenEvent]) -> None:
+            with contextlib.suppress(RuntimeError):  # the client's loop has ended
+                loop.call_soon_threadsafe(queue.put_nowait, events)
+
+        name = request_id or "http"
+        running = self._llm.send(prompt, params or SamplingParams(), name, put)
+        self._pending += 1
+        try:
+            while True:
+                events = await queue.get()
+                if events[-1].finish_reason == "error":
+                    raise RequestError(str(events[-1].stop_reason))
+                yield events
+                if events[-1].finish_reason is not None:
+                    return
+        finally:
+            self._pending -= 1
+            running.cancel()
+
+    def release(self) -> Any:
+        """Return the engine."""
+        return self._llm
+
 
 TIMEOUT_S: Final = 300.0
 MOST_UNREACHED: Final = 10

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.config import EngineConfig
+from engine.asked.config import EngineConfig
 from engine.errors import ConfigError
 
 MIB: Final = 2**20

@@ -5,23 +5,93 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import fields
 from itertools import count
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, RequestError
-from engine.request import TokenEvent
-from engine.sampling_params import SamplingParams
-from engine.spec import ModelSpec
-from engine.tokenizer import load_tokenizer
-from harness.door import EngineDoor, Progress, probe_engine_link
+from engine.asked.config import EngineConfig
+from engine.asked.request import TokenEvent
+from engine.asked.sampling import SamplingParams
+from engine.errors import ConfigError, EngineError, RequestError
+from engine.model.spec import ModelSpec
+from engine.text.tokenizer import load_tokenizer
 from harness.systems.base import PeerLoad, PeerPlan, StepCounts, no_prediction
+from harness.systems.door import EngineDoor, Progress, probe_engine_link
 from harness.systems.hf_sizes import config_json, model_spec
 from harness.systems.torch_device import PeerDevice, open_peer_device
-from harness.systems.vllm_arguments import check_arguments, vllm_arguments
+
+MODULE: Final = "vllm"
+
+
+def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str, Any]:
+    """Return the arguments that say what a configuration asks.
+
+    Settings that are left at what means "as vLLM does" are left out.
+
+    Args:
+        config: what is asked; harness.config.peers has refused what has no counterpart.
+        folder: with config.json, and weights unless they are random.
+        share: of the card's memory that the budget is.
+    """
+    engine, kv = config.engine, config.kv
+    found: dict[str, Any] = {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "load_format": config.model.load_format,
+        "dtype": engine.dtype,
+        "seed": engine.seed,
+        "gpu_memory_utilization": share,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enforce_eager": engine.enforce_eager,
+        "block_size": kv.block_size,
+        "enable_prefix_caching": kv.enable_prefix_caching,
+    }
+    if engine.max_model_len is not None:
+        found["max_model_len"] = engine.max_model_len
+    if kv.disable_sliding_window:
+        found["disable_sliding_window"] = True
+    if kv.cpu_gib:  # 0: no host tier
+        found |= {"kv_offloading_size": kv.cpu_gib, "kv_offloading_backend": "native"}
+    return found | _offload_arguments(config)
+
+
+def _offload_arguments(config: EngineConfig) -> dict[str, Any]:
+    offload = config.offload
+    if offload.backend == "none":
+        return {}
+    if offload.backend == "uva":
+        uva = offload.uva
+        return {
+            "offload_backend": "uva",
+            "cpu_offload_gb": uva.cpu_offload_gb,
+            "cpu_offload_params": set(uva.cpu_offload_params),
+        }
+    ahead = offload.prefetch
+    return {
+        "offload_backend": "prefetch",
+        "offload_group_size": ahead.offload_group_size,
+        "offload_num_in_group": ahead.offload_num_in_group,
+        "offload_prefetch_step": ahead.offload_prefetch_step,
+        "offload_params": set(ahead.offload_params),
+    }
+
+
+def check_arguments(arguments: Collection[str], known: Collection[str], version: str) -> None:
+    """Check that the installed vLLM has every argument.
+
+    Raises:
+        ConfigError: naming those that it lacks.
+    """
+    lacking = sorted(set(arguments) - set(known))
+    if lacking:
+        raise ConfigError(
+            f"system=vllm: expected {', '.join(lacking)} among the settings of vLLM {version}, "
+            "found none. Install a newer vLLM, or remove what asks for them."
+        )
 
 
 class VLLMEngine:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from harness.schema import SweepContext
+from harness.config.schema import SweepContext
 from reports.record.record import RunRecord
 
 CALL_TIMEOUT_S: Final = 60.0
@@ -166,3 +166,29 @@ def _make(item: _Call, warnings: list[str], is_broken: threading.Event) -> None:
         )
     finally:
         done.set()
+
+
+class NoTracker:
+    """A tracker that does nothing."""
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    def start_sweep(self, sweep: SweepContext) -> None:
+        """Do nothing."""
+
+    def start_point(self, point: PointFacts) -> None:
+        """Do nothing."""
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing."""
+
+    def finish_point(self, record: RunRecord, run_dir: Path) -> None:
+        """Do nothing."""
+
+    def finish_sweep(self, sweep: SweepFacts) -> None:
+        """Do nothing."""
+
+    def view_command(self) -> str | None:
+        """Return None: there is nothing to view."""
+        return None

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from harness.schema import TrackingConfig
-from harness.tracking.base import GuardedTracker, Tracker
+from harness.config.schema import TrackingConfig
+from harness.tracking.base import GuardedTracker, NoTracker, Tracker
 from harness.tracking.mlflow import MlflowTracker
-from harness.tracking.none import NoTracker
 
 
 def open_tracker(config: TrackingConfig, home: Path) -> GuardedTracker:

@@ -9,24 +9,72 @@ import math
 import os
 import shlex
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
 
-from harness.measure.host import start_ticks
-from harness.scenarios.kv_series import kv_series
-from harness.schema import SweepContext, TrackingConfig
+from harness.config.schema import SweepContext, TrackingConfig
+from harness.observe.host import start_ticks
 from harness.tracking.base import PointFacts, SweepFacts
-from harness.tracking.moved import follow_store
+from harness.work.kv import kv_series
 from reports.record.record import RunRecord
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+
+_COLUMNS: Final = (("experiments", "artifact_location"), ("runs", "artifact_uri"))
+"""Where MLflow keeps absolute addresses of files."""
+
+
+def follow_store(database: Path, artifacts: str, experiment: str) -> None:
+    """Make a moved or copied store keep files beside itself, not where it was made.
+
+    Nothing changes unless the folder of the experiment's files has the name of `artifacts`, is
+    another one, and `artifacts` came along with the store.
+
+    Args:
+        database: the SQLite file; it exists.
+        artifacts: address of the folder beside it, file://...
+        experiment: whose files tell where the store was made.
+
+    Raises:
+        sqlite3.Error: the file cannot be read or written.
+    """
+    now = _path(artifacts)
+    with closing(sqlite3.connect(database, timeout=60.0)) as store, store:
+        has_tables = store.execute(
+            "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name IN (?, ?)",
+            [table for table, _ in _COLUMNS],
+        ).fetchone()[0] == len(_COLUMNS)
+        if now is None or not now.is_dir() or not has_tables:
+            return
+        row = store.execute(
+            "SELECT artifact_location FROM experiments WHERE name = ?", [experiment]
+        ).fetchone()
+        before = None if row is None else _path(str(row[0]))
+        if before is None or before.name != now.name or before.resolve() == now.resolve():
+            return
+        old = str(row[0])
+        for table, column in _COLUMNS:
+            store.execute(
+                f"UPDATE {table} SET {column} = ? || substr({column}, ?) "  # noqa: S608  constants
+                f"WHERE {column} = ? OR substr({column}, 1, ?) = ?",
+                [artifacts, len(old) + 1, old, len(old) + 1, f"{old}/"],
+            )
+
+
+def _path(address: str) -> Path | None:
+    """Return the folder of a file:// address, None of another kind."""
+    parts = urlsplit(address)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
 
 DATABASE_NAME: Final = "mlflow.db"
 _FINAL_STATUS: Final = {"ok": "FINISHED", "killed": "KILLED"}

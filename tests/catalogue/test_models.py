@@ -12,7 +12,7 @@ from catalogue.checkpoint import ModelUnavailableError, write_provenance
 from catalogue.entry import Model, ModelSource
 from catalogue.models import State, describe, fetch, find, names, state
 from engine.errors import ConfigError
-from engine.spec import ModelSpec
+from engine.model.spec import ModelSpec
 from harness import models as command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -42,7 +42,7 @@ def test_every_function_of_the_route_is_in_its_file() -> None:
 
 def test_a_request_takes_the_route(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The project's files on the stack at the first operator, from the door downwards."""
-    from engine.models import decoder
+    from engine.run import decoder
     from tests.tiny import COMMON, greedy_params, open_llm
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | COMMON))
@@ -60,7 +60,7 @@ def test_a_request_takes_the_route(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     inside = [str(path.relative_to(ROOT)) for path in paths if (ROOT / "engine") in path.parents]
     taken = list(dict.fromkeys(inside))
     # Returned before, and not yet called.
-    decides = {"engine/scheduler.py", "kernels/ops_attention.py"}
+    decides = {"engine/schedule/scheduler.py", "kernels/ops_attention.py"}
     assert taken == [file for file, _ in route() if file not in decides]
 
 

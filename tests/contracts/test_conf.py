@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from catalogue.entry import ModelSource
 from catalogue.files import CONF
 from catalogue.models import find
-from engine.spec import ModelSpec
-from harness.cli_args import parse_command_line
-from harness.composition import Composer, Point
-from harness.schema import ModelSource
+from engine.model.spec import ModelSpec
+from harness.config.cli_args import parse_command_line
+from harness.config.compose import Composer, Point
 
 PARAMETERS = {
     "gemma3_1b": 999_885_952,

@@ -7,16 +7,15 @@ from typing import get_args
 
 import pytest
 
-from engine.config import EngineConfig, ModelConfig
-from engine.probe import probe_link
-from harness.job import WorkerJob
-from harness.measure.latency import latency_pools
-from harness.scenarios.load import summarise_loads
-from harness.scenarios.predicted import differences, predicted_times
-from harness.schema import LatencyScenario, ThroughputScenario
-from harness.telemetry.summary import peak_metrics, window_metrics
-from harness.telemetry.window import Span, Window
-from harness.traffic.settings import Arrivals, Objectives, PeakSearch
+from engine.asked.config import EngineConfig, ModelConfig
+from harness.config.schema import LatencyScenario, ThroughputScenario
+from harness.config.serve import Arrivals, Objectives, PeakSearch
+from harness.observe.probe import probe_link
+from harness.observe.window import Span, Window, peak_metrics, window_metrics
+from harness.point.process import WorkerJob
+from harness.work.load import summarise_loads
+from harness.work.predicted import differences, predicted_times
+from harness.work.times import latency_pools
 from harness.worker import Work
 from reports.record.metrics import (
     METRICS,
@@ -32,8 +31,8 @@ from tests.contracts.project import python_files, relative
 from tests.engine.specs import plan_small, small_spec
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import FakeClock, Script, fake_door
-from tests.harness.telemetry.cases import table
-from tests.harness.traffic.cases import serve
+from tests.harness.observe.telemetry.cases import table
+from tests.harness.work.traffic.cases import serve
 
 SEARCH = serve(
     arrivals=Arrivals(),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.__main__ import main
-from harness.search.request import parse_request
+from harness.studies.search.request import parse_request
 from tests.contracts.project import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def test_the_python_lines_run(
 ) -> None:
     import torch
 
-    from engine.config import OffloadWarning
+    from engine.asked.offload import OffloadWarning
 
     [lines] = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
     assert '"path/to/checkpoint"' in lines

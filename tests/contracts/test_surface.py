@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from engine.sealed import describe_type, settings
-from harness.help import GROUP_TITLES, key_rows, settings_page
-from harness.keys import GROUPS, key_types
-from harness.schema import RunConfig
+from engine.sealed import describe_type, key_types, settings
+from harness.config.compose import GROUPS
+from harness.config.help import GROUP_TITLES, key_rows, settings_page
+from harness.config.schema import RunConfig
 from tests.contracts.project import ROOT
 
 LIST = Path(__file__).with_name("config_keys.txt")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine import build
-from engine.kv_sizes import KVGroup
-from engine.spec import ModelSpec
+from engine.model.spec import ModelSpec
+from engine.plan.kv_memory import KVGroup
 from tests.engine.tiers import SIZES
 
 Groups = tuple[KVGroup, ...]

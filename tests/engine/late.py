@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine import LLM
-from engine.inputs import Upload
-from engine.runner import ModelRunner
-from engine.sampler import Sampler
+from engine.run.executor import ModelRunner
+from engine.run.inputs import Upload
+from engine.run.sampler import Sampler
 
 
 class LateWork:

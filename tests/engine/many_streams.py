@@ -23,9 +23,9 @@ import torch
 
 from engine import LLM, build
 from engine.device.cpu import CPUDevice
-from engine.inputs import Upload
-from engine.runner import ModelRunner
-from engine.sampler import Sampler
+from engine.run.executor import ModelRunner
+from engine.run.inputs import Upload
+from engine.run.sampler import Sampler
 from tests.engine.two_streams import poison
 
 POLICIES = ("copies late", "copies early", "any order")

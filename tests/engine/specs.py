@@ -7,20 +7,17 @@ import yaml
 from hypothesis import strategies as st
 
 from catalogue.files import CONF
-from engine.config import (
-    EngineConfig,
-    EngineSettings,
-    GPUConfig,
-    KVConfig,
-    ModelConfig,
+from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
+from engine.asked.kv import KVConfig
+from engine.asked.offload import (
     OffloadConfig,
+    OffloadWarning,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
-from engine.offload_config import OffloadWarning
-from engine.plan import DeviceFacts, MemoryPlan, align
-from engine.planner import plan_memory
-from engine.spec import DTYPE_BYTES, ModelSpec
+from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.memory import DeviceFacts, MemoryPlan, align
+from engine.plan.planner import plan_memory
 
 GIB, MIB = 2**30, 2**20
 

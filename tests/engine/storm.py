@@ -11,7 +11,7 @@ import torch
 
 from engine import LLM
 from engine.device.cuda import CUDACopyStream
-from engine.runner import ModelRunner
+from engine.run.executor import ModelRunner
 from engine.weights import store
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from engine import LLM
-from engine.placement import Placement
+from engine.plan.policy import Placement
 
 PREFIX = "TIGHTFIT_DISABLE_"
 SWITCHES = [(), ("UVA",), ("PIN_MEMORY",), ("UVA", "PIN_MEMORY")]

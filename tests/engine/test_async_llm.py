@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine import AsyncLLM
+from engine.asked.request import TokenEvent
+from engine.asked.sampling import SamplingParams
 from engine.errors import EngineError, RequestError
-from engine.request import TokenEvent
-from engine.sampling_params import SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
 pytestmark = pytest.mark.timeout(60)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine import AsyncLLM
+from engine.asked.sampling import SamplingParams
 from engine.errors import EngineError, RequestError
-from engine.sampling_params import SamplingParams
 from tests.engine.test_async_llm import THREE, Gated, collect
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,7 +11,7 @@ from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.device.host import MappedBuffer
 from engine.errors import PinningError
-from engine.kv.hashing import BlockHasher
+from engine.kv.prefix import BlockHasher
 from tests.engine.conftest import TinyModels
 from tests.tiny import make_config, open_llm
 

@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.runner import ModelRunner
+from engine.run.executor import ModelRunner
 from tests.engine.groups import with_blocks
-from tests.engine.placements import (
-    MAX_TOKENS,
-    OFFLOADS,
-    PROMPTS,
-    Residents,
-    copies,
-)
+from tests.engine.placements import MAX_TOKENS, OFFLOADS, PROMPTS, Residents, copies
 from tests.tiny import greedy, greedy_params, make_prompt
 
 LOAD = [make_prompt(1 + 7 * index % 34, seed=index, vocab=61) for index in range(14)]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine import planner
 from engine.errors import CapacityError
+from engine.plan import planner
 from tests.engine.placements import MAX_TOKENS, PROMPTS, Residents, check_equal
 from tests.engine.switches import BACKENDS, MIXED, PREFIX, SWITCHES, check_record, check_tables
 from tests.engine.test_mixed_placements import EMBED, mixed

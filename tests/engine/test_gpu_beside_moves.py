@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.device.select import open_device
-from engine.inputs import StepInputs
-from engine.sampler import Sampler
-from tests.engine.test_sampler import make_row
+from engine.device.cuda import open_device
+from engine.run.inputs import StepInputs
+from engine.run.sampler import Sampler
+from tests.engine.run.test_sampler import make_row
 
 pytestmark = pytest.mark.gpu
 

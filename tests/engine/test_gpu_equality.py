@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import planner
-from engine.runner import ModelRunner
+from engine.plan import planner
+from engine.run.executor import ModelRunner
 from engine.weights import dummy
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import with_blocks

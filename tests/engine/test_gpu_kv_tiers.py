@@ -13,7 +13,7 @@ from engine import LLM
 from engine.device.cuda import CUDACopyStream
 from engine.kv.mover import BlockMover
 from engine.kv.moves import MoveBatch
-from engine.runner import ModelRunner
+from engine.run.executor import ModelRunner
 from kernels.compile_time import count_compile_time
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine import LLM
+from engine.asked.offload import OffloadWarning
 from engine.device import cuda
 from engine.device.cuda import CUDADevice, probe_pinning
 from engine.errors import CapacityError, PinningError
-from engine.offload_config import OffloadWarning
 from engine.weights import reader
 from tests.engine.conftest import TinyModels
 from tests.engine.smaps import anonymous_bytes, mapped, present_bytes
@@ -46,7 +46,7 @@ def open_gpu(folder: Any, **keywords: Any) -> LLM:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of some 200 MiB in three files."""
-    from engine.spec import ModelSpec
+    from engine.model.spec import ModelSpec
 
     folder = tmp_path_factory.mktemp("shards")
     (folder / "config.json").write_text(json.dumps(SIZES))

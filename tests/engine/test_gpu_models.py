@@ -6,14 +6,7 @@ import pytest
 
 from engine import LLM
 from tests.engine.conftest import TinyModels
-from tests.tiny import (
-    VARIANTS,
-    greedy,
-    greedy_params,
-    make_prompt,
-    open_llm,
-    tokens_of,
-)
+from tests.tiny import VARIANTS, greedy, greedy_params, make_prompt, open_llm, tokens_of
 
 pytestmark = pytest.mark.gpu
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine import planner
+from engine.plan import planner
 from tests.engine.conftest import TinyModels
 from tests.engine.growth import GRAPHS, Growths, grow, some_eager
 from tests.engine.switches import BACKENDS, MIXED, PREFIX, SWITCHES, check_record, check_tables

@@ -7,9 +7,9 @@ import torch
 
 from engine import LLM
 from engine.errors import EngineError
-from engine.kv import groups
-from engine.kv.pool_types import Retain
-from engine.kv.window import num_expired
+from engine.kv import sequences as groups
+from engine.kv.eviction import Retain
+from engine.kv.prefix import num_expired
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import SIX, WINDOWS, Masked, with_blocks, with_windows
 from tests.engine.tiers import check_empty, tiers

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from engine.interrupt import interrupt_afterwards
+from engine.text.sessions import interrupt_afterwards
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm
 
 PROMPTS = [make_prompt(length, seed=3) for length in (1, 12, 30)]

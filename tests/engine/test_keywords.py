@@ -5,23 +5,15 @@ from typing import Any
 
 import pytest
 
-from engine.config import (
-    EngineConfig,
-    EngineSettings,
-    GPUConfig,
-    KVConfig,
-    ModelConfig,
-    OffloadConfig,
-    PlannerConfig,
-    PrefetchOffloadConfig,
-    UVAOffloadConfig,
-)
+from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
+from engine.asked.keywords import COMBINED, config_from_keywords, describe_keywords, keywords_of
+from engine.asked.kv import KVConfig
+from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError
-from engine.keywords import COMBINED, config_from_keywords, describe_keywords, keywords_of
 from engine.llm import LLM
+from engine.model.spec import ModelSpec
 from engine.sealed import key_types, settings
-from engine.spec import ModelSpec
-from harness.schema import RunConfig
+from harness.config.schema import RunConfig
 from tests.engine.specs import small_spec
 
 CLASSES = (

@@ -15,9 +15,9 @@ from engine.errors import EngineError
 from engine.kv import mover
 from engine.kv.mover import BlockMover
 from engine.kv.moves import MoveBatch
-from engine.kv.pool_view import PoolView
-from engine.models import stages
-from engine.models.stages import PrefillStages
+from engine.kv.pool import PoolView
+from engine.run import stages
+from engine.run.stages import PrefillStages
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.many_streams import POLICIES, SimulatedStream, on_many_streams, simulate

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from engine import LLM, build
-from engine.config import KVTransferConfig
+from engine.asked.kv import KVTransferConfig
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError, EngineError, PinningError
-from engine.kv import host_tier
-from engine.kv.host_blocks import HostBlocks
-from engine.kv.move_sizes import ids_bytes
-from engine.kv.transfers import Transfers
+from engine.kv import mover as host_tier
+from engine.kv.memory import HostBlocks
+from engine.kv.mover import Transfers
+from engine.plan.kv_memory import ids_bytes
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain
 from tests.engine.tiers import SIZES, Alone, check_empty, tiers

@@ -8,13 +8,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, RequestError
 from tests.engine.conftest import TinyModels
-from tests.tiny import (
-    VOCAB,
-    greedy_params,
-    make_prompt,
-    open_llm,
-    tokens_of,
-)
+from tests.tiny import VOCAB, greedy_params, make_prompt, open_llm, tokens_of
 
 GIB = 2**30
 TEXTS = ["Hello, my name is", "The capital of France is", "x"]

@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 
 from engine import LLM, OffloadConfig, SamplingParams
-from engine.config import UVAOffloadConfig
+from engine.asked.offload import OffloadWarning, UVAOffloadConfig
 from engine.errors import CapacityError, ConfigError
-from engine.offload_config import OffloadWarning
-from engine.step_graphs import StepShape
+from engine.run.graphs import StepShape
 from tests.engine.conftest import TinyModels
-from tests.tiny import (
-    add_tokenizer,
-    greedy,
-    greedy_params,
-    make_prompt,
-    open_llm,
-    write_config,
-)
+from tests.tiny import add_tokenizer, greedy, greedy_params, make_prompt, open_llm, write_config
 
 GIB = 2**30
 TEXTS = ["Hello, my name is", "The capital of France is", "x"]

@@ -14,13 +14,7 @@ import pytest
 from engine import LLM
 from engine.errors import CapacityError, EngineError
 from tests.engine.conftest import TinyModels
-from tests.tiny import (
-    greedy,
-    greedy_params,
-    make_config,
-    make_prompt,
-    open_llm,
-)
+from tests.tiny import greedy, greedy_params, make_config, make_prompt, open_llm
 
 GIB = 2**30
 TEXTS = ["Hello, my name is", "The capital of France is", "x"]

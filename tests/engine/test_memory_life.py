@@ -106,7 +106,7 @@ def test_engines_come_and_go_in_one_process(tmp_path: Path, keywords: dict[str, 
 MEASURED = """
 import json, sys
 from engine import LLM, SamplingParams
-from harness.measure.host import process_memory
+from harness.observe.host import process_memory
 
 llm = LLM(sys.argv[1], load_format="dummy", max_num_batched_tokens=64, max_num_seqs=4, device="cpu",
           dtype="bfloat16", **json.loads(sys.argv[2]))

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, planner
-from engine.placement import Assignment, Placement, assign_resident, spread_layers
-from engine.plan import MemoryPlan
-from engine.spec import ModelSpec
+from engine import LLM
+from engine.model.spec import ModelSpec
+from engine.plan import planner
+from engine.plan.memory import MemoryPlan
+from engine.plan.policy import Assignment, Placement, assign_resident, spread_layers
 from tests.engine.conftest import TinyModels
 from tests.engine.placements import FEW_TOKENS, MAX_TOKENS, PROMPTS, Residents, copies
 from tests.tiny import greedy, greedy_params

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from engine import LLM
-from engine.config import EngineConfig, PlannerConfig
+from engine.asked.config import EngineConfig, PlannerConfig
+from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError, ConfigError
-from engine.plan import MemoryPlan
-from engine.planner import plan_candidates, plan_memory
+from engine.plan.memory import MemoryPlan
+from engine.plan.planner import plan_candidates, plan_memory
 from engine.referee import TIMED_STEPS, judge, load_of
-from engine.sampling_params import SamplingParams
 from tests.engine.specs import CPU, H200, OLMO_7B, configuration, small_spec
 from tests.tiny import greedy_params, make_prompt, tokens_of
 

@@ -11,21 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, planner
-from engine.offload_config import OffloadConfig, PrefetchOffloadConfig
-from engine.placement import Placement, assign_prefetch
-from engine.runner import ModelRunner
+from engine import LLM
+from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig
+from engine.plan import planner
+from engine.plan.policy import Placement, assign_prefetch
+from engine.run.executor import ModelRunner
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 from tests.engine.faults import heedless, leave_stale, or_poison, skip_wait
 from tests.engine.groups import with_blocks
-from tests.engine.placements import (
-    MAX_TOKENS,
-    OFFLOADS,
-    PROMPTS,
-    Residents,
-    check_decode_bytes,
-)
+from tests.engine.placements import MAX_TOKENS, OFFLOADS, PROMPTS, Residents, check_decode_bytes
 from tests.engine.test_mixed_placements import EMBED, HEAD, mixed
 from tests.engine.two_streams import POLICIES, TwoStreams, on_two_streams
 from tests.tiny import greedy, greedy_params, make_prompt
@@ -82,7 +77,7 @@ def distinct_splits(most: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _spec(layers: int) -> Any:
-    from engine.spec import ModelSpec
+    from engine.model.spec import ModelSpec
 
     return ModelSpec(
         model_type="llama",

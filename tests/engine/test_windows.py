@@ -12,10 +12,10 @@ import torch
 
 from engine import LLM
 from engine.errors import EngineError
-from engine.kv import groups
-from engine.kv.pool_types import Retain
-from engine.kv.window import num_expired
-from engine.kv_sizes import KVGroup
+from engine.kv import sequences as groups
+from engine.kv.eviction import Retain
+from engine.kv.prefix import num_expired
+from engine.plan.kv_memory import KVGroup
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import Groups, with_blocks, with_groups
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine import LLM, build
-from engine.device.select import open_device
-from engine.host_kv import HostKVPlan, SwapRates
-from engine.plan import MemoryPlan
-from engine.planner import plan_memory
+from engine.device.cuda import open_device
+from engine.plan.kv_memory import HostKVPlan, SwapRates
+from engine.plan.memory import MemoryPlan
+from engine.plan.planner import plan_memory
 from tests.tiny import greedy, open_llm
 
 SIZES: dict[str, Any] = {

@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.host_kv import SwapRates
-from engine.kv.groups import GONE, BlockGroups
-from engine.kv.policy import KVPolicy
-from engine.kv.tiers import TieredBlockPool
-from engine.kv.window import num_expired, num_held
-from engine.request import Request, SampledToken, Sequence, SequenceStatus
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.asked.request import Request, SampledToken, Sequence, SequenceStatus
+from engine.asked.sampling import SamplingParams
+from engine.kv.pool import TieredBlockPool
+from engine.kv.prefix import KVPolicy, num_expired
+from engine.kv.sequences import GONE, BlockGroups
+from engine.plan.kv_memory import SwapRates, num_held
+from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tests.engine.kv.world import take
 
 EOS = 1

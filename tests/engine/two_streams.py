@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.inputs import Upload
-from engine.kv.pool_types import Retain
-from engine.models.decoder import Decoder
-from engine.sampler import Sampler
+from engine.kv.eviction import Retain
+from engine.run.decoder import Decoder
+from engine.run.inputs import Upload
+from engine.run.sampler import Sampler
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 

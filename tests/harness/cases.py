@@ -4,9 +4,9 @@ import json
 import sys
 from dataclasses import asdict
 
-from engine.config import GPUConfig
-from engine.spec import ModelSpec
-from harness.schema import (
+from engine.asked.config import GPUConfig
+from engine.model.spec import ModelSpec
+from harness.config.schema import (
     CorrectnessConfig,
     LatencyScenario,
     LoadScenario,

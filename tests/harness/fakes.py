@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from engine.asked.request import TokenEvent
 from engine.errors import CapacityError, CheckpointError, RequestError
-from engine.request import TokenEvent
 from tests.harness.prefixes import PrefixCache
 
 GIB = 2**30
@@ -255,7 +255,7 @@ class FakeFactory:
 
 def fake_door(script, clock=None):
     """An EngineDoor to the fake engine, and the factory behind it."""
-    from harness.door import EngineDoor
+    from harness.systems.door import EngineDoor
 
     clock = clock or FakeClock()
     factory = FakeFactory(script, clock)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from harness.measure.latency import has_passed
-from harness.measure.serving import ServedRequest, serving_metrics
-from harness.scenarios.serve import judge
-from harness.traffic.schedule import plan_requests
-from tests.harness.traffic.cases import serve
+from harness.work.schedule import plan_requests
+from harness.work.serve import judge
+from harness.work.times import ServedRequest, has_passed, serving_metrics
+from tests.harness.work.traffic.cases import serve
 
 BEGINS_S = [0.0, 0.5, 100.1, 1e3, 67_123.456789, 604_800.1, 1e7]
 

@@ -8,13 +8,13 @@ import pytest
 
 from engine import LLM
 from engine.errors import CapacityError
-from harness.build import engine_config
-from harness.composition import Composer
-from harness.prompts import synthetic_prompts
-from harness.scenarios.kv import KVWatch
-from harness.scenarios.latency import measure_latency
-from harness.scenarios.serve import measure_serve
-from harness.traffic.load import Load
+from harness.config.compose import Composer
+from harness.config.engine import engine_config
+from harness.work.kv import KVWatch
+from harness.work.offline import measure_latency
+from harness.work.prompts import synthetic_prompts
+from harness.work.schedule import Load
+from harness.work.serve import measure_serve
 
 pytestmark = pytest.mark.slow
 

@@ -4,18 +4,17 @@ import time
 
 import pytest
 
-from harness.measure.latency import RequestTimes
-from harness.prompts import PromptRow
-from harness.scenarios.latency import measure_latency
-from harness.scenarios.outcome import Outcome
-from harness.scenarios.reuse import Reuse, hit_tokens, note_reuse, reuse_since
-from harness.scenarios.throughput import measure_throughput
-from harness.schema import LatencyScenario, ThroughputScenario
-from harness.traffic.settings import Arrivals, Objectives, PeakSearch, Prefixes, Turns
+from harness.config.schema import LatencyScenario, ThroughputScenario
+from harness.config.serve import Arrivals, Objectives, PeakSearch, Prefixes, Turns
+from harness.work.drive import Outcome
+from harness.work.offline import measure_latency, measure_throughput
+from harness.work.prompts import PromptRow
+from harness.work.reuse import Reuse, hit_tokens, note_reuse, reuse_since
+from harness.work.times import RequestTimes
 from tests.harness.cases import scenario
-from tests.harness.test_serve import load, serve_fake
 from tests.harness.test_worker import job, work
-from tests.harness.traffic.cases import serve
+from tests.harness.work.test_serve import load, serve_fake
+from tests.harness.work.traffic.cases import serve
 from tests.tiny import hf_model, make_prompt, open_llm, save
 
 FILE = {"prompts_file": "unused.jsonl", "output_tokens": 4, "warmup_requests": 0}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import OffloadConfig, UVAOffloadConfig
+from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
-from engine.plan import MemoryPlan
-from engine.planner import plan_memory
+from engine.plan.memory import MemoryPlan
+from engine.plan.planner import plan_memory
 from harness.forecast import validate as command
 from harness.forecast import validate_engine, validate_worker
 from harness.forecast.validate_cases import (

@@ -1,20 +1,22 @@
-# ruff: noqa: N802  some names are NVML's
 import errno
 import json
 
 import pytest
 
-from engine.config import EngineConfig, ModelConfig
-from harness.correctness import read_reference
-from harness.job import WorkerJob, read_job
-from harness.measure.nvml import Gpu
-from harness.plain import plain
-from harness.prompts import PromptRow
-from harness.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
-from harness.state import StateWriter
+from engine.asked.config import EngineConfig, ModelConfig
+from harness.config.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
+from harness.folders import plain
+from harness.observe.gpu import Gpu
+from harness.point.process import WorkerJob, read_job
+from harness.point.state import StateWriter
+from harness.work.correctness import read_reference
+from harness.work.prompts import PromptRow
 from harness.worker import Work
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import GIB, PLAN, FakeClock, Script, fake_door
+
+# ruff: noqa: N802  some names are NVML's
+
 
 pytestmark = pytest.mark.usefixtures("clock_start_s")
 

@@ -14,7 +14,7 @@ import engine
 import tightfit
 from catalogue.checkpoint import ModelUnavailableError
 from engine.errors import CapacityError, ConfigError
-from engine.spec import ModelSpec
+from engine.model.spec import ModelSpec
 from tests.tiny import COMMON
 
 ROOT = Path(__file__).resolve().parents[2]

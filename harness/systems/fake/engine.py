@@ -1,22 +1,184 @@
 """The engine of model=fake: scripted tokens at scripted times, with scripted failures."""
 
+import asyncio
 import math
-from collections.abc import Sequence
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NoReturn, Protocol, TypeVar, TypeVarTuple
 
-from engine.config import EngineConfig
-from engine.errors import RequestError
-from engine.request import NO_TOKEN, FinishReason, TokenEvent
-from engine.sampling_params import SamplingParams
-from harness.correctness import STREAM
-from harness.door import Progress
-from harness.fake_config import FakeScript
-from harness.systems.fake.clock import FakeClock
-from harness.systems.fake.failures import strike
-from harness.systems.fake.memory import GIB, FakePlan, plan_fake
+from engine.asked.config import EngineConfig
+from engine.asked.request import NO_TOKEN, FinishReason, TokenEvent
+from engine.asked.sampling import SamplingParams
+from engine.errors import CapacityError, EngineError, RequestError
+from engine.sealed import GIB
+from harness.config.schema import FakeScript
+from harness.systems.base import no_prediction, no_probe
+from harness.systems.door import EngineDoor, Progress
+from harness.systems.fake.memory import FakePlan, plan_fake
+from harness.work.correctness import STREAM
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+SPIN_S: Final = 0.0005
+"""The end of a wait is spun for: a sleep may take so much longer than asked."""
+DIGITS: Final = 9
+"""Decimals of scripted seconds."""
+
+
+class FakeClock(Protocol):
+    """Seconds, and a way to let them pass."""
+
+    def __call__(self) -> float:
+        """Return the time."""
+        ...
+
+    def wait_until(self, time_s: float) -> None:
+        """Return when it is `time_s` or later."""
+        ...
+
+
+class RealClock:
+    """The machine's clock."""
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return time.perf_counter()
+
+    def wait_until(self, time_s: float) -> None:
+        """Sleep, and spin for the last part, until it is `time_s`."""
+        left_s = time_s - time.perf_counter()
+        if left_s > SPIN_S:
+            time.sleep(left_s - SPIN_S)
+        while time.perf_counter() < time_s:
+            pass
+
+
+class ScriptedClock:
+    """Begins at 0 and moves only when it is told to, so that a script means the same at any time.
+
+    It keeps whole nanoseconds: sums of scripted times are exact, and what is due together is due
+    at one time, however the times were added up.
+
+    Args:
+        begin_s: the first time.
+    """
+
+    def __init__(self, begin_s: float = 0.0) -> None:
+        self._now_s = begin_s
+        self._settling: list[asyncio.Future[None]] = []
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self._now_s
+
+    def wait_until(self, time_s: float) -> None:
+        """Make it `time_s`, unless it is later already."""
+        self._now_s = max(self._now_s, round(time_s, DIGITS))
+
+    async def settle(self) -> None:
+        """Return when everything else that is due at this time has been done."""
+        self._settling.append(asyncio.get_running_loop().create_future())
+        await self._settling[-1]
+
+    def move(self, timeout_s: float | None) -> None:
+        """Wake those that settle, else let the time pass until the next timer, if there is one."""
+        settling, self._settling = self._settling, []
+        for future in settling:
+            if not future.done():
+                future.set_result(None)
+        if settling or not timeout_s:
+            return
+        self.wait_until(self._now_s + timeout_s)
+        # A timer is due once the time is beyond its own, which asyncio makes sure of by adding
+        # 1 ns: after half a year that adds nothing to a time, and no timer would ever be due.
+        if self._now_s + 10.0**-DIGITS == self._now_s:
+            self._now_s = math.nextafter(self._now_s, math.inf)
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on an event loop whose time is this clock; return its result."""
+        with asyncio.Runner(loop_factory=lambda: _ScriptedLoop(self)) as runner:
+            return runner.run(main)
+
+
+class _Selector(selectors.SelectSelector):
+    """Moves the clock where a real selector would wait."""
+
+    def __init__(self, clock: ScriptedClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        is_idle = timeout is None or timeout > 0
+        if not ready and is_idle:
+            self._clock.move(timeout)
+        return ready
+
+
+class _ScriptedLoop(asyncio.SelectorEventLoop):
+    def __init__(self, clock: ScriptedClock) -> None:
+        super().__init__(_Selector(clock))
+        self._scripted = clock
+
+    def time(self) -> float:
+        return self._scripted()
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return super().call_at(round(when, DIGITS), callback, *args, context=context)
+
+
+EXIT_CODE = 7
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's, which the harness tells by its name."""
+
+
+def strike(failure: str, plan: dict[str, Any] | None) -> NoReturn:
+    """Fail in a way of `harness.config.schema.FAILURES`; does not return.
+
+    Raises:
+        CapacityError: no_fit.
+        OutOfMemoryError: oom.
+        MemoryError: host_oom.
+        RuntimeError: error.
+    """
+    match failure:
+        case "no_fit":
+            raise CapacityError("GPU: scripted not to fit. Set model.fake.fail=none.", plan)
+        case "oom":
+            raise OutOfMemoryError("scripted: tried to allocate 2.00 GiB")
+        case "host_oom":
+            raise MemoryError("scripted: no host memory")
+        case "error":
+            raise RuntimeError("scripted: the engine broke down")
+        case "exit":
+            os._exit(EXIT_CODE)
+        case "sigkill" | "sigsegv":
+            os.kill(os.getpid(), signal.Signals[failure.upper()])
+            threading.Event().wait()  # until the signal is here
+        case "hang":
+            threading.Event().wait()
+        case _:
+            pass
+    raise ValueError(f"model.fake.fail: expected a failure, got {failure!r}.")
+
 
 WARNING: Final = (
     "model=fake: times, memory and tokens are scripted; nothing was computed, and no figure says "
@@ -339,3 +501,130 @@ def _token(sequence: FakeSequence, vocab_size: int) -> int:
 
 def _is_due(number: int, every: int | None) -> bool:
     return every is not None and number % every == 0
+
+
+class ScriptedServer:
+    """Steps the engine while it has work; a request that comes during a step waits for its end.
+
+    Args:
+        llm: the engine, or a watch around it.
+        clock: of the event loop and of the engine.
+        max_pending: requests that may be unfinished at once.
+        on_step: called after each step with its counts and its seconds.
+    """
+
+    def __init__(
+        self,
+        llm: FakeLLM,
+        clock: ScriptedClock,
+        *,
+        max_pending: int,
+        on_step: Callable[[Any, float], None],
+    ) -> None:
+        self._llm, self._clock = llm, clock
+        self._max_pending, self._on_step = max_pending, on_step
+        self._answers: dict[str, asyncio.Queue[TokenEvent | BaseException]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self.failure: BaseException | None = None
+
+    async def tokens(
+        self, prompt: Any, params: Any = None, request_id: str | None = None
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """Yield the tokens of a request as they come.
+
+        Raises:
+            RequestError: the request cannot be served, or too many are pending.
+            EngineError: the engine failed.
+        """
+        if len(self._answers) >= self._max_pending:
+            raise RequestError(f"queue: expected fewer than {self._max_pending} requests.")
+        name = self._llm.add_request(prompt, params, request_id)
+        answer = self._answers[name] = asyncio.Queue()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        try:
+            is_last = False
+            while not is_last:
+                event = await answer.get()
+                if isinstance(event, BaseException):
+                    raise EngineError(f"the engine failed: {event}") from event
+                if event.finish_reason == "error":
+                    raise RequestError(str(event.stop_reason))
+                is_last = event.finish_reason is not None
+                yield [event]
+        finally:
+            del self._answers[name]
+            self._llm.abort(name)
+
+    async def _step(self) -> None:
+        try:
+            while True:
+                # What comes at the end of a step goes into the next one.
+                await self._clock.settle()
+                if not self._llm.has_unfinished():
+                    return
+                begin_s = self._clock()
+                await asyncio.sleep(self._llm.begin_step())
+                events = self._llm.end_step()
+                self._on_step(self._llm.last_step, self._clock() - begin_s)
+                for event in events:
+                    if event.request_id in self._answers:
+                        self._answers[event.request_id].put_nowait(event)
+        except Exception as error:  # noqa: BLE001  the edge: carried to every client
+            self.failure = error
+            for answer in self._answers.values():
+                answer.put_nowait(error)
+
+    def release(self) -> FakeLLM:
+        """Stop stepping and return the engine."""
+        if self._stepping is not None:
+            self._stepping.cancel()
+        return self._llm
+
+
+class FakeFactory:
+    """Stands in for the class engine.LLM.
+
+    Args:
+        script: what its engines pretend.
+        clock: of their steps.
+    """
+
+    def __init__(self, script: FakeScript, clock: FakeClock) -> None:
+        self._script, self._clock = script, clock
+
+    def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> FakeLLM:
+        """Return an engine; see FakeLLM."""
+        return FakeLLM(self._script, config, self._clock, progress=progress, reference=reference)
+
+
+def fake_door(script: FakeScript) -> EngineDoor:
+    """Return a door to an engine that pretends what the script says."""
+    plan = partial(plan_of, script, reference=False)
+    if script.clock == "real":
+        real = RealClock()
+        return EngineDoor(
+            load_code=lambda: FakeFactory(script, real),
+            probe=no_probe,
+            plan_for=plan,
+            predict=no_prediction,
+            clock=real,
+        )
+    clock = ScriptedClock()
+
+    def open_async(
+        llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
+    ) -> ScriptedServer:
+        return ScriptedServer(llm, clock, max_pending=max_pending, on_step=on_step)
+
+    return EngineDoor(
+        load_code=lambda: FakeFactory(script, clock),
+        probe=no_probe,
+        plan_for=plan,
+        predict=no_prediction,
+        clock=clock,
+        clock_zero_s=time.perf_counter() - clock(),
+        wait=asyncio.sleep,
+        open_async=open_async,
+        run_async=clock.run,
+    )

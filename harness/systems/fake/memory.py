@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from engine.config import EngineConfig
+from engine.asked.config import EngineConfig
 from engine.errors import CapacityError
-from harness.fake_config import FakeScript
-
-GIB: Final = 2**30
+from engine.sealed import GIB
+from harness.config.schema import FakeScript
 
 
 @dataclass(frozen=True, kw_only=True)

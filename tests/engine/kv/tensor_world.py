@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from engine.device.cpu import CPUDevice
-from engine.kv.host_blocks import HostBlocks
+from engine.kv.memory import HostBlocks
 from engine.kv.mover import BlockMover
 from tests.engine.kv.world import P, World, take
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.kv.host_blocks import HostBlocks
+from engine.kv.memory import HostBlocks
 from engine.kv.mover import BlockMover
 from engine.kv.moves import Move, MoveBatch
 from tests.engine.kv.driver import WEIGHTS, Driver

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.kv.hashing import DIGEST_BYTES, BlockHasher, KeyChain
+from engine.kv.prefix import DIGEST_BYTES, BlockHasher, KeyChain
 
 TOKENS = st.lists(st.integers(0, 200_000), min_size=0, max_size=24)
 
@@ -77,7 +77,7 @@ def test_a_chain_that_grows_is_the_chain_made_at_once(tokens, cuts):
 
 def test_every_process_makes_the_same_keys():
     code = (
-        "from engine.kv.hashing import *\n"
+        "from engine.kv.prefix import *\n"
         "chain = KeyChain(BlockHasher(('m', 'bf16'), 4), 'salt')\n"
         "print(chain.extend(lambda a, b: list(range(a, b)), 9)[-1].hex())"
     )

@@ -8,11 +8,11 @@ import torch
 
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError
-from engine.kv import move_sizes
 from engine.kv import mover as mover_module
-from engine.kv.host_blocks import HostBlocks
+from engine.kv.memory import HostBlocks
 from engine.kv.mover import BlockMover
 from engine.kv.moves import Move, MoveBatch
+from engine.plan import kv_memory as move_sizes
 from tests.engine.kv.driver import WEIGHTS, Driver
 from tests.engine.kv.tensor_world import BLOCK_BYTES, TensorWorld
 

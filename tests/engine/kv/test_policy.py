@@ -1,8 +1,8 @@
 import pytest
 
 from engine.errors import EngineError
-from engine.host_kv import SwapRates
-from engine.kv.policy import swap_or_recompute
+from engine.kv.prefix import swap_or_recompute
+from engine.plan.kv_memory import SwapRates
 
 RATES = SwapRates(store_bytes_s=50.0, load_bytes_s=100.0)
 

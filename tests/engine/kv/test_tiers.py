@@ -3,8 +3,8 @@
 import pytest
 
 from engine.errors import EngineError
-from engine.kv.tiers import TieredBlockPool
-from engine.kv.window import num_expired, usable_prefix
+from engine.kv.pool import TieredBlockPool
+from engine.kv.prefix import num_expired, usable_prefix
 from tests.engine.kv.world import P, Track, World, take
 
 

@@ -3,12 +3,12 @@
 import sys
 from contextlib import contextmanager
 
-from engine.kv.groups import BlockGroups
-from engine.kv.policy import KVPolicy
-from engine.kv.tiers import TieredBlockPool
-from engine.request import Request, SampledToken, Sequence
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.asked.request import Request, SampledToken, Sequence
+from engine.asked.sampling import SamplingParams
+from engine.kv.pool import TieredBlockPool
+from engine.kv.prefix import KVPolicy
+from engine.kv.sequences import BlockGroups
+from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tests.engine.kv.world import take
 
 NUM_BLOCKS, SIZE = 512, 16

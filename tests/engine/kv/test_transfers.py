@@ -10,11 +10,10 @@ import torch
 from engine.device.cpu import CPUDevice
 from engine.errors import EngineError
 from engine.kv import mover as mover_module
-from engine.kv.host_blocks import HostBlocks
-from engine.kv.mover import BlockMover
+from engine.kv.memory import HostBlocks
+from engine.kv.mover import BlockMover, Transfers
 from engine.kv.moves import Move, MoveBatch
-from engine.kv.tiers import TieredBlockPool
-from engine.kv.transfers import Transfers
+from engine.kv.pool import TieredBlockPool
 
 NONE = MoveBatch((), frozenset())
 

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.kv.window import num_expired, num_held, usable_prefix
+from engine.kv.prefix import num_expired, usable_prefix
+from engine.plan.kv_memory import num_held
 
 SIZES = st.integers(1, 5)
 WINDOWS = st.none() | st.integers(1, 12)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from engine.kv.hashing import BlockHasher, KeyChain
-from engine.kv.tiers import TieredBlockPool
+from engine.kv.pool import TieredBlockPool
+from engine.kv.prefix import BlockHasher, KeyChain
 
 P = 2
 HASHER = BlockHasher(("tiny", "float32"), P)

@@ -2,15 +2,15 @@
 
 import pytest
 
-from engine.config import EngineConfig, EngineSettings, ModelConfig
+from engine.asked.config import EngineConfig, EngineSettings, ModelConfig
 from engine.errors import ConfigError
-from harness.fake_config import FakeScript
-from harness.job import WorkerJob
-from harness.measured_config import OverheadScenario
-from harness.scenarios.overhead import BARE
+from harness.config.measured import OverheadScenario
+from harness.config.schema import FakeScript
+from harness.point.process import WorkerJob
 from harness.studies.overhead import judge
 from harness.studies.table import Result
-from harness.systems.fake.door import fake_door
+from harness.systems.fake.engine import fake_door
+from harness.work.overhead import BARE
 from harness.worker import Work
 from tests.harness.cases import SPEC, run_config, scenario
 from tests.harness.studies.examples import record

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import ConfigError, RequestError
-from harness.measured_config import StepsScenario
-from harness.scenarios import steps
-from harness.scenarios.steps import Sender, decode, measure_steps
+from harness.config.measured import StepsScenario
+from harness.work import steps
+from harness.work.steps import Sender, decode, measure_steps
 from tests.harness.studies.kv_engine import Clock
 from tests.tiny import open_llm
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import ConfigError
-from harness.measure.kv import counts, since
-from harness.measured_config import TIERS_PARTS, TiersScenario
-from harness.scenarios.tiers import PARTS, Tiers, measure_tiers
+from harness.config.measured import TIERS_PARTS, TiersScenario
+from harness.work.kv import counts, since
+from harness.work.tiers import PARTS, Tiers, measure_tiers
 from tests.harness.studies.kv_engine import BLOCK, Clock, TieredLLM
 
 WORK = TiersScenario(

@@ -6,20 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.config import (
-    EngineConfig,
-    EngineSettings,
-    GPUConfig,
-    ModelConfig,
-    OffloadConfig,
-    UVAOffloadConfig,
-)
+from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
+from engine.asked.offload import OffloadConfig, UVAOffloadConfig
+from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError, EngineError, RequestError
-from engine.sampling_params import SamplingParams
-from harness.scenarios.drive import run_at_once, run_in_turn
-from harness.system_config import SystemConfig
-from harness.systems.accelerate_engine import AccelerateEngine, _load_code, accelerate_door
-from harness.systems.static_batch import Row, StaticBatch
+from harness.config.schema import SystemConfig
+from harness.systems.accelerate_engine import (
+    AccelerateEngine,
+    Row,
+    StaticBatch,
+    _load_code,
+    accelerate_door,
+)
+from harness.work.drive import run_at_once, run_in_turn
 from harness.worker import Work
 from tests.harness.cases import SPEC
 from tests.harness.test_worker import job
@@ -136,7 +135,7 @@ class Echo:
 
 
 def test_positions_and_mask_of_a_padded_batch():
-    from engine.request import Request
+    from engine.asked.request import Request
 
     model = Echo()
     rows = [

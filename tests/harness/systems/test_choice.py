@@ -6,22 +6,20 @@ import time
 import pytest
 
 from engine.errors import ConfigError
-from harness.attempt import Attempt, Findings
-from harness.build import check_settings
-from harness.composition import Composer
-from harness.describe import flat_params, point_name, tags
-from harness.schema import ModelNode, ScenarioConfig
-from harness.system_config import SystemConfig
-from harness.systems.choose import door_for
-from harness.systems.http_door import HTTPDoor
+from harness.config.compose import Composer
+from harness.config.engine import check_settings
+from harness.config.schema import ModelNode, ScenarioConfig, SystemConfig
+from harness.config.serve import Arrivals
+from harness.point.attempt import Attempt, Findings
+from harness.point.describe import flat_params, point_name, tags
+from harness.systems.http_engine import HTTPDoor
 from harness.systems.vllm_engine import vllm_door
-from harness.traffic.settings import Arrivals
-from harness.worker import Work
+from harness.worker import Work, door_for
 from tests.harness.cases import run_config
 from tests.harness.systems.test_vllm import config
 from tests.harness.systems.vllm_stand_in import install
 from tests.harness.test_worker import job
-from tests.harness.traffic.cases import serve
+from tests.harness.work.traffic.cases import serve
 
 HTTP = SystemConfig(kind="http", base_url="http://localhost:1/v1")
 

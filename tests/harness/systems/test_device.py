@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
+from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
 from engine.errors import ConfigError
 from harness.systems.accelerate_engine import AccelerateEngine
 from harness.systems.torch_device import RUNTIME_BYTES, PeerDevice, open_peer_device
@@ -47,8 +47,8 @@ def test_accelerate_runs_on_a_gpu_within_its_budget(offload_gb):
     pytest.importorskip("accelerate", reason="the extra accelerate is not installed")
     import time
 
-    from engine.config import OffloadConfig, UVAOffloadConfig
-    from harness.scenarios.drive import run_at_once
+    from engine.asked.offload import OffloadConfig, UVAOffloadConfig
+    from harness.work.drive import run_at_once
 
     asked = EngineConfig(
         model=ModelConfig(name="tiny", load_format="dummy", spec=SPEC),

@@ -5,22 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig, ModelConfig
+from engine.asked.config import EngineConfig, ModelConfig
+from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, EngineError, RequestError
-from engine.sampling_params import SamplingParams
-from harness.scenarios.drive import run_at_once
-from harness.system_config import SystemConfig
+from harness.config.schema import SystemConfig
+from harness.config.serve import Arrivals
 from harness.systems import http_engine
 from harness.systems.http_client import HTTPClient
-from harness.systems.http_door import HTTPDoor
-from harness.systems.http_engine import MOST_FAILED, MOST_UNREACHED, HTTPEngine, http_door
+from harness.systems.http_engine import MOST_FAILED, MOST_UNREACHED, HTTPDoor, HTTPEngine, http_door
 from harness.systems.http_stream import ServerError, StreamedAnswer
-from harness.traffic.settings import Arrivals
+from harness.work.drive import run_at_once
 from harness.worker import Work
 from tests.harness.cases import SPEC
 from tests.harness.systems.server import Script, Server, next_token
 from tests.harness.test_worker import job
-from tests.harness.traffic.cases import serve
+from tests.harness.work.traffic.cases import serve
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -347,7 +346,7 @@ def test_a_worker_measures_a_server(tmp_path):
 
 
 def test_a_worker_serves_a_schedule_through_a_server(tmp_path):
-    from harness.schema import ScenarioConfig
+    from harness.config.schema import ScenarioConfig
 
     load = serve(num_requests=8, warmup_requests=1, arrivals=Arrivals(process="at_once"))
     with Server(Script()) as server:

@@ -3,8 +3,8 @@
 import contextlib
 import time
 
-from harness.scenarios.throughput import measure_throughput
 from harness.systems.http_engine import HTTPEngine
+from harness.work.offline import measure_throughput
 from tests.harness.systems.server import Script, Server
 from tests.harness.systems.test_http import ask, config, system
 

@@ -1,28 +1,22 @@
 import pytest
 
-from engine.config import (
-    EngineConfig,
-    EngineSettings,
-    KVConfig,
-    ModelConfig,
-    OffloadConfig,
-    PlannerConfig,
-    PrefetchOffloadConfig,
-    UVAOffloadConfig,
-)
+from engine.asked.config import EngineConfig, EngineSettings, ModelConfig, PlannerConfig
+from engine.asked.kv import KVConfig
+from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError, ConfigError
-from engine.spec import ModelSpec
+from engine.model.spec import ModelSpec
+from engine.sealed import GIB
 from harness.__main__ import main
-from harness.attempt import Attempt, Findings
-from harness.composition import Composer
+from harness.config.compose import Composer
+from harness.config.peers import check_system
+from harness.config.schema import SystemConfig
 from harness.errors import EXIT_BAD_CONFIG
-from harness.search.trial import TrialRunner
-from harness.system_config import SystemConfig
-from harness.systems.accelerate_plan import GIB, Sizes, device_map, host_layers, largest_batch
+from harness.point.attempt import Attempt, Findings
+from harness.studies.search.study import TrialRunner
+from harness.systems.accelerate_plan import Sizes, device_map, host_layers, largest_batch
 from harness.systems.agreement import agree
 from harness.systems.hf_sizes import config_json
-from harness.systems.mapping import check_system
-from harness.systems.vllm_arguments import check_arguments, vllm_arguments
+from harness.systems.vllm_engine import check_arguments, vllm_arguments
 from tests.harness.cases import SPEC, load_only, run_config
 
 SYSTEMS = {
@@ -219,7 +213,7 @@ def test_nothing_in_common_is_a_reason_and_unknown_ids_are_not_compared():
 
 @pytest.mark.parametrize("kind", SYSTEMS)
 def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monkeypatch):
-    monkeypatch.setattr("harness.systems.mapping.find_spec", lambda _: None)
+    monkeypatch.setattr("harness.config.peers.find_spec", lambda _: None)
     config = run_config(system=SYSTEMS[kind])
     with pytest.raises(ConfigError, match=f"system={kind}: expected the package"):
         Attempt(config, None, Findings()).prepare()
@@ -233,7 +227,7 @@ def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monk
     ],
 )
 def test_an_absent_package_is_told_before_any_point_begins(words, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("harness.systems.mapping.find_spec", lambda _: None)
+    monkeypatch.setattr("harness.config.peers.find_spec", lambda _: None)
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
     assert main(["+model=smollm2_135m", "tracking=none", *words]) == EXIT_BAD_CONFIG
     said = capsys.readouterr().err
@@ -242,7 +236,7 @@ def test_an_absent_package_is_told_before_any_point_begins(words, monkeypatch, t
 
 
 def test_a_search_tells_an_absent_package_before_its_trials(monkeypatch):
-    monkeypatch.setattr("harness.systems.mapping.find_spec", lambda _: None)
+    monkeypatch.setattr("harness.config.peers.find_spec", lambda _: None)
     runner = TrialRunner(Composer(), ["+model=glass", "system=accelerate"], goal=None)
     with pytest.raises(ConfigError, match="expected the package accelerate"):
         runner.check_goal([])

@@ -3,12 +3,13 @@ import time
 
 import pytest
 
-from engine.config import EngineConfig, GPUConfig, ModelConfig, OffloadConfig, UVAOffloadConfig
+from engine.asked.config import EngineConfig, GPUConfig, ModelConfig
+from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError, EngineError
-from harness.scenarios.drive import run_at_once
-from harness.scenarios.throughput import measure_throughput
-from harness.system_config import SystemConfig
+from harness.config.schema import SystemConfig
 from harness.systems.vllm_engine import VLLMEngine, _load_code, vllm_door
+from harness.work.drive import run_at_once
+from harness.work.offline import measure_throughput
 from harness.worker import Work
 from tests.harness.cases import SPEC
 from tests.harness.systems.server import next_token
@@ -120,7 +121,7 @@ def test_a_long_prompt_and_an_aborted_request_end_alone(monkeypatch):
 
 
 def params():
-    from engine.sampling_params import SamplingParams
+    from engine.asked.sampling import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 

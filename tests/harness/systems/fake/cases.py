@@ -4,14 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
-from harness.fake_config import FakeScript
-from harness.job import WorkerJob
-from harness.prompts import PromptRow
-from harness.schema import CorrectnessConfig, LatencyScenario, ScenarioConfig, ThroughputScenario
-from harness.systems.choose import door_for
-from harness.traffic.scenario import ServeScenario
-from harness.worker import Work
+from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
+from harness.config.schema import (
+    CorrectnessConfig,
+    FakeScript,
+    LatencyScenario,
+    ScenarioConfig,
+    ThroughputScenario,
+)
+from harness.config.serve import ServeScenario
+from harness.point.process import WorkerJob
+from harness.work.prompts import PromptRow
+from harness.worker import Work, door_for
 from tests.harness.cases import SPEC
 
 UNCHECKED = CorrectnessConfig(enabled=False)

@@ -4,17 +4,11 @@ import math
 
 import pytest
 
-from engine.config import EngineSettings, GPUConfig
-from harness.correctness import read_reference
-from harness.fake_config import FakeScript
-from harness.prompts import PromptRow
-from tests.harness.systems.fake.cases import (
-    figures,
-    job,
-    latency,
-    run,
-    throughput,
-)
+from engine.asked.config import EngineSettings, GPUConfig
+from harness.config.schema import FakeScript
+from harness.work.correctness import read_reference
+from harness.work.prompts import PromptRow
+from tests.harness.systems.fake.cases import figures, job, latency, run, throughput
 
 pytestmark = pytest.mark.usefixtures("clock_start_s")
 

@@ -3,9 +3,8 @@
 import pytest
 
 from engine.errors import ConfigError
-from harness.composition import Composer
-from harness.fake_config import FakeScript
-from harness.schema import ModelNode
+from harness.config.compose import Composer
+from harness.config.schema import FakeScript, ModelNode
 from tests.harness.cases import SPEC, run_config
 
 

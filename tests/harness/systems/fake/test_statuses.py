@@ -7,11 +7,10 @@ import time
 
 import pytest
 
-from engine.config import GPUConfig
-from harness import point
-from harness.fake_config import FakeScript
-from harness.point import run_point, skip_point
-from harness.schema import LoadScenario, ModelNode, ScenarioConfig
+from engine.asked.config import GPUConfig
+from harness.config.schema import FakeScript, LoadScenario, ModelNode, ScenarioConfig
+from harness.point import point
+from harness.point.point import run_point, skip_point
 from reports.record.record import STATUSES, RunRecord
 from tests.harness.cases import SPEC, quoted, run_config
 from tests.harness.systems.fake.cases import UNCHECKED, latency, throughput

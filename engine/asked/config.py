@@ -1,0 +1,222 @@
+"""What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engine.asked.kv import KVConfig
+from engine.asked.offload import (
+    OffloadConfig,
+)
+from engine.errors import ConfigError
+from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
+from engine.sealed import Sealed, check_choice, check_flag, check_number
+
+OBJECTIVES = ("latency", "throughput", "context")
+AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
+
+
+@dataclass(kw_only=True)
+class GPUConfig(Sealed):
+    """The device and its budget; the rates are for prediction only."""
+
+    name: str = field(default="auto", metadata={"keyword": "gpu_name"})
+    """What the report calls it."""
+    device: str = "auto"
+    """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
+    memory_gib: float | None = field(default=None, metadata={"keyword": "gpu_memory_gib"})
+    """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
+    gpu_memory_utilization. null: what the card has (CPU: half of the free host memory)."""
+    host_gib: float | None = None
+    """Memory of the host that the card is in, GiB: no more is planned. null: what is free here
+    (mode=plan of a card that is not here: any)."""
+    link_gb_s: float | None = None
+    """Host link, one direction, GB/s (10^9)."""
+    hbm_gb_s: float | None = None
+    """GPU memory bandwidth, GB/s."""
+    bf16_tflops: float | None = None
+    """Dense bf16 matrix rate, TFLOP/s."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        check_choice("gpu.device", self.device, ("auto", "cuda", "cpu"))
+        for name in ("memory_gib", "host_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops"):
+            value = getattr(self, name)
+            if value is not None:
+                check_number(f"gpu.{name}", value, low=0, low_open=True)
+
+
+@dataclass(kw_only=True)
+class EngineSettings(Sealed):
+    """Limits and switches of the engine."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that the engine may use, (0, 1]."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, tokens; null: the model's own limit."""
+    max_num_seqs: int = 64
+    """Sequences that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one step."""
+    enforce_eager: bool = False
+    """Run decode without CUDA graphs."""
+    dtype: str = "auto"
+    """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
+    seed: int = 0
+    """Seed of dummy weights and of requests that carry none."""
+    host_reserve_gib: float = 1.0
+    """Host memory that must stay free after the load, GiB."""
+    uva_stage_tokens: int = 65
+    """From this many tokens in a step on, uva weights are staged through GPU slots first.
+
+    On an H200 (`make bench`, docs/performance.md), read in place, a step of 64 tokens takes 1 %
+    longer than one of a single token, 128 take 13 %, 256 take 40 %. Staging takes 8 % less than
+    in-place reads even for one token, but leaves nothing to be read in place, as
+    offload_backend=prefetch does; 1 chooses it.
+    """
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        check_number(
+            "engine.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            low=0,
+            high=1,
+            low_open=True,
+            hint="It is a share of the GPU's memory.",
+        )
+        if self.max_model_len is not None:
+            check_number("engine.max_model_len", self.max_model_len, low=1, integer=True)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "uva_stage_tokens"):
+            check_number(f"engine.{name}", getattr(self, name), low=1, integer=True)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens: expected at least max_num_seqs="
+                f"{self.max_num_seqs}, got {self.max_num_batched_tokens}. Raise it, or lower "
+                "engine.max_num_seqs."
+            )
+        check_flag("engine.enforce_eager", self.enforce_eager)
+        check_choice("engine.dtype", self.dtype, ("auto", *DTYPES))
+        check_number("engine.seed", self.seed, low=0, high=2**63 - 1, integer=True)
+        check_number("engine.host_reserve_gib", self.host_reserve_gib, low=0)
+
+
+@dataclass(kw_only=True)
+class PlannerConfig(Sealed):
+    """What is chosen by predicted times where the weights do not fit the GPU budget."""
+
+    choose: bool = False
+    """Choose the placement of every tensor; offload=auto sets it."""
+    objective: str = "latency"
+    """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
+    sequence)."""
+    kv_tokens: int | None = None
+    """Tokens of KV that must have room beside the chosen placement; null: one sequence of
+    max_model_len."""
+    auto_fields: list[str] = field(default_factory=list)
+    """Settings to choose: cpu_offload_gb (the least that fits), max_model_len and max_num_seqs (the
+    largest that fit, at most the value set)."""
+    referee: bool = False
+    """Build the two best candidates, time a few steps of each and keep the faster one."""
+
+    def check(self) -> None:
+        """Raise ConfigError for an unknown objective or field, or for what has no effect."""
+        for name in ("choose", "referee"):
+            check_flag(f"planner.{name}", getattr(self, name))
+        check_choice("planner.objective", self.objective, OBJECTIVES)
+        names: object = self.auto_fields
+        if not isinstance(names, (list, tuple)):
+            raise ConfigError(
+                f"planner.auto_fields: expected a list of {', '.join(AUTO_FIELDS)}, got "
+                f"{names!r}. Put the name into a list."
+            )
+        for name in self.auto_fields:
+            check_choice("planner.auto_fields", name, AUTO_FIELDS)
+        if len(set(self.auto_fields)) != len(self.auto_fields):
+            raise ConfigError(
+                f"planner.auto_fields: expected each name once, got {list(self.auto_fields)!r}."
+            )
+        if self.kv_tokens is not None:
+            check_number("planner.kv_tokens", self.kv_tokens, low=1, integer=True)
+        for name, is_set in (
+            ("objective", self.objective != "latency"),
+            ("kv_tokens", self.kv_tokens is not None),
+            ("referee", self.referee),
+        ):
+            if is_set and not self.choose:
+                raise ConfigError(
+                    f"planner.{name}: expected planner.choose=true beside it, got choose=false: "
+                    f"{getattr(self, name)} would have no effect. Set offload=auto (in Python "
+                    "choose=True), or remove it."
+                )
+
+    def check_against(self, offload: OffloadConfig) -> None:
+        """Raise ConfigError where the offload settings fix what is to be chosen."""
+        changed = ", ".join(f"{name}={value}" for name, value in offload.changed().items())
+        if self.choose and changed:
+            raise ConfigError(
+                f"planner.choose (offload=auto): expected no offload settings beside it, got "
+                f"{changed}: they fix what is to be chosen, and are not overridden. Remove them, "
+                "or choose another offload."
+            )
+        if "cpu_offload_gb" not in self.auto_fields:
+            return
+        if self.choose:
+            raise ConfigError(
+                "planner.auto_fields: expected no cpu_offload_gb with planner.choose=true, which "
+                "chooses every placement. Remove one of the two."
+            )
+        is_prefetch = offload.offload_backend == "prefetch" or offload.prefetch.is_set
+        if is_prefetch:
+            raise ConfigError(
+                "planner.auto_fields: expected the uva backend for cpu_offload_gb, got prefetch "
+                "settings. Remove them, or cpu_offload_gb."
+            )
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Sealed):
+    """Where a model's weights come from and, where known beforehand, its sizes."""
+
+    name: str = field(metadata={"keyword": "model_name"})
+    """Short name."""
+    path: str | None = field(default=None, metadata={"keyword": "model"})
+    """Local folder with config.json (and weights unless load_format is dummy)."""
+    load_format: str = "auto"
+    """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
+    spec: ModelSpec | None = None
+    """Sizes; null: read from config.json in `path`."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.path is None and self.spec is None:
+            raise ConfigError(
+                f"model {self.name!r}: expected a folder (path) or its sizes (spec), got neither."
+            )
+        if self.path is None and self.load_format != "dummy":
+            raise ConfigError(
+                f"model {self.name!r}: expected a folder (path) for load_format="
+                f"{self.load_format}, got none. Set model.path, or load_format=dummy."
+            )
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Sealed):
+    """Everything that the engine is built from."""
+
+    model: ModelConfig
+    gpu: GPUConfig = field(default_factory=GPUConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    measured_rates: dict[str, float | None] = field(default_factory=dict)
+    """What harness.observe.probe.probe_link found on this machine, for predicted times; empty: unknown."""
+
+    def check(self) -> None:
+        """Raise ConfigError when parts contradict each other."""
+        self.planner.check_against(self.offload)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return asdict(self)

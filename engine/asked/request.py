@@ -1,0 +1,351 @@
+"""What a user sends (Request), what the scheduler tracks (Sequence), and what comes back."""
+
+import math
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Integral
+from typing import Any, Final, Literal
+
+from engine.asked.sampling import SamplingParams
+from engine.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+NO_TOKEN: Final = -1
+"""token_id of an event that says that a request failed."""
+
+
+@dataclass(kw_only=True)
+class Request:
+    """One prompt and how to answer it."""
+
+    request_id: str
+    """Unique among the unfinished requests of an engine."""
+    prompt: str | None = None
+    """The text, where there was one."""
+    prompt_token_ids: list[int]
+    """The prompt in tokens."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """How its tokens are chosen."""
+    arrival: int = 0
+    """Number in order of arrival; keys the draws of a request without a seed."""
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Sequence:
+    """One answer in the making: sequence `index` of the n of a request.
+
+    The scheduler alone changes it.
+    """
+
+    seq_id: int
+    """Unique in an engine."""
+    request: Request
+    """What it answers."""
+    index: int = 0
+    """Which of the n answers, 0 to n - 1."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """Tokens generated so far; kept over a preemption."""
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    num_computed_peak: int = 0
+    """The largest num_computed so far; tokens below it that run again were recomputed."""
+    block_tables: list[list[int]] = field(default_factory=list)
+    """KV blocks in order of position, for each group of layers; none while it has no blocks."""
+    num_gone: list[int] = field(default_factory=list)
+    """For each group how many leading blocks were given back behind its window."""
+    table_version: int = 0
+    """Counts how often all blocks were given back; while it stays, entries of the block tables do
+    not change, but for those that are given back one by one behind a window."""
+    num_named: int = 0
+    """Leading blocks that were made findable when they became full."""
+    pending: tuple[frozenset[int], ...] = ()
+    """For each group of layers the moves that bring content which it begins behind."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    """Where it stands."""
+    finish_reason: FinishReason | None = None
+    """Why it ended."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the model's own end of sequence."""
+    num_preemptions: int = 0
+    """How often its blocks were taken away."""
+    num_turns: int = 0
+    """How often of those it gave way to one that had waited."""
+    cumulative_logprob: float = 0.0
+    """Sum of the log-probabilities of its output tokens."""
+    logprobs: list[dict[int, float]] | None = None
+    """For each output token its own and the top log-probabilities, if asked for."""
+
+    @property
+    def block_table(self) -> list[int]:
+        """The block table of the first group of layers."""
+        return self.block_tables[0] if self.block_tables else []
+
+    def drop_blocks(self) -> None:
+        """Forget all blocks and what was computed in them."""
+        self.block_tables, self.num_gone = [], []
+        self.num_computed = self.num_named = 0
+        self.pending = ()
+        self.table_version += 1
+
+    @property
+    def params(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self.request.params
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The request's prompt in tokens."""
+        return self.request.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output, a new list."""
+        return self.request.prompt_token_ids + self.output_token_ids
+
+    @property
+    def last_token_id(self) -> int:
+        """The newest known token."""
+        return (self.output_token_ids or self.request.prompt_token_ids)[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it ended."""
+        return self.status is SequenceStatus.FINISHED
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Return the tokens at positions start to stop - 1 of prompt and output."""
+        prompt = self.request.prompt_token_ids
+        edge = len(prompt)
+        if start >= edge:
+            return self.output_token_ids[start - edge : stop - edge]
+        return prompt[start:stop] + self.output_token_ids[: max(0, stop - edge)]
+
+    def max_length(self, max_model_len: int) -> int:
+        """Return the most tokens that prompt and output together can reach."""
+        limit = self.params.max_tokens
+        if limit is None:
+            return max_model_len
+        return min(max_model_len, self.num_prompt_tokens + limit)
+
+    def completion(self, text: str) -> "CompletionOutput":
+        """Return what the user sees of it, with `text` as its decoded output."""
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=list(self.output_token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token chosen by the sampler."""
+
+    token_id: int
+    """The token."""
+    logprob: float
+    """Its log-probability under the model (before penalties and temperature)."""
+    top_logprobs: dict[int, float] | None = None
+    """Itself first, then the most probable tokens in order; None if not asked for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenEvent:
+    """One token of one sequence, as it became known; or, with finish_reason "error", its failure.
+
+    No token comes with a failure: token_id is NO_TOKEN, logprob is NaN, stop_reason says why.
+    """
+
+    request_id: str
+    """Whose token."""
+    index: int
+    """Which of the n answers."""
+    token_id: int
+    """The token."""
+    position: int
+    """Its place in prompt and output, from 0."""
+    finish_reason: FinishReason | None = None
+    """Why the sequence ended with this token; None if it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it, if one did; of a failure why."""
+    logprob: float
+    """Its log-probability under the model."""
+    top_logprobs: dict[int, float] | None = None
+    """Itself first, then the most probable tokens in order; None if not asked for."""
+    time_s: float = math.nan
+    """When the token was on the host, seconds of the engine's clock; set by the core."""
+    text: str = ""
+    """Text of the output that became final with it; none without a tokenizer."""
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    """Which of the n answers."""
+    text: str
+    """The output decoded; empty without a tokenizer."""
+    token_ids: list[int]
+    """The output in tokens, with the token that ended it."""
+    cumulative_logprob: float | None
+    """Sum of the log-probabilities of its tokens under the model."""
+    logprobs: list[dict[int, float]] | None
+    """For each token its own log-probability first, then the most probable ones."""
+    finish_reason: FinishReason | None
+    """stop | length | abort | error; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the model's own end of sequence."""
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """What came of one request."""
+
+    request_id: str
+    """Whose output."""
+    prompt: str | None
+    """The text, where there was one."""
+    prompt_token_ids: list[int]
+    """The prompt in tokens."""
+    outputs: list[CompletionOutput]
+    """The n answers; one with finish_reason error if the request was refused."""
+    finished: bool
+    """Whether every answer ended."""
+    error: str | None = None
+    """Why the request failed; None if it did not."""
+
+
+def finish_reason(
+    sequence: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int
+) -> tuple[FinishReason | None, int | None]:
+    """Return why a sequence ends with its newest token (None: it goes on), and the stop token."""
+    params = sequence.params
+    # The stop token itself does not count towards min_tokens.
+    if sequence.num_output_tokens > params.min_tokens:
+        if token_id in eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token_id in (params.stop_token_ids or ()):
+            return "stop", token_id
+    if sequence.num_tokens >= sequence.max_length(max_model_len):
+        return "length", None
+    return None, None
+
+
+def check_request_id(request_id: object) -> None:
+    """Return if a caller's name of a request is usable.
+
+    Raises:
+        RequestError: It is no text, or empty.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(
+            f"request_id: expected a string of at least one character, got {request_id!r}. None "
+            "makes a name."
+        )
+
+
+def check_request(
+    request: Request,
+    max_model_len: int,
+    vocab_size: int,
+    *,
+    eos_token_ids: Collection[int] = (),
+) -> None:
+    """Return if the request can be served.
+
+    Args:
+        request: What was sent.
+        max_model_len: Most tokens of prompt and output.
+        vocab_size: Token ids are below it.
+        eos_token_ids: The model's end-of-sequence tokens.
+
+    Raises:
+        RequestError: The prompt is empty, too long or holds no valid token ids, or a sampling
+            parameter is unusable.
+    """
+    request.params.check()
+    _check_prompt(request.prompt_token_ids, max_model_len, vocab_size)
+    stops = set(request.params.stop_token_ids or ())
+    outside = sorted(token_id for token_id in stops if token_id >= vocab_size)
+    if outside:
+        raise RequestError(
+            f"stop_token_ids: expected ids below the vocabulary's {vocab_size}, got {outside[0]}. "
+            "Remove it."
+        )
+    if not request.params.ignore_eos:
+        stops.update(i for i in eos_token_ids if 0 <= i < vocab_size)
+    if request.params.min_tokens > 0 and len(stops) >= vocab_size:
+        raise RequestError(
+            f"min_tokens={request.params.min_tokens}: expected at least one token that does not "
+            f"end the output, got {len(stops)} stop tokens in a vocabulary of {vocab_size}. "
+            "Remove some of stop_token_ids, or set min_tokens=0."
+        )
+
+
+def _are_ids(token_ids: list[Any], vocab_size: int) -> bool:
+    """Return whether all are plain integers of the vocabulary; some 30 ns a token."""
+    if [*map(type, token_ids)].count(int) != len(token_ids):
+        return False
+    try:
+        ids = array("I", token_ids)
+    except OverflowError:
+        return False
+    import numpy as np  # noqa: PLC0415  planning, which counts requests, does without
+
+    return int(np.asarray(ids).max()) < vocab_size
+
+
+def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
+    if not isinstance(token_ids, list):
+        raise RequestError(
+            f"prompt: expected a list of token ids, got {type(token_ids).__name__}. "
+            "Pass a list of integers."
+        )
+    if not token_ids:
+        raise RequestError("prompt: expected at least one token, got none. Pass a longer prompt.")
+    if len(token_ids) > max_model_len - 1:
+        raise RequestError(
+            f"prompt: expected at most {max_model_len - 1} tokens (max_model_len={max_model_len} "
+            f"less one to generate), got {len(token_ids)}. Shorten the prompt or raise "
+            "engine.max_model_len."
+        )
+    if _are_ids(token_ids, vocab_size):
+        return  # a long prompt is checked a token at a time only for the message
+    for position, token_id in enumerate(token_ids):
+        ok = not isinstance(token_id, bool) and isinstance(token_id, Integral)
+        if not ok or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"prompt: expected token ids from 0 to {vocab_size - 1} (the vocabulary), got "
+                f"{token_id!r} at position {position}. Encode the prompt with this model's "
+                "tokenizer."
+            )

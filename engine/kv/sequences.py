@@ -1,0 +1,363 @@
+"""Use of the KV blocks of both tiers and what became of their content, as plain data."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
+from typing import Any, Literal
+
+from engine.asked.request import Sequence
+from engine.errors import EngineError
+from engine.kv.eviction import Room, Tier
+from engine.kv.pool import TieredBlockPool
+from engine.kv.prefix import BlockContent, Found, KVPolicy, num_expired
+from engine.plan.kv_memory import num_held
+from engine.plan.memory import MemoryPlan
+
+GONE = -1
+AHEAD_PARTS = 8
+"""Blocks are stored ahead in so many parts of what a step could take."""
+
+
+class BlockGroups:
+    """Takes and gives back the blocks of sequences, in all groups at once.
+
+    A sequence's blocks lie on the GPU. One that is alone may take blocks of the host tier as well,
+    where a pool has such in place: those that the GPU has no room for. They stay where they are.
+
+    Args:
+        pools: Blocks of each group; of those behind the first the layers have a window, and
+            sequences own no host blocks.
+        step_tokens: Most tokens of a step.
+        policy: What content is remembered; None: none.
+
+    Raises:
+        EngineError: The pools differ in block_size, or one behind the first has no window or has
+            host blocks in place.
+    """
+
+    def __init__(
+        self,
+        pools: SequenceOf[TieredBlockPool],
+        step_tokens: int,
+        policy: KVPolicy | None = None,
+    ) -> None:
+        self.pools = tuple(pools)
+        first, *others = self.pools
+        sizes, windows = {pool.block_size for pool in pools}, [pool.window for pool in pools]
+        in_place = [pool.num_in_place for pool in others]
+        if len(sizes) > 1 or None in windows[1:] or any(in_place):
+            raise EngineError(
+                "block groups: expected pools of one block_size, and behind the first a window "
+                f"each and no host blocks in place, got block sizes {sorted(sizes)}, windows "
+                f"{windows} and {in_place} in place."
+            )
+        self.block_size = first.block_size
+        self._step_tokens = step_tokens
+        self._with_window = [item for item in enumerate(self.pools) if item[1].window is not None]
+        self.content = BlockContent(self.pools, KVPolicy() if policy is None else policy)
+        self.gpu_room = first.num_free
+        """Blocks of the first group that the GPU has for sequences."""
+        self.num_given_back = 0
+        """Counts times that blocks were given back."""
+        self._ahead = [0] * len(self.pools)
+
+    @classmethod
+    def planned(cls, plan: MemoryPlan, identity: tuple[str, ...] = ()) -> "BlockGroups":
+        """Return the groups of a plan.
+
+        Args:
+            plan: The memory plan in force.
+            identity: What the values in a block depend on beside tokens.
+        """
+        host = plan.host_kv
+        pools = [
+            TieredBlockPool(
+                group.num_gpu_blocks,
+                group.num_host_blocks,
+                plan.block_size,
+                num_in_place=group.num_in_place,
+                window=group.window,
+                block_bytes=group.block_bytes,
+            )
+            for group in plan.kv.groups
+        ]
+        policy = KVPolicy(
+            identity=identity,
+            prefix_caching=plan.prefix_caching,
+            swap_rates=None if host is None else host.swap_rates,
+            recompute_token_s=0.0 if host is None else host.recompute_token_s,
+        )
+        return cls(pools, plan.max_num_batched_tokens, policy)
+
+    def need(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the blocks of each group that a sequence of so many tokens holds in a step."""
+        step, size = self._step_tokens, self.block_size
+        return tuple(num_held(num_tokens, pool.window, step, size) for pool in self.pools)
+
+    def num_over(self, num_tokens: int) -> int:
+        """Return how many blocks of so many tokens the GPU could never hold."""
+        return max(0, self.need(num_tokens)[0] - self.gpu_room)
+
+    def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many blocks of each group a sequence's first `num_tokens` tokens lack."""
+        return max(0, -(-num_tokens // self.block_size) - len(sequence.block_tables[0]))
+
+    def have_room(self, num_blocks: int, *, alone: bool) -> bool:
+        """Return whether each group could hand out so many blocks.
+
+        Args:
+            num_blocks: Of each group.
+            alone: Whether they are for the only sequence.
+        """
+        return self._most(alone=alone) >= num_blocks
+
+    def can_admit(
+        self,
+        sequence: Sequence,
+        most: int,
+        found: Found,
+        running: Iterable[tuple[Sequence, int, int]],
+        more_tokens: int,
+    ) -> bool:
+        """Return whether a sequence has room on the GPU beside what running ones still need.
+
+        Args:
+            sequence: One that waits.
+            most: Most tokens that it will compute.
+            found: Blocks behind which it could begin.
+            running: Sequences, their known tokens and the most that each will compute.
+            more_tokens: For so many tokens beyond the known ones every sequence is to have room if
+                it can grow; with 0, those that run keep room for one block each.
+        """
+        left = [pool.num_free for pool in self.pools]
+        for other, known, longest in running:
+            for group, need in enumerate(self._reserve(other, known, longest, more_tokens)):
+                left[group] -= need
+        known = sequence.num_tokens
+        wanted = self.need(max(known, min(most, known + more_tokens)))
+        shared = self.content.num_shared(found)
+        return all(n >= w - s for n, w, s in zip(left, wanted, shared, strict=True))
+
+    def num_spare(self, sequences: Iterable[Sequence], more_tokens: int) -> list[int]:
+        """Return the blocks of each group that are free on the GPU and not needed soon.
+
+        Args:
+            sequences: Those that have blocks.
+            more_tokens: So many tokens will each of them compute beyond its known ones.
+        """
+        left = [pool.num_free for pool in self.pools]
+        for sequence in sequences:
+            known = sequence.num_tokens
+            lacking = self._reserve(sequence, known, known + more_tokens, more_tokens)
+            left = [n - lack for n, lack in zip(left, lacking, strict=True)]
+        return left
+
+    def _reserve(self, sequence: Sequence, known: int, most: int, more_tokens: int) -> list[int]:
+        """Blocks that a sequence lacks for its known tokens, and some if it can grow."""
+        size = self.block_size
+        more = max(1, -(-more_tokens // size))
+        end = min(-(-most // size), -(-known // size) + more)
+        parts = zip(self.need(most), sequence.block_tables, sequence.num_gone, strict=True)
+        return [
+            max(0, min(end - len(table), held - (len(table) - gone))) for held, table, gone in parts
+        ]
+
+    def extend(self, sequence: Sequence, start: int, want: int, *, alone: bool) -> int:
+        """Give a sequence blocks for up to `want` tokens from `start` on; return for how many.
+
+        Args:
+            sequence: Has blocks for the tokens before `start`.
+            start: Position of the first of these tokens.
+            want: At least 1.
+            alone: Whether no other sequence has blocks; then host blocks serve where GPU blocks
+                are short.
+        """
+        lacking = self.num_lacking(sequence, start + want)
+        if lacking == 0:
+            return want
+        count = min(lacking, self._most(alone=alone))
+        granted = min(want, (len(sequence.block_tables[0]) + count) * self.block_size - start)
+        if granted > 0:
+            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+                # In rising order, so that neighbours can be copied as one.
+                table.extend(sorted(pool.allocate(count, _room(alone=alone))))
+        return max(0, granted)
+
+    def _most(self, *, alone: bool) -> int:
+        """Blocks that every group can hand out."""
+        return min(pool.num_allocatable(_room(alone=alone)) for pool in self.pools)
+
+    def find(self, sequence: Sequence) -> Found:
+        """Find the leading blocks behind which a sequence can begin."""
+        return self.content.find(sequence)
+
+    def begin(self, sequence: Sequence, found: Found, *, alone: bool) -> bool:
+        """Give a sequence the blocks found; return whether there is room for them.
+
+        One that is alone begins behind as many of them as there is room for; what the GPU could
+        never hold of it stays in the host tier.
+        """
+        in_place = self.num_over(sequence.num_tokens) if alone else 0
+        if not self.content.can_claim(found, in_place):
+            if not alone:
+                return False
+            found = self._most_that_fits(sequence, found, in_place)
+        self.content.claim(sequence, found, in_place, GONE)
+        return True
+
+    def _most_that_fits(self, sequence: Sequence, found: Found, in_place: int) -> Found:
+        """Search for the longest prefix that can be claimed; none always can."""
+        best, low, high = self.content.find(sequence, 0), 0, found.num_blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            shorter = self.content.find(sequence, middle)
+            if self.content.can_claim(shorter, in_place):
+                best, low = shorter, middle
+            else:
+                high = middle
+        return best
+
+    def advance(self, sequence: Sequence) -> None:
+        """Make blocks findable that became full, and give back those that no token sees any more.
+
+        To be called once num_computed has grown. Blocks are judged by the start of the last full
+        block, from which a sequence goes on after a swap. Every step in force or still to be
+        planned begins there or later, the one in flight included, and so reads none of them: its
+        first token, at position s, sees positions s - window + 1 and up. What was given back is
+        written by its next owner in a step that is planned later, and steps run in order on one
+        stream, behind all that may still read it; moves run behind the steps before them.
+        """
+        self.content.name(sequence)
+        size = self.block_size
+        start = sequence.num_computed - sequence.num_computed % size
+        for group, pool in self._with_window:
+            table, gone = sequence.block_tables[group], sequence.num_gone[group]
+            end = min(len(table), num_expired(start, pool.window, size))
+            if end > gone:
+                num_prompt = max(0, sequence.num_prompt_tokens // size - gone)
+                self.content.expire(pool, table[gone:end], num_prompt)
+                table[gone:end] = [GONE] * (end - gone)
+                sequence.num_gone[group] = end
+                self.num_given_back += 1
+
+    def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
+        """Take all blocks of a sequence away; return how it goes on later."""
+        how = self.content.preempt(sequence)
+        sequence.drop_blocks()
+        self.num_given_back += 1
+        return how
+
+    def release(self, sequence: Sequence, *, is_bad: bool = False) -> None:
+        """Give back all blocks of a sequence that ended; if it is bad, forget what they hold."""
+        if sequence.block_tables:
+            for pool, table, gone in self.content.tables(sequence):
+                pool.free(table[gone:], self.content.retain)
+            self.num_given_back += 1
+        self.content.forget(sequence, is_bad=is_bad)
+        sequence.drop_blocks()
+
+    def store_ahead(self, num_tokens: int) -> None:
+        """Store what would give way next, as far as a step could take blocks.
+
+        Args:
+            num_tokens: Of the step that was planned. As many blocks are stored as they take, or a
+                part of what a whole step could take, so that a step of decodes is not held up.
+        """
+        limit = max(1, self._step_tokens // self.block_size)
+        most = max(limit // AHEAD_PARTS, -(-num_tokens // self.block_size), 1)
+        for group, pool in enumerate(self.pools):
+            if not pool.num_cpu_blocks:
+                continue
+            # Looking through the blocks pays once some of those that were ready are gone.
+            is_due = pool.num_changes - self._ahead[group] >= max(1, limit // AHEAD_PARTS)
+            if is_due and pool.store_ahead(limit, most) < most:
+                self._ahead[group] = pool.num_changes
+
+    def reset(self, tier: Tier | None = None) -> None:
+        """Forget all content of a tier, or of both; sequences keep their blocks."""
+        for pool in self.pools:
+            pool.reset(tier)
+        self.num_given_back += 1
+
+    def evict_gpu(self) -> None:
+        """Take all content without an owner off the GPU, as if its blocks were needed."""
+        for pool in self.pools:
+            pool.evict_idle()
+
+    @property
+    def num_moves(self) -> int:
+        """Moves that are not complete."""
+        return sum(pool.num_moves for pool in self.pools)
+
+    def check(self, max_model_len: int) -> None:
+        """Return if a sequence of max_model_len tokens can run to its end when it is alone.
+
+        Raises:
+            EngineError: A pool is too small.
+        """
+        for pool, need in zip(self.pools, self.need(max_model_len), strict=True):
+            room = pool.num_allocatable(_room(alone=True))
+            if room >= need:
+                continue
+            size, what = pool.block_size, f"one sequence of max_model_len={max_model_len} tokens"
+            if pool.window is not None:
+                what += f" (a window of {pool.window}, and a step)"
+            host = room - pool.num_free
+            tiers = f" ({pool.num_free} on the GPU, {host} in place in the host tier)"
+            raise EngineError(
+                f"KV blocks: expected room for {what}, got {room} free blocks of {size} tokens"
+                f"{tiers if host else ''} = {room * size}. Lower engine.max_model_len or give the "
+                "KV cache more blocks."
+            )
+
+
+def _room(*, alone: bool) -> Room:
+    return "either" if alone else "gpu"
+
+
+def kv_stats(groups: BlockGroups) -> dict[str, Any]:
+    """Return the figures of all groups of layers, counts in blocks unless the name says otherwise.
+
+    `gpu`, `cpu`, `evictions`, `stores_skipped` and `pool` are sums over the groups, and `groups`
+    has each one's. `prefix` counts sequences that were not preempted: tokens that need not be
+    computed, by where the first group had them, and bytes of the blocks found in all groups.
+    """
+    pools, size = groups.pools, groups.block_size
+    parts = [_of_pool(pool) for pool in pools]
+    sums = {name: _sum([part[name] for part in parts]) for name in parts[0]}
+    first = pools[0].stats
+    return {
+        "block_bytes": pools[0].block_bytes,
+        **sums,
+        "prefix": {
+            "hits_gpu_tokens": (first.hits_gpu + first.hits_unseen_gpu) * size,
+            "hits_cpu_tokens": (first.hits_cpu + first.hits_unseen_cpu) * size,
+            "missed_tokens": first.misses * size,
+            "hits_gpu_bytes": sum(pool.stats.hits_gpu * pool.block_bytes for pool in pools),
+            "hits_cpu_bytes": sum(pool.stats.hits_cpu * pool.block_bytes for pool in pools),
+        },
+        "stores_skipped": sums["pool"]["stores_skipped"],
+        "groups": [
+            part | {"block_bytes": pool.block_bytes}
+            for part, pool in zip(parts, pools, strict=True)
+        ],
+    }
+
+
+def _of_pool(pool: TieredBlockPool) -> dict[str, dict[str, int]]:
+    gpu, cpu, stats = asdict(pool.use("gpu")), asdict(pool.use("cpu")), pool.stats
+    del gpu["in_transit"]
+    return {
+        "gpu": {"blocks": pool.num_gpu_blocks, **gpu},
+        "cpu": {"blocks": pool.num_cpu_blocks, **cpu, "in_place": pool.num_in_place},
+        "evictions": {
+            "gpu_kept": stats.evicted_kept,
+            "gpu_lost": stats.evicted_lost,
+            "cpu": stats.evicted_cpu,
+        },
+        "pool": stats.as_dict(),
+    }
+
+
+def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(each[name] for each in counts) for name in counts[0]}

@@ -1,0 +1,322 @@
+"""ModelSpec: the sizes of a model, its parameters by checkpoint name; pure arithmetic, no torch."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from engine.errors import CheckpointError, ConfigError
+from engine.model.families import (
+    ARCHITECTURES,
+    FULL,
+    MAX_LAYERS,
+    ROPE_OPTIONS,
+    ROPE_TYPES,
+    WINDOW,
+    Architecture,
+    sizes_of,
+)
+from engine.sealed import Sealed, check_choice, check_flag, check_number
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""Norms of a layer's hidden states."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the engine: parameters joined along dimension 0, placed as a whole."""
+
+    name: str
+    parts: tuple[ParamSpec, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the joined tensor."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(kw_only=True)
+class ModelSpec(Sealed):
+    """Sizes of one decoder model, under the names of its config.json."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Empty, or rope_type (linear | llama3 | yarn) with its factors."""
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    """Most tokens that a layer with a window attends to, the query's own among them; null: every
+    layer attends to the whole context."""
+    layer_types: list[str] = field(default_factory=list)
+    """sliding_attention or full_attention for each layer; empty: all alike, with a window where
+    sliding_window is set."""
+    rope_local_base_freq: float | None = None
+    """rope_theta of layers with a window, which then have no rope_scaling; null: as the others."""
+    query_pre_attn_scalar: float | None = None
+    """Attention scores are divided by its root; null: head_dim."""
+    dtype: str = "bfloat16"
+    """dtype of the checkpoint."""
+
+    def check(self) -> None:
+        """Raise ConfigError when the sizes contradict each other."""
+        check_choice(
+            "model.spec.model_type",
+            self.model_type,
+            tuple(ARCHITECTURES),
+            "Other architectures are not supported.",
+        )
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            high = MAX_LAYERS if name == "num_hidden_layers" else math.inf
+            check_number(f"model.spec.{name}", getattr(self, name), low=1, high=high, integer=True)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                "model.spec.num_key_value_heads: expected a divisor of num_attention_heads="
+                f"{self.num_attention_heads}, got {self.num_key_value_heads}."
+            )
+        if self.head_dim % 2 or not 16 <= self.head_dim <= 256:
+            raise ConfigError(
+                f"model.spec.head_dim: expected an even number from 16 to 256, got {self.head_dim}."
+            )
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            check_flag(f"model.spec.{name}", getattr(self, name))
+        check_choice("model.spec.dtype", self.dtype, DTYPES)
+        check_number("model.spec.rope_theta", self.rope_theta, low=0, low_open=True)
+        check_number("model.spec.rms_norm_eps", self.rms_norm_eps, low=0)
+        for name in ("rope_local_base_freq", "query_pre_attn_scalar"):
+            if getattr(self, name) is not None:
+                check_number(f"model.spec.{name}", getattr(self, name), low=0, low_open=True)
+        self._check_window()
+        self._check_rope_scaling()
+
+    def _check_window(self) -> None:
+        window, types = self.sliding_window, list(self.layer_types)
+        if window is not None:
+            check_number("model.spec.sliding_window", window, low=1, integer=True)
+        elif types or self.rope_local_base_freq is not None:
+            name = "layer_types" if types else "rope_local_base_freq"
+            raise ConfigError(
+                f"model.spec.{name}: expected a sliding_window beside it, got none: it would have "
+                "no effect. Set model.spec.sliding_window, or remove it."
+            )
+        if not types:
+            return
+        for kind in types:
+            check_choice("model.spec.layer_types", kind, (WINDOW, FULL))
+        if len(types) != self.num_hidden_layers or WINDOW not in types:
+            raise ConfigError(
+                f"model.spec.layer_types: expected one of {self.num_hidden_layers} layers each, "
+                f"{WINDOW} among them, got {len(types)}: {', '.join(types)}."
+            )
+
+    def _check_rope_scaling(self) -> None:
+        kind = self.rope_scaling.get("rope_type", "default")
+        check_choice("model.spec.rope_scaling.rope_type", kind, tuple(ROPE_TYPES))
+        for name in ROPE_TYPES[kind]:
+            value = self.rope_scaling.get(name)
+            check_number(f"model.spec.rope_scaling.{name}", value, low=0, low_open=True)
+        options = ROPE_OPTIONS.get(kind, ())
+        for name in (option for option in options if option in self.rope_scaling):
+            if name == "truncate":
+                check_flag(f"model.spec.rope_scaling.{name}", self.rope_scaling[name])
+            else:
+                check_number(f"model.spec.rope_scaling.{name}", self.rope_scaling[name], low=0)
+        known = (*ROPE_TYPES[kind], *options)
+        ignored = sorted(self.rope_scaling.keys() - {"rope_type", *known})
+        if kind == "default" and ignored:
+            raise ConfigError(
+                f"model.spec.rope_scaling: expected a rope_type (linear, llama3 or yarn) for "
+                f"{', '.join(ignored)}, got none. Set model.spec.rope_scaling.rope_type."
+            )
+        if ignored:
+            raise ConfigError(
+                f"model.spec.rope_scaling: expected only {', '.join(known)} with "
+                f"rope_type={kind}, got {', '.join(ignored)}. Remove it."
+            )
+
+    @property
+    def architecture(self) -> Architecture:
+        """The family's differences."""
+        return ARCHITECTURES[self.model_type]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Most tokens that each layer attends to, the query's own among them; None: all."""
+        kinds = self.layer_types or [WINDOW] * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == WINDOW else None for kind in kinds)
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """Multiplies the embedding where hidden states start; None: nothing does."""
+        return math.sqrt(self.hidden_size) if self.architecture.scales_embedding else None
+
+    @property
+    def attention_scale(self) -> float:
+        """Multiplies attention scores."""
+        scalar = self.query_pre_attn_scalar
+        return 1 / math.sqrt(self.head_dim if scalar is None else scalar)
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads (and of all value heads)."""
+        return self.num_key_value_heads * self.head_dim
+
+    def layer_tensors(self, layer: int) -> tuple[TensorSpec, ...]:
+        """Return one decoder layer's tensors in declaration order."""
+        return self._all_layer_tensors[layer]
+
+    @cached_property
+    def _all_layer_tensors(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        layers = range(self.num_hidden_layers)
+        return tuple(tuple(self._layer_tensors(f"model.layers.{layer}.")) for layer in layers)
+
+    def _layer_tensors(self, prefix: str) -> Iterator[TensorSpec]:
+        arch, hidden, ffn = self.architecture, self.hidden_size, self.intermediate_size
+        q, kv = self.q_size, self.kv_size
+
+        def linear(
+            fused: str, outs: dict[str, int], width: int, bias: bool
+        ) -> Iterator[TensorSpec]:
+            for kind, tail in (("weight", (width,)), ("bias", ())):
+                if kind == "weight" or bias:
+                    parts = tuple(
+                        ParamSpec(f"{prefix}{name}.{kind}", (rows, *tail))
+                        for name, rows in outs.items()
+                    )
+                    yield TensorSpec(f"{prefix}{fused}.{kind}", parts)
+
+        def vector(name: str, size: int) -> TensorSpec:
+            return TensorSpec(
+                f"{prefix}{name}.weight", (ParamSpec(f"{prefix}{name}.weight", (size,)),)
+            )
+
+        att = "self_attn."
+        qkv = {f"{att}q_proj": q, f"{att}k_proj": kv, f"{att}v_proj": kv}
+        yield from linear(f"{att}qkv_proj", qkv, hidden, self._has_bias(arch.qkv_bias))
+        yield from linear(f"{att}o_proj", {f"{att}o_proj": hidden}, q, self._has_bias(arch.o_bias))
+        if arch.qk_norm != "none":
+            head = arch.qk_norm == "head"
+            yield vector(f"{att}q_norm", self.head_dim if head else q)
+            yield vector(f"{att}k_norm", self.head_dim if head else kv)
+        mlp_bias = self.mlp_bias if arch.mlp_bias is None else arch.mlp_bias
+        gate_up = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
+        yield from linear("mlp.gate_up_proj", gate_up, hidden, mlp_bias)
+        yield from linear("mlp.down_proj", {"mlp.down_proj": hidden}, ffn, mlp_bias)
+        for name in NORMS[arch.norms]:
+            yield vector(name, hidden)
+
+    def _has_bias(self, rule: bool | None) -> bool:
+        return self.attention_bias if rule is None else rule
+
+    def outer_tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the tensors outside the layers: embedding, final norm, head if untied."""
+        embed = ParamSpec("model.embed_tokens.weight", (self.vocab_size, self.hidden_size))
+        norm = ParamSpec("model.norm.weight", (self.hidden_size,))
+        specs = [embed, norm]
+        if not self.tie_word_embeddings:
+            specs.append(ParamSpec("lm_head.weight", (self.vocab_size, self.hidden_size)))
+        return tuple(TensorSpec(spec.name, (spec,)) for spec in specs)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Yield every tensor: embedding, layers in order, final norm, head."""
+        outer = self.outer_tensors()
+        yield outer[0]
+        for layer in range(self.num_hidden_layers):
+            yield from self.layer_tensors(layer)
+        yield from outer[1:]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones counted once."""
+        layer = sum(tensor.numel for tensor in self.layer_tensors(0))
+        return layer * self.num_hidden_layers + sum(t.numel for t in self.outer_tensors())
+
+    def weight_bytes(self, dtype: str | None = None) -> int:
+        """Bytes of all parameters in `dtype` (default: the checkpoint's)."""
+        return self.num_parameters * DTYPE_BYTES[dtype or self.dtype]
+
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return 2 * self.num_hidden_layers * self.kv_size * DTYPE_BYTES[dtype or self.dtype]
+
+    @classmethod
+    def from_hf_config(
+        cls, config: Mapping[str, Any], stored_dtype: str | None = None
+    ) -> "ModelSpec":
+        """Read the sizes from the content of a config.json.
+
+        Args:
+            config: What the file holds.
+            stored_dtype: dtype where it states none; None: float32.
+
+        Raises:
+            CheckpointError: The architecture, activation or rotary scaling is not supported, or a
+                value is of the wrong kind.
+        """
+        if not isinstance(config, Mapping):
+            raise CheckpointError(f"config.json: expected an object, got {type(config).__name__}.")
+        try:
+            return cls(**sizes_of(config, stored_dtype))
+        except KeyError as error:
+            raise CheckpointError(f"config.json: expected the key {error}, found none.") from error
+        except ConfigError as error:
+            raise CheckpointError(f"config.json: {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"config.json: a value is of the wrong kind ({error}). Fetch it again."
+            ) from error

@@ -1,1 +1,0 @@
-"""The functional decoder and its table of architectures."""

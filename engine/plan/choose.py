@@ -1,0 +1,498 @@
+"""Choose the placement of every tensor by predicted times.
+
+Candidates are what the engine can run: an untied embedding table read in place, which costs
+nothing; then as few layers as free the room that is needed, spread evenly, whole or some products
+of each, copied ahead into slots or read in place; the last of them only in part where that is
+enough. Pure arithmetic, no torch.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any, Final
+
+from engine.model.spec import DTYPE_BYTES
+from engine.plan.kv_memory import KVSizes
+from engine.plan.memory import (
+    Asked,
+    MemoryPlan,
+    align,
+    asked_tier,
+    build_plan,
+    plan_fits,
+    prefill_graph_bytes,
+    served,
+    step_blocks,
+)
+from engine.plan.policy import Assignment, Placement, assign_resident, spread_layers
+from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
+from engine.plan.times import CONTEXT_TOKENS, EMBED, Rates, Shape, decode_step_s, shape_of, step_s
+from engine.sealed import GIB
+
+TIE: Final = 0.002
+"""Times that differ by less count as equal; then fewer bytes in host memory decide."""
+NUM_LISTED: Final = 5
+NOTHING: Final = "everything in GPU memory"
+"""Label of the candidate that moves nothing."""
+GAIN: Final = 1.1
+"""How much faster a queue must be predicted to move something where nothing has to be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One placement; its times are predicted when they are asked for."""
+
+    label: str
+    assignment: Assignment
+    shape: Shape
+    host_bytes: int
+    rates: Rates
+    context_tokens: int
+    """Of the sequence whose decode step counts."""
+
+    @cached_property
+    def decode_s(self) -> float:
+        """The time of a decode step at batch 1."""
+        return decode_step_s(self.shape, self.rates, 1, self.context_tokens)
+
+    @cached_property
+    def queue_s(self) -> float:
+        """The time of a queue of requests."""
+        prompt, output = queue_of(self.shape.max_model_len)
+        return queue_s(self.shape, self.rates, QUEUE_REQUESTS, prompt, output)
+
+    @cached_property
+    def waves_s(self) -> float:
+        """The same, roughly: as many at once as have room at their mean length, all alike."""
+        prompt, output = queue_of(self.shape.max_model_len)
+        batch = min(QUEUE_REQUESTS, self.shape.concurrency(prompt + output / 2))
+        part = min(batch * prompt, self.shape.max_num_batched_tokens)
+        first_s = step_s(self.shape, self.rates, prefill=part, rows=max(1, part // prompt))
+        then_s = decode_step_s(self.shape, self.rates, batch, prompt + output / 2)
+        wave_s = batch * prompt / part * first_s + (output - 1) * then_s
+        return QUEUE_REQUESTS / batch * wave_s
+
+    def score(self, objective: str) -> tuple[int, int]:
+        """Return what is least for the best candidate."""
+        seconds = self.queue_s if objective == "throughput" else self.decode_s
+        return round(math.log(seconds) / TIE), self.host_bytes
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data for the record."""
+        prompt, output = queue_of(self.shape.max_model_len)
+        return {
+            "label": self.label,
+            "host_gib": self.host_bytes / GIB,
+            "kv_tokens": self.shape.kv_tokens,
+            "decode_step_ms": self.decode_s * 1e3,
+            "queue_output_tokens_s": QUEUE_REQUESTS * output / self.queue_s,
+            "queue_prompt_tokens": prompt,
+        }
+
+
+def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict[str, Any]:
+    """Return what was chosen and why as plain data; the first candidate is the choice."""
+    best = candidates[0]
+    what = {
+        "latency": "the shortest decode step at batch 1",
+        "throughput": f"the most output tokens/s of a queue of {QUEUE_REQUESTS} requests",
+        "context": "the longest sequence, then the shortest decode step at its end",
+    }[objective]
+    why = f"{what} of {len(candidates)} placements that fit"
+    if best.label == NOTHING:
+        why = f"it fits, and none of {len(candidates)} placements has {GAIN - 1:.0%} more tokens/s"
+    return {
+        "objective": objective,
+        "chosen": best.label,
+        "why": f"{why} (predicted; {rates.source})",
+        "candidates": [candidate.row() for candidate in candidates[:NUM_LISTED]],
+    }
+
+
+def label_of(
+    taken: list[tuple[str, ...]],
+    outer: tuple[str, ...],
+    kind: Placement,
+    slots: int,
+    name: str,
+) -> str:
+    """Return what a candidate is called.
+
+    Args:
+        taken: Of each layer, the products that are in host memory.
+        outer: Tensors outside the layers that are read in place.
+        kind: Placement of what is taken.
+        slots: That it is copied into.
+        name: Of the granule.
+    """
+    parts = []
+    if outer:
+        names = ["embedding", "output head"][: len(outer)]
+        parts.append(f"{' and '.join(names)} read in place")
+    count = sum(1 for items in taken if items)
+    if count:
+        what = f"{count} layers" if name == "whole layers" else f"{name} of {count} layers"
+        how = {
+            Placement.PREFETCH: f"copied ahead, {slots} slots",
+            Placement.UVA: "read in place",
+            Placement.ON_DEMAND: "copied on demand",
+        }[kind]
+        used = [items for items in taken if items]
+        if used[-1] != used[0]:
+            names = [item.split(".")[-2] for item in used[-1]]
+            what += f" (of the last: {', '.join(names)})"
+        parts.append(f"{what} {how}")
+    return "; ".join(parts)
+
+
+HEAD: Final = "lm_head.weight"
+QKV, OUT, GATE_UP, DOWN = (
+    "self_attn.qkv_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
+)
+GRANULES: Final = {
+    "whole layers": (),
+    "mlp": (GATE_UP, DOWN),
+    "attention products": (QKV, OUT),
+    "mlp.gate_up_proj": (GATE_UP,),
+    "mlp.down_proj": (DOWN,),
+    "self_attn.qkv_proj": (QKV,),
+    "self_attn.o_proj": (OUT,),
+}
+"""What is taken of a layer; nothing named: all of it."""
+NEAR: Final = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.35, 1.5, 1.75)
+"""Of the KV blocks of the best candidate for a queue, where better ones are looked for."""
+NUM_CLOSE: Final = 12
+"""Candidates for a queue whose steps are counted one by one."""
+
+
+class Chooser:
+    """Enumerates candidates for one question.
+
+    Args:
+        asked: Model, budget and limits.
+        rates: Of the machine that the plan is for.
+    """
+
+    def __init__(self, asked: Asked, rates: Rates) -> None:
+        self._asked = asked
+        self._rates = rates
+        self._spec = asked.spec
+        self._size = DTYPE_BYTES[asked.dtype]
+        self._layers = asked.spec.num_hidden_layers
+        self._tensors = {
+            tensor.name.split(".", 3)[3]: align(tensor.numel * self._size)
+            for tensor in asked.spec.layer_tensors(0)
+        }
+        self._outer = {t.name: align(t.numel * self._size) for t in asked.spec.outer_tensors()}
+        self.resident = build_plan(asked, assign_resident(asked.spec))
+        self._tier = asked_tier(asked, self.resident.kv, 0)
+        self._prefill_graphs = prefill_graph_bytes(asked, self.resident)
+
+    @cached_property
+    def _least_blocks(self) -> int:
+        """KV blocks on the GPU that one step fills, or that cannot lie in the host tier."""
+        alone = max(step_blocks(self.resident.kv), self._sequence_blocks - self._tier.reach)
+        return max(min(self._sequence_blocks, alone), self._wanted_blocks)
+
+    @cached_property
+    def _fewest_blocks(self) -> int:
+        """KV blocks that must have room on the GPU: beside a host tier, of a short sequence."""
+        short = self.resident.kv.blocks(min(CONTEXT_TOKENS, self._asked.max_model_len))[0] + 1
+        alone = max(short, self._sequence_blocks - self._tier.reach)
+        return max(min(self._least_blocks, alone), self._wanted_blocks)
+
+    @property
+    def _wanted_blocks(self) -> int:
+        """KV blocks that are asked for."""
+        return math.ceil((self._asked.config.planner.kv_tokens or 0) / self.resident.block_size)
+
+    @property
+    def _sequence_blocks(self) -> int:
+        """KV blocks of one sequence of max_model_len, as those below in the first group."""
+        return self.resident.kv.blocks(self._asked.max_model_len)[0]
+
+    @property
+    def most_kv_tokens(self) -> int:
+        """Tokens of KV that have a use: of max_num_seqs sequences, unless prefixes are kept."""
+        return self.resident.kv.most[0] * self.resident.block_size
+
+    def _is_enough(self, plan: MemoryPlan) -> bool:
+        return plan_fits(plan) and plan.num_gpu_blocks >= self._fewest_blocks
+
+    @property
+    def resident_fits(self) -> bool:
+        """Whether everything fits the GPU."""
+        has_room = self.resident.num_gpu_blocks >= self._least_blocks
+        return has_room and self._is_enough(self.resident)
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether everything stays on the GPU: it fits, and more room for KV serves no queue."""
+        return self.resident_fits and self._asked.config.planner.objective != "throughput"
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether everything fits the GPU, or some candidate does."""
+        found = self._candidates(self._block_targets("latency"))
+        return self.resident_fits or any(map(self._fits, found))
+
+    @cached_property
+    def _base(self) -> Shape:
+        return shape_of(self.resident, self._spec)
+
+    def best(self) -> tuple[MemoryPlan, list[Candidate]] | None:
+        """Return the plan of the best candidate that fits, and it and all behind it, in order."""
+        return next(self.ranked(), None)
+
+    def ranked(self) -> Iterator[tuple[MemoryPlan, list[Candidate]]]:
+        """Yield plans that fit, the best first, each with its candidate and all behind it."""
+        objective = self._asked.config.planner.objective
+        is_queue = objective == "throughput"
+        nothing = [self._nothing()] if is_queue and self.resident_fits else []
+        ranked = self._in_order([*nothing, *self._candidates(self._block_targets(objective))])
+        if is_queue:
+            best = next((x for x in ranked if x.label != NOTHING), None)  # all of them fit
+            near = [] if best is None else self._candidates(self._near(best))
+            known = {item.label for item in ranked}
+            ranked = self._in_order([*ranked, *(x for x in near if x.label not in known)])
+        if nothing and ranked[0].queue_s * GAIN > nothing[0].queue_s:
+            ranked = [*nothing, *(item for item in ranked if item.label != NOTHING)]
+        for index, candidate in enumerate(ranked):
+            plan = self._plan_of(candidate)
+            if self._is_enough(plan):
+                yield plan, ranked[index:]
+
+    def _nothing(self) -> Candidate:
+        """Return the candidate that moves nothing."""
+        return Candidate(
+            label=NOTHING,
+            assignment=assign_resident(self._spec),
+            shape=self._base,
+            host_bytes=0,
+            rates=self._rates,
+            context_tokens=min(CONTEXT_TOKENS, self._asked.max_model_len),
+        )
+
+    def _in_order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Return them, the best first; of a queue those that may be are looked at closely."""
+        objective = self._asked.config.planner.objective
+        if objective != "throughput":
+            return sorted(candidates, key=lambda item: item.score(objective))
+        rough = sorted(filter(self._fits, candidates), key=lambda item: item.waves_s)
+        head = sorted(rough[:NUM_CLOSE], key=lambda item: item.score(objective))
+        return head + rough[NUM_CLOSE:]
+
+    def fitting(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Return those that fit: one may leave enough of the GPU and still lack host memory."""
+        return [item for item in candidates if self._fits(item)]
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether its plan would be enough, without laying out its tensors where that is known."""
+        resident, shape = self.resident, candidate.shape
+        if not resident.pin or resident.facts.emulated:
+            return self._is_enough(self._plan_of(candidate))  # more changes than what is moved
+        plan = replace(
+            resident,
+            kv=shape.kv,
+            host_items=resident.host_items | {"pinned_weights": candidate.host_bytes},
+        )
+        return self._is_enough(plan)
+
+    def _has_room(self, candidate: Candidate) -> bool:
+        return candidate.shape.kv.pools[0] >= self._fewest_blocks
+
+    def _plan_of(self, candidate: Candidate) -> MemoryPlan:
+        return build_plan(self._asked, served(self._asked, candidate.assignment))
+
+    def _candidates(self, targets: list[int]) -> Iterator[Candidate]:
+        """Yield what makes room for so many KV blocks each, every placement once."""
+        facts, seen = self._asked.facts, set()
+        kinds = [Placement.ON_DEMAND]
+        if facts.can_pin:
+            kinds = [Placement.PREFETCH, *([Placement.UVA] if facts.can_uva else [])]
+        for blocks in targets:
+            for outer in self._outer_options():
+                found = False
+                for kind in kinds:
+                    for lookahead in (1, 2) if kind is Placement.PREFETCH else (1,):
+                        for name in GRANULES:
+                            item = self._candidate(blocks, outer, kind, lookahead, name)
+                            found |= item is not None and self._has_room(item)
+                            if item is not None and item.label and item.label not in seen:
+                                seen.add(item.label)
+                                yield item
+                if found:
+                    break  # the head is read from the host only where nothing else is enough
+
+    def _block_targets(self, objective: str) -> list[int]:
+        """KV blocks to make room for."""
+        asked, least = self._asked, self._least_blocks
+        alone = {least, max(least, self._sequence_blocks)}
+        fewest = self._fewest_blocks
+        alone |= {fewest * step for step in (1, 2, 4) if fewest * step < least}
+        if objective != "throughput":
+            return sorted(alone)
+        most = asked.config.engine.max_num_seqs
+        each = self.resident.kv.blocks(sum(queue_of(asked.max_model_len)))[0]
+        counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+        useful = self.resident.kv.useful[0]
+        return sorted(alone | {max(least, min(count * each, useful)) for count in counts})
+
+    def _near(self, best: Candidate) -> list[int]:
+        """KV blocks around those of a candidate, to look at more closely."""
+        blocks, least = best.shape.kv.pools[0], self._least_blocks
+        useful = self.resident.kv.useful[0]
+        return sorted({max(least, min(int(share * blocks), useful)) for share in NEAR})
+
+    def _outer_options(self) -> list[tuple[str, ...]]:
+        """Tensors outside the layers that are read in place; a tied table never is."""
+        if not self._asked.facts.can_uva or self._spec.tie_word_embeddings:
+            return [()]
+        return [(EMBED,), (EMBED, HEAD)]
+
+    def _candidate(
+        self, blocks: int, outer: tuple[str, ...], kind: Placement, lookahead: int, name: str
+    ) -> Candidate | None:
+        """Return the least offload of one sort that leaves the blocks free, or None."""
+        plan, tier = self.resident, self._tier
+        other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
+        if "kv_stages" in plan.gpu_items:
+            other -= plan.gpu_items["kv_stages"] + self._tier.graph_bytes
+        freed = sum(self._outer[item] for item in outer)
+        need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
+        if need > 0:  # steps with prompts are captured only where no layer is moved
+            other -= self._prefill_graphs
+            need = max(1, need - self._prefill_graphs)
+        taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
+        if taken is None:
+            return None
+        sizes = [sum(self._tensors[item] for item in items) for items in taken]
+        slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
+        moved = sum(sizes)
+        left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
+        shape = self._shape(sizes, outer, kind, slots, tier.share_out(plan.kv, left))
+        context = self._asked.max_model_len
+        if self._asked.config.planner.objective != "context":
+            context = min(CONTEXT_TOKENS, context)
+        return Candidate(
+            label=label_of(taken, outer, kind, slots, name),
+            assignment=self._assignment(taken, outer, kind, lookahead),
+            shape=shape,
+            host_bytes=moved + freed,
+            rates=self._rates,
+            context_tokens=context,
+        )
+
+    def _room(self, blocks: int) -> int:
+        """Bytes on the GPU with which there are so many blocks, and stages where they are few."""
+        kv, tier = self.resident.kv, self._tier
+        if not tier.reach or blocks >= self._sequence_blocks:
+            return kv.room(blocks)
+        room = least = kv.room(blocks, tier.reach)
+        for _ in range(4):  # buffers are a small share of the room that they are part of
+            room = least + tier.in_place_bytes(room)
+        return room + 2 * tier.layer_bytes
+
+    def _num_slots(self, kind: Placement, lookahead: int) -> int:
+        settings = self._asked.config.engine
+        if kind is Placement.UVA:
+            return 2 if settings.uva_stage_tokens <= settings.max_num_batched_tokens else 0
+        return lookahead + 1 if kind is Placement.PREFETCH else 1
+
+    def _choose_layers(self, need: int, name: str, slots: int) -> list[tuple[str, ...]] | None:
+        """Return what is taken of each layer so that `need` bytes are freed beside the slots."""
+        whole = GRANULES[name] or tuple(self._tensors)
+        none: list[tuple[str, ...]] = [()] * self._layers
+        if need <= 0:
+            return none
+        size = sum(self._tensors[item] for item in whole)
+        count = slots + math.ceil(need / size)
+        if count > self._layers:
+            # A queue takes as much room as there is.
+            is_queue = self._asked.config.planner.objective == "throughput"
+            return [whole] * self._layers if is_queue and not GRANULES[name] else None
+        taken = none
+        places = spread_layers(self._layers, count)
+        for layer in places:
+            taken[layer] = whole
+        taken[places[-1]] = self._part(whole, need - (count - 1 - slots) * size)
+        return taken
+
+    def _part(self, whole: tuple[str, ...], least: int) -> tuple[str, ...]:
+        """Return the fewest bytes of products that reach `least`, or the whole."""
+        products = [item for item in whole if item in {QKV, OUT, GATE_UP, DOWN}]
+        options = [
+            items
+            for count in range(1, len(products) + 1)
+            for items in combinations(products, count)
+        ]
+        sizes = {items: sum(self._tensors[item] for item in items) for items in options}
+        enough = [items for items in options if sizes[items] >= least]
+        part = min(enough, key=sizes.__getitem__, default=whole)
+        return whole if len(part) == len(products) else part
+
+    def _shape(
+        self,
+        sizes: list[int],
+        outer: tuple[str, ...],
+        kind: Placement,
+        slots: int,
+        kv: KVSizes,
+    ) -> Shape:
+        base = self._base
+        head = self._outer.get(HEAD, 0) if HEAD in outer else 0
+        threshold = self._asked.config.engine.uva_stage_tokens
+        return replace(
+            base,
+            resident_bytes=tuple(
+                whole - size for whole, size in zip(base.resident_bytes, sizes, strict=True)
+            ),
+            offloaded_bytes=tuple(sizes),
+            placement=kind if any(sizes) else Placement.RESIDENT,
+            num_slots=slots,
+            stage_tokens=threshold if kind is Placement.UVA and slots else None,
+            head_bytes=base.head_bytes - head,
+            head_in_place_bytes=head,
+            embed_row_bytes=self._spec.hidden_size * self._size if EMBED in outer else 0,
+            uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
+            captured_prefills=() if any(sizes) else base.captured_prefills,
+            is_pinned=self._asked.facts.can_pin,
+            kv=kv,
+        )
+
+    def _assignment(
+        self, taken: list[tuple[str, ...]], outer: tuple[str, ...], kind: Placement, lookahead: int
+    ) -> Assignment:
+        facts = self._asked.facts
+        placements = self.resident.placements | dict.fromkeys(outer, Placement.UVA)
+        for layer, items in enumerate(taken):
+            for item in items:
+                placements[f"model.layers.{layer}.{item}"] = kind
+        notes = []
+        if not facts.can_pin:
+            notes.append(
+                f"fallback: copying ahead and reading in place are not possible ({facts.reason}), "
+                "so offloaded layers are copied on demand from pageable host memory."
+            )
+        elif not facts.can_uva:
+            notes.append(
+                f"fallback: reading in place is not possible ({facts.reason}), so everything but "
+                "the layers stays in GPU memory."
+            )
+        return Assignment(placements, lookahead, notes)
+
+
+def largest(low: int, high: int, is_good: Callable[[int], bool]) -> int | None:
+    """Return the largest number from low to high for which a falling condition holds."""
+    if high < low or not is_good(low):
+        return None
+    bad = high + 1
+    while bad - low > 1:
+        middle = (low + bad) // 2
+        low, bad = (middle, bad) if is_good(middle) else (low, middle)
+    return low

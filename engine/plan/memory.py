@@ -1,0 +1,739 @@
+"""From a placement to a MemoryPlan: every byte on both sides. Pure arithmetic, no torch."""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from engine.asked.config import EngineConfig, GPUConfig
+from engine.errors import CapacityError, ConfigError
+from engine.model.spec import DTYPE_BYTES, ModelSpec, TensorSpec
+from engine.plan.kv_memory import HostKVPlan, HostTierSizes, KVSizes, host_tier_sizes, kv_sizes
+from engine.plan.policy import Assignment, Placement, fall_back
+from engine.plan.sizes import (
+    HOST_DECODES,
+    MAX_LOAD_THREADS,
+    activation_bytes,
+    captured_bytes,
+    graph_sizes,
+    load_staging_bytes,
+    logits_bytes,
+    pad_batch,
+    prefill_sizes,
+    runtime_bytes,
+    tokenizer_bytes,
+)
+from engine.sealed import GIB
+
+UNKNOWN_HOST_BYTES = 2**50
+"""Host memory of a machine that is not here: no limit."""
+ALIGNMENT = 256
+"""Every tensor of a slab starts at a multiple of this, bytes."""
+
+
+def align(num_bytes: int) -> int:
+    """Round up to the alignment of tensors in a slab."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What a plan must know of a machine."""
+
+    kind: str
+    """cuda | cpu."""
+    name: str
+    total_bytes: int
+    """Memory of the card (CPU: what may serve as an emulated card)."""
+    free_bytes: int
+    """Of it, free now."""
+    host_available_bytes: int
+    """Host memory that can be taken: the least of free memory and cgroup limit."""
+    can_pin: bool = True
+    can_uva: bool = True
+    reason: str = ""
+    """Why pinning or in-place reads are not possible."""
+    pin_limit_bytes: int | None = None
+    """Host memory that may be pinned where a limit on locked memory binds the driver."""
+    num_threads: int = MAX_LOAD_THREADS
+    """That read weights."""
+    holders: tuple[str, ...] = ()
+    """Other processes with memory of the card, in words."""
+
+    @classmethod
+    def of_card(cls, gpu: GPUConfig) -> "DeviceFacts":
+        """Return a card that is not here, free of others' memory, in a machine of any host memory.
+
+        Args:
+            gpu: its memory_gib is set.
+        """
+        total = int((gpu.memory_gib or 0) * 2**30)
+        return cls(
+            kind="cuda",
+            name=gpu.name,
+            total_bytes=total,
+            free_bytes=total,
+            host_available_bytes=UNKNOWN_HOST_BYTES,
+        )
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the GPU tier is host memory standing in for a card."""
+        return self.kind == "cpu"
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Tensors laid out one after another, aligned."""
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: list[TensorSpec], dtype_bytes: int) -> "Slab":
+        """Lay the tensors out in order."""
+        offsets, total = [], 0
+        for tensor in tensors:
+            offsets.append(total)
+            total += -(-tensor.numel * dtype_bytes // ALIGNMENT) * ALIGNMENT  # as `align`, often
+        return cls(tuple(tensors), tuple(offsets), total)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer's resident slab and offloaded slab."""
+
+    index: int
+    resident: Slab
+    offloaded: Slab
+    placement: Placement
+    """Of the offloaded slab; RESIDENT where it is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Placement of every tensor, KV blocks, and every other byte on each side."""
+
+    dtype: str
+    placements: dict[str, Placement]
+    layers: tuple[LayerPlan, ...]
+    outer_resident: Slab
+    outer_offloaded: Slab
+    lookahead: int
+    num_slots: int
+    """Slots on the GPU that offloaded layers are copied into (prefetch, on demand, staging)."""
+    slot_bytes: int
+    outer_slot_bytes: int
+    """Scratch for tensors outside the layers that are copied on demand."""
+    stage_tokens: int | None
+    """From this many tokens in a step on, uva layers are staged; None: never."""
+    block_size: int
+    kv: KVSizes
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    graph_sizes: tuple[int, ...]
+    """Decode batch sizes captured as CUDA graphs; both graph and eager steps pad to them."""
+    prefill_sizes: tuple[tuple[int, int], ...] = ()
+    """Decode rows and tokens of prompts that steps with prompts are padded to, where they fit."""
+    captured_prefills: tuple[tuple[int, int], ...] = ()
+    """Those of `prefill_sizes` that run as graphs: none where layers are offloaded. Where many are
+    the link takes longer than the launches; where few are more would have to be, for the room that
+    graphs take, which costs every decode step (docs/performance.md, Predictions)."""
+    use_graphs: bool
+    """Decode runs in CUDA graphs."""
+    pin: bool
+    """Offloaded slabs are pinned."""
+    reads_files: bool = True
+    """Weights come from files; dummy ones are made in their places."""
+    gpu_budget_bytes: int
+    gpu_items: dict[str, int]
+    host_limit_bytes: int
+    host_items: dict[str, int]
+    notes: tuple[str, ...] = ()
+    swap_space_bytes: int = 0
+    """Asked for; first for weights where no offload is set, the rest for KV blocks."""
+    swap_weights_bytes: int = 0
+    """Of it, what weights take."""
+    host_kv: HostKVPlan | None = None
+    """None: all KV blocks lie on the GPU."""
+    prefix_caching: bool = False
+    """Full blocks stay findable by their content."""
+    longest_tokens: int = 0
+    """The longest sequence that both tiers could hold, were it max_model_len."""
+    predicted: dict[str, Any] | None = field(default=None, repr=False)
+    """Times that engine.plan.times.predict gives for this plan."""
+    choice: dict[str, Any] | None = field(default=None, repr=False)
+    """What the planner chose, why, and what else there was; None: it chose nothing."""
+    facts: DeviceFacts = field(repr=False)
+
+    @cached_property
+    def gpu_total_bytes(self) -> int:
+        """Bytes that the plan takes on the GPU."""
+        return sum(self.gpu_items.values())
+
+    @property
+    def allocator_bytes(self) -> int:
+        """Bytes of the budget for tensors: all but the runtime and the graphs' own memory."""
+        outside = self.gpu_items["runtime"] + self.gpu_items["graphs"]
+        return self.gpu_budget_bytes - outside
+
+    @property
+    def memlock_lack(self) -> str:
+        """What to say where more would be pinned than the memlock limit allows, else empty."""
+        names = ("pinned_weights", "pinned_kv", "kv_staging")
+        parts = {name: self.host_items.get(name, 0) for name in names}
+        wanted, limit = sum(parts.values()) if self.pin else 0, self.facts.pin_limit_bytes
+        if limit is None or wanted <= limit:
+            return ""
+        shown = ", ".join(f"{name} {value / 2**30:.3f}" for name, value in parts.items() if value)
+        less = "offload less"
+        if parts["pinned_kv"]:
+            left = max(0, limit - wanted + parts["pinned_kv"]) / 2**30
+            less = f"set kv.pin_limit_gib={math.floor(left * 1000) / 1000:g}, {less}"
+        return (
+            f"host memory: {wanted / 2**30:.3f} GiB would be pinned ({shown}), but the memlock "
+            f"limit leaves {limit / 2**30:.3f} GiB. Raise it (ulimit -l unlimited, or --ulimit "
+            f"memlock=-1 for a container), {less}, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 to run "
+            "from pageable memory."
+        )
+
+    @property
+    def host_total_bytes(self) -> int:
+        """Bytes that the plan takes in host memory."""
+        return sum(self.host_items.values())
+
+    def placed_bytes(self) -> dict[str, int]:
+        """Weight bytes by placement."""
+        size = DTYPE_BYTES[self.dtype]
+        totals = {place.value: 0 for place in Placement}
+        slabs = [(layer.offloaded, layer.placement) for layer in self.layers]
+        slabs += [(layer.resident, Placement.RESIDENT) for layer in self.layers]
+        for slab, place in slabs:
+            totals[place.value] += sum(t.numel for t in slab.tensors) * size
+        for slab in (self.outer_resident, self.outer_offloaded):
+            for tensor in slab.tensors:
+                totals[self.placements[tensor.name].value] += tensor.numel * size
+        return totals
+
+    @property
+    def offloaded_layers(self) -> tuple[LayerPlan, ...]:
+        """Layers with an offloaded slab, in order."""
+        return tuple(layer for layer in self.layers if layer.offloaded.num_bytes)
+
+    def moved_per_step(self, num_decodes: int = 1) -> tuple[int, int]:
+        """Return weight bytes that cross the link in one decode step: copied, and read in place.
+
+        Rows of an embedding table that are gathered in place are not counted.
+
+        Args:
+            num_decodes: Sequences that decode a token; uva layers are staged from `stage_tokens`
+                rows on, padding included.
+        """
+        embed = "model.embed_tokens.weight"
+        size = DTYPE_BYTES[self.dtype]
+        rows = pad_batch(num_decodes) if self.graph_sizes else num_decodes
+        is_staged = self.stage_tokens is not None and rows >= self.stage_tokens
+        copied = read = 0
+        for tensor in self.outer_offloaded.tensors:
+            if self.placements[tensor.name] is Placement.ON_DEMAND:
+                copied += tensor.numel * size
+            elif tensor.name != embed:
+                read += tensor.numel * size
+        num_layers, slots = len(self.offloaded_layers), self.num_slots
+        for k, layer in enumerate(self.offloaded_layers):
+            if layer.placement is Placement.UVA and not is_staged:
+                read += sum(t.numel for t in layer.offloaded.tensors) * size
+            elif layer.placement is Placement.ON_DEMAND or k % slots + slots < num_layers:
+                copied += layer.offloaded.num_bytes
+            # A layer that has a slot to itself stays there.
+        return copied, read
+
+    def bytes_per_step(self) -> int:
+        """Weight bytes that cross the link when one sequence decodes (see moved_per_step)."""
+        return sum(self.moved_per_step())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the first group of layers."""
+        return self.kv.block_bytes[0]
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks of the first group of layers on the GPU."""
+        return self.kv.pools[0]
+
+    @property
+    def window(self) -> int | None:
+        """Most tokens that layers with a window attend to; None: no layer has one that matters."""
+        return max((window for window in self.kv.windows if window is not None), default=None)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the GPU holds, in layers of the first group."""
+        return self.num_gpu_blocks * self.block_size
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Blocks of each group that one sequence can use, in both tiers."""
+        return tuple(group.num_gpu_blocks + group.num_in_place for group in self.kv.groups)
+
+    @property
+    def holds_one(self) -> bool:
+        """Whether one sequence of max_model_len has room, over both tiers."""
+        need = self.kv.blocks(self.max_model_len)
+        has_room = all(n >= least for n, least in zip(self.reach, need, strict=True))
+        return has_room and min(self.kv.pools) > 0
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of max_model_len that run at once; one that exceeds the GPU runs alone."""
+        held = self.kv.sequences(self.kv.pools, self.max_model_len)
+        on_gpu = min(float(self.max_num_seqs), held)
+        return 1.0 if on_gpu < 1 and self.holds_one else on_gpu
+
+    @property
+    def max_kept(self) -> float:
+        """Sequences of max_model_len whose KV both tiers keep, running or waiting."""
+        both = tuple(group.num_gpu_blocks + group.num_host_blocks for group in self.kv.groups)
+        return self.kv.sequences(both, self.max_model_len)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return {
+            "dtype": self.dtype,
+            "gpu": {
+                "budget_bytes": self.gpu_budget_bytes,
+                "items": dict(self.gpu_items),
+                "total_bytes": self.gpu_total_bytes,
+                "free_bytes": self.gpu_budget_bytes - self.gpu_total_bytes,
+            },
+            "host": {
+                "limit_bytes": self.host_limit_bytes,
+                "items": dict(self.host_items),
+                "total_bytes": self.host_total_bytes,
+            },
+            "kv": {
+                "num_gpu_blocks": self.num_gpu_blocks,
+                "block_size": self.block_size,
+                "block_bytes": self.block_bytes,
+                "tokens": self.kv_tokens,
+                "max_model_len": self.max_model_len,
+                "window": self.window,
+                "max_concurrency": self.max_concurrency,
+                "max_kept": self.max_kept,
+                "longest_tokens": self.longest_tokens,
+                "prefix_caching": self.prefix_caching,
+                "groups": self.kv.to_dict(),
+                "host": self.host_kv.to_dict(self.kv) if self.host_kv else None,
+            },
+            "placements": self.placed_bytes(),
+            "num_slots": self.num_slots,
+            "slot_bytes": self.slot_bytes,
+            "lookahead": self.lookahead,
+            "stage_tokens": self.stage_tokens,
+            "graph_sizes": list(self.graph_sizes),
+            "prefill_sizes": [list(size) for size in self.prefill_sizes],
+            "bytes_per_step": self.bytes_per_step(),
+            "moved_per_step": dict(
+                zip(("copied_bytes", "in_place_bytes"), self.moved_per_step(), strict=True)
+            ),
+            "offloaded_layers": [layer.index for layer in self.offloaded_layers],
+            "swap_space": {
+                "asked_bytes": self.swap_space_bytes,
+                "weights_bytes": self.swap_weights_bytes,
+                "kv_bytes": self.kv.num_bytes(self.kv.host_blocks) if self.swap_space_bytes else 0,
+            },
+            "predicted": self.predicted,
+            "choice": self.choice,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Slabs of an assignment."""
+
+    layers: tuple[LayerPlan, ...]
+    outer_resident: Slab
+    outer_offloaded: Slab
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of resident slabs."""
+        return sum(x.resident.num_bytes for x in self.layers) + self.outer_resident.num_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of offloaded slabs."""
+        return sum(x.offloaded.num_bytes for x in self.layers) + self.outer_offloaded.num_bytes
+
+
+def lay_out(spec: ModelSpec, assignment: Assignment, dtype: str) -> WeightLayout:
+    """Lay every tensor out in a resident or an offloaded slab."""
+    size, places = DTYPE_BYTES[dtype], assignment.placements
+    layers = []
+    for index in range(spec.num_hidden_layers):
+        resident: list[TensorSpec] = []
+        moved: list[TensorSpec] = []
+        for tensor in spec.layer_tensors(index):
+            (resident if places[tensor.name] is Placement.RESIDENT else moved).append(tensor)
+        place = places[moved[0].name] if moved else Placement.RESIDENT
+        layers.append(LayerPlan(index, Slab.of(resident, size), Slab.of(moved, size), place))
+    outer = spec.outer_tensors()
+    return WeightLayout(
+        tuple(layers),
+        Slab.of([t for t in outer if places[t.name] is Placement.RESIDENT], size),
+        Slab.of([t for t in outer if places[t.name] is not Placement.RESIDENT], size),
+    )
+
+
+CUDA_PROCESS_BYTES = int(1.07 * GIB)
+CPU_PROCESS_BYTES = int(0.26 * GIB)
+"""Host memory of the process itself: interpreter, libraries, driver. Beside an H200 1.06 to 1.07
+GiB (docs/performance.md); on a CPU 0.25 to 0.26 beside cuts of three models."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is made from, resolved."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    facts: DeviceFacts
+    dtype: str
+    max_model_len: int
+    reference: bool
+
+
+def resolve_dtype(config: EngineConfig, spec: ModelSpec, kind: str) -> str:
+    """Return the dtype in force: auto is the checkpoint's on a GPU and float32 on a CPU."""
+    if config.engine.dtype != "auto":
+        return config.engine.dtype
+    return "float32" if kind == "cpu" else spec.dtype
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the length limit in force.
+
+    Raises:
+        ConfigError: The limit exceeds the model's.
+    """
+    limit = spec.max_position_embeddings
+    asked = limit if config.engine.max_model_len is None else config.engine.max_model_len
+    if not 2 <= asked <= limit:
+        raise ConfigError(
+            "engine.max_model_len: expected at least 2 (one token of prompt, one of output) and at "
+            f"most the model's {limit} positions, got {asked}. Change it."
+        )
+    return asked
+
+
+def resolve_windows(
+    config: EngineConfig, spec: ModelSpec, max_model_len: int
+) -> tuple[int | None, ...]:
+    """Return the window in force in each layer; None where it attends to all that it can see."""
+    if config.kv.disable_sliding_window:
+        return (None,) * spec.num_hidden_layers
+    return tuple(
+        None if window is None or window >= max_model_len else window for window in spec.windows
+    )
+
+
+def served(asked: Asked, assignment: Assignment) -> Assignment:
+    """What this machine makes of an assignment."""
+    facts = asked.facts
+    return fall_back(assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason)
+
+
+def fits(asked: Asked, assignment: Assignment) -> bool:
+    """Whether this machine can serve it, in GPU and host memory."""
+    return plan_fits(build_plan(asked, served(asked, assignment)))
+
+
+def plan_fits(plan: MemoryPlan) -> bool:
+    """Whether one sequence of max_model_len has room on the GPU, and the rest in host memory."""
+    has_kv = plan.holds_one
+    has_host = plan.host_total_bytes <= plan.host_limit_bytes and not plan.memlock_lack
+    return has_kv and has_host
+
+
+def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
+    """Account for every byte; the KV cache takes what is left."""
+    config, spec, facts, dtype = asked.config, asked.spec, asked.facts, asked.dtype
+    settings, size = config.engine, DTYPE_BYTES[dtype]
+    layout = lay_out(spec, assignment, dtype)
+    slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, dtype)
+    sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
+    budget = gpu_budget_bytes(config, facts)
+    notes = list(assignment.notes)
+    use_graphs = bool(_captured_decodes(asked))
+    if use_graphs and layout.offloaded_bytes and not facts.can_pin:
+        use_graphs = False
+        notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
+    notes += _window_notes(asked)
+    prefills: tuple[tuple[int, int], ...] = ()
+    if sizes:
+        prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
+    offloads = any(layer.offloaded.num_bytes for layer in layout.layers)
+    captured = prefills if use_graphs and not offloads else ()
+    decodes = sizes if use_graphs else ()
+    captured_pool, graph_nodes = captured_bytes(spec, facts.kind, decodes, captured, size)
+    items = {
+        "weights": layout.resident_bytes,
+        "prefetch_slots": 0 if stage is not None else slots * slot_bytes,
+        "staging_slots": (slots * slot_bytes if stage is not None else 0) + outer_slot,
+        "activations": activation_bytes(spec, settings, size, asked.max_model_len) + captured_pool,
+        "logits": logits_bytes(spec, settings, size),
+        "graphs": graph_nodes,
+        "runtime": runtime_bytes(facts.kind),
+    }
+    kv = asked_kv_sizes(asked)
+    tier = asked_tier(asked, kv, layout.offloaded_bytes)
+    if tier.num_blocks:
+        items["kv_moves"] = tier.ids_bytes
+    room = budget - sum(items.values())
+    kv = tier.share_out(kv, room)
+    if kv.groups[0].in_place:
+        items["kv_stages"] = tier.stage_bytes(room)
+        items["graphs"] += tier.graph_bytes
+    items["kv_cache"] = kv.num_bytes(kv.pools)
+    pinned = facts.can_pin
+    host = {
+        "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
+        **_host_kv_items(tier, kv),
+        "load_staging": 0
+        if config.model.load_format == "dummy"
+        else load_staging_bytes(spec.weight_bytes(), facts.num_threads),
+        "tokenizer": 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size),
+        "process": CPU_PROCESS_BYTES if facts.emulated else CUDA_PROCESS_BYTES,
+    }
+    if facts.emulated:
+        host["emulated_gpu"] = sum(items.values())
+    notes += _tier_notes(asked, tier)
+    reserve = int(settings.host_reserve_gib * GIB)
+    return MemoryPlan(
+        dtype=dtype,
+        placements=assignment.placements,
+        layers=layout.layers,
+        outer_resident=layout.outer_resident,
+        outer_offloaded=layout.outer_offloaded,
+        lookahead=assignment.lookahead,
+        num_slots=slots,
+        slot_bytes=slot_bytes,
+        outer_slot_bytes=outer_slot,
+        stage_tokens=stage,
+        block_size=config.kv.block_size,
+        kv=kv,
+        max_model_len=asked.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        graph_sizes=sizes,
+        prefill_sizes=prefills,
+        captured_prefills=captured,
+        reads_files=config.model.load_format != "dummy",
+        use_graphs=use_graphs,
+        pin=pinned,
+        gpu_budget_bytes=budget,
+        gpu_items=items,
+        host_limit_bytes=max(0, facts.host_available_bytes - reserve),
+        host_items=host,
+        notes=tuple(notes),
+        swap_space_bytes=int(config.kv.swap_space * GIB),
+        swap_weights_bytes=_swap_weights_bytes(asked, layout.offloaded_bytes),
+        host_kv=_host_kv(tier, kv, room),
+        prefix_caching=config.kv.enable_prefix_caching,
+        longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
+        facts=facts,
+    )
+
+
+def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
+    """GPU bytes that a plan without offloaded layers takes to capture steps with prompts."""
+    sizes = plan.graph_sizes if plan.use_graphs else ()
+    size, kind = DTYPE_BYTES[asked.dtype], asked.facts.kind
+    with_prompts, without = (
+        sum(captured_bytes(asked.spec, kind, sizes, prefills, size))
+        for prefills in (plan.captured_prefills, ())
+    )
+    return with_prompts - without
+
+
+def asked_kv_sizes(asked: Asked) -> KVSizes:
+    """Return what sequences and blocks take."""
+    settings = asked.config.engine
+    return kv_sizes(
+        asked.spec,
+        asked.dtype,
+        windows=resolve_windows(asked.config, asked.spec, asked.max_model_len),
+        block_size=asked.config.kv.block_size,
+        max_model_len=asked.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        step_tokens=settings.max_num_batched_tokens,
+        keeps_idle=asked.config.kv.enable_prefix_caching,
+    )
+
+
+def asked_tier(asked: Asked, kv: KVSizes, offloaded_bytes: int) -> HostTierSizes:
+    """Return the host tier that is asked for, beside so many bytes of weights in host memory."""
+    tier = host_tier_sizes(
+        asked.config.kv,
+        kv,
+        moved_bytes=_swap_weights_bytes(asked, offloaded_bytes),
+        can_pin=asked.facts.can_pin,
+        can_uva=asked.facts.can_uva,
+        num_heads=asked.spec.num_attention_heads,
+        head_dim=asked.spec.head_dim,
+    )
+    again = tuple(count for count in _captured_decodes(asked) if count <= HOST_DECODES)
+    size = DTYPE_BYTES[asked.dtype]
+    return replace(
+        tier, graph_bytes=captured_bytes(asked.spec, asked.facts.kind, again, (), size)[1]
+    )
+
+
+def _captured_decodes(asked: Asked) -> tuple[int, ...]:
+    """Decode batches that run as graphs where memory can be pinned; on a CPU none."""
+    settings = asked.config.engine
+    is_eager = asked.facts.emulated or settings.enforce_eager or asked.reference
+    return () if is_eager else graph_sizes(settings.max_num_seqs)
+
+
+def step_blocks(kv: KVSizes) -> int:
+    """Return the blocks of the first group that the tokens of one step take, of one sequence."""
+    return kv.blocks(min(kv.max_model_len, kv.step_tokens))[0]
+
+
+def has_kv_room(plan: MemoryPlan) -> bool:
+    """Whether what is chosen leaves room for KV.
+
+    One sequence of max_model_len over both tiers, and on the GPU its tokens of one step: all that
+    it has would else be read over the link.
+    """
+    least = min(plan.kv.blocks(plan.max_model_len)[0], step_blocks(plan.kv))
+    return plan.holds_one and plan.num_gpu_blocks >= least
+
+
+def takes_swap_space(asked: Asked) -> bool:
+    """Whether weights that do not fit go to kv.swap_space: where nothing else places them."""
+    is_placed = asked.config.offload.backend != "none" or asked.config.planner.choose
+    return asked.config.kv.swap_space > 0 and not is_placed and not asked.reference
+
+
+def _swap_weights_bytes(asked: Asked, offloaded_bytes: int) -> int:
+    return offloaded_bytes if takes_swap_space(asked) else 0
+
+
+def _host_kv(tier: HostTierSizes, kv: KVSizes, room: int) -> HostKVPlan | None:
+    if not tier.num_blocks:
+        return None
+    return HostKVPlan(stage_blocks=tier.stage_blocks(room) if kv.groups[0].in_place else 0)
+
+
+def _host_kv_items(tier: HostTierSizes, kv: KVSizes) -> dict[str, int]:
+    """Host memory of the tier, by part."""
+    if not tier.num_blocks:
+        return {}
+    block_bytes = sum(kv.block_bytes)
+    return {
+        "pinned_kv": tier.num_pinned * block_bytes,
+        "pageable_kv": tier.num_pageable * block_bytes,
+        "kv_staging": tier.staging_bytes + tier.ids_bytes,
+    }
+
+
+def _tier_notes(asked: Asked, tier: HostTierSizes) -> list[str]:
+    """Say where host blocks are not what one would expect of them."""
+    if not tier.num_blocks:
+        return []
+    facts, notes = asked.facts, []
+    if not facts.can_pin:
+        notes.append(
+            f"fallback: KV blocks in host memory are pageable ({facts.reason}): they are reached "
+            "by staged copies, and no sequence exceeds the GPU's room."
+        )
+    elif not facts.can_uva:
+        notes.append(
+            f"fallback: KV blocks in host memory are not read in place ({facts.reason}): no "
+            "sequence exceeds the GPU's room."
+        )
+    if facts.can_pin and tier.num_pageable:
+        notes.append(
+            f"kv.pin_limit_gib={asked.config.kv.pin_limit_gib:g}: {tier.num_pinned} KV blocks in "
+            f"host memory are pinned; {tier.num_pageable} are pageable, and reached by staged "
+            "copies only."
+        )
+    return notes
+
+
+def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> int:
+    """The longest sequence over both tiers, no longer than the model's positions."""
+    on_gpu = kv.longest(room, 0, limit)
+    if on_gpu == limit or not tier.reach:
+        return on_gpu
+    return max(on_gpu, kv.longest(room - tier.in_place_bytes(room), tier.reach, limit))
+
+
+def _window_notes(asked: Asked) -> list[str]:
+    """Say what kv.disable_sliding_window does."""
+    if not asked.config.kv.disable_sliding_window:
+        return []
+    windows = [window for window in asked.spec.windows if window is not None]
+    if not windows:
+        return ["kv.disable_sliding_window: this model has no window, so nothing changes."]
+    windows = [window for window in windows if window < asked.max_model_len]
+    if not windows:
+        return []
+    tokens = " or ".join(map(str, sorted(set(windows))))
+    return [
+        f"kv.disable_sliding_window: {len(windows)} of {asked.spec.num_hidden_layers} layers "
+        f"attend to the whole context instead of {tokens} tokens, which the model was not made for."
+    ]
+
+
+def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
+    """Return memory_gib (or the card's) times gpu_memory_utilization.
+
+    Raises:
+        CapacityError: The budget is larger than what is free on the card.
+    """
+    memory = config.gpu.memory_gib
+    total = facts.total_bytes if memory is None else int(memory * GIB)
+    budget = int(total * config.engine.gpu_memory_utilization)
+    if budget > facts.free_bytes and not facts.emulated:
+        held = ", ".join(facts.holders) or "the driver names none"
+        raise CapacityError(
+            f"GPU budget: expected at most the {facts.free_bytes / GIB:.2f} GiB that are free of "
+            f"{facts.total_bytes / GIB:.2f} GiB on {facts.name}, got {total / GIB:.2f} GiB x "
+            f"gpu_memory_utilization {config.engine.gpu_memory_utilization:g} = "
+            f"{budget / GIB:.2f} GiB. Lower gpu.memory_gib or engine.gpu_memory_utilization, or "
+            f"stop the processes that hold the rest ({held})."
+        )
+    return budget
+
+
+def _slots(
+    layout: WeightLayout, assignment: Assignment, config: EngineConfig, dtype: str
+) -> tuple[int, int, int, int | None]:
+    """Return slots, bytes of one, bytes of the outer scratch, and the staging threshold."""
+    moved = [layer for layer in layout.layers if layer.offloaded.num_bytes]
+    slot_bytes = max((layer.offloaded.num_bytes for layer in moved), default=0)
+    outer = [
+        align(tensor.numel * DTYPE_BYTES[dtype])
+        for tensor in layout.outer_offloaded.tensors
+        if assignment.placements[tensor.name] is Placement.ON_DEMAND
+    ]
+    kinds = {layer.placement for layer in moved}
+    stage = None
+    if not moved:
+        return 0, 0, max(outer, default=0), None
+    if Placement.UVA in kinds:
+        threshold = config.engine.uva_stage_tokens
+        stage = threshold if threshold <= config.engine.max_num_batched_tokens else None
+        count = min(2, len(moved)) if stage is not None else 0
+    elif Placement.PREFETCH in kinds:
+        count = min(assignment.lookahead + 1, len(moved))
+    else:
+        count = 1
+    return count, slot_bytes, max(outer, default=0), stage

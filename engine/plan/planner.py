@@ -1,0 +1,305 @@
+"""plan_memory: from what was asked and what a machine has to a MemoryPlan, or a refusal.
+
+Pure arithmetic: nothing is allocated, no torch is imported.
+"""
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from engine.asked.config import EngineConfig
+from engine.errors import CapacityError, ConfigError
+from engine.model.spec import ModelSpec
+from engine.plan.advise import (
+    choose_fields,
+    host_refusal,
+    least_swap_space,
+    refusal,
+    spread_bytes,
+    spread_that_fits,
+    waste_notes,
+    with_swap_space,
+)
+from engine.plan.choose import NOTHING, Chooser, record_of
+from engine.plan.memory import (
+    Asked,
+    DeviceFacts,
+    MemoryPlan,
+    build_plan,
+    plan_fits,
+    resolve_dtype,
+    resolve_max_model_len,
+    served,
+    takes_swap_space,
+)
+from engine.plan.policy import (
+    Assignment,
+    assign,
+    assign_layers_on_demand,
+    assign_resident,
+    assign_spread,
+)
+from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
+from engine.plan.times import (
+    CONTEXT_TOKENS,
+    PREFILL_TOKENS,
+    Rates,
+    decode_step_s,
+    first_token_s,
+    load_s,
+    predict_host_kv,
+    prefill_s,
+    rates_for,
+    shape_of,
+    with_rates,
+)
+from engine.sealed import GIB
+
+
+def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
+    """Return the predicted times of a plan as plain data, with the rates that they follow from."""
+    shape = shape_of(plan, spec)
+    context = min(CONTEXT_TOKENS, plan.max_model_len)
+    full = shape.concurrency(context)
+    one_s, full_s = (decode_step_s(shape, rates, batch, context) for batch in (1, full))
+    prefill = min(PREFILL_TOKENS, plan.max_model_len)
+    prompt, output = queue_of(plan.max_model_len)
+    prefill_time_s = prefill_s(shape, rates, prefill)
+    queue_time_s = queue_s(shape, rates, QUEUE_REQUESTS, prompt, output)
+    return {
+        "context_tokens": context,
+        "decode_step_ms": one_s * 1e3,
+        "decode_tokens_s": 1 / one_s,
+        "full_batch": full,
+        "decode_step_full_ms": full_s * 1e3,
+        "decode_tokens_full_s": full / full_s,
+        "long_context_tokens": plan.max_model_len,
+        "decode_step_long_ms": decode_step_s(shape, rates, 1, plan.max_model_len) * 1e3,
+        "prefill_tokens": prefill,
+        "prefill_ms": prefill_time_s * 1e3,
+        "ttft_ms": first_token_s(shape, rates, prompt) * 1e3,
+        "ttft_prompt_tokens": prompt,
+        "queue": {
+            "requests": QUEUE_REQUESTS,
+            "batch": min(QUEUE_REQUESTS, shape.concurrency(prompt + output / 2)),
+            "prompt_tokens": prompt,
+            "output_tokens": output,
+            "total_s": queue_time_s,
+            "output_tokens_s": QUEUE_REQUESTS * output / queue_time_s,
+        },
+        "load_s": load_s(shape, rates),
+        "bytes_per_step": plan.bytes_per_step(),
+        "rates": rates.to_dict(),
+    }
+
+
+def plan_memory(
+    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, reference: bool = False
+) -> MemoryPlan:
+    """Plan every byte, and predict the times.
+
+    Args:
+        config: What was asked.
+        spec: Sizes of the model.
+        facts: What the machine has.
+        reference: Ignore the offload settings and copy every layer on demand, eagerly.
+
+    Returns:
+        A plan that fits.
+
+    Raises:
+        ConfigError: The settings contradict each other or would have no effect.
+        CapacityError: It does not fit; the message says what would.
+    """
+    asked, rates, notes = _ask(config, spec, facts, reference=reference)
+    return _finished(_plan(asked, rates), asked, rates, notes)
+
+
+def plan_candidates(
+    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, count: int
+) -> list[MemoryPlan]:
+    """Plan the best `count` placements that are chosen, the best predicted first.
+
+    Fewer where fewer fit, and one where everything stays on the GPU.
+
+    Args:
+        config: What was asked, with planner.choose.
+        spec: Sizes of the model.
+        facts: What the machine has.
+        count: At most so many.
+
+    Raises:
+        ConfigError: The settings contradict each other or would have no effect.
+        CapacityError: Nothing fits; the message says what would.
+    """
+    asked, rates, notes = _ask(config, spec, facts, reference=False)
+    first = _finished(_plan(asked, rates), asked, rates, notes)
+    chooser = Chooser(asked, rates)
+    if chooser.moves_nothing:
+        return [first]
+    objective, found = config.planner.objective, []
+    for plan, candidates in islice(chooser.ranked(), count):
+        chosen = replace(plan, choice=record_of(chooser.fitting(candidates), objective, rates))
+        found.append(_finished(chosen, asked, rates, notes))
+    return [first, *found[1:]]
+
+
+def _ask(
+    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, reference: bool
+) -> tuple[Asked, Rates, list[str]]:
+    """Resolve what is asked; return the rates and what to note beside it."""
+    notes: list[str] = []
+    if config.gpu.host_gib is not None:
+        most = int(config.gpu.host_gib * GIB)
+        facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
+    if not reference:
+        config, notes = choose_fields(config, spec, facts)
+    asked = Asked(
+        config,
+        spec,
+        facts,
+        resolve_dtype(config, spec, facts.kind),
+        resolve_max_model_len(config, spec),
+        reference,
+    )
+    return asked, rates_for(config.gpu, facts, config.measured_rates), notes
+
+
+def _finished(plan: MemoryPlan, asked: Asked, rates: Rates, notes: list[str]) -> MemoryPlan:
+    if plan.host_kv is not None:
+        plan = replace(plan, host_kv=with_rates(plan, asked.spec, rates))
+    predicted = predict(plan, asked.spec, rates) | {
+        "host_kv": predict_host_kv(plan, asked.spec, rates)
+    }
+    longest = _longest_tokens(asked, plan)
+    return replace(plan, notes=(*plan.notes, *notes), predicted=predicted, longest_tokens=longest)
+
+
+def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
+    """Return the longest max_model_len with which the same placements fit.
+
+    Other bytes than those of its blocks grow with it too, so it is not that of `plan`.
+    """
+    assignment, length = Assignment(plan.placements, plan.lookahead), plan.longest_tokens
+    good, bad = asked.max_model_len, asked.spec.max_position_embeddings + 1
+    while bad - good > 1:
+        if not good < length < bad:
+            length = (good + bad) // 2
+        longer = build_plan(replace(asked, max_model_len=length), assignment)
+        good, bad = (length, bad) if longer.holds_one else (good, length)
+        if longer.longest_tokens == length:
+            break
+        length = longer.longest_tokens
+    return good
+
+
+def _plan(asked: Asked, rates: Rates) -> MemoryPlan:
+    config, spec = asked.config, asked.spec
+    if asked.reference:
+        return _fit(asked, assign_layers_on_demand(spec))
+    backend = config.offload.backend
+    assignment = assign(spec, config.offload, asked.dtype)
+    if config.planner.choose:
+        plan = _plan_chosen(asked, rates)
+        backend = "auto"
+    elif takes_swap_space(asked):
+        return _plan_with_swap_space(asked, assignment.notes, rates)
+    else:
+        plan = _fit(asked, served(asked, assignment))
+    notes: list[str] = []
+    needless = _not_needed(asked, plan, rates) if backend in {"uva", "prefetch"} else []
+    notes += needless or waste_notes(plan, asked, rates)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
+    """Say what an offload costs where everything would fit the GPU."""
+    resident = build_plan(asked, assign_resident(asked.spec))
+    if not plan_fits(resident):
+        return []
+    shapes = [shape_of(item, asked.spec) for item in (plan, resident)]
+    with_ms, without_ms = (decode_step_s(shape, rates, 1, 0) * 1e3 for shape in shapes)
+    moved = plan.bytes_per_step()
+    more = f"{with_ms - without_ms:.3g} ms more than {without_ms:.3g} ms at batch 1"
+    cost = (
+        f"Each decode step takes about {more} (predicted; {rates.source}), as "
+        f"{moved / GIB:.3g} GiB cross the link for nothing."
+        if moved
+        else f"Slots hold all of the {len(plan.offloaded_layers)} offloaded layers, so nothing is "
+        "streamed, and host memory keeps what nobody reads again."
+    )
+    return [
+        f"offload={asked.config.offload.backend} is not needed: everything fits the GPU budget of "
+        f"{plan.gpu_budget_bytes / GIB:.2f} GiB. {cost} Set offload=none."
+    ]
+
+
+def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
+    """The placement that the planner chooses: everything on the GPU, or the best that fits."""
+    chooser, objective = Chooser(asked, rates), asked.config.planner.objective
+    wanted, most = asked.config.planner.kv_tokens or 0, chooser.most_kv_tokens
+    if wanted > most:
+        raise ConfigError(
+            f"planner.kv_tokens: expected at most the {most} tokens that engine.max_num_seqs="
+            f"{asked.config.engine.max_num_seqs} sequences of {asked.max_model_len} can use, got "
+            f"{wanted}. Lower it, or raise engine.max_num_seqs."
+        )
+    if chooser.moves_nothing:
+        record = {
+            "objective": objective,
+            "chosen": NOTHING,
+            "why": "it fits the GPU budget",
+            "candidates": [],
+        }
+        return replace(chooser.resident, choice=record)
+    found = chooser.best()
+    if found is None:
+        raise CapacityError(refusal(chooser.resident, asked), chooser.resident.to_dict())
+    plan, candidates = found
+    record = record_of(chooser.fitting(candidates), objective, rates)
+    return replace(plan, choice=record)
+
+
+def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> MemoryPlan:
+    """Offload as few layers, spread evenly, as make it fit; the rest of swap_space is KV blocks."""
+    layers, size = asked.spec.num_hidden_layers, asked.config.kv.swap_space
+    count = spread_that_fits(asked, int(size * GIB))
+    if count is None:
+        plan = build_plan(asked, assign_resident(asked.spec))
+        text = f"{refusal(plan, asked)} kv.swap_space={size:g} GiB"
+        enough = least_swap_space(asked)
+        if enough is None:
+            text += " does not help: it does not fit with every layer in host memory either."
+        else:
+            count = spread_that_fits(with_swap_space(asked, enough), int(enough * GIB)) or 0
+            text += (
+                f" is not enough: {enough:g} would be, for {count} of {layers} layers, "
+                f"{spread_bytes(asked, count) / GIB:.3f} GiB, and KV blocks."
+            )
+        raise CapacityError(text, plan.to_dict())
+    plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
+    _check_host(plan, asked)
+    weights, blocks = plan.swap_weights_bytes, plan.kv.host_blocks
+    note = (
+        f"swap_space={size:g} GiB: {count} of {layers} layers ({weights / GIB:.2f} GiB) live in "
+        f"host memory; the rest holds {blocks[0]} KV blocks ({plan.kv.num_bytes(blocks) / GIB:.2f} "
+        "GiB)."
+    )
+    waste = waste_notes(plan, asked, rates)
+    return replace(plan, notes=(*plan.notes, *notes, note, *waste))
+
+
+def _fit(asked: Asked, assignment: Assignment) -> MemoryPlan:
+    plan = build_plan(asked, assignment)
+    if not plan.holds_one:
+        raise CapacityError(refusal(plan, asked), plan.to_dict())
+    _check_host(plan, asked)
+    return plan
+
+
+def _check_host(plan: MemoryPlan, asked: Asked) -> None:
+    if plan.memlock_lack:
+        raise CapacityError(plan.memlock_lack, plan.to_dict())
+    if plan.host_total_bytes <= plan.host_limit_bytes:
+        return
+    raise CapacityError(host_refusal(plan, asked), plan.to_dict())

@@ -1,0 +1,283 @@
+"""Policies: which tensor lives where, and how it reaches the compute. No torch, no bytes moved."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from engine.asked.offload import OffloadConfig
+from engine.errors import ConfigError
+from engine.model.spec import DTYPE_BYTES, ModelSpec, TensorSpec
+
+
+def matches(selector: str, name: str) -> bool:
+    """Whether the selector's segments occur as whole, adjacent segments of the name.
+
+    `experts.w2_weight` matches `mlp.experts.w2_weight`; `w2` does not.
+    """
+    wanted, have = selector.split("."), name.split(".")
+    width = len(wanted)
+    return any(have[i : i + width] == wanted for i in range(len(have) - width + 1))
+
+
+def selected(tensor: TensorSpec, selectors: Sequence[str]) -> bool:
+    """Whether any selector matches the tensor's fused name or one of its parts."""
+    names = [tensor.name, *(part.name for part in tensor.parts)]
+    return any(matches(selector, name) for selector in selectors for name in names)
+
+
+def check_selectors(setting: str, selectors: Sequence[str], tensors: Iterable[TensorSpec]) -> None:
+    """Raise ConfigError for a selector that matches none of the tensors.
+
+    Args:
+        setting: The setting's full name, for the message.
+        selectors: What was given.
+        tensors: The tensors that the setting may choose from.
+
+    Raises:
+        ConfigError: A selector matches nothing.
+    """
+    candidates = list(tensors)
+    for selector in selectors:
+        if not any(selected(tensor, [selector]) for tensor in candidates):
+            segments = {
+                segment
+                for tensor in candidates
+                for part in tensor.parts
+                for segment in part.name.split(".")
+                if not segment.isdigit() and segment not in {"model", "layers", "weight", "bias"}
+            }
+            raise ConfigError(
+                f"{setting}: expected whole dotted segments of a parameter name, got {selector!r}, "
+                f"which matches no parameter of this model. Segments here: "
+                f"{', '.join(sorted(segments))}; aliases: qkv_proj, gate_up_proj."
+            )
+
+
+def widened(tensors: Iterable[TensorSpec], selectors: Sequence[str]) -> list[str]:
+    """Name the fused products that a selector takes whole although it names only a part."""
+    found = []
+    for tensor in tensors:
+        if len(tensor.parts) > 1 and not any(matches(s, tensor.name) for s in selectors):
+            hit = [selected(TensorSpec(part.name, (part,)), selectors) for part in tensor.parts]
+            if any(hit) and not all(hit):
+                found.append(tensor.name)
+    return found
+
+
+class Placement(StrEnum):
+    """Where one tensor lives and how it reaches the compute."""
+
+    RESIDENT = "resident"
+    """In GPU memory."""
+    UVA = "uva"
+    """In pinned host memory, read in place (staged through slots in large steps)."""
+    PREFETCH = "prefetch"
+    """In pinned host memory, copied ahead into a slot."""
+    ON_DEMAND = "on_demand"
+    """In host memory, copied when its layer runs."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A placement for every tensor, and what a reader of the record must know about it."""
+
+    placements: dict[str, Placement]
+    lookahead: int = 1
+    """Offloaded layers that are copied ahead (prefetch)."""
+    notes: list[str] = field(default_factory=list)
+
+
+def assign(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment:
+    """Place every tensor as the backend in force says; fields without effect are noted.
+
+    Raises:
+        ConfigError: A selector matches nothing, or nothing would move although something was asked.
+    """
+    match config.backend:
+        case "uva":
+            found = assign_uva(spec, config, dtype)
+        case "prefetch":
+            found = assign_prefetch(spec, config)
+        case _:
+            if config.uva.cpu_offload_params:
+                assign_uva(spec, config, dtype)  # raises: there is no budget
+            if config.prefetch.offload_params:
+                raise ConfigError(
+                    "offload.prefetch.offload_params: expected offload_group_size >= 1 beside it, "
+                    "got 0: nothing would move. Set a group size, or remove the selectors."
+                )
+            found = assign_resident(spec)
+    return replace(found, notes=[*found.notes, *_unused_notes(config)])
+
+
+def _unused_notes(config: OffloadConfig) -> list[str]:
+    """What backend auto does not use, beyond what OffloadConfig warns of itself."""
+    if config.offload_backend != "auto":
+        return []
+    if config.backend != "prefetch":
+        if not config.prefetch.is_set:
+            return []
+        return [
+            "offload.prefetch: fields are set but offload_group_size=0, so they are ignored. Set a "
+            "group size, or remove them."
+        ]
+    if config.uva.is_set and config.uva.cpu_offload_gb == 0:
+        return [
+            "offload.uva: cpu_offload_params is set but cpu_offload_gb=0, so it is ignored. Set a "
+            "size and offload_backend=uva, or remove it."
+        ]
+    return []
+
+
+def assign_resident(spec: ModelSpec) -> Assignment:
+    """Place everything on the GPU."""
+    return Assignment({tensor.name: Placement.RESIDENT for tensor in spec.tensors()})
+
+
+def assign_layers_on_demand(spec: ModelSpec) -> Assignment:
+    """Place every layer in host memory, copied when it runs: the reference of equality checks."""
+    placements = assign_resident(spec).placements
+    for layer in range(spec.num_hidden_layers):
+        for tensor in spec.layer_tensors(layer):
+            placements[tensor.name] = Placement.ON_DEMAND
+    return Assignment(placements, notes=["reference: every layer is copied on demand"])
+
+
+def assign_uva(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment:
+    """Place tensors in layer order until their bytes reach cpu_offload_gb.
+
+    The last tensor may overshoot the budget; a product joined of several parameters counts as one.
+
+    Raises:
+        ConfigError: A selector matches nothing, or nothing would move.
+    """
+    setting = "offload.uva.cpu_offload_params"
+    selectors = config.uva.cpu_offload_params
+    budget = config.uva.cpu_offload_gb * 2**30
+    layers = [t for i in range(spec.num_hidden_layers) for t in spec.layer_tensors(i)]
+    candidates = layers
+    if selectors:
+        outer = [t for t in spec.outer_tensors() if not _is_tied_embedding(spec, t)]
+        check_selectors(setting, selectors, [*layers, *outer])
+        candidates = [t for t in [*layers, *outer] if selected(t, selectors)]
+    if budget <= 0:
+        raise ConfigError(
+            "offload.uva.cpu_offload_gb: expected more than 0 GiB with "
+            f"offload_backend={config.offload_backend}"
+            f"{' and cpu_offload_params set' if selectors else ''}, "
+            f"got {config.uva.cpu_offload_gb:g}: nothing would move. Set a size, or offload=none."
+        )
+    placements = assign_resident(spec).placements
+    taken, size = 0.0, DTYPE_BYTES[dtype]
+    last: TensorSpec | None = None
+    for tensor in candidates:
+        if taken >= budget:
+            break
+        placements[tensor.name] = Placement.UVA
+        taken += tensor.numel * size
+        last = tensor
+    notes = _widened_notes(setting, candidates, selectors)
+    if last is not None and taken > budget and len(last.parts) > 1:
+        notes.append(
+            f"offload.uva.cpu_offload_gb: the budget ends inside {last.name}, which is one product "
+            f"and is taken whole ({taken / 2**30:.3f} of {budget / 2**30:.3f} GiB)."
+        )
+    return Assignment(placements, notes=notes)
+
+
+def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
+    """Place the last num_in_group layers of each group in host memory, copied ahead.
+
+    Raises:
+        ConfigError: A selector matches nothing, or nothing would move.
+    """
+    setting = "offload.prefetch.offload_params"
+    node = config.prefetch
+    size, num, selectors = node.offload_group_size, node.offload_num_in_group, node.offload_params
+    every = [t for i in range(spec.num_hidden_layers) for t in spec.layer_tensors(i)]
+    check_selectors(setting, selectors, every)
+    layers = [i for i in range(spec.num_hidden_layers) if i % size >= size - num]
+    if not layers:
+        raise ConfigError(
+            f"offload.prefetch: expected at least one offloaded layer, got none: "
+            f"offload_group_size={size} with offload_num_in_group={num} takes layers from "
+            f"{size - num} on, and the model has {spec.num_hidden_layers}. Lower the group size."
+        )
+    tensors = [t for i in layers for t in spec.layer_tensors(i)]
+    if selectors:
+        tensors = [t for t in tensors if selected(t, selectors)]
+        layers = [i for i in layers if any(selected(t, selectors) for t in spec.layer_tensors(i))]
+    if not tensors:
+        raise ConfigError(
+            f"{setting}: expected selectors that match a parameter of the offloaded layers, got "
+            f"{selectors!r} with offload_group_size={size} and offload_num_in_group={num}: nothing "
+            "would move. Change one of the three."
+        )
+    placements = assign_resident(spec).placements
+    placements |= {tensor.name: Placement.PREFETCH for tensor in tensors}
+    notes = _widened_notes(setting, tensors, selectors)
+    return Assignment(placements, lookahead=node.offload_prefetch_step, notes=notes)
+
+
+def spread_layers(total: int, count: int) -> list[int]:
+    """Return `count` of `total` layers at even distances, the first among them.
+
+    Their copies then follow each other without a gap, and those for the next step begin as soon as
+    the first layer of this one is done.
+    """
+    return [layer for layer in range(total) if layer * count % total < count]
+
+
+def assign_spread(spec: ModelSpec, num_layers: int) -> Assignment:
+    """Place `num_layers` layers, spread evenly, in host memory, copied one ahead."""
+    placements = assign_resident(spec).placements
+    for layer in spread_layers(spec.num_hidden_layers, num_layers):
+        for tensor in spec.layer_tensors(layer):
+            placements[tensor.name] = Placement.PREFETCH
+    return Assignment(placements)
+
+
+def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: str) -> Assignment:
+    """Replace placements that this machine cannot serve; every change is noted.
+
+    Args:
+        assignment: What was asked.
+        can_pin: Host memory can be pinned.
+        can_uva: The GPU can read pinned host memory in place.
+        reason: Why not, for the note.
+
+    Returns:
+        The assignment that can be served.
+    """
+    lost = set()
+    if not can_pin:
+        lost = {Placement.UVA, Placement.PREFETCH}
+    elif not can_uva:
+        lost = {Placement.UVA}
+    changed = {name for name, place in assignment.placements.items() if place in lost}
+    if not changed:
+        return assignment
+    kinds = sorted({assignment.placements[name].value for name in changed})
+    memory = "pinned" if can_pin else "pageable"
+    note = (
+        f"fallback: {', '.join(kinds)} is not possible ({reason}); {len(changed)} tensors are "
+        f"copied on demand from {memory} host memory."
+    )
+    placements = {
+        name: Placement.ON_DEMAND if name in changed else place
+        for name, place in assignment.placements.items()
+    }
+    return Assignment(placements, assignment.lookahead, [*assignment.notes, note])
+
+
+def _is_tied_embedding(spec: ModelSpec, tensor: TensorSpec) -> bool:
+    return spec.tie_word_embeddings and tensor.name == "model.embed_tokens.weight"
+
+
+def _widened_notes(
+    setting: str, tensors: Sequence[TensorSpec], selectors: Sequence[str]
+) -> list[str]:
+    names = sorted({name.split(".", 3)[-1] for name in widened(tensors, selectors)})
+    if not names:
+        return []
+    return [f"{setting}: {', '.join(names)} is one product and is taken whole."]

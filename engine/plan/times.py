@@ -1,0 +1,662 @@
+"""Predicted times of a host tier of KV blocks: moves, recomputing, sequences beyond the GPU."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+from engine.asked.config import GPUConfig
+from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.kv_memory import HostKVPlan, KVSizes, SwapRates
+from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.policy import Placement
+from engine.plan.sizes import padded_prefill
+from kernels.sizes import MAX_SMALL_TOKENS
+
+
+def ring_s(
+    compute_s: Sequence[float],
+    copy_s: Sequence[float],
+    num_slots: int,
+    *,
+    wrap: bool,
+    after_s: float = 0.0,
+    launch_s: float = 0.0,
+) -> float:
+    """Return the time of one step of the slot ring, exactly as engine.weights.ring runs it.
+
+    Copies run one after another. Offloaded layer k waits for its copy; when it is done its slot is
+    refilled with layer k + S, or, with `wrap`, after the last of that chain with its first. At the
+    end of the step all copies are joined, so every step is like the one before.
+
+    Args:
+        compute_s: Of each layer.
+        copy_s: Of each layer; 0 for those that are not offloaded.
+        num_slots: S, at least 1.
+        wrap: The first S layers lie in their slots when the step begins.
+        after_s: Work after the last layer, beside which copies run on.
+        launch_s: What the host takes to launch one layer. It runs ahead of the device from the
+            beginning of the step, and the device can begin no layer that is not launched.
+    """
+    order = [index for index, seconds in enumerate(copy_s) if seconds > 0]
+    count = len(order)
+    held = list(range(min(num_slots, count)))
+    ready, copied_at, now = [0.0] * len(held), 0.0, 0.0
+    if not wrap:
+        for slot in held:
+            if slot + len(held) < count:  # else the slot has held its only layer since long
+                copied_at += copy_s[order[slot]]
+                ready[slot] = copied_at
+    k = 0
+    for index, seconds in enumerate(compute_s):
+        now = max(now, (index + 1) * launch_s)
+        if k == count or order[k] != index:
+            now += seconds
+            continue
+        slot = k % len(held)
+        now = max(now, ready[slot]) + seconds
+        following = k + len(held)
+        if following >= count:
+            following = slot if wrap else k
+        if held[slot] != following:
+            copied_at = max(copied_at, now) + copy_s[order[following]]
+            ready[slot], held[slot] = copied_at, following
+        k += 1
+    return max(now + after_s, copied_at)
+
+
+LINK_SHARE: Final = 0.86
+"""Copy rate from pinned memory over the sheet's link rate: 54.8 (H100) and 55.5 (H200) of 64."""
+IN_PLACE_SHARE: Final = 0.92
+"""In-place reads by kernels over the copy rate: 50.7 of 54.8 (H100), 51 of 55.5 (H200)."""
+TWO_WAY_SHARE: Final = 1.82
+"""Both directions at once, in sum, over the copy rate: 100.8 of 55.5 (H200)."""
+HBM_SHARE: Final = 0.86
+"""Device copy (read and write) over the sheet's: 2850 of 3350 (H100), 4257 of 4800 (H200)."""
+MATRIX_SHARE: Final = 0.60
+"""bf16 products of a prefill of 2048 tokens over the sheet's dense rate: 590 of 989 (H100)."""
+FLOAT32_SHARE: Final = 0.07
+"""float32 without TF32 over bf16: 67 of 989 on the sheet of the H100."""
+PAGEABLE_GB_S: Final = 8.9
+"""Copies from pageable memory (H200)."""
+HOST_READ_GB_S: Final = 102.0
+"""Host memory read by 16 threads (H200 machine)."""
+FILE_READ_GB_S: Final = 5.0
+"""Checkpoint files from the page cache; assumed."""
+PIN_GB_S: Final = 4.0
+"""First touch and registration of slabs: 8.6 GB in 2.3 s (H100)."""
+COPY_OVERHEAD_S: Final = 16e-6
+"""Beside the bytes of one copy: 1, 4, 16, 64 MiB at 28.7, 47.4, 52.1, 54.8 GB/s (H200)."""
+WEIGHT_SHARE: Final = 1.0
+"""Products of few rows, bytes of weights read over the copy rate of HBM, which writes half of its
+bytes. Fitted with LAYER_OVERHEAD_S to cuts of six models, 3B to 14B (H200, within 7 %)."""
+KV_SHARE: Final = 0.60
+"""Decode attention and what else grows with the batch, KV bytes over the copy rate (H100)."""
+LAYER_OVERHEAD_S: Final = 28e-6
+"""Kernels of one layer beside their bytes, in graphs: beginnings and ends of four products,
+attention of few keys, norms (H200, as WEIGHT_SHARE)."""
+STEP_OVERHEAD_S: Final = 0.1e-3
+"""One step beside its graph (H200: 0.08 to 0.11 ms): sampling, inputs, outputs."""
+EAGER_LAYER_OVERHEAD_S: Final = 0.95e-3
+"""Launches of one layer without graphs, where none were probed: steps of 1024 prompt tokens that
+they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one host of an H200)."""
+EAGER_LAYER_LAUNCHES: Final = 100
+"""The same over one launch of torch's addition, as `harness.observe.probe` times it: 84 to 123 in those
+runs, where the latter took 7.1 to 10.5 us."""
+IN_PLACE_TILE_ROWS: Final = 256
+"""Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
+docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
+PACKED_READS: Final = 3.0
+"""Reads of a float32 weight that a CPU's product of several rows takes beside its operations, as it
+lays the weight out anew: 2.5 to 4 for 2 to 16 rows (two cores)."""
+START_S: Final = 8.0
+"""Start of a process, warm-up and captures: 6.5 to 9.4 s (qwen3_4b, dummy weights, H200s)."""
+CPU_START_S: Final = 4.5
+"""The same without a GPU: 4.8 s with 0.25 GiB of weights to read (smollm2_135m, two cores)."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What a vendor states of a card."""
+
+    link_gb_s: float
+    """One direction."""
+    hbm_gb_s: float
+    bf16_tflops: float
+    """Dense."""
+
+
+CARDS: Final = {
+    "NVIDIA GeForce RTX 3060": Sheet(32.0, 360.0, 25.5),
+    "NVIDIA GeForce RTX 4080": Sheet(32.0, 716.8, 97.5),
+    "NVIDIA GeForce RTX 4090": Sheet(32.0, 1008.0, 165.2),
+    "NVIDIA L4": Sheet(32.0, 300.0, 121.0),
+    "NVIDIA A100-SXM4-80GB": Sheet(32.0, 2039.0, 312.0),
+    "NVIDIA H100 80GB HBM3": Sheet(64.0, 3350.0, 989.0),
+    "NVIDIA H200": Sheet(64.0, 4800.0, 989.0),
+}
+"""Sheets by the name that the driver gives; the values and sources of conf/gpu."""
+UNKNOWN_CARD: Final = Sheet(32.0, 500.0, 60.0)
+"""A card of which nothing is known: PCIe 4 x16, GDDR6, some tensor cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a machine carries; GB are 10^9 bytes."""
+
+    h2d_gb_s: float
+    """Copies from pinned host memory."""
+    d2h_gb_s: float
+    two_way_gb_s: float
+    """Both directions at once, in sum."""
+    in_place_gb_s: float
+    """Kernels that read pinned host memory."""
+    pageable_gb_s: float
+    """Copies from pageable host memory."""
+    hbm_gb_s: float
+    """Device copies, read and write counted."""
+    bf16_tflops: float
+    """Large products, as reached."""
+    float32_tflops: float
+    host_read_gb_s: float
+    file_read_gb_s: float
+    pin_gb_s: float
+    copy_overhead_s: float = COPY_OVERHEAD_S
+    layer_overhead_s: float = LAYER_OVERHEAD_S
+    eager_layer_overhead_s: float = EAGER_LAYER_OVERHEAD_S
+    step_overhead_s: float = STEP_OVERHEAD_S
+    sequence_overhead_s: float = 0.0
+    """Of one layer for each sequence of a step, beside bytes: a CPU takes one after another."""
+    is_cpu: bool = False
+    """Products of few rows read their weight first, copies run in the thread that computes, and a
+    step is over when it was launched: its launches are in layer_overhead_s."""
+    source: str
+    """Sheet, probe or assumption, in words."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return asdict(self)
+
+    def measured(self, probe: Mapping[str, float | None]) -> "Rates":
+        """Replace what a probe of this machine found.
+
+        Args:
+            probe: By the names of harness.observe.probe.probe_link and harness.observe.probe_machine; None and names
+                that are no rate are left out.
+        """
+        others = {"source", "is_cpu", "eager_layer_overhead_s"}
+        names = [name for name in asdict(self) if name not in others]
+        found = {name: rate for name in names if (rate := probe.get(name))}
+        if hbm := probe.get("hbm_copy_gb_s"):
+            found["hbm_gb_s"] = hbm
+        if launch_us := probe.get("launch_us"):
+            found["eager_layer_overhead_s"] = EAGER_LAYER_LAUNCHES * launch_us * 1e-6
+        h2d = found.get("h2d_gb_s")
+        if h2d:
+            found.setdefault("d2h_gb_s", h2d)
+            found.setdefault("two_way_gb_s", h2d * TWO_WAY_SHARE)
+            found.setdefault("in_place_gb_s", h2d * IN_PLACE_SHARE)
+        source = f"probe of this machine; the rest: {self.source}"
+        if "sequence_overhead_s" in probe:  # of a CPU, where nothing but times of files is assumed
+            source = "probe of this CPU, whose memory stands in for a GPU"
+        return Rates(**{**asdict(self), **found, "source": source})
+
+
+def sheet_rates(sheet: Sheet, source: str) -> Rates:
+    """Return what a card of that sheet can be expected to reach."""
+    link = sheet.link_gb_s * LINK_SHARE
+    return Rates(
+        h2d_gb_s=link,
+        d2h_gb_s=link,
+        two_way_gb_s=link * TWO_WAY_SHARE,
+        in_place_gb_s=link * IN_PLACE_SHARE,
+        pageable_gb_s=min(link, PAGEABLE_GB_S),
+        hbm_gb_s=sheet.hbm_gb_s * HBM_SHARE,
+        bf16_tflops=sheet.bf16_tflops * MATRIX_SHARE,
+        float32_tflops=sheet.bf16_tflops * MATRIX_SHARE * FLOAT32_SHARE,
+        host_read_gb_s=HOST_READ_GB_S,
+        file_read_gb_s=FILE_READ_GB_S,
+        pin_gb_s=PIN_GB_S,
+        source=source,
+    )
+
+
+def cpu_rates() -> Rates:
+    """Return assumed rates of a CPU on which the GPU tier is emulated."""
+    return Rates(
+        h2d_gb_s=8.0,
+        d2h_gb_s=8.0,
+        two_way_gb_s=8.0,
+        in_place_gb_s=12.0,
+        pageable_gb_s=8.0,
+        hbm_gb_s=15.0,
+        bf16_tflops=0.05,
+        float32_tflops=0.1,
+        host_read_gb_s=15.0,
+        file_read_gb_s=1.0,
+        pin_gb_s=2.0,
+        copy_overhead_s=5e-6,
+        layer_overhead_s=4e-4,
+        eager_layer_overhead_s=0.0,
+        step_overhead_s=2e-3,
+        sequence_overhead_s=1e-4,
+        is_cpu=True,
+        source="assumed for a CPU; its memory stands in for a GPU",
+    )
+
+
+def rates_for(
+    gpu: GPUConfig, facts: DeviceFacts, probe: Mapping[str, float | None] | None = None
+) -> Rates:
+    """Return the rates of the machine that a plan is for.
+
+    On a CUDA device: the probe, over the sheet of that very card where it is known, else over the
+    rates of `gpu`. On a CPU: the rates of `gpu` where it names a card (the emulated one; without
+    launches, which its graphs would save and an emulation has none of), else the probe, over
+    assumptions. What was used is said in `source`.
+
+    Args:
+        gpu: The budget's card.
+        facts: The machine; its name decides which sheet holds.
+        probe: What harness.observe.probe.probe_link or harness.observe.probe_machine measured here, or None.
+    """
+    given = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
+    if facts.emulated:
+        if any(given):
+            card = sheet_rates(_sheet(gpu), f"sheet of {gpu.name}, which a CPU stands in for")
+            return replace(card, eager_layer_overhead_s=0.0)
+        return cpu_rates().measured(probe) if probe else cpu_rates()
+    if facts.name in CARDS:
+        rates = sheet_rates(CARDS[facts.name], f"sheet of {facts.name}")
+    elif any(given):
+        rates = sheet_rates(_sheet(gpu), f"sheet of {gpu.name}")
+    else:
+        rates = sheet_rates(UNKNOWN_CARD, f"assumed: no sheet of {facts.name} is known")
+    return rates.measured(probe) if probe else rates
+
+
+def _sheet(gpu: GPUConfig) -> Sheet:
+    """The rates that a configuration states; those that it leaves out are assumed."""
+    return Sheet(
+        gpu.link_gb_s or UNKNOWN_CARD.link_gb_s,
+        gpu.hbm_gb_s or UNKNOWN_CARD.hbm_gb_s,
+        gpu.bf16_tflops or UNKNOWN_CARD.bf16_tflops,
+    )
+
+
+CONTEXT_TOKENS: Final = 256
+"""Context of the sequences in predicted decode steps (less where max_model_len is)."""
+PREFILL_TOKENS: Final = 2048
+"""Prompt of the predicted prefill (less where max_model_len is)."""
+EMBED: Final = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the times of a plan depend on; bytes are those of the plan's dtype."""
+
+    resident_bytes: tuple[int, ...]
+    """Of each layer, in GPU memory."""
+    offloaded_bytes: tuple[int, ...]
+    """Of each layer, in host memory."""
+    placement: Placement
+    """Of the offloaded layers."""
+    num_slots: int
+    stage_tokens: int | None
+    head_bytes: int
+    """Outside the layers, read from GPU memory by every step."""
+    head_in_place_bytes: int
+    """Outside the layers, read in place from host memory by every step."""
+    outer_copied_bytes: int
+    """Outside the layers, copied on demand by every step."""
+    embed_row_bytes: int
+    """Read in place from host memory for each token; 0 where the table is in GPU memory."""
+    layer_params: int
+    head_params: int
+    q_size: int
+    kv_layer_bytes: int
+    """Keys and values of one token in one layer."""
+    kv_limits: tuple[int, ...]
+    """Most tokens that each layer attends to."""
+    is_float32: bool
+    is_pinned: bool
+    uses_graphs: bool
+    captured_prefills: tuple[tuple[int, int], ...]
+    """Steps with prompts that run as graphs: most decodes and most tokens of prompts of each."""
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    kv: KVSizes
+    in_place_layers: tuple[bool, ...] = ()
+    """Which layers are of the first group."""
+    pinned_kv_bytes: int = 0
+    reads_files: bool = True
+    """Weights come from files."""
+
+    @property
+    def total_offloaded_bytes(self) -> int:
+        """Bytes of offloaded layers."""
+        return sum(self.offloaded_bytes)
+
+    def concurrency(self, tokens: float) -> int:
+        """Sequences of that many tokens that run at once, at least 1."""
+        need = self.kv.blocks(max(1, math.ceil(tokens)))
+        held = min(count // each for count, each in zip(self.kv.pools, need, strict=True))
+        return max(1, min(self.max_num_seqs, held))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the GPU holds, in layers of the first group."""
+        return self.kv.pools[0] * self.block_size
+
+    @property
+    def in_place_blocks(self) -> int:
+        """Blocks of the first group in host memory, where one sequence reads and writes them."""
+        return self.kv.groups[0].num_in_place
+
+    def beyond_gpu(self, tokens: float) -> float:
+        """Of so many tokens of one layer of the first group, those that lie in host memory."""
+        return min(self.in_place_blocks * self.block_size, max(0.0, tokens - self.kv_tokens))
+
+
+def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
+    """Return what the times of a plan depend on."""
+    size = DTYPE_BYTES[plan.dtype]
+    kinds = {layer.placement for layer in plan.offloaded_layers}
+    outer = {t.name: t.numel * size for t in spec.outer_tensors()}
+    places = plan.placements
+    read = [name for name in outer if spec.tie_word_embeddings or name != EMBED]
+    return Shape(
+        resident_bytes=tuple(layer.resident.num_bytes for layer in plan.layers),
+        offloaded_bytes=tuple(layer.offloaded.num_bytes for layer in plan.layers),
+        placement=kinds.pop() if kinds else Placement.RESIDENT,
+        num_slots=plan.num_slots,
+        stage_tokens=plan.stage_tokens,
+        head_bytes=sum(outer[n] for n in read if places[n] is not Placement.UVA),
+        head_in_place_bytes=sum(outer[n] for n in read if places[n] is Placement.UVA),
+        outer_copied_bytes=sum(outer[n] for n in outer if places[n] is Placement.ON_DEMAND),
+        embed_row_bytes=spec.hidden_size * size if places[EMBED] is Placement.UVA else 0,
+        layer_params=sum(t.numel for t in spec.layer_tensors(0)),
+        head_params=spec.vocab_size * spec.hidden_size,
+        q_size=spec.q_size,
+        kv_layer_bytes=2 * spec.kv_size * size,
+        kv_limits=_kv_limits(plan),
+        is_float32=size == 4,
+        is_pinned=plan.pin,
+        uses_graphs=plan.use_graphs,
+        captured_prefills=plan.captured_prefills,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_seqs=plan.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        kv=plan.kv,
+        in_place_layers=_in_first_group(plan),
+        pinned_kv_bytes=plan.host_items.get("pinned_kv", 0),
+        reads_files=plan.reads_files,
+    )
+
+
+def _in_first_group(plan: MemoryPlan) -> tuple[bool, ...]:
+    first = set(plan.kv.groups[0].layers)
+    return tuple(layer.index in first for layer in plan.layers)
+
+
+def _kv_limits(plan: MemoryPlan) -> tuple[int, ...]:
+    limits = [plan.max_model_len] * len(plan.layers)
+    for group in plan.kv.groups:
+        for layer in group.layers:
+            limits[layer] = group.window or plan.max_model_len
+    return tuple(limits)
+
+
+def step_s(
+    shape: Shape,
+    rates: Rates,
+    *,
+    decodes: int = 0,
+    context: float = 0,
+    prefill: int = 0,
+    before: int = 0,
+    rows: int | None = None,
+) -> float:
+    """Return the time of one step.
+
+    Args:
+        shape: Of the plan.
+        rates: Of the machine.
+        decodes: Sequences that decode one token.
+        context: Tokens of each.
+        prefill: Tokens of prompts.
+        before: Tokens of the same prompt that earlier steps computed.
+        rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
+    """
+    graphed, tokens, sequences = (
+        shape.uses_graphs,
+        decodes + prefill,
+        decodes + (rows or min(1, prefill)),
+    )
+    if prefill:
+        padded = padded_prefill(shape.captured_prefills, decodes, prefill, rows or 1)
+        graphed = padded is not None
+        prefill, tokens = (padded[1], sum(padded)) if padded else (prefill, tokens)
+    flops = 2.0 * tokens * shape.layer_params
+    matrix_rate = _matrix_rate(shape, rates)
+    seen = before + prefill / (2 * max(1, rows or 1))
+    hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
+    in_place = _reads_in_place(shape, tokens)
+    tiles, reads = math.ceil(tokens / IN_PLACE_TILE_ROWS), _reads(shape, rates, tokens)
+    is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
+    # Products of few rows read while they compute; those of libraries hide little of their reads.
+    is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
+    both: Callable[[float, float], float] = max if is_small else operator.add
+
+    @cache
+    def layer_s(resident: int, offloaded: int, limit: int, is_first: bool) -> tuple[float, float]:
+        """The time of a layer, and of it what KV in host memory holds the link."""
+        attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
+        kv_tokens = decodes * min(context, limit)
+        far = staged = 0.0
+        if is_long and is_first:
+            far = shape.beyond_gpu(kv_tokens) if decodes else 0.0
+            staged = shape.beyond_gpu(min(before + prefill, limit)) if prefill else 0.0
+        kv_s = (kv_tokens - far) * shape.kv_layer_bytes / (KV_SHARE * hbm_rate)
+        far_s, staged_s = (count * shape.kv_layer_bytes / place_rate for count in (far, staged))
+        from_gpu = resident if in_place else resident + offloaded
+        read = reads * from_gpu / (WEIGHT_SHARE * hbm_rate)
+        read += reads * offloaded * tiles / place_rate if in_place else 0.0
+        seconds = both(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
+        seconds += sequences * rates.sequence_overhead_s
+        seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
+        return seconds, far_s + staged_s
+
+    kinds = zip(
+        shape.resident_bytes,
+        shape.offloaded_bytes,
+        shape.kv_limits,
+        shape.in_place_layers,
+        strict=True,
+    )
+    times = [layer_s(*kind) for kind in kinds]
+    compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
+    after = _outside_s(shape, rates, tokens, sequences)
+    launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
+    seconds = _run(
+        shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s, launch_s=launch_s
+    )
+    return seconds + rates.step_overhead_s
+
+
+def _run(
+    shape: Shape,
+    rates: Rates,
+    compute: list[float],
+    after_s: float,
+    *,
+    in_place: bool,
+    kv_link_s: float,
+    launch_s: float,
+) -> float:
+    """Layers, copies and launches together."""
+    alone = [0.0] * len(compute)
+    if in_place or shape.placement is Placement.RESIDENT:
+        return ring_s(compute, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
+    link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
+    sizes, overhead = shape.offloaded_bytes, rates.copy_overhead_s
+    copies = [size / link + overhead if size else 0.0 for size in sizes]
+    if shape.placement is Placement.ON_DEMAND:
+        if not shape.is_pinned:  # the host waits for each copy, and launches nothing meanwhile
+            compute, launch_s = [max(seconds, launch_s) for seconds in compute], 0.0
+        one_stream = list(map(operator.add, compute, copies))
+        return ring_s(one_stream, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
+    wrap, slots = shape.placement is Placement.PREFETCH, shape.num_slots
+    moved = [seconds for seconds in copies if seconds]
+    # A layer that has a slot to itself stays there.
+    streamed = sum(s for k, s in enumerate(moved) if k % slots + slots < len(moved))
+    if rates.is_cpu:
+        return sum(compute) + streamed + after_s
+    seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s, launch_s=launch_s)
+    # The link carries all of it, one after the other.
+    shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9) + kv_link_s
+    return max(seconds, streamed + shared) if shared else seconds
+
+
+def _reads_in_place(shape: Shape, tokens: int) -> bool:
+    staged = shape.stage_tokens is not None and tokens >= shape.stage_tokens
+    return shape.placement is Placement.UVA and not staged
+
+
+def _reads(shape: Shape, rates: Rates, rows: int) -> float:
+    """How many reads of its weight a product of so many rows takes as long as."""
+    return PACKED_READS if rates.is_cpu and shape.is_float32 and rows > 1 else 1.0
+
+
+def _matrix_rate(shape: Shape, rates: Rates) -> float:
+    return 1e12 * (rates.float32_tflops if shape.is_float32 else rates.bf16_tflops)
+
+
+def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
+    """Embedding and logits."""
+    reads = _reads(shape, rates, rows)
+    read = reads * shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
+    link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
+    embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
+    head = reads * shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)
+    flops = 2.0 * rows * shape.head_params / _matrix_rate(shape, rates)
+    return max(read + head, flops) + embed + shape.outer_copied_bytes / link
+
+
+def decode_step_s(shape: Shape, rates: Rates, batch: int, context: float) -> float:
+    """Return the time of a step in which `batch` sequences of `context` tokens decode one token."""
+    return step_s(shape, rates, decodes=batch, context=context)
+
+
+def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> float:
+    """Return the time until `prompts` prompts of `tokens` tokens each are computed.
+
+    A step takes max_num_batched_tokens tokens, one of each prompt that is complete among them.
+    """
+    seconds, complete, at = 0.0, 0, 0
+    while complete < prompts:
+        room = max(1, shape.max_num_batched_tokens - complete)
+        rows, part, before = 0, 0, at
+        while room and complete + rows < prompts:
+            taken = min(room, tokens - at)
+            part, room, at = part + taken, room - taken, at + taken
+            if at == tokens:
+                rows, at = rows + 1, 0
+        seconds += step_s(
+            shape,
+            rates,
+            decodes=complete,
+            context=tokens,
+            prefill=part,
+            before=before if part < tokens else 0,
+            rows=max(1, rows),
+        )
+        complete += rows
+    return seconds
+
+
+def first_token_s(shape: Shape, rates: Rates, tokens: int) -> float:
+    """Return the time until the first token of a prompt that comes alone is there.
+
+    It is collected once the next step is launched, which on a CPU is to run it.
+    """
+    seconds = prefill_s(shape, rates, tokens)
+    return seconds + (decode_step_s(shape, rates, 1, tokens) if rates.is_cpu else 0.0)
+
+
+def load_s(shape: Shape, rates: Rates) -> float:
+    """Return the time from the start of a process until all weights are in their places."""
+    layers = sum(shape.resident_bytes) + shape.total_offloaded_bytes
+    total = layers + shape.head_bytes + shape.head_in_place_bytes
+    pinned = shape.total_offloaded_bytes + shape.head_in_place_bytes if shape.is_pinned else 0
+    pinned += shape.pinned_kv_bytes
+    read_s = total / (rates.file_read_gb_s * 1e9) if shape.reads_files else 0.0
+    start_s = CPU_START_S if rates.is_cpu else START_S
+    return start_s + read_s + pinned / (rates.pin_gb_s * 1e9)
+
+
+MOVE_SHARE: Final = 0.90
+"""Moves of blocks over the copy rate: kernels for blocks below 2 MiB reach 49 to 51 of 54.9 GB/s
+(H200); DMA of larger ones is counted as no faster."""
+PREFIX_TOKENS: Final = 8192
+"""Prefix whose load from the host tier is predicted (shorter where max_model_len is)."""
+
+
+def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
+    """Return the plan's host tier with what moving and recomputing are expected to cost.
+
+    Pageable blocks go at the rate of pageable copies; the rates are those of the whole tier. No
+    overlap with compute is counted on.
+
+    Args:
+        plan: Has a host tier.
+        spec: Sizes of the model.
+        rates: Of the machine.
+    """
+    host = plan.host_kv
+    assert host is not None
+    first = plan.kv.groups[0]
+    share = first.num_pinned / first.num_host_blocks
+
+    def rate(pinned_gb_s: float) -> float:
+        slow = min(pinned_gb_s, rates.pageable_gb_s)
+        return 1e9 / (share / (MOVE_SHARE * pinned_gb_s) + (1 - share) / slow)
+
+    tokens = min(PREFILL_TOKENS, plan.max_model_len)
+    seconds = prefill_s(shape_of(plan, spec), rates, tokens)
+    return replace(
+        host,
+        swap_rates=SwapRates(store_bytes_s=rate(rates.d2h_gb_s), load_bytes_s=rate(rates.h2d_gb_s)),
+        recompute_token_s=seconds / tokens,
+    )
+
+
+def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any] | None:
+    """Return predicted times of the host tier as plain data; None where there is none.
+
+    A sequence of max_model_len that exceeds the GPU reads the rest in place each decode step.
+    """
+    host = plan.host_kv
+    if host is None or host.swap_rates is None:
+        return None
+    shape, length = shape_of(plan, spec), plan.max_model_len
+    far_bytes = sum(
+        shape.beyond_gpu(min(length, limit)) * shape.kv_layer_bytes
+        for limit, is_first in zip(shape.kv_limits, shape.in_place_layers, strict=True)
+        if is_first
+    )
+    prefix = min(PREFIX_TOKENS, length)
+    prefix_bytes = plan.kv.sequence_bytes(prefix)
+    return {
+        "context_tokens": length,
+        "decode_step_ms": decode_step_s(shape, rates, 1, length) * 1e3,
+        "in_place_bytes": int(far_bytes),
+        "prefix_tokens": prefix,
+        "prefix_load_ms": prefix_bytes / host.swap_rates.load_bytes_s * 1e3,
+        "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,
+    }

@@ -1,0 +1,180 @@
+"""ModelRunner: a StepPlan becomes a Batch of device tensors, and the Batch becomes logits."""
+
+import torch
+
+from engine.device.base import Device, Mark
+from engine.errors import EngineError
+from engine.plan.memory import MemoryPlan
+from engine.plan.sizes import HOST_DECODES
+from engine.run.batch import Batch
+from engine.run.decoder import Decoder
+from engine.run.graphs import StepGraphs, StepShape
+from engine.run.inputs import BatchBuilder
+from engine.schedule.step import StepPlan
+from kernels.sizes import MAX_SMALL_TOKENS
+
+
+class ModelRunner:
+    """Owns the input buffers and the graphs; decides nothing.
+
+    Everything is only enqueued. A step may be prepared and executed while the one before it still
+    runs; the results of the one before that must have been waited for (`mark`).
+    """
+
+    def __init__(self, plan: MemoryPlan, decoder: Decoder, device: Device) -> None:
+        self._plan, self._decoder, self._device = plan, decoder, device
+        self._batches = BatchBuilder(plan, device)
+        self._graphs = StepGraphs(decoder, device)
+        self._newest: Mark | None = None
+
+    def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
+        """Fill the input buffers and enqueue their upload.
+
+        Args:
+            plan: What runs.
+            tokens: int64 on the device, the tokens of the step before by row of its `sampling`;
+                needed where the plan was made ahead. They are read on the device, behind the
+                sampling of that step, and not here.
+
+        Returns:
+            The inputs on the device.
+        """
+        return self._batches.prepare(plan, tokens)
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Run the newest batch; return float32 logits [R, V], a row per wanted token, then padding.
+
+        Where that takes the host longer than the device needs for the step before, the end of that
+        is noted on the way, so that its tokens do not count as later for what comes behind them.
+
+        Stream: enqueued on the current stream. The tensor may be overwritten by the next step.
+        """
+        look = None if self._newest is None else self._newest.is_done
+        if look is not None:
+            look()
+        shape = self._batches.shape
+        if shape is None or not self._graphs.replay(shape, batch.num_tokens):
+            return self._decoder.forward(batch, look)
+        self._graphs.steps += 1
+        rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
+        return self._decoder.logits[:rows]
+
+    def replay_only(self, size: int) -> None:
+        """Enqueue the graph of `size` rows once more, on the newest step's inputs.
+
+        For measuring what a step costs beside its graph. It computes the newest step's keys,
+        values and logits again and changes no sequence; it counts as moved bytes, not as a step.
+
+        Args:
+            size: Rows of the newest step, padding included.
+
+        Raises:
+            EngineError: No graph of that size was captured, or the newest step was another one.
+
+        Stream: Enqueued on the current stream; nothing is waited for.
+        """
+        if size not in self.captured_sizes:
+            raise EngineError(
+                f"replay: expected a captured size, one of {self.captured_sizes}, got {size}."
+            )
+        shape = self._batches.shape
+        if shape is None or shape[:2] != (size, 0):
+            newest = "one with a prefill, or none" if shape is None or shape.tokens else shape[0]
+            raise EngineError(
+                f"replay: expected the newest step to be a decode of {size} rows, got {newest}. "
+                "Step until it is."
+            )
+        if not self._graphs.replay(shape, size):
+            raise EngineError(
+                f"replay: expected no blocks in the host tier for a decode of {size} rows, got "
+                "some: it ran without a graph. Use fewer sequences."
+            )
+
+    def mark(self) -> Mark:
+        """Return a point behind everything that is enqueued so far, the end of the newest step."""
+        self._newest = self._device.mark()
+        return self._newest
+
+    def capture(self) -> None:
+        """Capture every planned step, the largest first."""
+        plan, batches, stage = self._plan, self._batches, self._plan.stage_tokens
+        for size in sorted(plan.graph_sizes, reverse=True):
+            if stage is not None and size >= stage:
+                continue
+            self._graphs.capture(StepShape(size), batches.padding_decode(size))
+            if self.is_tiered and size <= HOST_DECODES:
+                batch = batches.padding_decode(size, reads_host=True)
+                self._graphs.capture(StepShape(size, reads_host=True), batch)
+        for decodes, tokens in sorted(plan.captured_prefills, reverse=True):
+            batch = batches.padding_prefill(decodes, tokens)
+            self._graphs.capture(StepShape(decodes, tokens), batch)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run prefills of padding and decodes, so that kernels are compiled and loaded.
+
+        Args:
+            num_tokens: Of the largest prefill, in as many sequences as it takes.
+        """
+        plan, batches = self._plan, self._batches
+        # Products of few tokens have kernels of their own for up to 16, 32 and 64 of them.
+        few = () if plan.facts.emulated else (16, 32, MAX_SMALL_TOKENS)
+        for size in sorted({num_tokens, *few}, reverse=True):
+            self._run(batches.padding_prompts(min(size, plan.max_num_batched_tokens)))
+        self._run(batches.padding_unknown(reads_host=False))
+        if batches.tiered is None:
+            return
+        self._run(batches.padding_unknown(reads_host=True))
+        self._run(batches.padding_staged(batches.tiered))
+        batches.forget_tables()
+        if self._decoder.stages is not None:
+            self._decoder.stages.staged_bytes = 0
+
+    def _run(self, batch: Batch) -> None:
+        self._decoder.forward(batch)
+        self._device.synchronize()
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether sequences may own blocks of the host tier, which compute reads in place."""
+        return self._batches.tiered is not None
+
+    @property
+    def kv_in_place_bytes(self) -> int:
+        """Keys and values that decodes read in the host tier so far."""
+        return self._batches.kv_in_place_bytes
+
+    @property
+    def staged_prefill_bytes(self) -> int:
+        """Keys and values copied from the host tier for prefills so far."""
+        stages = self._decoder.stages
+        return 0 if stages is None else stages.staged_bytes
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Decode batch sizes that run as graphs."""
+        captured = self._graphs.captured
+        return sorted(x.decodes for x in captured if not x.tokens and not x.reads_host)
+
+    @property
+    def captured_prefills(self) -> list[tuple[int, int]]:
+        """Decode rows and tokens of prompts of steps with prompts that run as graphs."""
+        return sorted((x.decodes, x.tokens) for x in self._graphs.captured if x.tokens)
+
+    @property
+    def graph_steps(self) -> int:
+        """Steps that ran as graphs."""
+        return self._graphs.steps
+
+    @property
+    def copied_bytes(self) -> int:
+        """Weight bytes copied host to device since the load, replayed ones included."""
+        return self._decoder.weights.copied_bytes + self._graphs.copied_bytes
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Weight bytes read in place since the load, replayed ones included."""
+        return self._decoder.weights.in_place_bytes + self._graphs.in_place_bytes
+
+    def close(self) -> None:
+        """Release graphs before the buffers that they use."""
+        self._graphs.clear()

@@ -1,0 +1,471 @@
+"""Choose one token for each row of logits, on the device that holds them.
+
+Shape letters: S rows, V vocabulary, D rows that draw, K alternatives returned.
+
+A draw depends on nothing but the row's logits and its key: one uniform number comes from a hash of
+(seed, request, index, position), and the inverse of the cumulative distribution is taken over the
+tokens sorted from most to least probable, the lower id first among equals. Weights are integers
+(2^40 for the most probable token), so that their sums do not depend on the order of addition and
+thereby not on the batch; a token 2^40 times less probable than the first is never drawn.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.asked import request
+from engine.asked.request import SampledToken
+from engine.asked.sampling import (
+    MAX_LOGPROBS,
+    SAMPLER_GREEDY_ELEMENTS,
+    SAMPLER_SORT_ELEMENTS,
+    SamplingParams,
+)
+from engine.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """What the draws of a sequence depend on, beside the position."""
+
+    seed: int
+    """The request's seed, or the engine's if it has none."""
+    request: int | str
+    """The request's number in order of arrival; 0 if it has a seed of its own."""
+    index: int
+    """Which of the n answers."""
+
+    def uniform(self, position: int) -> float:
+        """Return the number in [0, 1) that decides the token at `position`."""
+        kind = "s" if isinstance(self.request, str) else "i"
+        text = f"{self.seed}|{self.index}|{position}|{kind}{self.request}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What is known of the sequence that a row of logits belongs to."""
+
+    params: SamplingParams
+    """How its tokens are chosen; checked."""
+    key: SampleKey
+    """What its draws depend on."""
+    position: int
+    """Place of the new token in prompt and output, from 0."""
+    prompt_ids: Sequence[int]
+    """Tokens of the prompt."""
+    output_ids: Sequence[int]
+    """Tokens of the output so far; read for repetition_penalty only."""
+    num_output_tokens: int
+    """Tokens of the output so far, with one that is sampled but not known to the host yet."""
+    eos_ids: Collection[int]
+    """The model's end-of-sequence tokens."""
+
+    @classmethod
+    def of(
+        cls,
+        sequence: request.Sequence,
+        engine_seed: int,
+        eos_ids: Collection[int],
+        *,
+        num_unknown: int = 0,
+    ) -> "SampleRow":
+        """Make the row of a sequence; the token lists are not copied.
+
+        Args:
+            sequence: Whose next token is sampled.
+            engine_seed: Keys the draws of requests without a seed.
+            eos_ids: The model's end-of-sequence tokens.
+            num_unknown: Tokens before it that the host does not know yet, 0 or 1.
+        """
+        params = sequence.params
+        if params.seed is None:
+            key = SampleKey(engine_seed, sequence.request.arrival, sequence.index)
+        else:
+            key = SampleKey(params.seed, 0, sequence.index)
+        return cls(
+            params=params,
+            key=key,
+            position=sequence.num_tokens + num_unknown,
+            prompt_ids=sequence.prompt_token_ids,
+            output_ids=sequence.output_token_ids,
+            num_output_tokens=sequence.num_output_tokens + num_unknown,
+            eos_ids=eos_ids,
+        )
+
+    @property
+    def banned_ids(self) -> set[int]:
+        """Tokens that would end the output before min_tokens."""
+        params = self.params
+        if self.num_output_tokens >= params.min_tokens:
+            return set()
+        banned = set(params.stop_token_ids or ())
+        return banned if params.ignore_eos else banned.union(self.eos_ids)
+
+
+WEIGHT_BITS = 40
+MAX_SELECT = 1024
+"""Up to this many largest logits are selected rather than sorted out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Tokens that are being chosen; `Sampler.collect` reads them."""
+
+    rows: Sequence[SampleRow]
+    """Whose tokens."""
+    width: int
+    """Alternatives returned."""
+    table: Tensor
+    """float64 [S, 2 + 2 K] on the host, pinned beside a GPU where that is possible."""
+
+
+class Sampler:
+    """Chooses tokens by each row's own parameters.
+
+    In this order: repetition_penalty, the mask of min_tokens, temperature, top_k, top_p (of the
+    mass that top_k left), min_p, draw. Greedy rows take the largest logit after the mask, the
+    lowest id among equals. Log-probabilities are those of the logits as they came.
+
+    The tokens come back through two host buffers used in turn: those of a call must be collected
+    before the next call but one. More rows than `max_rows` make the buffers grow.
+
+    Args:
+        vocab_size: V, columns of the logits.
+        device: Where the logits are.
+        max_rows: Rows for which memory is allocated at once.
+        host_tensor: Allocates zeros of a shape and dtype on the host (Device.upload_buffer), pinned
+            where that is possible; None: never pinned.
+        reach: Gives such memory as kernels write it (Device.reach), for engines whose copy engines
+            also move KV blocks; None: tokens go to the host by a copy engine.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        max_rows: int = 0,
+        host_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+        reach: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> None:
+        if not 1 <= vocab_size < 2 ** (62 - WEIGHT_BITS):
+            raise EngineError(
+                f"sampler: expected a vocabulary of 1 to {2 ** (62 - WEIGHT_BITS) - 1} tokens, got "
+                f"{vocab_size}."
+            )
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._host_tensor, self._reach = host_tensor or _pageable, reach
+        self._turn = 0
+        self._tokens = torch.zeros(0, dtype=torch.int64)
+        self._hosts = [torch.empty(0, dtype=torch.float64)] * 2
+        self._targets = self._hosts
+        self._grow(max_rows)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 on the device: the newest call's tokens by row, once its work has run there."""
+        return self._tokens
+
+    def _grow(self, num_rows: int) -> None:
+        """Allocate for more rows; never within a step, where max_rows is kept to."""
+        if num_rows <= self._tokens.shape[0]:
+            return
+        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        shape = (num_rows * (2 + 2 * MAX_LOGPROBS),)
+        self._hosts = [self._host_tensor(shape, torch.float64) for _ in range(2)]
+        self._targets = self._hosts
+        if self._reach is not None:
+            reached = [self._reach(host) for host in self._hosts]
+            self._targets = [
+                host if view is None else view
+                for host, view in zip(self._hosts, reached, strict=True)
+            ]
+
+    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
+        """Choose a token for each row and wait for them; else as `enqueue` and `collect`.
+
+        Stream: Waits for the current stream.
+        """
+        pending = self.enqueue(logits_SV, rows)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return self.collect(pending)
+
+    def enqueue(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
+        """Start choosing a token for each row.
+
+        Args:
+            logits_SV: [S, V] float32 on the sampler's device; not changed.
+            rows: S rows.
+
+        Returns:
+            What `collect` turns into tokens, after the work enqueued here.
+
+        Raises:
+            EngineError: The shape or type is wrong, or every token of a row is masked.
+
+        Stream: Enqueued on the current stream, with one copy to the host at the end; waits for
+            nothing. (Parameters go to the device from pageable memory, which does not wait up to
+            64 KiB; the history that repetition_penalty needs may be longer and wait.) Rows run in
+            portions, so that the temporary memory stays within `sampler_workspace_bytes(V)`.
+        """
+        self._check(logits_SV, rows)
+        width = max((row.params.logprobs or 0 for row in rows), default=0)
+        width = min(width, self.vocab_size)
+        self._grow(len(rows))
+        self._turn = (self._turn + 1) % len(self._hosts)
+        shape = len(rows), 2 + 2 * width
+        table, target = (
+            tensors[self._turn][: shape[0] * shape[1]].view(shape)
+            for tensors in (self._hosts, self._targets)
+        )
+        self._enqueue(logits_SV, rows, width, target)
+        return PendingTokens(rows, width, table)
+
+    def collect(self, pending: PendingTokens) -> list[SampledToken | None]:
+        """Read the tokens of `enqueue`, whose work the caller has waited for.
+
+        Args:
+            pending: What `enqueue` returned.
+
+        Returns:
+            S tokens with their log-probabilities; None where a row has NaN, +infinity or nothing
+            finite.
+        """
+        return _read(pending.table.tolist(), pending.rows, pending.width)
+
+    def _enqueue(
+        self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int, table: Tensor
+    ) -> None:
+        if not rows:
+            return
+        plain = all(_is_plain(row) for row in rows)
+        elements = SAMPLER_GREEDY_ELEMENTS if plain else SAMPLER_SORT_ELEMENTS
+        portion = max(1, elements // self.vocab_size)
+        with torch.inference_mode():
+            parts = [
+                self._choose(logits_SV[at : at + portion], rows[at : at + portion], width)
+                for at in range(0, len(rows), portion)
+            ]
+            found = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._tokens[: len(rows)].copy_(found[:, 0])
+            if table.is_cuda:
+                torch.mul(found, 1, out=table)  # a kernel; `copy_` takes a copy engine
+            else:
+                table.copy_(found, non_blocking=True)
+
+    def _check(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> None:
+        expected = (len(rows), self.vocab_size)
+        if tuple(logits_SV.shape) != expected or logits_SV.dtype != torch.float32:
+            raise EngineError(
+                f"sampler: expected logits of shape {expected} in float32, got "
+                f"{tuple(logits_SV.shape)} in {logits_SV.dtype}."
+            )
+        if logits_SV.device.type != self.device.type:
+            raise EngineError(
+                f"sampler: expected logits on {self.device}, got them on {logits_SV.device}."
+            )
+
+    def _choose(self, raw_SV: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
+        """Return [S, 2 + 2 K] float64: token, log-probability, K tokens, K log-probabilities."""
+        largest_S, tokens_S = raw_SV.max(dim=-1)
+        log_sums_S = _log_sums(raw_SV, largest_S)
+        work_SV = self._adjust(raw_SV, rows)
+        if work_SV is not raw_SV:
+            tokens_S = work_SV.argmax(dim=-1)
+        drawing = [at for at, row in enumerate(rows) if not row.params.is_greedy]
+        if len(drawing) == len(rows):
+            tokens_S = self._draw(work_SV, rows)
+        elif drawing:
+            at_D = self._send(drawing, np.int64)
+            drawn_D = self._draw(work_SV[at_D], [rows[at] for at in drawing])
+            tokens_S = tokens_S.index_copy(0, at_D, drawn_D)
+        if drawing or work_SV is not raw_SV:
+            picked_S = raw_SV.gather(1, tokens_S[:, None])[:, 0] - largest_S
+            logprobs_S = picked_S.double() - log_sums_S
+        else:
+            logprobs_S = log_sums_S.neg()
+        del work_SV
+        columns = [tokens_S.double()[:, None], logprobs_S[:, None]]
+        if width:
+            columns += self._alternatives(raw_SV, largest_S, log_sums_S, rows, width)
+        return torch.cat(columns, dim=1)
+
+    def _adjust(self, raw_SV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Apply repetition_penalty and the mask of min_tokens to a copy, if any row needs it."""
+        seen: list[int] = []
+        seen_at: list[int] = []
+        penalties: list[float] = []
+        banned: list[int] = []
+        banned_at: list[int] = []
+        for at, row in enumerate(rows):
+            penalty = row.params.repetition_penalty
+            if penalty != 1:
+                ids = set(row.prompt_ids).union(row.output_ids)
+                seen += ids
+                seen_at += [at] * len(ids)
+                penalties += [float(penalty)] * len(ids)
+            masked = [i for i in row.banned_ids if 0 <= i < self.vocab_size]
+            if len(masked) == self.vocab_size:
+                raise EngineError(
+                    f"sampler: expected a token that does not end the output of row {at}, got "
+                    f"min_tokens={row.params.min_tokens} with all {self.vocab_size} tokens masked."
+                )
+            banned += masked
+            banned_at += [at] * len(masked)
+        if not seen and not banned:
+            return raw_SV
+        work_SV = raw_SV.clone()
+        if seen:
+            place = tuple(self._send([seen_at, seen], np.int64))
+            value = work_SV[place].double()
+            penalty_t = self._send(penalties, np.float64)
+            value = torch.where(value > 0, value / penalty_t, value * penalty_t)
+            limit = torch.finfo(torch.float32)
+            work_SV[place] = value.clamp(limit.min, limit.max).float()
+        if banned:
+            place = tuple(self._send([banned_at, banned], np.int64))
+            # A number would be copied to the device while the host waits.
+            work_SV.index_put_(place, torch.full((), -math.inf, device=self.device))
+        return work_SV
+
+    def _draw(self, work_DV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Return [D] int64, one drawn token a row."""
+        settings = [
+            (
+                row.params.temperature,
+                row.params.top_k if 0 < row.params.top_k < self.vocab_size else self.vocab_size,
+                row.params.top_p,
+                row.params.min_p,
+                row.key.uniform(row.position),
+            )
+            for row in rows
+        ]
+        columns = self._send(settings, np.float64).T[:, :, None]
+        temperature, top_k, top_p, min_p, uniform = columns.unbind(0)
+        largest = max(int(row[1]) for row in settings)
+        sorted_DV, ids_DV = _sort_rows(work_DV, largest)
+        share_DV = sorted_DV.double()
+        del sorted_DV
+        share_DV -= share_DV[:, :1].clone()
+        share_DV /= temperature
+        share_DV.exp_()
+        kept = top_k.long()
+        if any(row.params.min_p > 0 for row in rows):
+            enough = (share_DV >= min_p).sum(dim=-1, keepdim=True)
+            # Not below 1: NaN is no share, and `collect` returns None for it.
+            kept = torch.minimum(kept, enough.clamp_(min=1))
+        share_DV *= 2.0**WEIGHT_BITS
+        sums_DV = share_DV.long().cumsum(dim=-1)
+        del share_DV
+        if any(row.params.top_p < 1 for row in rows):
+            mass = sums_DV.gather(1, top_k.long() - 1).double()
+            # Sums below the wanted mass, and the one that reaches it.
+            enough = torch.searchsorted(sums_DV, (top_p * mass).ceil().long()) + 1
+            kept = torch.where(top_p < 1, torch.minimum(kept, enough), kept)
+        total = sums_DV.gather(1, kept - 1)
+        target = torch.minimum((uniform * total.double()).long(), total - 1)
+        place = torch.searchsorted(sums_DV, target, right=True)
+        return ids_DV.gather(1, place.clamp(max=ids_DV.shape[1] - 1))[:, 0]
+
+    def _alternatives(
+        self,
+        raw_SV: Tensor,
+        largest_S: Tensor,
+        log_sums_S: Tensor,
+        rows: Sequence[SampleRow],
+        width: int,
+    ) -> list[Tensor]:
+        """Return [S, K] float64 twice: the most probable tokens and their log-probabilities."""
+        wanting = [at for at, row in enumerate(rows) if row.params.logprobs]
+        shape = (len(rows), width)
+        ids_SK = torch.zeros(shape, dtype=torch.float64, device=raw_SV.device)
+        values_SK = torch.zeros_like(ids_SK)
+        if wanting:
+            at = self._send(wanting, np.int64)
+            raw_DV = raw_SV[at]
+            ids_DK = _order_keys(raw_DV).topk(width, dim=-1).indices
+            picked_DK = raw_DV.gather(1, ids_DK) - largest_S[at][:, None]
+            values_DK = picked_DK.double() - log_sums_S[at][:, None]
+            ids_SK.index_copy_(0, at, ids_DK.double())
+            values_SK.index_copy_(0, at, values_DK)
+        return [ids_SK, values_SK]
+
+    def _send(self, values: list[Any], dtype: type[np.generic]) -> Tensor:
+        """Copy host numbers to the device without waiting for it."""
+        return torch.from_numpy(np.array(values, dtype=dtype)).to(self.device, non_blocking=True)
+
+
+def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _is_plain(row: SampleRow) -> bool:
+    """Whether the largest logit decides and nothing else is asked for."""
+    params = row.params
+    return params.is_greedy and params.repetition_penalty == 1 and not params.logprobs
+
+
+def _log_sums(raw_SV: Tensor, largest_S: Tensor) -> Tensor:
+    """Return [S] float64, log(sum(exp(logit - largest))) of each row; NaN for unusable rows.
+
+    The exponentials are summed in float32, pairwise: an error of some 2^-22 of the sum.
+    """
+    return (raw_SV - largest_S[:, None]).exp_().sum(dim=-1).double().log_()
+
+
+def _sort_rows(work_DV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` or more largest logits of each row, falling, and their ids.
+
+    All three ways give the same order: by falling logit, then by rising id.
+    """
+    if count <= MAX_SELECT:
+        ids = _order_keys(work_DV).topk(count, dim=-1).indices
+        return work_DV.gather(1, ids), ids
+    if work_DV.device.type == "cpu":
+        # On one core of an EPYC 8 x 152,064 integers take NumPy 37 ms, torch's stable sort 183 ms.
+        keys = np.sort(_order_keys(work_DV).numpy(), axis=-1)[:, ::-1]
+        ids = torch.from_numpy(work_DV.shape[1] - 1 - (keys & 0xFFFFFFFF))
+        return work_DV.gather(1, ids), ids
+    sorted_DV, ids = work_DV.sort(dim=-1, descending=True, stable=True)
+    return sorted_DV, ids
+
+
+def _order_keys(raw_DV: Tensor) -> Tensor:
+    """Return [D, V] int64 that sort like the logits and, among equals, by falling id."""
+    # Adding zero turns -0.0 into 0.0. The bits of a float sort like an integer once those below
+    # the sign are flipped for negative numbers.
+    bits = (raw_DV + 0.0).view(torch.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    size = raw_DV.shape[1]
+    keys = bits.long() << 32
+    keys += torch.arange(size - 1, -1, -1, device=raw_DV.device)
+    return keys
+
+
+def _read(
+    table: list[list[float]], rows: Sequence[SampleRow], width: int
+) -> list[SampledToken | None]:
+    found: list[SampledToken | None] = []
+    for line, row in zip(table, rows, strict=True):
+        if not math.isfinite(line[1]):
+            found.append(None)
+            continue
+        token_id, logprob = int(line[0]), line[1]
+        top = None
+        if row.params.logprobs is not None:
+            top = {token_id: logprob}
+            count = min(row.params.logprobs, width)
+            pairs = zip(line[2 : 2 + count], line[2 + width :], strict=False)
+            top |= {int(other): value for other, value in pairs}
+        found.append(SampledToken(token_id, logprob, top))
+    return found

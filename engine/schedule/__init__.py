@@ -1,0 +1,1 @@
+"""What runs in each step: requests, admission, turns, lookahead. No torch."""

@@ -1,0 +1,647 @@
+"""Decide what runs in each step of the engine: continuous batching, chunked prefill, preemption.
+
+Pure bookkeeping over block ids; tensors and devices are elsewhere.
+"""
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from engine.asked.request import (
+    NO_TOKEN,
+    FinishReason,
+    SampledToken,
+    Sequence,
+    SequenceStatus,
+    TokenEvent,
+    finish_reason,
+)
+from engine.errors import EngineError, RequestError
+from engine.kv.eviction import Tier
+from engine.kv.moves import MoveBatch
+from engine.kv.sequences import BlockGroups, kv_stats
+from engine.schedule.admission import LONG_BLOCKS, Admission
+from engine.schedule.lookahead import Outlook, Stand
+from engine.schedule.step import ScheduledSequence, StepPlan
+from engine.schedule.turns import Rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step."""
+
+    max_num_seqs: int
+    """Sequences that have blocks at once."""
+    max_num_batched_tokens: int
+    """Tokens of one step; at least max_num_seqs."""
+    max_model_len: int
+    """Most tokens of prompt and output."""
+    block_size: int
+    """Tokens in a KV block; the pool's."""
+
+    def check(self, groups: BlockGroups) -> None:
+        """Return if the limits agree with each other and with the pools.
+
+        Raises:
+            EngineError: They do not, or a pool cannot hold one sequence of max_model_len tokens.
+        """
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise EngineError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if self.max_model_len < 2:
+            raise EngineError(
+                f"max_model_len: expected at least 2 (one token of prompt, one of output), got "
+                f"{self.max_model_len}. Raise it."
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise EngineError(
+                f"max_num_batched_tokens: expected at least max_num_seqs={self.max_num_seqs}, got "
+                f"{self.max_num_batched_tokens}. Raise it or lower max_num_seqs."
+            )
+        if self.block_size != groups.block_size:
+            raise EngineError(
+                f"block_size: expected the pool's {groups.block_size}, got {self.block_size}."
+            )
+        groups.check(self.max_model_len)
+
+
+@dataclass(kw_only=True)
+class SchedulerStats:
+    """Counts since the scheduler was made."""
+
+    num_steps: int = 0
+    """Steps committed."""
+    num_decode_tokens: int = 0
+    """Tokens run as decodes."""
+    num_prefill_tokens: int = 0
+    """Tokens run as prefills, recomputed ones included."""
+    num_recomputed_tokens: int = 0
+    """Tokens that ran once more because of a preemption."""
+    num_preemptions: int = 0
+    """Sequences whose blocks were taken away."""
+    num_turns: int = 0
+    """Of those, sequences that gave way to one that had waited."""
+    num_swaps_out: int = 0
+    """Of the preempted ones, those whose content was to be kept in the host tier."""
+    num_swaps_in: int = 0
+    """Preempted sequences that went on behind content that was found."""
+    num_recomputes: int = 0
+    """Preempted sequences whose content was not kept."""
+    num_stalls: int = 0
+    """Times that a running sequence sat out a step for want of a block."""
+    num_finished: int = 0
+    """Sequences that ended, aborted and failed ones included."""
+    num_aborted: int = 0
+    """Sequences that were aborted."""
+    num_failed: int = 0
+    """Sequences of requests that failed for unusable logits."""
+    peak_running: int = 0
+    """Most sequences that ran at once."""
+    peak_blocks: int = 0
+    """Most blocks in use."""
+
+
+MOST_PREPARED = 4
+"""Prompts whose keys are made before they are asked for."""
+
+
+class Queues:
+    """Decides what runs next, takes the blocks for it, and preempts where there are none.
+
+    Args:
+        config: Limits of a step.
+        groups: Where blocks come from.
+        stats: What is counted.
+    """
+
+    def __init__(self, config: SchedulerConfig, groups: BlockGroups, stats: SchedulerStats) -> None:
+        self.waiting: deque[Sequence] = deque()
+        """Next first."""
+        self.running: list[Sequence] = []
+        """Those that have blocks, oldest first, those included that are LOADING."""
+        self._config, self._groups, self._stats = config, groups, stats
+        self._admission = Admission(groups, config.max_model_len)
+        self._rounds = Rounds(groups, config.max_num_seqs)
+        self._is_turn = False
+        self._swapped: set[int] = set()
+        """Those that wait and were swapped out."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one sequence has all blocks that are in use."""
+        return len(self.running) == 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+            self._swapped.discard(sequence.seq_id)
+        else:
+            self.running.remove(sequence)
+
+    def prepare(self) -> bool:
+        """Make some keys of the next prompt that lacks them, ahead of the step that admits it.
+
+        Returns:
+            Whether there was one among the first in the queue.
+        """
+        content = self._groups.content
+        for sequence in islice(self.waiting, MOST_PREPARED):
+            if content.num_unnamed(sequence) > 0:
+                content.prepare(sequence)
+                return True
+        return False
+
+    def note_loaded(self) -> None:
+        """Let sequences run whose content has come."""
+        for sequence in self.running:
+            is_loading = sequence.status is SequenceStatus.LOADING
+            if is_loading and not self._groups.content.is_pending(sequence):
+                sequence.status, sequence.pending = SequenceStatus.RUNNING, ()
+
+    def is_round_due(self, step: int) -> bool:
+        """Return whether sequences are to change places before a step."""
+        return self._rounds.is_due(step, self.waiting, self.running)
+
+    def change_places(self, step: int) -> None:
+        """Let running sequences give way to waiting ones, if it is time."""
+        self._is_turn = self.is_round_due(step)
+        if self._is_turn:
+            for sequence in self._rounds.leavers(step, self.waiting, self.running):
+                self._leave(sequence)
+                sequence.num_turns += 1
+                self._stats.num_turns += 1
+                self.waiting.append(sequence)
+
+    def wants(self, outlook: Outlook) -> list[tuple[Stand, int]]:
+        """Return the running sequences that are to run, oldest first, and how many tokens each.
+
+        Decodes are counted first, as a prefill need not be the newest: the content of another
+        may have come sooner.
+        """
+        stands = outlook.stands(self.running)
+        left = self._config.max_num_batched_tokens
+        left -= sum(stand.is_decode for stand in stands)
+        wants = []
+        for stand in stands:
+            want = 1
+            if not stand.is_decode:
+                want = min(left, stand.known - stand.computed)
+                left -= want
+            if want > 0:
+                wants.append((stand, want))
+        return wants
+
+    def make_step(
+        self, outlook: Outlook, wants: list[tuple[Stand, int]]
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
+        """Take blocks for what is to run, let others begin; return decodes and prefills."""
+        decodes: list[ScheduledSequence] = []
+        prefills: list[ScheduledSequence] = []
+        for stand, want in wants:
+            if stand.sequence.status is not SequenceStatus.RUNNING:
+                continue  # it was preempted for an older one
+            granted = self._grow(stand, want)
+            if granted:
+                (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
+        left = self._config.max_num_batched_tokens - len(decodes)
+        left -= sum(item.num_tokens for item in prefills)
+        is_busy = left < self._config.max_num_batched_tokens
+        while left > 0 and (sequence := self._begin_next(outlook, is_busy=is_busy)) is not None:
+            if sequence.status is SequenceStatus.LOADING:
+                continue
+            stand = outlook.stand(sequence)
+            granted = self._grow(stand, min(left, stand.known - stand.computed))
+            if granted:
+                (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
+                left -= granted
+        self._is_turn = False
+        self._groups.store_ahead(self._config.max_num_batched_tokens - left)
+        return decodes, prefills
+
+    def _begin_next(self, outlook: Outlook, *, is_busy: bool) -> Sequence | None:
+        """Let the sequence at the front of the queue begin, if limits and blocks allow.
+
+        Args:
+            outlook: Where those that run will stand.
+            is_busy: Others run in this step; they do not wait for the keys of a long prompt.
+        """
+        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
+            return None
+        sequence = self.waiting[0]
+        if is_busy and self._groups.content.num_unnamed(sequence) >= LONG_BLOCKS:
+            return None
+        if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        if sequence.seq_id in self._swapped:
+            self._swapped.remove(sequence.seq_id)
+            self._stats.num_swaps_in += sequence.num_computed > 0
+        is_pending = self._groups.content.is_pending(sequence)
+        sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
+        return sequence
+
+    def _grow(self, stand: Stand, want: int) -> int:
+        """Give a running sequence blocks for up to `want` more tokens; return for how many."""
+        sequence = stand.sequence
+        while True:
+            granted = self._groups.extend(sequence, stand.computed, want, alone=self.is_alone)
+            if granted:
+                return granted
+            newest = self.running[-1]
+            if newest is sequence:
+                self._stats.num_stalls += 1
+                return 0
+            self._preempt(newest)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the newest running sequence's blocks and put it at the front of the queue."""
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks."""
+        self.running.remove(sequence)
+        if self._groups.preempt(sequence) == "swap":
+            self._stats.num_swaps_out += 1
+            self._swapped.add(sequence.seq_id)
+        else:
+            self._stats.num_recomputes += 1
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self._stats.num_preemptions += 1
+
+
+class Scheduler:
+    """First come, first served, over pools of KV blocks, one for each group of layers.
+
+    In a step each running sequence decodes one token; what the token budget leaves goes to
+    prefills, running ones first. Who may begin is said by `Admission`; blocks are taken chunk by
+    chunk. A sequence whose prefix is on its way from the host tier is LOADING, and the others run.
+    When a running sequence finds no free block on the GPU, the newest one loses its blocks and
+    waits at the front of the queue. Its output is kept; its content is swapped out to the host
+    tier, or computed again if that is cheaper or there is none. The newest itself waits in place,
+    because losing its own blocks would only lose work. One that is alone takes host blocks.
+
+    A step may be planned while the one before it still runs (`plan_ahead`): as if that had been
+    committed, tokens counted though not known. Nothing is taken from a sequence for such a plan.
+    Sequences that end meanwhile free their blocks at once, though the plan ahead still writes
+    them: steps run in order on the device, so a block's next owner writes it later, and moves
+    run behind the steps before them. What is planned depends on lengths and blocks, and on time
+    only where content comes from the host tier.
+
+    Args:
+        config: Limits of a step.
+        groups: Where blocks come from. Blocks taken from its pools before stay out of use.
+
+    Raises:
+        EngineError: The limits contradict each other, or a pool cannot hold one sequence of
+            max_model_len tokens.
+    """
+
+    def __init__(self, config: SchedulerConfig, groups: BlockGroups) -> None:
+        config.check(groups)
+        self.groups = groups
+        self.config = config
+        self.pools = groups.pools
+        self.stats = SchedulerStats()
+        self._queues = Queues(config, groups, self.stats)
+        self._unfinished: dict[str, list[Sequence]] = {}
+        self._plans: list[StepPlan] = []
+        self._is_blocked = False
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._queues.waiting or self._queues.running)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that hold blocks, oldest first, those included that are LOADING."""
+        return tuple(self._queues.running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences in the queue, next first."""
+        return tuple(self._queues.waiting)
+
+    @property
+    def planned(self) -> tuple[StepPlan, ...]:
+        """Plans in force, oldest first: at most two."""
+        return tuple(self._plans)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence.
+
+        Raises:
+            RequestError: Its prompt can never run here.
+            EngineError: It is not new, or its seq_id is taken.
+        """
+        if sequence.status is not SequenceStatus.WAITING or sequence.num_computed:
+            raise EngineError(
+                f"scheduler: expected a new sequence, got {sequence.seq_id}, which is "
+                f"{sequence.status.value}."
+            )
+        siblings = self._unfinished.get(sequence.request.request_id, [])
+        if any(other.seq_id == sequence.seq_id for other in siblings):
+            raise EngineError(f"scheduler: sequence {sequence.seq_id} was added twice.")
+        limit = self.config.max_model_len - 1
+        if not 1 <= sequence.num_tokens <= limit:
+            raise RequestError(
+                f"prompt: expected 1 to {limit} tokens (max_model_len="
+                f"{self.config.max_model_len} less one to generate), got {sequence.num_tokens}. "
+                "Change the prompt or raise engine.max_model_len."
+            )
+        self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
+        self._queues.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End the unfinished sequences of a request with reason abort and return them.
+
+        May be called between `plan_step` and `commit`; blocks are free at once, which is safe as
+        long as steps run in order on the device. An unknown or finished request is no error.
+        """
+        aborted = list(self._unfinished.get(request_id, ()))
+        for sequence in aborted:
+            self.finish(sequence, "abort")
+        self.stats.num_aborted += len(aborted)
+        return aborted
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a sequence and free its blocks; of one that ended already change the reasons only.
+
+        For decisions made outside, such as a stop string in the decoded text. With reason error
+        what its blocks held is forgotten.
+
+        Raises:
+            EngineError: The sequence was never added.
+        """
+        if not sequence.is_finished:
+            self._release(sequence, is_bad=reason == "error")
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+
+    def plan_step(self) -> StepPlan | None:
+        """Decide the next step and take its blocks.
+
+        Returns:
+            The plan; None if no sequence waits or runs, or if all that could run wait for moves
+            (`is_blocked`): take and submit the moves, complete some, and plan again.
+
+        Raises:
+            EngineError: The last plan was neither committed nor discarded.
+        """
+        if self._plans:
+            raise EngineError(
+                f"scheduler: expected step {self._plans[0].step} to be committed or discarded "
+                "before the next is planned."
+            )
+        if not self.has_unfinished:
+            return None
+        self._queues.change_places(self.stats.num_steps)
+        outlook = Outlook(None, self.config.max_model_len)
+        plan = self._plan(outlook, self._queues.wants(outlook))
+        self._is_blocked = plan is None
+        if plan is None and not self.groups.num_moves:
+            raise EngineError(
+                f"scheduler: expected a sequence that can run, got {len(self.running)} with "
+                f"blocks and {len(self.waiting)} that wait, and no move that would change it."
+            )
+        return plan
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Decide the step behind the plan in force, as if that had been committed.
+
+        Sequences that the plan in force ends whatever it samples are left out; they keep their
+        place among the running ones until it is committed. Those that it may end are in; their
+        tokens are ignored then.
+
+        Returns:
+            The plan; None where that of now must be committed first: nothing would run, a running
+            sequence would find no free block, places are to be changed, or a sequence has a
+            repetition_penalty, for which the host must know its tokens.
+
+        Raises:
+            EngineError: Not exactly one plan is in force.
+        """
+        if len(self._plans) != 1:
+            raise EngineError(
+                f"scheduler: expected one step in force to plan behind, got {len(self._plans)}."
+            )
+        if self._queues.is_round_due(self.stats.num_steps + 1):
+            return None
+        outlook = Outlook(self._plans[0], self.config.max_model_len)
+        wants, lacking = self._queues.wants(outlook), 0
+        for stand, want in wants:
+            sequence = stand.sequence
+            if stand.token_row is not None and sequence.params.repetition_penalty != 1:
+                return None
+            lacking += self.groups.num_lacking(sequence, stand.computed + want)
+        if lacking and not self.groups.have_room(lacking, alone=self._queues.is_alone):
+            return None
+        return self._plan(outlook, wants)
+
+    def _plan(self, outlook: Outlook, wants: list[tuple[Stand, int]]) -> StepPlan | None:
+        decodes, prefills = self._queues.make_step(outlook, wants)
+        if not decodes and not prefills:
+            return None
+        self.stats.peak_running = max(self.stats.peak_running, len(self.running))
+        self.stats.peak_blocks = max(self.stats.peak_blocks, self.pools[0].num_used)
+        step = self.stats.num_steps + len(self._plans)
+        plan = StepPlan(step=step, decodes=tuple(decodes), prefills=tuple(prefills))
+        self._plans.append(plan)
+        return plan
+
+    def decided_moves(self) -> tuple[MoveBatch, ...]:
+        """Return for each group what is to be copied before the next step, and what it waits for.
+
+        Call it after each planning, also where that returned None; every batch is to be submitted,
+        whether or not the plan runs. It returns the same and more until `note_taken`.
+        """
+        return tuple(pool.decided_moves() for pool in self.groups.pools)
+
+    def note_taken(self) -> None:
+        """Note that the moves decided so far were submitted."""
+        for pool in self.groups.pools:
+            pool.note_taken()
+
+    def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
+        """Note that moves of a group are done on the device.
+
+        Raises:
+            EngineError: One was completed before, or never taken.
+        """
+        self.groups.pools[group].complete(tuple(move_ids))
+        self._queues.note_loaded()
+
+    def prepare(self) -> bool:
+        """While the device works, make the keys of a prompt that waits; return whether one did."""
+        return self._queues.prepare()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether `plan_step` found sequences, but all that could run wait for moves."""
+        return self._is_blocked and self.has_unfinished
+
+    def reset_cache(self, tier: Tier | None = None) -> None:
+        """Forget the content of a tier, or of both; sequences keep the blocks that they have."""
+        self.groups.reset(tier)
+
+    def evict_gpu_cache(self) -> None:
+        """Take all content that no sequence has off the GPU, as if its blocks were needed."""
+        self.groups.evict_gpu()
+
+    def kv_stats(self) -> dict[str, Any]:
+        """Return use of both tiers, hits, evictions and swaps, in sum and for each group."""
+        return kv_stats(self.groups) | {
+            "swaps_out": self.stats.num_swaps_out,
+            "swaps_in": self.stats.num_swaps_in,
+            "recomputes": self.stats.num_recomputes,
+            "preemptions": self.stats.num_preemptions,
+        }
+
+    def discard(self, plan: StepPlan) -> None:
+        """Forget a plan that did not run; its sequences stay as they were, with their blocks.
+
+        Raises:
+            EngineError: It is not the newest plan in force.
+        """
+        self._check_plan(plan, newest=True)
+        self._plans.pop()
+
+    def commit(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[int, SampledToken | None],
+        eos_token_ids: Collection[int],
+    ) -> list[TokenEvent]:
+        """Record that a planned step ran, append its tokens and end sequences that are done.
+
+        Args:
+            plan: The plan in force, the oldest of two.
+            sampled: By seq_id the token of each sequence that samples, None where its logits were
+                unusable: its request fails. Those of sequences that ended since the plan was made
+                may be absent and are ignored.
+            eos_token_ids: The model's end-of-sequence tokens.
+
+        Returns:
+            One event for each appended token, in the order of the plan, and one with finish_reason
+            "error" for each unfinished sequence of a request that failed.
+
+        Raises:
+            EngineError: It is not that plan, a token is missing, or one is for a sequence
+                that does not sample.
+        """
+        self._check_plan(plan, newest=False)
+        open_ids = {i.sequence.seq_id for i in plan.sampling if not i.sequence.is_finished}
+        known_ids = {item.sequence.seq_id for item in plan.sampling}
+        if open_ids - sampled.keys() or sampled.keys() - known_ids:
+            raise EngineError(
+                f"scheduler: expected tokens for sequences {sorted(open_ids)} of step "
+                f"{plan.step}, got them for {sorted(sampled)}."
+            )
+        self._plans.pop(0)
+        self.stats.num_steps += 1
+        self.stats.num_decode_tokens += len(plan.decodes)
+        self.stats.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
+        events = []
+        for item in plan.scheduled:
+            if item.sequence.is_finished:
+                continue
+            token = sampled[item.sequence.seq_id] if item.samples else None
+            if item.samples and token is None:
+                events += self._fail(item.sequence)
+                continue
+            self._advance(item)
+            if token is not None:
+                events.append(self._append(item.sequence, token, eos_token_ids))
+        self._queues.prepare()
+        return events
+
+    def _fail(self, failed: Sequence) -> list[TokenEvent]:
+        """End a request of which a sequence has unusable logits; nothing of its content is kept."""
+        why = (
+            f"logits: expected finite logits for the token at position {failed.num_tokens} of "
+            f"answer {failed.index}, got NaN, infinity or nothing finite. The weights or a kernel "
+            "are at fault."
+        )
+        sequences = list(self._unfinished[failed.request.request_id])
+        self.stats.num_failed += len(sequences)
+        for sequence in sequences:
+            self.finish(sequence, "error")
+        return [
+            TokenEvent(
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                token_id=NO_TOKEN,
+                position=sequence.num_tokens,
+                finish_reason="error",
+                stop_reason=why,
+                logprob=math.nan,
+            )
+            for sequence in sequences
+        ]
+
+    def _release(self, sequence: Sequence, *, is_bad: bool) -> None:
+        """Take a sequence out of its list, mark it finished and free its blocks."""
+        request_id = sequence.request.request_id
+        siblings = self._unfinished.get(request_id, [])
+        if sequence not in siblings:
+            raise EngineError(
+                f"scheduler: expected a sequence that was added, got {sequence.seq_id} of request "
+                f"{request_id!r}."
+            )
+        siblings.remove(sequence)
+        if not siblings:
+            del self._unfinished[request_id]
+        self._queues.remove(sequence)
+        self.groups.release(sequence, is_bad=is_bad)
+        sequence.status = SequenceStatus.FINISHED
+        self.stats.num_finished += 1
+
+    def _advance(self, item: ScheduledSequence) -> None:
+        """Count a part as computed; name full blocks and give back what no later one sees."""
+        sequence = item.sequence
+        again = min(item.stop, sequence.num_computed_peak) - item.start
+        self.stats.num_recomputed_tokens += max(0, again)
+        sequence.num_computed = item.stop
+        sequence.num_computed_peak = max(sequence.num_computed_peak, item.stop)
+        self.groups.advance(sequence)
+
+    def _append(
+        self, sequence: Sequence, token: SampledToken, eos_token_ids: Collection[int]
+    ) -> TokenEvent:
+        """Append a token, and end the sequence if it is done."""
+        sequence.output_token_ids.append(token.token_id)
+        sequence.cumulative_logprob += token.logprob
+        if token.top_logprobs is not None:
+            if sequence.logprobs is None:
+                sequence.logprobs = []
+            sequence.logprobs.append(token.top_logprobs)
+        limit = self.config.max_model_len
+        reason, stop_reason = finish_reason(sequence, token.token_id, eos_token_ids, limit)
+        if reason is not None:
+            self.finish(sequence, reason, stop_reason)
+        return TokenEvent(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_id=token.token_id,
+            position=sequence.num_tokens - 1,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprob=token.logprob,
+            top_logprobs=token.top_logprobs,
+        )
+
+    def _check_plan(self, plan: StepPlan, *, newest: bool) -> None:
+        if not self._plans or plan is not self._plans[-1 if newest else 0]:
+            which = "newest" if newest else "oldest"
+            raise EngineError(
+                f"scheduler: expected the {which} plan in force, got that of step {plan.step}."
+            )

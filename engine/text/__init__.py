@@ -1,0 +1,1 @@
+"""Text of requests and answers: tokenizer, detokenizer, sessions."""

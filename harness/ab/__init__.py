@@ -1,1 +1,0 @@
-"""scenario=ab: two compositions compared in pairs of runs, each in fresh processes."""

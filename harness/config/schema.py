@@ -1,0 +1,630 @@
+"""RunConfig: every setting of a run with its type, default and bounds. Imports no torch.
+
+The classes are the schema of the YAML files in conf/: defaults live here (and in engine.asked.config),
+the files state choices.
+"""
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final
+from urllib.parse import urlsplit
+
+from catalogue.entry import Model
+from engine.asked.config import EngineSettings, GPUConfig, PlannerConfig
+from engine.asked.kv import KVConfig
+from engine.asked.offload import OffloadConfig
+from engine.errors import ConfigError
+from engine.sealed import Sealed, check_choice, check_number
+from harness.config.measured import BareScenario, OverheadScenario, StepsScenario, TiersScenario
+from harness.config.serve import (
+    MOST_LENGTH,
+    MOST_REQUESTS,
+    MOST_S,
+    ServeScenario,
+    check_counts,
+    check_positive,
+    check_repeats,
+    check_size,
+)
+from harness.config.study import StudyConfig
+
+SIDES: Final = ("a", "b")
+_LIST: Final = re.compile(r"(\+{0,2}ab\.[ab])=\[(.*)\]", re.DOTALL)
+_MOST_PAIRS: Final = 1000
+"""Each is two runs in fresh processes."""
+
+
+@dataclass(kw_only=True)
+class AbConfig(Sealed):
+    """Two sides that do the same work: what each overrides, and how often both run."""
+
+    a: list[str] = field(default_factory=list)
+    """Overrides of side a, which the ratios are over, such as [offload=none]."""
+    b: list[str] = field(default_factory=list)
+    """Overrides of side b."""
+    pairs: int = 4
+    """Runs of both sides, in the order A B, B A, A B, ..., each in fresh processes."""
+    aa_pairs: int = 3
+    """Runs of side a against itself before, which say what this machine can resolve; 0: none."""
+
+    def check(self) -> None:
+        """Raise ConfigError when there is nothing to compare."""
+        check_number("ab.pairs", self.pairs, low=1, high=_MOST_PAIRS, integer=True)
+        check_number("ab.aa_pairs", self.aa_pairs, low=0, high=_MOST_PAIRS, integer=True)
+        if self.aa_pairs == 1:
+            raise ConfigError(
+                "ab.aa_pairs: expected 0 or at least 2, got 1: one pair has no deviation."
+            )
+        if sorted(self.a) == sorted(self.b):
+            raise ConfigError(
+                f"ab.b: expected other overrides than ab.a, got {self.b} for both. Set them, such "
+                "as ab.a=[offload=none] ab.b=[offload=uva]."
+            )
+
+    def overrides(self, side: str) -> list[str]:
+        """Return what a side overrides.
+
+        Args:
+            side: a or b.
+        """
+        return list(self.a if side == "a" else self.b)
+
+
+def quote_sides(text: str) -> str:
+    """Return an override with the items of `ab.a=[x=1,y=2]` in quotes, others as they are.
+
+    Hydra's grammar takes no = within a list.
+    """
+    found = _LIST.fullmatch(text)
+    if found is None or "'" in text or '"' in text:
+        return text
+    items = ",".join(f"'{item.strip()}'" for item in _split(found[2]) if item.strip())
+    return f"{found[1]}=[{items}]"
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that are in no brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in "[{(") - (char in "]})")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+CLOCKS: Final = ("scripted", "real")
+FAILURES: Final = (
+    "none",
+    "no_fit",
+    "oom",
+    "host_oom",
+    "error",
+    "exit",
+    "sigkill",
+    "sigsegv",
+    "hang",
+)
+_MOST: Final = 1e6
+"""Of every time in its unit, and of GiB: sums of them stay exact enough to be held against."""
+PLACES: Final = ("plan", "build", "reference", "step")
+
+
+@dataclass(kw_only=True)
+class FakeScript(Sealed):
+    """What the engine of model=fake pretends; nothing is computed.
+
+    A step gives every waiting prompt its first token, or else every running sequence its next one.
+    """
+
+    clock: str = "scripted"
+    """scripted: steps take no real time and figures are exact | real: steps are waited for."""
+    load_s: float = 0.5
+    """Seconds of the load, as its phase read."""
+    prefill_ms: list[float] = field(default_factory=lambda: [20.0])
+    """Times of steps with prompts: the first takes the first of them, then in turn."""
+    prefill_ms_per_token: float = 0.0
+    """Added to such a step for each of its prompt tokens."""
+    decode_ms: list[float] = field(default_factory=lambda: [5.0])
+    """Times of steps that give next tokens, in turn."""
+    ms_per_offloaded_gib: float = 0.0
+    """Added to every step for each GiB of weights in host memory."""
+    weights_gib: float = 2.0
+    """Weights; offload moves a part of them to the host."""
+    kv_gib: float = 1.0
+    """KV cache, on the GPU."""
+    gpu_gib: float = 16.0
+    """What the card has where gpu.memory_gib is null."""
+    gpu_peak_gib: float | None = None
+    """Highest GPU memory in use; null: what was planned."""
+    host_touched_gib: float = 0.0
+    """Host memory that the worker really takes while it builds, for figures of memory."""
+    fail: str = "none"
+    """none | no_fit | oom | host_oom | error | exit | sigkill | sigsegv | hang."""
+    fail_at: str = "step"
+    """plan | build | reference | step (of warm-ups and timed requests)."""
+    fail_after_steps: int = 0
+    """Steps of warm-ups and timed requests before a failure at step."""
+    refuse_every: int | None = None
+    """Of timed requests every one whose number it divides is refused; null: none."""
+    break_every: int | None = None
+    """Of timed requests every one whose number it divides ends with an error in the step after that
+    of its first token; null: none."""
+    stop_after: int | None = None
+    """Tokens after which an answer stops by itself, if it is longer; null: at its full length."""
+    wrong_token_at: int | None = None
+    """Output position at which the engine under test differs from the reference; null: none."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds or has no effect."""
+        check_choice("model.fake.clock", self.clock, CLOCKS)
+        check_choice("model.fake.fail", self.fail, FAILURES)
+        check_choice("model.fake.fail_at", self.fail_at, PLACES)
+        for name in ("prefill_ms", "decode_ms"):
+            times = getattr(self, name)
+            if not times:
+                raise ConfigError(f"model.fake.{name}: expected at least one time, got none.")
+            for time_ms in times:
+                check_number(f"model.fake.{name}", time_ms, low=0, high=_MOST)
+        for name in ("load_s", "prefill_ms_per_token", "ms_per_offloaded_gib", "kv_gib"):
+            check_number(f"model.fake.{name}", getattr(self, name), low=0, high=_MOST)
+        check_number("model.fake.host_touched_gib", self.host_touched_gib, low=0, high=_MOST)
+        for name in ("weights_gib", "gpu_gib"):
+            check_number(
+                f"model.fake.{name}", getattr(self, name), low=0, high=_MOST, low_open=True
+            )
+        if self.gpu_peak_gib is not None:
+            check_number("model.fake.gpu_peak_gib", self.gpu_peak_gib, low=0, high=_MOST)
+        self._check_counts()
+
+    def fails_at(self, place: str) -> bool:
+        """Return whether a failure is scripted at one of PLACES."""
+        return self.fail != "none" and self.fail_at == place
+
+    def _check_counts(self) -> None:
+        check_number("model.fake.fail_after_steps", self.fail_after_steps, low=0, integer=True)
+        if self.fail_after_steps and not self.fails_at("step"):
+            raise ConfigError(
+                f"model.fake.fail_after_steps: expected 0 with fail={self.fail} and "
+                f"fail_at={self.fail_at}, got {self.fail_after_steps}. Set model.fake.fail, and "
+                "fail_at=step."
+            )
+        for name, low in (
+            ("refuse_every", 1),
+            ("break_every", 1),
+            ("stop_after", 1),
+            ("wrong_token_at", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                check_number(f"model.fake.{name}", value, low=low, integer=True)
+
+
+@dataclass(kw_only=True)
+class ModelNode(Model):
+    """The model: its sizes, where its weights are and how they are loaded."""
+
+    fake: FakeScript | None = None
+    """What an engine that computes nothing pretends (model=fake); null: a real engine."""
+
+    def check(self) -> None:
+        """Raise ConfigError when neither sizes nor a folder are known."""
+        if self.fake is not None and (self.spec is None or self.load_format != "dummy"):
+            raise ConfigError(
+                "model.fake: expected null, or model.spec and model.load_format=dummy beside it. "
+                "Choose model=fake, or remove it."
+            )
+        if self.path is None and self.spec is None:
+            raise ConfigError(
+                "model.spec: expected the sizes of the model, or a folder in model.path to read "
+                "them from, got neither."
+            )
+        super().check()
+
+
+SYSTEMS: Final = ("native", "accelerate", "vllm", "http")
+APIS: Final = ("completions", "chat")
+PROMPT_FORMS: Final = ("token_ids", "text")
+
+
+@dataclass(kw_only=True)
+class SystemConfig(Sealed):
+    """What answers the requests: this project's engine or a peer."""
+
+    kind: str = "native"
+    """native | accelerate | vllm | http."""
+    base_url: str | None = None
+    """Of http: the server, such as http://localhost:8000/v1."""
+    served_model: str | None = None
+    """Of http: the name that the server knows the model by; null: the first one that it lists."""
+    api_key_env: str | None = None
+    """Of http: the environment variable that holds the key; null: no key is sent."""
+    api: str | None = None
+    """Of http: completions (null) | chat: each prompt is the text of a user's turn, to which the
+    server's template is added."""
+    prompts: str | None = None
+    """Of http: token_ids (null) | text; text is decoded here and encoded again by the server."""
+    extensions: bool | None = None
+    """Of http: send ignore_eos, return_token_ids and cache_salt (null: true), which some servers
+    refuse."""
+    request_timeout_s: float | None = None
+    """Of http: longest wait for the next part of an answer (null: 300)."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds or belongs to another kind."""
+        check_choice("system.kind", self.kind, SYSTEMS)
+        if self.kind != "http":
+            self._check_unset()
+            return
+        if not self.base_url or urlsplit(self.base_url).scheme not in {"http", "https"}:
+            raise ConfigError(
+                "system.base_url: expected the address of a server, such as "
+                f"http://localhost:8000/v1, got {self.base_url!r}."
+            )
+        check_choice("system.api", self.api or APIS[0], APIS)
+        if self.api == "chat" and self.prompts == "token_ids":
+            raise ConfigError(
+                "system.prompts: expected null or text with system.api=chat, got token_ids. A chat "
+                "takes text; remove it."
+            )
+        check_choice("system.prompts", self.prompts or PROMPT_FORMS[0], PROMPT_FORMS)
+        if self.request_timeout_s is not None:
+            check_number("system.request_timeout_s", self.request_timeout_s, low=0, low_open=True)
+
+    def _check_unset(self) -> None:
+        names = (
+            "base_url",
+            "served_model",
+            "api_key_env",
+            "api",
+            "prompts",
+            "extensions",
+            "request_timeout_s",
+        )
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                raise ConfigError(
+                    f"system.{name}: expected null for system.kind={self.kind}, got {value!r}. "
+                    "Remove it, or choose system=http."
+                )
+
+
+@dataclass(kw_only=True)
+class LoadScenario(Sealed):
+    """Starts of the engine in fresh processes, from nothing to the first token."""
+
+    cold_starts: int = 0
+    """Starts with the checkpoint dropped from the page cache first."""
+    warm_starts: int = 1
+    """Starts with the checkpoint in the page cache."""
+
+    def check(self) -> None:
+        """Raise ConfigError when no start is asked for."""
+        least = {"cold_starts": 0, "warm_starts": 0}
+        check_counts("scenario.load", self, least, MOST_REQUESTS)
+        if self.cold_starts + self.warm_starts == 0:
+            raise ConfigError(
+                "scenario.load: expected at least one start, got cold_starts=0 and warm_starts=0. "
+                "Raise one of them, or set scenario.load=null."
+            )
+
+
+@dataclass(kw_only=True)
+class RequestSet(Sealed):
+    """Requests of one scenario: synthetic prompts of a set length, or prompts from a file."""
+
+    part: ClassVar[str] = "requests"
+    num_requests: int = 32
+    """Requests that are timed."""
+    warmup_requests: int = 2
+    """Requests before, not timed, with prompts of their own."""
+    prompt_tokens: int = 128
+    """Tokens of each synthetic prompt; the prompts of prompts_file have their own lengths."""
+    output_tokens: int = 64
+    """Tokens generated for each request; the end token does not stop it."""
+    seed: int = 0
+    """Seed of the synthetic prompts."""
+    prompts_file: str | None = None
+    """JSON lines, each with `prompt` (text) or `prompt_token_ids` (list); null: synthetic."""
+    repeats: int = 1
+    """Measurements, each with prompts of its own; above 1: means with 95 % intervals."""
+    stop_share: float | None = None
+    """End when the interval of output tokens/s (latency: of the mean time of a request) is at most
+    this share of the mean to either side."""
+    max_duration_s: float | None = None
+    """Seconds after which the warm-up, and each measurement, ends with what there is (at least one
+    request, of throughput one token); the figures are then not valid. null: no limit."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds or has no effect."""
+        node = f"scenario.{self.part}"
+        check_counts(node, self, {"num_requests": 1, "warmup_requests": 0}, MOST_REQUESTS)
+        check_counts(node, self, {"prompt_tokens": 1, "output_tokens": 1}, MOST_LENGTH)
+        check_number(f"{node}.seed", self.seed, low=0, integer=True)
+        check_repeats(node, self.repeats, self.stop_share)
+        check_positive(f"{node}.max_duration_s", self.max_duration_s, high=MOST_S)
+        each = self.prompt_tokens if self.prompts_file is None else 0
+        settings = "its num_requests, repeats or prompt_tokens"
+        check_size(node, self.num_rows, self.num_rows * each, settings)
+        if self.prompts_file is not None and not self.prompts_file.strip():
+            raise ConfigError(
+                f"scenario.{self.part}.prompts_file: expected a JSONL file or null, got ''."
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of prompts_file that are read, those of all repeats."""
+        return self.repeats * self.num_requests
+
+
+@dataclass(kw_only=True)
+class ThroughputScenario(RequestSet):
+    """N requests offered at once."""
+
+    part: ClassVar[str] = "throughput"
+    num_requests: int = 64
+    """Requests that are timed."""
+    output_tokens: int = 128
+    """Tokens generated for each request; the end token does not stop it."""
+
+
+@dataclass(kw_only=True)
+class LatencyScenario(RequestSet):
+    """One request at a time; a median needs 11 of them, p90 64, p95 130, p99 662."""
+
+    part: ClassVar[str] = "latency"
+
+
+@dataclass(kw_only=True)
+class CorrectnessConfig(Sealed):
+    """Greedy tokens compared with the reference before anything is timed."""
+
+    enabled: bool = True
+    """Compare; false times an engine whose tokens nobody checked, and the record says so."""
+    num_prompts: int = 2
+    """Synthetic prompts to compare."""
+    prompt_tokens: int = 16
+    """Tokens of each."""
+    output_tokens: int = 16
+    """Tokens generated for each."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        node = "scenario.correctness"
+        check_counts(node, self, {"prompt_tokens": 1, "output_tokens": 1}, MOST_LENGTH)
+        check_counts(node, self, {"num_prompts": 1}, MOST_REQUESTS)
+        check_size(
+            node,
+            self.num_prompts,
+            self.num_prompts * self.prompt_tokens,
+            "its num_prompts or prompt_tokens",
+        )
+
+
+@dataclass(kw_only=True)
+class ScenarioConfig(Sealed):
+    """What is measured; a part that is null does not run."""
+
+    name: str
+    """What the report calls it."""
+    load: LoadScenario | None = None
+    """Start times."""
+    throughput: ThroughputScenario | None = None
+    """Requests offered at once."""
+    latency: LatencyScenario | None = None
+    """One request at a time."""
+    serve: ServeScenario | None = None
+    """Requests that arrive by themselves."""
+    steps: StepsScenario | None = None
+    """Single steps of the engine."""
+    tiers: TiersScenario | None = None
+    """A KV cache over two tiers."""
+    bare: BareScenario | None = None
+    """Operations without an engine, before one is built."""
+    overhead: OverheadScenario | None = None
+    """The harness itself, with model=fake."""
+    correctness: CorrectnessConfig = field(default_factory=CorrectnessConfig)
+    """The comparison with the reference."""
+
+    def check(self) -> None:
+        """Raise ConfigError when nothing would be measured."""
+        if not (self.needs_engine or self.is_timed):
+            raise ConfigError(
+                "scenario: expected at least one of load, throughput, latency and serve, got null "
+                "for each. Choose scenario=quick, or set one of them."
+            )
+        if self.correctness.enabled and not self.needs_engine:
+            raise ConfigError(
+                "scenario.correctness.enabled: expected false where no engine is built, got true."
+            )
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether anything is timed in a worker beside its load."""
+        return any(self._timed) or bool(self.bare and self.bare.parts)
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether an engine is built."""
+        return self.load is not None or any(self._timed)
+
+    @property
+    def _timed(self) -> tuple[object, ...]:
+        """The parts that time an engine."""
+        requests = (self.throughput, self.latency, self.serve)
+        return (*requests, self.steps, self.tiers and self.tiers.parts, self.overhead)
+
+    def files(self) -> dict[str, str]:
+        """Return the files that the parts read, by their setting."""
+        parts = (self.throughput, self.latency, self.serve)
+        found = {f"{part.part}.prompts_file": part.prompts_file for part in parts if part}
+        trace = self.serve.trace if self.serve is not None else None
+        found["serve.trace.path"] = trace.path if trace is not None else None
+        return {name: path for name, path in found.items() if path is not None}
+
+    def longest_tokens(self) -> dict[str, int]:
+        """Return prompt plus output tokens of each part with prompts of a set length."""
+        parts = {
+            "throughput": self.throughput,
+            "latency": self.latency,
+            "correctness": self.correctness if self.correctness.enabled else None,
+        }
+        found = {
+            name: part.prompt_tokens + part.output_tokens
+            for name, part in parts.items()
+            if part is not None and getattr(part, "prompts_file", None) is None
+        }
+        served = self.serve.longest_tokens() if self.serve is not None else None
+        return found if served is None else found | {"serve": served}
+
+
+@dataclass(kw_only=True)
+class TrackingConfig(Sealed):
+    """Where runs are mirrored to; the files in the run's folder are written always."""
+
+    backend: str = "mlflow"
+    """mlflow | none."""
+    uri: str | None = None
+    """Tracking URI; null: the SQLite file in TIGHTFIT_HOME."""
+    experiment: str = "tightfit"
+    """Name of the MLflow experiment; compare runs of one."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field has no effect or is empty."""
+        check_choice("tracking.backend", self.backend, ("mlflow", "none"))
+        if self.backend == "none" and self.uri is not None:
+            raise ConfigError(
+                f"tracking.uri: expected null with tracking.backend=none, got {self.uri!r}. "
+                "Remove it, or choose tracking=mlflow."
+            )
+        if not self.experiment.strip():
+            raise ConfigError("tracking.experiment: expected a name, got an empty text.")
+
+
+@dataclass(kw_only=True)
+class RunConfig(Sealed):
+    """One run of the harness: what is asked, complete."""
+
+    mode: str = "run"
+    """run | plan (print what fits, what it costs and what to choose; nothing runs)."""
+    rerun: str | None = None
+    """Which points run again that ended before, with the same settings, code, card and versions:
+    all | failed | none. null: failed in a sweep, all otherwise."""
+    fail_fast: bool = False
+    """Stop a sweep at the first point that is not ok; the others get status skipped."""
+    monotone_stop: bool = True
+    """Skip points of a sweep that cannot fit because one that asks for less did not."""
+    timeout_s: float | None = None
+    """Seconds that a point may take before it is stopped with status timeout; null: no limit."""
+    silence_s: float | None = 1800.0
+    """Seconds without a sign of work after which a worker is stopped with status timeout; null: no
+    limit."""
+    model: ModelNode
+    """What runs."""
+    system: SystemConfig = field(default_factory=SystemConfig)
+    """What answers the requests."""
+    gpu: GPUConfig = field(default_factory=GPUConfig)
+    """On which budget."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """Which weights live in host memory."""
+    kv: KVConfig = field(default_factory=KVConfig)
+    """The KV cache."""
+    scenario: ScenarioConfig
+    """What is measured."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Where results are mirrored to."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """Limits and switches of the engine."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """What is chosen by predicted times."""
+    ab: AbConfig | None = None
+    """Two compositions to compare (scenario=ab); null: one run."""
+    study: StudyConfig | None = None
+    """Points to run and judge together (study=bench); null: one run."""
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other or are out of bounds."""
+        check_choice("mode", self.mode, ("run", "plan"))
+        if self.rerun is not None:
+            check_choice("rerun", self.rerun, ("all", "failed", "none"))
+        if self.timeout_s is not None:
+            check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
+        if self.silence_s is not None:
+            check_number("silence_s", self.silence_s, low=0, low_open=True, hint="In seconds.")
+        if self.model.fake is not None and self.mode == "plan":
+            raise ConfigError(
+                "mode: expected run with model=fake, whose memory is scripted, got plan. Choose a "
+                "model that can be planned."
+            )
+        if self.model.fake is not None and self.system.kind != "native":
+            raise ConfigError(
+                f"system: expected native with model=fake, got {self.system.kind}. Remove one."
+            )
+        self._check_system()
+        self.planner.check_against(self.offload)
+        self._check_lengths()
+
+    def _check_system(self) -> None:
+        """Refuse parts that ask an engine for more than the one that answers can tell."""
+        is_own = self.system.kind == "native" and self.model.fake is None
+        for part in ("steps", "tiers"):
+            if getattr(self.scenario, part) is not None and not is_own:
+                raise ConfigError(
+                    f"scenario.{part}: expected this project's engine, got "
+                    f"{'model=fake' if self.model.fake else self.system.kind}. Choose "
+                    f"system=native and another model, or set scenario.{part}=null."
+                )
+        fake = self.model.fake
+        if self.scenario.overhead is not None and (fake is None or fake.clock != "real"):
+            raise ConfigError(
+                "scenario.overhead: expected model=fake with model.fake.clock=real, whose steps "
+                "take a known time, got another engine. Choose study=overhead."
+            )
+
+    @property
+    def offload_name(self) -> str:
+        """What reports call the offload: none, uva, prefetch, or auto where it is chosen."""
+        return "auto" if self.planner.choose else self.offload.backend
+
+    def length_limits(self) -> dict[str, int]:
+        """Return the known bounds of prompt plus output in tokens, by what sets them."""
+        limits = {}
+        if self.engine.max_model_len is not None:
+            limits["engine.max_model_len"] = self.engine.max_model_len
+        if self.model.spec is not None:
+            limits["the model's context"] = self.model.spec.max_position_embeddings
+        return limits
+
+    def _check_lengths(self) -> None:
+        limits = self.length_limits()
+        for name, tokens in self.scenario.longest_tokens().items():
+            for source, limit in limits.items():
+                if tokens > limit:
+                    raise ConfigError(
+                        f"scenario.{name}: expected prompt and output tokens of at most {limit} "
+                        f"in all ({source}), got {tokens}. Lower its lengths of prompts or "
+                        "outputs."
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for the record."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepContext:
+    """Where one point stands in its sweep; the same folder and id for every point of it."""
+
+    sweep_id: str
+    folder: Path
+    index: int
+    total: int
+    shared: tuple[str, ...] = ()
+    """Overrides that all points have; what a point has beside them is what varies."""
+    label: str = ""
+    """What its name begins with; of a comparison's runs such as ab1-a."""
+    began_s: float | None = None
+    """When it began, seconds since 1970; points that ended later are never taken over by it."""

@@ -1,1 +1,0 @@
-"""Clocks, latencies and the resources of a run: numbers in, numbers out."""

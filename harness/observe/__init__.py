@@ -1,0 +1,1 @@
+"""What a machine does meanwhile, and what it can carry."""

@@ -1,0 +1,159 @@
+"""The GPU's counter of bytes received over PCIe in rows of telemetry, brought to payload bytes."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from reports.record.telemetry import Table
+
+T = TypeVar("T")
+Stream = Callable[[float], tuple[int, float, float]]
+"""Copies host to device for so many seconds; returns bytes, and begin and end on the clock."""
+CALIBRATION_S: Final = 0.6
+"""Seconds of copies for a calibration: about 30 windows."""
+LEAST_READINGS: Final = 5
+"""Readings within a span below which nothing is said of it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value of the counter and the span of the query that brought it."""
+
+    begin_s: float
+    end_s: float
+    gb_s: float
+
+
+class CounterReader:
+    """Reads a counter again and again in a thread of its own, until it is stopped.
+
+    Args:
+        read: returns GB/s over about 20 ms, or None where there is no such counter;
+            then reading ends.
+        clock: seconds; that of the spans that are asked for.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], float | None],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._read, self._clock = read, clock
+        self._readings: list[Reading] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pcie-counter", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            begin_s = self._clock()
+            value = self._read()
+            if value is None:
+                return
+            self._readings.append(Reading(begin_s, self._clock(), value))
+
+    def stop(self) -> list[Reading]:
+        """End reading and return every reading in order of time."""
+        self._ended.set()
+        self._thread.join()
+        return self._readings
+
+
+def mean_rate(readings: list[Reading], begin_s: float, end_s: float) -> float | None:
+    """Return the mean GB/s of the readings that lie within a span.
+
+    None where there are fewer than LEAST_READINGS.
+    """
+    inside = [x.gb_s for x in readings if x.begin_s >= begin_s and x.end_s <= end_s]
+    return sum(inside) / len(inside) if len(inside) >= LEAST_READINGS else None
+
+
+def calibrate(
+    read: Callable[[], float | None],
+    stream: Stream,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float | None:
+    """Return payload bytes per counted byte, from copies of known size.
+
+    None where the counter gives nothing or too little, or stands still during the copies.
+
+    Args:
+        read: of CounterReader.
+        stream: copies for CALIBRATION_S.
+        clock: the clock of `stream`'s times.
+    """
+    if read() is None:
+        return None
+    reader = CounterReader(read, clock=clock)
+    try:
+        num_bytes, begin_s, end_s = stream(CALIBRATION_S)
+    finally:
+        readings = reader.stop()
+    counted = mean_rate(readings, begin_s, end_s)
+    return num_bytes / 1e9 / (end_s - begin_s) / counted if counted else None
+
+
+class LinkCounter:
+    """The counter with its calibration, for the span of some work.
+
+    Args:
+        read: of CounterReader.
+        factor: of `calibrate`; None: nothing is read.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], float | None],
+        factor: float | None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._read, self.factor, self._clock = read, factor, clock
+
+    def measured(self, work: Callable[[], T]) -> tuple[T, float | None]:
+        """Do the work; return its result and the payload in GB/s that the GPU received meanwhile.
+
+        Args:
+            work: what is done, in the calling thread.
+        """
+        if self.factor is None:
+            return work(), None
+        reader = CounterReader(self._read, clock=self._clock)
+        begin_s = self._clock()
+        try:
+            result = work()
+            end_s = self._clock()
+        finally:
+            readings = reader.stop()
+        counted = mean_rate(readings, begin_s, end_s)
+        return result, None if counted is None else counted * self.factor
+
+
+def readings(table: Table) -> list[Reading]:
+    """Return the counter's readings with the span of each; rows that repeat one have none."""
+    names = ("clock_s", "took_s", "costly_clock_s", "pcie_rx_gb_s")
+    return [
+        Reading(clock_s, clock_s + took_s, gb_s)
+        for clock_s, took_s, read_s, gb_s in zip(*(table[name] for name in names), strict=True)
+        if gb_s is not None and read_s == clock_s
+    ]
+
+
+def payload_gb_s(table: Table, factor: float | None, begin_s: float, end_s: float) -> float | None:
+    """Return the payload that the GPU received in a span, GB/s.
+
+    None without a calibration, or with too few readings.
+
+    Args:
+        table: all rows of the run.
+        factor: payload bytes per counted byte.
+        begin_s: of the span, on the clock of the rows.
+        end_s: likewise.
+    """
+    counted = mean_rate(readings(table), begin_s, end_s)
+    return None if factor is None or counted is None else counted * factor

@@ -1,0 +1,267 @@
+"""The sampler: one row of a run's resources every tenth of a second, appended to the spool.
+
+It runs in a process of its own (harness.observe.run starts it) and ends when its standard
+input does. Each line there is a worker to watch, `PID JOB`, or `0` where none is left.
+"""
+
+import gc
+import json
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from harness.observe.gpu import open_gpu
+from harness.observe.procfs import PROC, ProcessTree, ProcFile, number_of, size_of
+from reports.record.record import STATE_NAME
+from reports.record.telemetry import SPOOL_NAME
+
+_VMSTAT: Final = {
+    "host_swap_in_bytes": (b"pswpin ", mmap.PAGESIZE),
+    "host_swap_out_bytes": (b"pswpout ", mmap.PAGESIZE),
+    "host_major_faults": (b"pgmajfault ", 1),
+    "host_disk_read_bytes": (b"pgpgin ", 1024),
+}
+"""Column -> counter of /proc/vmstat and its unit in bytes."""
+_IDLE: Final = (3, 4)
+"""Fields of the first line of /proc/stat in which a core does nothing: idle, iowait."""
+_GUEST: Final = 8
+"""From this field on, times are in others already."""
+
+
+class Machine:
+    """Reads the machine's columns.
+
+    Args:
+        proc: where /proc is.
+    """
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._meminfo = ProcFile(proc / "meminfo")
+        self._vmstat = ProcFile(proc / "vmstat")
+        self._stat = ProcFile(proc / "stat")
+
+    def read(self) -> dict[str, int | None]:
+        """Return memory, swap, faults and reads."""
+        memory, counters = self._meminfo.read(), self._vmstat.read()
+        cached, buffers = size_of(memory, b"Cached"), size_of(memory, b"Buffers")
+        total, free = size_of(memory, b"SwapTotal"), size_of(memory, b"SwapFree")
+        row: dict[str, int | None] = {
+            "host_available_bytes": size_of(memory, b"MemAvailable"),
+            "host_cached_bytes": _added(cached, buffers),
+            "host_swap_used_bytes": _added(total, free, -1),
+        }
+        for name, (key, unit) in _VMSTAT.items():
+            number = number_of(counters, key)
+            row[name] = None if number is None else number * unit
+        return row
+
+    def cpu_s(self) -> float | None:
+        """Return the core seconds that the machine was busy since it started."""
+        fields = self._stat.read(512).partition(b"\n")[0].split()[1 : 1 + _GUEST]
+        if not fields:
+            return None
+        ticks = sum(int(value) for place, value in enumerate(fields) if place not in _IDLE)
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _added(first: int | None, second: int | None, sign: int = 1) -> int | None:
+    return None if first is None or second is None else first + sign * second
+
+
+INTERVAL_S: Final = 0.1
+SLOW_S: Final = 1.0
+"""Between two readings of what changes slowly; rows in between repeat the last one."""
+COSTLY_S: Final = 5.0
+"""Likewise, at least, of what the driver takes milliseconds for."""
+COSTLY_SHARE: Final = 0.002
+"""Of a core, that such readings may take: one takes 5 ms, but 40 to 140 ms while kernels read host
+memory in place (H200), and the next is then later."""
+MOST_SHARE: Final = 0.008
+"""Of a core, that all rows so far may have taken once another such reading is done."""
+_STOPPED: Final = 0
+Row = dict[str, Any]
+
+
+class Card(Protocol):
+    """A GPU, as harness.observe.gpu reads it."""
+
+    def sample(self) -> dict[str, float | None]:
+        """Return what changes fast."""
+        ...
+
+    def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
+        """Return what changes slowly."""
+        ...
+
+    def sample_costly(self) -> dict[str, float | None]:
+        """Return what takes long to read."""
+        ...
+
+
+class Rows:
+    """Builds one row after another.
+
+    Args:
+        run_dir: holds the worker's state.json.
+        gpu: the run's own; None: its columns are null.
+        machine: the host.
+    """
+
+    def __init__(self, run_dir: Path, gpu: Card | None, machine: Machine) -> None:
+        self._gpu, self._machine = gpu, machine
+        self._state = _StateFile(run_dir / STATE_NAME)
+        self._tree: ProcessTree | None = None
+        self._job: str | None = None
+        self._slow: Row = {}
+        self._costly: Row = {}
+        self._slow_due_s = self._costly_due_s = self._costly_took_s = 0.0
+        self._begin_s, self._cpu_begin_s = time.monotonic(), time.process_time()
+
+    def watch(self, pid: int, job: str | None) -> None:
+        """Watch another worker from now on; `_STOPPED` for none."""
+        if self._tree is not None:
+            self._tree.close()
+        self._tree = None if pid == _STOPPED else ProcessTree(pid)
+        self._job = job
+        self._slow_due_s = self._costly_due_s = 0.0
+
+    def read(self) -> Row:
+        """Return the row of this moment; what is not to be had is left out."""
+        begin_s = time.monotonic()
+        row: Row = {
+            "clock_s": round(begin_s, 6),
+            "time": round(time.time(), 6),
+            "sampler_cpu_s": round(time.process_time() - self._cpu_begin_s, 6),
+            "job": self._job,
+        }
+        if begin_s >= self._slow_due_s:
+            self._slow_due_s = begin_s + SLOW_S
+            self._slow = {"slow_clock_s": row["clock_s"], **self._read_slow()}
+        if self._gpu is not None and self._is_costly_due(begin_s, row["sampler_cpu_s"]):
+            before_s = time.process_time()
+            self._costly = {"costly_clock_s": row["clock_s"], **self._gpu.sample_costly()}
+            self._costly_took_s = time.process_time() - before_s
+            self._costly_due_s = begin_s + max(COSTLY_S, self._costly_took_s / COSTLY_SHARE)
+        row |= self._slow | self._costly
+        if self._tree is not None:
+            row |= self._tree.read()
+            row |= self._state.read()
+        if self._gpu is not None:
+            row |= self._gpu.sample()
+        row["took_s"] = round(time.monotonic() - begin_s, 6)
+        return {name: value for name, value in row.items() if value is not None}
+
+    def _is_costly_due(self, now_s: float, cpu_s: float) -> bool:
+        """Each worker's first row has such a reading; later ones wait until CPU time is left."""
+        is_first = self._costly_due_s == 0.0
+        has_time = cpu_s + self._costly_took_s <= MOST_SHARE * (now_s - self._begin_s)
+        return is_first or (now_s >= self._costly_due_s and has_time)
+
+    def _read_slow(self) -> Row:
+        pids: set[int] = set()
+        row: Row = {**self._machine.read(), "host_cpu_s": self._machine.cpu_s()}
+        if self._tree is not None:
+            self._tree.refresh()
+            pids = self._tree.pids
+            row |= self._tree.read_slow()
+        return row if self._gpu is None else row | self._gpu.sample_slow(pids)
+
+
+class _StateFile:
+    """The worker's state.json, parsed when it is another one than before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._row: Row = {}
+
+    def read(self) -> Row:
+        """Return the phase and the pinned bytes; empty without the file."""
+        try:
+            found = self._path.stat()
+            seen = (found.st_ino, found.st_mtime_ns)
+            if seen != self._seen:
+                state = json.loads(self._path.read_bytes())
+                self._row = {key: state.get(key) for key in ("phase", "pinned_bytes")}
+                self._seen = seen
+        except (OSError, ValueError):
+            self._row, self._seen = {}, None
+        return self._row
+
+
+class Commands:
+    """Lines of a pipe, read without waiting longer than until the next row is due."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        self._text = b""
+
+    def wait(self, seconds: float) -> list[str] | None:
+        """Return the lines that came within `seconds`, after the first; None when it ended."""
+        if not self._poll.poll(max(0.0, seconds) * 1e3):
+            return []
+        data = os.read(self._descriptor, 4096)
+        if not data:
+            return None
+        *lines, self._text = (self._text + data).split(b"\n")
+        return [line.decode() for line in lines]
+
+
+def run(
+    run_dir: Path, gpu_uuid: str | None, commands: Commands, *, interval_s: float = INTERVAL_S
+) -> None:
+    """Append rows to the spool until the commands end.
+
+    Rows are due at whole multiples of the interval from the first on; one that is late costs its
+    successors nothing, but moments that passed meanwhile are left out.
+
+    Args:
+        run_dir: the run's folder.
+        gpu_uuid: of the run's GPU; None: a run without one.
+        commands: whom to watch.
+        interval_s: between two rows.
+
+    Raises:
+        OSError: the spool cannot be written.
+    """
+    gpu = open_gpu(gpu_uuid) if gpu_uuid is not None else None
+    rows = Rows(run_dir, gpu, Machine())
+    gc.collect()
+    gc.freeze()
+    descriptor = os.open(run_dir / SPOOL_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        _loop(rows, commands, lambda data: _write(descriptor, data), interval_s)
+    finally:
+        os.close(descriptor)
+
+
+def _loop(
+    rows: Rows, commands: Commands, write: Callable[[bytes], None], interval_s: float
+) -> None:
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    due_s = time.monotonic()
+    while True:
+        lines = commands.wait(due_s - time.monotonic())
+        if lines is None:
+            write(encode(rows.read()).encode() + b"\n")
+            return
+        for line in lines:
+            pid, _, job = line.partition(" ")
+            rows.watch(int(pid), job or None)
+        now_s = time.monotonic()
+        if now_s < due_s:
+            continue
+        write(encode(rows.read()).encode() + b"\n")
+        due_s += interval_s * max(1, int((time.monotonic() - due_s) / interval_s + 1))
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Write a whole row at once, so that a kill cuts at most the last one."""
+    while data:
+        data = data[os.write(descriptor, data) :]

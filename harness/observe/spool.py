@@ -1,0 +1,113 @@
+"""Rows while a run lasts and after it: the spool's tail for the live view, Parquet at the end."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from reports.record.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, line_rows, spool_rows
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def replace_spool(
+    spool: Path,
+    target: Path,
+    rows: Iterable[dict[str, Any]],
+    schema: "Callable[[], pyarrow.Schema]",
+    batch_rows: int,
+) -> str | None:
+    """Write rows as Parquet and remove the spool that they are from; return what kept it from that.
+
+    The file appears in one rename; the spool stays until then, and where pyarrow is missing.
+
+    Args:
+        spool: what the rows are from.
+        target: the Parquet file.
+        rows: read once.
+        schema: called once pyarrow is known to be there.
+        batch_rows: rows that are held at once.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        import pyarrow as pa  # noqa: PLC0415  takes a third of a second
+        import pyarrow.parquet as pq  # noqa: PLC0415
+    except ImportError as error:
+        return (
+            f"{target.name} was not written: {error}. The rows are in {spool.name}. Install "
+            "pyarrow to get Parquet files."
+        )
+    try:
+        columns = schema()
+        with pq.ParquetWriter(temporary, columns, compression="zstd") as writer:
+            batch: list[dict[str, Any]] = []
+            for row in rows:
+                batch.append(row)
+                if len(batch) == batch_rows:
+                    writer.write_table(pa.Table.from_pylist(batch, schema=columns))
+                    batch = []
+            writer.write_table(pa.Table.from_pylist(batch, schema=columns))
+        temporary.replace(target)
+    except (OSError, ValueError, TypeError) as error:  # pyarrow's errors are of these kinds
+        temporary.unlink(missing_ok=True)
+        return f"{target.name} was not written: {error}. The rows are in {spool.name}."
+    spool.unlink()
+    return None
+
+
+_BATCH_ROWS: Final = 6000
+"""Rows that are held at once: ten minutes of them."""
+
+
+class LineTail:
+    """The rows that a file of JSON lines has grown by since the last look.
+
+    Args:
+        path: the file; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of whole new lines; one that a kill cut short is passed over."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(line_rows(whole.splitlines()))
+
+
+def one_a_second(rows: list[dict[str, Any]], last_s: float) -> list[dict[str, Any]]:
+    """Return the first row of each second of `time`, from the second after `last_s` on."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if int(row["time"]) > int(last_s):
+            last_s = row["time"]
+            kept.append(row)
+    return kept
+
+
+def write_parquet(run_dir: Path) -> str | None:
+    """Turn the spool of a run into `telemetry.parquet` and remove it; return a warning if not.
+
+    The file appears in one rename; the spool stays until then, and where pyarrow is missing.
+    """
+    spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
+    if not spool.is_file():
+        return "telemetry: the sampler wrote no row."
+    lack = replace_spool(spool, target, spool_rows(spool), schema, _BATCH_ROWS)
+    return None if lack is None else f"telemetry: {lack}"
+
+
+def schema() -> "pyarrow.Schema":
+    """Return the Parquet file's columns and their types; the same for every run."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    types = {"float": pa.float64(), "int": pa.int64(), "text": pa.string()}
+    return pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])

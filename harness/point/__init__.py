@@ -1,0 +1,1 @@
+"""One point: files, device, worker processes, status."""

@@ -1,0 +1,115 @@
+"""A configuration in few words: names, hash, and the flat parameters and tags of a tracker."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from harness.config.schema import RunConfig, SweepContext
+
+NOT_IDENTITY: Final = (
+    "mode",
+    "rerun",
+    "fail_fast",
+    "monotone_stop",
+    "timeout_s",
+    "silence_s",
+    "tracking",
+)
+"""Settings that change no result."""
+_NAME_CHARS: Final = 200
+_IF_SET: Final = ("prompts_file", "prompt", "output", "trace", "search")
+"""Settings of a scenario that are left out of a tracker's parameters where they are null."""
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Return a hash of the settings that can change a result; the same in every process.
+
+    Args:
+        config: the configuration as plain data.
+    """
+    kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext | None) -> str:
+    """Return what reports call the point: in a sweep what varies, else its choices."""
+    if sweep is not None:
+        varying = [item.lstrip("+") for item in overrides if item not in sweep.shared]
+        if varying or sweep.label:
+            return " ".join(filter(None, (sweep.label, ",".join(varying))))[:_NAME_CHARS]
+    system = "" if config.system.kind == "native" else config.system.kind
+    parts = (config.model.name, system, config.offload_name, config.gpu.name, config.scenario.name)
+    return "-".join(part for part in parts if part)[:_NAME_CHARS]
+
+
+def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what was chosen, flat; a file of prompts where there is one.
+
+    Args:
+        config: of the point.
+        overrides: as typed; each single setting in them is there too, so that a tracker shows
+            whatever varies.
+    """
+    gpu = config.gpu
+    params: dict[str, Any] = {
+        "model": config.model.name,
+        "model.load_format": config.model.load_format,
+        "system": config.system.kind,
+        "gpu": gpu.name,
+        "gpu.device": gpu.device,
+        "gpu.memory_gib": gpu.memory_gib,
+        "offload": config.offload_name,
+        "scenario": config.scenario.name,
+    }
+    asked = config.to_dict()
+    params |= _leaves("kv", asked["kv"])
+    params |= _leaves("offload", asked["offload"])
+    params |= _leaves("engine", asked["engine"])
+    for part in ("load", "throughput", "latency", "serve"):
+        node = asked["scenario"][part] or {}
+        chosen = {k: v for k, v in node.items() if k not in _IF_SET or v is not None}
+        params |= _leaves(f"scenario.{part}", chosen)
+    typed = {item.lstrip("+").partition("=")[0] for item in overrides}
+    every = dict(_leaves("", asked))
+    return params | {key: every[key] for key in sorted(typed & every.keys()) if key not in params}
+
+
+def _leaves(prefix: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Mapping):
+            yield from _leaves(name, value)
+        else:
+            yield name, value
+
+
+def tags(config: RunConfig, environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a tracker filters by: hash, code, machine, versions; absent facts left out."""
+    gpu = environment.get("gpu") or {}
+    git = environment.get("git") or {}
+    pcie = gpu.get("pcie") or {}
+    found = {
+        "harness.kind": "point",
+        "harness.status": "running",
+        "harness.config_hash": config_hash(config.to_dict()),
+        "model": config.model.name,
+        "system": config.system.kind,
+        "offload": config.offload_name,
+        "git.sha": git.get("sha"),
+        "git.dirty": git.get("dirty"),
+        "host": environment.get("host"),
+        "gpu.name": gpu.get("name"),
+        "gpu.uuid": gpu.get("uuid"),
+        "driver": environment.get("driver"),
+        "cuda": gpu.get("cuda_driver"),
+        "torch": environment.get("torch"),
+        "pcie.gen": pcie.get("gen"),
+        "pcie.width": pcie.get("width"),
+    }
+    return {
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in found.items()
+        if value is not None
+    }

@@ -1,0 +1,121 @@
+"""A disk that is full, or fills while points run: told in one line; what ended before stays."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from catalogue.files import tightfit_home
+from engine.errors import ConfigError
+from harness.config.schema import TrackingConfig
+from harness.tracking.mlflow import DATABASE_NAME, sqlite_path
+
+ROOM_BYTES: Final = 16 << 20
+"""What has to be free before a point: its records, its report, its entry in the database."""
+
+
+class DiskFullError(BaseException):
+    """No room for what a point has to write; the message says where, and what is free.
+
+    Not an Exception: it ends a sweep through Hydra and all that keeps one point's errors from the
+    others, as Ctrl-C does.
+    """
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error is a lack of room on a disk, or of a user's share of it."""
+    return isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}
+
+
+def require_room(folder: Path) -> None:
+    """Refuse to begin what would be measured and then lost.
+
+    Args:
+        folder: lies on the disk that is meant.
+
+    Raises:
+        DiskFullError: less is free than a point needs.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < ROOM_BYTES:
+        raise DiskFullError(
+            f"{folder}: expected {ROOM_BYTES >> 20} MiB free on its disk for the records of a "
+            f"run, got {free_bytes >> 20} MiB. {_ways()}"
+        )
+
+
+@contextmanager
+def full_disk_ends() -> Iterator[None]:
+    """Turn an OSError for lack of room into a DiskFullError.
+
+    Raises:
+        DiskFullError: a disk filled meanwhile.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        folder = Path(str(error.filename or tightfit_home())).parent
+        free_bytes = shutil.disk_usage(folder if folder.is_dir() else tightfit_home()).free
+        raise DiskFullError(
+            f"{error.filename or tightfit_home()}: {error.strerror}, {free_bytes:,} bytes are "
+            f"free on its disk. {_ways()}"
+        ) from error
+
+
+def _ways() -> str:
+    return (
+        f"Points that ended keep their records. Free some room, or set TIGHTFIT_HOME (now "
+        f"{tightfit_home()}) to a folder on another disk; a sweep that is run again takes points "
+        "over that ended in the same home."
+    )
+
+
+def require_writable(name: str, folder: Path) -> None:
+    """Check that files can be made in a folder, or in the nearest one above that is there.
+
+    Args:
+        name: the setting that chooses it.
+        folder: it may be absent yet.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    whole = folder.absolute()
+    there = next(path for path in (whole, *whole.parents) if os.access(path, os.F_OK))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{name}: expected a folder that can be written, got {folder} ({error.strerror}). "
+            f"Set {name} to another one."
+        ) from error
+
+
+def require_writable_stores(nodes: Iterable[TrackingConfig], home: Path) -> None:
+    """Check that MLflow's SQLite files can be made or written; MLflow itself tries for minutes.
+
+    Args:
+        nodes: of the points.
+        home: TIGHTFIT_HOME, where the file is that no address names.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for uri in {node.uri for node in nodes if node.backend == "mlflow"}:
+        name = "TIGHTFIT_HOME" if uri is None else "tracking.uri"
+        file = home / DATABASE_NAME if uri is None else sqlite_path(uri)
+        if file is None:
+            continue
+        if file.exists() and not os.access(file, os.W_OK):
+            raise ConfigError(
+                f"{name}: expected a database that can be written, got {file}. Set {name} to "
+                "another one, or choose tracking=none."
+            )
+        require_writable(name, file.parent)

@@ -1,0 +1,304 @@
+"""What a run does now, on the terminal: a bar where there is one, plain lines elsewhere."""
+
+import importlib.util
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, TextIO
+
+from catalogue.files import read_json
+from harness.observe.spool import LineTail, one_a_second
+from harness.point.process import SAMPLES_NAME
+from harness.point.show import capacity_lines
+from harness.tracking.base import GuardedTracker
+from reports.record.record import STATE_NAME
+from reports.record.telemetry import SPOOL_NAME
+
+LINE_INTERVAL_S: Final = 10.0
+"""Seconds between plain lines of one phase."""
+LEAST_SEEN_S: Final = 2.0
+"""Seconds of a phase before its time left is told."""
+LEAST_SHARE: Final = 0.02
+"""Progress before it is told."""
+_GIB: Final = 2**30
+
+
+class Display(Protocol):
+    """Shows one point."""
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        ...
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Show what state.json says."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def open_display(stream: TextIO | None = None) -> Display:
+    """Return a display on `stream` (default: stderr): rich on a terminal, plain lines elsewhere."""
+    target = sys.stderr if stream is None else stream
+    if target.isatty() and importlib.util.find_spec("rich") is not None:
+        return RichDisplay(target)
+    return LineDisplay(target)
+
+
+def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
+    """Return a state as a title, the share that is done (None: unknown) and details."""
+    phase = str(state.get("phase", ""))
+    job = str(state.get("job", ""))
+    phase = "load" if phase == "load:load" else phase.replace("load:", "load: ")
+    title = phase if job == "measure" else f"{job}: {phase}"
+    progress = state.get("progress")
+    if not isinstance(progress, Mapping):
+        return title, None, ""
+    if "total_bytes" in progress:
+        done, total = progress["done_bytes"], progress["total_bytes"]
+        if not total:  # of a peer, which does not say how much it is
+            return title, None, ""
+        return title, done / total, f"{done / _GIB:.2f}/{total / _GIB:.2f} GiB"
+    done, total = progress["requests_done"], progress["requests_total"]
+    details = f"{done}/{total} requests, {progress['output_tokens']} tokens"
+    if progress.get("tokens_s") is not None:
+        details += f", {progress['tokens_s']:.1f} tokens/s"
+    tokens = progress.get("output_tokens_total")
+    # Of requests that run together none may end before all do.
+    share = progress["output_tokens"] / tokens if tokens else done / total if total else None
+    return title, share, details
+
+
+class _ByteRate:
+    """Bytes per second of the phase at hand, from the states seen."""
+
+    def __init__(self) -> None:
+        self._start: tuple[str, float, float] | None = None
+
+    def text(self, state: Mapping[str, Any]) -> str:
+        progress = state.get("progress")
+        if not isinstance(progress, Mapping) or "done_bytes" not in progress:
+            self._start = None
+            return ""
+        now, done = float(state.get("updated_at", 0.0)), float(progress["done_bytes"])
+        key = f"{state.get('job')}/{state.get('phase')}"
+        if self._start is None or self._start[0] != key:
+            self._start = (key, now, done)
+            return ""
+        _, then, before = self._start
+        return f", {(done - before) / (now - then) / 1e9:.2f} GB/s" if now > then else ""
+
+
+def memory_text(state: Mapping[str, Any]) -> str:
+    """Return GPU memory against the budget and host memory, as the newest telemetry has them.
+
+    Args:
+        state: as in state.json, with the newest row of telemetry as `now`.
+    """
+    now = state.get("now") or {}
+    parts = []
+    used, budget = now.get("gpu_used_bytes"), state.get("gpu_budget_bytes")
+    if used is not None:
+        bound = f"/{budget / _GIB:.1f}" if budget else ""
+        parts.append(f"GPU {used / _GIB:.1f}{bound} GiB")
+    held, free = now.get("rss_bytes"), now.get("host_available_bytes")
+    if held is not None:
+        rest = f" ({free / _GIB:.0f} free)" if free is not None else ""
+        parts.append(f"host {held / _GIB:.1f} GiB{rest}")
+    return ", ".join(parts)
+
+
+class _Remaining:
+    """What is left of the phase at hand, from its progress so far."""
+
+    def __init__(self) -> None:
+        self._start: tuple[str, float, float] | None = None
+
+    def text(self, title: str, share: float | None, now_s: float) -> str:
+        """Return the time left in words, empty until it can be told.
+
+        Args:
+            title: of the phase.
+            share: of it that is done.
+            now_s: seconds.
+        """
+        if share is None:
+            self._start = None
+            return ""
+        if self._start is None or self._start[0] != title or share < self._start[1]:
+            self._start = (title, share, now_s)
+            return ""
+        _, first, begin_s = self._start
+        if now_s - begin_s < LEAST_SEEN_S or share - first < LEAST_SHARE or share >= 1:
+            return ""
+        left_s = (now_s - begin_s) * (1 - share) / (share - first)
+        return f"{_span(left_s)} left"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class _Words:
+    """What is said beside the title of a phase."""
+
+    def __init__(self) -> None:
+        self._rate, self._remaining = _ByteRate(), _Remaining()
+
+    def of(self, state: Mapping[str, Any]) -> tuple[str, float | None, str, str]:
+        """Return a state as a title, the share that is done (None: unknown), time left, details."""
+        title, share, details = describe(state)
+        details += self._rate.text(state)
+        left = self._remaining.text(title, share, float(state.get("updated_at", 0.0)))
+        parts = (details, memory_text(state))
+        return title, share, left, ", ".join(part for part in parts if part)
+
+
+class LineDisplay:
+    """One line for each phase, and one every ten seconds of a long one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._words = _Words()
+        self._title = ""
+        self._due_s = 0.0
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Write a line when the phase is new or the last line is old."""
+        title, _, left, details = self._words.of(state)
+        now = time.monotonic()
+        if title == self._title and now < self._due_s:
+            return
+        self._title, self._due_s = title, now + LINE_INTERVAL_S
+        self.say(f"[{title}] {', '.join(part for part in (left, details) if part)}".rstrip())
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class RichDisplay:
+    """A bar that changes its title, and a line below it; redrawn by the caller's ticks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console, RenderableType  # noqa: PLC0415  optional
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+        from rich.text import Text  # noqa: PLC0415
+
+        class Bar(Progress):
+            """The bar with its details on lines of their own, which a narrow terminal needs."""
+
+            details = ""
+
+            def get_renderables(self) -> Iterable[RenderableType]:
+                yield self.make_tasks_table(self.tasks)
+                yield Text(self.details, overflow="fold")
+
+        self._words = _Words()
+        self._title = ""
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=Console(file=stream),
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._bar.add_task("start", total=None, left="")
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Redraw the bar."""
+        title, share, left, self._bar.details = self._words.of(state)
+        if title != self._title:
+            self._title = title
+            self._bar.reset(self._task, description=title, total=None, left="")
+        self._bar.update(
+            self._task,
+            total=None if share is None else 1.0,
+            completed=0.0 if share is None else share,
+            left=left,
+        )
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+
+UPLOAD_INTERVAL_S: Final = 5.0
+
+
+class LiveView:
+    """Called twice a second while a worker runs."""
+
+    def __init__(self, run_dir: Path, display: Display, tracker: GuardedTracker) -> None:
+        self._run_dir = run_dir
+        self._display = display
+        self._tracker = tracker
+        self._samples = LineTail(run_dir / SAMPLES_NAME)
+        self._telemetry = LineTail(run_dir / SPOOL_NAME)
+        self._telemetry_s = 0.0
+        self._latest: Mapping[str, Any] = {}
+        """The newest row of telemetry."""
+        self._has_capacity = False
+        self._rows: list[Mapping[str, Any]] = []
+        self._due_s = time.monotonic() + UPLOAD_INTERVAL_S
+
+    def tick(self) -> None:
+        """Look at the worker once."""
+        self._gather()
+        state = read_json(self._run_dir / STATE_NAME)
+        if state:
+            self._show_capacity(state.get("kv"))
+            self._display.update({**state, "now": self._latest})
+        if time.monotonic() >= self._due_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand the samples gathered so far to the tracker."""
+        self._gather()
+        if self._rows:
+            self._tracker.log_samples(self._rows)
+        self._rows = []
+        self._due_s = time.monotonic() + UPLOAD_INTERVAL_S
+
+    def _show_capacity(self, kv: Mapping[str, Any] | None) -> None:
+        """Show what the KV cache holds once an engine has started."""
+        if self._has_capacity or not kv or "longest_tokens" not in kv:
+            return
+        self._has_capacity = True
+        for line in capacity_lines(kv):
+            self._display.say(line)
+
+    def _gather(self) -> None:
+        """Take over what both files have grown by; of the telemetry one row a second."""
+        self._rows += self._samples.rows()
+        grown = list(self._telemetry.rows())
+        self._latest = grown[-1] if grown else self._latest
+        kept = one_a_second(grown, self._telemetry_s)
+        if kept:
+            self._telemetry_s = kept[-1]["time"]
+        self._rows += kept

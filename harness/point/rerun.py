@@ -1,0 +1,172 @@
+"""Points that ended, by their fingerprint, and how a sweep takes one over that ran before."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from catalogue.files import expanded, read_json
+from harness.config.schema import RunConfig
+from harness.folders import plain
+from harness.point.describe import config_hash
+from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
+
+
+def fingerprint(
+    config: RunConfig, environment: Mapping[str, Any], inputs: Mapping[str, str | None]
+) -> str:
+    """Return a hash that is equal for points whose results may stand for each other.
+
+    It covers the resolved configuration without what changes no result (as in config_hash), the
+    content of prompts and traces, names, sizes and times of the files in model.path, commit and
+    uncommitted changes, card and driver, processor, versions, and the switches of the engine.
+
+    Args:
+        config: of the point.
+        environment: of the machine, as environment.collect returns it.
+        inputs: the point's input_hashes.
+    """
+    gpu = environment.get("gpu") or {}
+    facts = {
+        "config": config_hash(config.to_dict()),
+        "files": {**inputs, **_model_files(config)},
+        "git": environment.get("git"),
+        "gpu": {key: gpu.get(key) for key in ("name", "memory_bytes")},
+        "cpu": (environment.get("cpu") or {}).get("name"),
+        **{key: environment.get(key) for key in ("driver", "cuda", "python", "packages")},
+        "switches": environment.get("switches"),
+    }
+    text = json.dumps(plain(facts), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def input_hashes(config: RunConfig) -> dict[str, str | None]:
+    """Return the SHA-256 of each file of prompts and trace by its setting.
+
+    None of a file that is absent or cannot be read.
+    """
+    paths = {name: expanded(file) for name, file in config.scenario.files().items()}
+    return {name: _sha256(path) for name, path in paths.items()}
+
+
+def _sha256(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:  # the point says so where it reads its prompts
+        return None
+
+
+def _model_files(config: RunConfig) -> dict[str, object]:
+    """Return names, sizes and times of the files in model.path, nothing without one."""
+    if config.model.path is None:
+        return {}
+    folder = expanded(config.model.path)
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    stats = [(path.name, path.stat()) for path in files]
+    return {"model": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}
+
+
+FOLDER: Final = "points"
+TAKEN_FROM: Final = "taken_from"
+"""Key of `effective`: the folder in which the point ran."""
+_OWN: Final = ("config.yaml", "overrides.yaml", "harness.log", RESULT_NAME, ".hydra")
+"""What a folder has of its own and does not take over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A point that ended, and where it ran."""
+
+    folder: Path
+    record: RunRecord
+
+
+class FinishedPoints:
+    """One small file for each point that ended; the newest of equal points counts."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._folder = home, home / FOLDER
+
+    def note(self, key: str, folder: Path, record: RunRecord) -> None:
+        """Remember a point that ended by itself; one that was skipped or interrupted did not.
+
+        Args:
+            key: its fingerprint.
+            folder: its run folder.
+            record: as it is in the folder.
+        """
+        if record.status == "skipped" or (record.error or {}).get("type") == "Interrupted":
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "folder": str(self._within(folder)),
+            "run_id": record.run_id,
+            "status": record.status,
+            "noted_s": time.time(),
+        }
+        write_text_atomic(self._folder / f"{key}.json", json.dumps(facts) + "\n")
+
+    def find(self, key: str, rerun: str, *, before_s: float | None = None) -> Finished | None:
+        """Return the point that need not run again, None where it must.
+
+        Args:
+            key: its fingerprint.
+            rerun: failed: only a point that ended ok need not; none: neither need others.
+            before_s: only a point that ended before counts, seconds since 1970: equal points of
+                one sweep are repeats.
+        """
+        facts = read_json(self._folder / f"{key}.json")
+        if rerun == "all" or not facts:
+            return None
+        if before_s is not None and not facts.get("noted_s", 0) < before_s:
+            return None
+        folder = self._home / str(facts.get("folder"))
+        try:
+            record = RunRecord.read(folder / RESULT_NAME)
+        except RecordError:
+            return None  # the folder is gone
+        is_same = record.run_id == facts.get("run_id")
+        return (
+            Finished(folder=folder, record=record)
+            if is_same and (record.status == "ok" or rerun == "none")
+            else None
+        )
+
+    def _within(self, folder: Path) -> Path:
+        """Return a folder as seen from the home where it lies in it, so that both can move."""
+        return folder.relative_to(self._home) if folder.is_relative_to(self._home) else folder
+
+
+def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[str]) -> RunRecord:
+    """Copy a finished point into a folder of this sweep; return its record there.
+
+    The figures, the run id and the times are those of the run that measured them;
+    `effective.taken_from` names its folder.
+
+    Args:
+        found: the point.
+        folder: of this sweep, without a record.
+        name: what this sweep calls the point.
+        overrides: this sweep's.
+    """
+    for path in sorted(found.folder.iterdir()):
+        if path.name in _OWN or (folder / path.name).exists():
+            continue
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name)
+            else:
+                shutil.copy2(path, folder / path.name)
+    origin = found.record.effective.get(TAKEN_FROM) or str(found.folder)
+    effective = found.record.effective | {TAKEN_FROM: origin}
+    record = replace(found.record, name=name, overrides=list(overrides), effective=effective)
+    record.write(folder / RESULT_NAME)
+    return record

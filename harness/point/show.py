@@ -1,0 +1,211 @@
+"""What the user reads at the end of a point: figures, status, files, and how to look at them."""
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from engine.sealed import GIB
+from harness.columns import columns
+from reports.record.metrics import PREDICTED, interval, metric_parts, shown
+from reports.record.record import RunRecord
+from reports.record.text import number
+
+_COLUMNS: Final = ("KV cache", "blocks", "tokens", "GiB")
+
+
+def capacity_lines(kv: Mapping[str, Any]) -> list[str]:
+    """Return the table as lines of text.
+
+    Args:
+        kv: `plan.kv` of a record.
+    """
+    length = kv["max_model_len"]
+    found = f"  longest sequence {kv['longest_tokens']:,} tokens (max_model_len {length:,})"
+    found += f"; of {length:,} tokens {kv['max_concurrency']:.1f} run at once"
+    if kv["host"] is not None:
+        found += f", {kv['max_kept']:.1f} are kept"
+    return [*columns([_COLUMNS, *_rows(kv)]), found]
+
+
+def _rows(kv: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    groups, host = kv["groups"], kv["host"]
+    for index, group in enumerate(groups):
+        name = _group_name(groups, index)
+        yield _row(f"GPU{name}", group["num_blocks"], group, kv)
+        if host is None:
+            continue
+        pinned, pageable = host["num_pinned"][index], host["num_pageable"][index]
+        how = ", used in place" if index == 0 and host["num_in_place"] else ""
+        if pinned:
+            yield _row(f"host, pinned{how}{name}", pinned, group, kv)
+        if pageable:
+            yield _row(f"host, pageable{name}", pageable, group, kv)
+
+
+def _group_name(groups: Sequence[Mapping[str, Any]], index: int) -> str:
+    """Which layers, where there are two kinds."""
+    if len(groups) == 1:
+        return ""
+    group = groups[index]
+    kind = "all tokens" if group["window"] is None else f"window of {group['window']}"
+    return f" ({group['layers']} layers, {kind})"
+
+
+def _row(
+    name: str, blocks: int, group: Mapping[str, Any], kv: Mapping[str, Any]
+) -> tuple[str, str, str, str]:
+    size = blocks * group["block_bytes"] / GIB
+    gib = f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
+    return name, f"{blocks:,}", f"{blocks * kv['block_size']:,}", gib
+
+
+REPORT_TIMEOUT_S: Final = 180
+
+
+def build_report(folder: Path) -> list[str]:
+    """Make the report of a run's or a sweep's folder; return warnings, one at most.
+
+    The record is complete without it: a machine without the drawing packages, or a report that
+    fails, costs no run.
+    """
+    again = f"python -m reports {folder}"
+    root = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "reports", str(folder)],
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # of a path that the locale spells otherwise
+            timeout=REPORT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"report: not made: {error}. Later: {again}"]
+    if done.returncode == 0:
+        return []
+    lines = done.stderr.strip().splitlines()
+    reason = lines[-1].rstrip(".") if lines else "no message"
+    return [f"report: not made: {reason}. Later: {again}"]
+
+
+_MAX_REASONS: Final = 8
+_OF_THAT_CARD: Final = " (of that card)"
+"""Behind a time that was predicted for a card, where a CPU ran: their difference says nothing."""
+
+
+def print_summary(record: RunRecord, run_dir: Path, *, view_command: str | None) -> None:
+    """Write the summary of one point to standard output."""
+    lines = summary_lines(record, run_dir, view_command=view_command)
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None) -> list[str]:
+    """Return the summary as lines of text."""
+    lines = ["", f"{record.name}: {record.status}{verdict_text(record)}"]
+    if record.metrics and record.environment.get("emulated") is True:
+        lines.append("  emulated on the CPU: these are not a GPU's figures")
+    if record.error is not None:
+        lines += [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
+    lines += [f"  {reason}" for reason in record.reasons[:_MAX_REASONS]]
+    lines += _table(record)
+    lines += list(_planned(record))
+    lines += [f"  {text}" for text in record.effective.get("fallbacks") or []]
+    warnings = record.effective.get("warnings") or []
+    lines += [f"  warning: {text}" for text in warnings]
+    lines += [f"  note: {text}" for text in record.effective.get("notes") or []]
+    lines.append(f"  run folder  {run_dir}")
+    report = run_dir / "report.html"
+    if report.is_file():
+        lines.append(f"  report      {report}")
+    if view_command:
+        lines.append(f"  compare     {view_command}")
+    return lines
+
+
+def verdict_text(record: RunRecord) -> str:
+    """Return what stands behind the status of a run: whether it is valid."""
+    if record.status != "ok":
+        return ""
+    return {True: ", valid", False: ", NOT valid", None: ", not checked"}[record.valid]
+
+
+def _first_lines(record: RunRecord) -> list[str]:
+    message = str((record.error or {}).get("message", ""))
+    return [line for line in message.splitlines() if line.strip()][:3] or [""]
+
+
+def _planned(record: RunRecord) -> Iterable[str]:
+    """What the plan predicted, and what the planner chose."""
+    plan = record.plan or {}
+    predicted, choice = plan.get("predicted"), plan.get("choice")
+    kv = plan.get("kv") or {}
+    if record.status == "ok" and "longest_tokens" in kv:
+        yield from capacity_lines(kv)
+    elif record.status == "ok" and kv.get("max_concurrency"):
+        yield (
+            f"  KV cache: {kv['tokens']} tokens, {kv['max_concurrency']:.1f} sequences of "
+            f"{kv['max_model_len']} at once"
+        )
+    if choice:
+        yield f"  chosen: {choice['chosen']} ({choice['why']})"
+        yield from _refereed(choice.get("referee"))
+    if predicted:
+        yield (
+            f"  predicted: {number(predicted['decode_step_ms'])} ms a token at batch 1, prefill of "
+            f"{predicted['prefill_tokens']} tokens {number(predicted['prefill_ms'])} ms "
+            f"({predicted['rates']['source']})"
+        )
+    for quantity, base in PREDICTED.items():
+        value = record.metrics.get(f"predicted/{quantity}")
+        difference = record.metrics.get(f"predicted/{quantity}_difference_pct")
+        if value is not None and difference is not None:
+            measured, rates_of = value / (1 + difference / 100), _rates_of(predicted, quantity)
+            share = "" if rates_of == _OF_THAT_CARD else f" ({difference:+.1f} %)"
+            yield (
+                f"  {base}: predicted{rates_of} {number(value)}, measured {number(measured)}{share}"
+            )
+
+
+def _rates_of(predicted: Mapping[str, Any] | None, quantity: str) -> str:
+    """Return what to say where a predicted time is not of rates of the machine that ran."""
+    source = "" if predicted is None else str(predicted["rates"]["source"])
+    if quantity == "gpu_peak_gib":
+        return ""
+    if "which a CPU stands in for" in source:
+        return _OF_THAT_CARD
+    return " (assumed rates)" if "assumed" in source else ""
+
+
+def _refereed(referee: Mapping[str, Any] | None) -> Iterable[str]:
+    """What planner.referee timed."""
+    if referee is None:
+        return
+    for row in referee["timed"]:
+        step_ms = row["decode_step_ms"]
+        found = "not measured" if step_ms is None else f"measured {number(step_ms)} ms"
+        yield (
+            f"    timed: {row['label']}, {row['batch']} at once: {found} a step; predicted "
+            f"{number(row['predicted_decode_step_ms'])} ms at batch 1"
+        )
+    yield f"    referee: {referee['result']}"
+
+
+def _table(record: RunRecord) -> list[str]:
+    """Return a line for each metric that has a value, with the interval of a mean over repeats."""
+    wanted = [
+        one
+        for metric in shown("summary")
+        for one in (metric, *(metric.at(statistic) for statistic in metric.statistics))
+        if record.metrics.get(one.name) is not None
+    ]
+    rows = []
+    for metric in wanted:
+        value, unit = metric_parts(metric.name, record.metrics[metric.name])
+        ends = interval(record.metrics, metric.name)
+        rows.append((metric.words, value, unit, f"(95 % interval {ends})" if ends else ""))
+    return columns(rows, left={0, 2, 3})

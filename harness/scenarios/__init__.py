@@ -1,1 +1,0 @@
-"""What is measured: load, throughput, latency, serving."""

@@ -1,0 +1,1 @@
+"""Points of one command: run, taken over, skipped, shown."""

@@ -1,0 +1,360 @@
+"""Run what a command line asks for: every point checked first, then one after another by Hydra."""
+
+import contextlib
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import hydra
+from omegaconf import Container, OmegaConf
+
+from catalogue.files import CONF, tightfit_home
+from engine.errors import ConfigError
+from harness.config.cli_args import CommandLine
+from harness.config.compose import (
+    CONFIG_NAME,
+    DEMO_MODEL,
+    Composer,
+    Plan,
+    Point,
+    explain,
+    unknown_key,
+)
+from harness.config.launchers import BASIC, keep_gpus_visible, launch_arguments, make_importable
+from harness.config.peers import require_package
+from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
+from harness.point.describe import point_name
+from harness.point.full_disk import (
+    DiskFullError,
+    full_disk_ends,
+    require_room,
+    require_writable,
+    require_writable_stores,
+)
+from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
+from harness.studies.ab import check_comparisons
+from harness.studies.run import check_studies
+from harness.sweep.begun import FOLDER as POINTS_FOLDER
+from harness.sweep.begun import BegunPoints
+from harness.sweep.task import PointTask, SweepPlan, failure_record
+from harness.sweep.track import sweep_lines
+from reports.record.record import RESULT_NAME, RecordError, RunRecord
+
+_ABSENT: Final = object()
+
+
+def run(line: CommandLine) -> int:
+    """Compose every point, check them all, then run them; return the exit code.
+
+    Raises:
+        ConfigError: something in the command line or a file is wrong; nothing was run.
+        DiskFullError: there is no room for records, or none is left; points that ended have theirs.
+    """
+    plan = Composer(line.config_dir).plan(line.overrides, multirun=line.multirun)
+    if plan.is_demo:
+        _say(
+            f"No model chosen: taking the demo model {DEMO_MODEL}. model=NAME chooses one, --help "
+            "lists them."
+        )
+    for message in dict.fromkeys(text for point in plan.points for text in point.warnings):
+        _say(f"warning: {message}")
+    if line.cfg is not None:
+        sys.stdout.write("---\n".join(_print_point(point, line) for point in plan.points))
+        return EXIT_OK
+    _make_home()
+    _check_store(plan)
+    check_studies(plan, line.config_dir)
+    modes = {point.config.mode for point in plan.points}
+    if len(modes) > 1:
+        raise ConfigError("mode: expected run or plan for all points, got both. Run them apart.")
+    if modes == {"plan"}:
+        _check_planned(plan)
+        from harness.sweep.plan import show_plans  # noqa: PLC0415  not for runs
+
+        check_comparisons(plan, line.config_dir)
+        return show_plans(plan, line.config_dir)
+    for point in plan.points:
+        require_package(point.config.system.kind)
+    require_room(tightfit_home())
+    require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
+    require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
+    _check_folder(plan)
+    check_comparisons(plan, line.config_dir)
+    return _Session(plan, line.config_dir).run()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _make_home() -> None:
+    folder = tightfit_home() / "runs"
+    if "${" in str(folder):
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected a path without ${{, which is a reference in a configuration, "
+            f"got {tightfit_home()}. Set TIGHTFIT_HOME to another one."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
+            f"({error.strerror}). Set TIGHTFIT_HOME to another one."
+        ) from error
+
+
+def _check_store(plan: Plan) -> None:
+    """Refuse what is no address of a store, and a home that cannot be written in SQLite's."""
+    home = str(tightfit_home())
+    nodes = [point.config.tracking for point in plan.points]
+    wrong = next((node.uri for node in nodes if node.uri and "://" not in node.uri), None)
+    if wrong is not None:
+        raise ConfigError(
+            "tracking.uri: expected an address such as sqlite:////PATH/runs.db or "
+            f"http://HOST:PORT, got {wrong!r}. Write it out."
+        )
+    if any(node.backend == "mlflow" and node.uri is None for node in nodes) and {*home} & {*"?%"}:
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected a path without ? and %, which the address of MLflow's "
+            f"database cannot hold, got {home}. Set TIGHTFIT_HOME to another one, or choose "
+            "tracking=none."
+        )
+
+
+def _check_planned(plan: Plan) -> None:
+    """Refuse what has no effect on plans, which are made in this process."""
+    launcher = plan.points[0].composed.hydra.runtime.choices["hydra/launcher"]
+    if launcher != BASIC:
+        raise ConfigError(
+            f"hydra/launcher: {launcher} has no effect with mode=plan: plans are arithmetic. "
+            "Remove it."
+        )
+
+
+def _check_folder(plan: Plan) -> None:
+    """Refuse a folder of the user's choice that holds records, before anything runs."""
+    hydra_node = plan.points[0].composed.hydra
+    name, pattern = ("sweep", f"*/{RESULT_NAME}") if plan.multirun else ("run", RESULT_NAME)
+    folder = Path(str(hydra_node[name].dir))
+    require_writable(f"hydra.{name}.dir", folder)
+    found = next(folder.glob(pattern), None)
+    if found is not None:
+        raise ConfigError(
+            f"hydra.{name}.dir: expected a folder without records, found {found}. Choose another "
+            "folder, or remove the setting."
+        )
+
+
+def _print_point(point: Point, line: CommandLine) -> str:
+    """Return one point's configuration as YAML."""
+    shown: object = point.composed
+    if line.cfg == "job":
+        shown = OmegaConf.masked_copy(
+            point.composed, [str(key) for key in point.composed if key != "hydra"]
+        )
+    elif line.cfg == "hydra":
+        shown = point.composed.hydra
+    if line.package is not None:
+        shown = OmegaConf.select(point.composed, line.package, default=_ABSENT)
+        if shown is _ABSENT:
+            raise unknown_key(line.package)
+    if not isinstance(shown, Container):
+        return "null\n" if shown is None else f"{shown}\n"
+    try:
+        return OmegaConf.to_yaml(shown, resolve=line.resolve)
+    except Exception as error:
+        raise explain(error) from error
+
+
+class _Session:
+    """The points of one command, their records, and how they end."""
+
+    def __init__(self, plan: Plan, config_dir: Path | None) -> None:
+        self._plan = plan
+        self._config_dir = config_dir
+        self._hydra = plan.points[0].composed.hydra
+        self._launcher = str(self._hydra.runtime.choices["hydra/launcher"])
+        self._task = PointTask(
+            sweep=self._sweep_plan() if plan.multirun else None, config_dir=config_dir
+        )
+        self._is_shown = False
+        """Whether a tracker may show the sweep although no point of it began."""
+
+    def run(self) -> int:
+        """Let Hydra run every point; return the exit code.
+
+        Raises:
+            DiskFullError: a disk has no room for what points write.
+            KeyboardInterrupt: Ctrl-C; what ended until then is shown.
+        """
+        sweep = self._task.sweep
+        if sweep is not None:
+            shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
+        interrupt: KeyboardInterrupt | None = None
+        full: DiskFullError | None = None
+        try:
+            with sigterm_as_interrupt(), full_disk_ends():
+                if sweep is not None and self._launcher != BASIC:
+                    self._prepare_launch(sweep)
+                self._launch()
+                records = self._records(sweep)
+        except KeyboardInterrupt as error:
+            interrupt = error
+        except DiskFullError as error:
+            full = error
+        with interrupt_afterwards(interrupt):
+            if interrupt is not None or full is not None:
+                records = self._interrupted(sweep)
+            if sweep is not None:
+                self._finish_sweep(sweep, records, interrupted=interrupt is not None)
+        if full is not None:
+            raise full
+        all_ran = len(records) == len(self._plan.points)
+        statuses = {record.status for _, record in records}
+        return EXIT_OK if all_ran and statuses == {"ok"} else EXIT_NOT_ALL_OK
+
+    def _prepare_launch(self, sweep: SweepPlan) -> None:
+        """Get ready what processes of a launcher share, before there is any."""
+        from harness.sweep.track import begin_sweep  # noqa: PLC0415  not for --cfg and errors
+
+        make_importable()
+        keep_gpus_visible(self._launcher)
+        BegunPoints(sweep.folder).claim()
+        tracking = self._plan.points[0].config.tracking
+        self._is_shown = True
+        for text in begin_sweep(tracking, sweep.context(0)):
+            _say(f"warning: {text}")
+
+    def _launch(self) -> None:
+        start = hydra.main(version_base="1.3", config_path=str(CONF), config_name=CONFIG_NAME)
+        try:
+            with _arguments(self._arguments()):
+                start(self._task)()
+        except SystemExit as error:
+            # A launcher gave up; the points that it started have records, or get one.
+            _say(f"warning: hydra/launcher={self._launcher} ended with exit code {error.code}.")
+
+    def _arguments(self) -> list[str]:
+        arguments = list(self._plan.overrides)
+        if self._plan.multirun:  # its folder is given below
+            key = "hydra.sweep.dir="
+            arguments = [item for item in arguments if not item.lstrip("+").startswith(key)]
+        arguments += launch_arguments(self._launcher, arguments)
+        sweep = self._task.sweep
+        if sweep is not None:
+            # Every process that a launcher starts composes anew, and must find the same folder.
+            arguments += [f"hydra.sweep.dir={_quoted(str(sweep.folder))}", "--multirun"]
+        if self._config_dir is not None:
+            arguments += ["--config-dir", str(self._config_dir.resolve())]
+        return arguments
+
+    def _sweep_plan(self) -> SweepPlan:
+        folder = Path(str(self._hydra.sweep.dir)).resolve()
+        first, *others = (point.overrides for point in self._plan.points)
+        return SweepPlan(
+            sweep_id=_sweep_id(folder),
+            folder=folder,
+            total=len(self._plan.points),
+            shared=tuple(item for item in first if all(item in other for other in others)),
+            began_s=time.time(),
+        )
+
+    def _records(self, sweep: SweepPlan | None) -> list[tuple[Path, RunRecord]]:
+        """Return folder and record of every point that ended, in order."""
+        if sweep is None or self._launcher == BASIC:
+            return list(zip(self._task.folders, self._task.records, strict=False))
+        begun = BegunPoints(sweep.folder)
+        begun.wait(sweep.total)
+        return [self._collect(begun, sweep, index) for index in range(sweep.total)]
+
+    def _interrupted(self, sweep: SweepPlan | None) -> list[tuple[Path, RunRecord]]:
+        """Return what there is after Ctrl-C; points in other processes are ended first."""
+        if sweep is None:
+            return []
+        if self._launcher == BASIC:
+            folders, records = self._task.folders, list(self._task.records)
+            if len(folders) > len(records):
+                with contextlib.suppress(RecordError):  # interrupted before it had one
+                    records.append(RunRecord.read(folders[-1] / RESULT_NAME))
+            return list(zip(folders, records, strict=False))
+        begun = BegunPoints(sweep.folder)
+        begun.end_all(sweep.total)
+        indices = [index for index in range(sweep.total) if begun.owner(index) is not None]
+        return [self._collect(begun, sweep, index) for index in indices]
+
+    def _collect(self, begun: BegunPoints, sweep: SweepPlan, index: int) -> tuple[Path, RunRecord]:
+        """Return folder and record of a point that a launcher ran; write one if it has none."""
+        owner, record = begun.owner(index), begun.record(index)
+        folder = Path(owner.folder) if owner is not None else sweep.folder / str(index)
+        if record is not None:
+            return folder, record
+        what = "ended" if owner is not None else "was not started, or ended"
+        if begun.is_stopped:  # a launcher may end its processes before they can write theirs
+            what = "was interrupted and ended"
+        error = {
+            "type": "LauncherJobEnded",
+            "message": f"the job of hydra/launcher={self._launcher} {what} without a record. See "
+            f"its output in {sweep.folder}.",
+            "phase": "harness",
+            "traceback": None,
+        }
+        point = self._plan.points[index]
+        record = failure_record(
+            point.config,
+            folder,
+            point.overrides,
+            status="killed",
+            error=error,
+            name=point_name(point.config, point.overrides, sweep.context(index)),
+        )
+        return folder, record
+
+    def _finish_sweep(
+        self, sweep: SweepPlan, points: Sequence[tuple[Path, RunRecord]], *, interrupted: bool
+    ) -> None:
+        from harness.sweep.track import finish_sweep  # noqa: PLC0415  not for --cfg and errors
+
+        if not (points or self._task.folders or self._is_shown):
+            return
+        context = sweep.context(0)
+        folders = [folder for folder, _ in points]
+        records = [record for _, record in points]
+        warnings = finish_sweep(
+            self._plan.points[0].config.tracking, context, records, interrupted=interrupted
+        )
+        for text in warnings:
+            _say(f"warning: {text}")
+        sys.stdout.write("\n".join(sweep_lines(records, folders, context)) + "\n")
+        sys.stdout.flush()
+
+
+def _sweep_id(folder: Path) -> str:
+    """Return a name that no other sweep has, of letters that a tracker can search for."""
+    if folder.parent == (tightfit_home() / "runs").resolve():
+        return folder.name
+    suffix = f"-{secrets.token_hex(3)}"
+    return re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII) + suffix
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra's parser takes it literally."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+@contextmanager
+def _arguments(values: Sequence[str]) -> Iterator[None]:
+    """Let Hydra, which reads sys.argv, see these arguments."""
+    before = sys.argv
+    sys.argv = [before[0], *values]
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,149 @@
+"""What the worker takes from the engine: its class, the link probe, and the clock of its times."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.asked.config import EngineConfig
+from engine.async_llm import AsyncLLM
+from harness.config.schema import ScenarioConfig
+from harness.observe.gpu import Gpu, open_gpu
+from harness.observe.link import calibrate
+from harness.observe.machine_rates import read_rates, write_rates
+from harness.work.drive import Engine
+from harness.work.open_loop import Wait
+from harness.work.predicted import predicted_times
+from harness.work.serve import OpenDoor, RunAsync
+from harness.work.transfers import PROBED_AFTER
+
+Progress = Callable[[str, int, int], None]
+"""Called with phase, bytes done and bytes in all.
+
+The same type as in engine.build, which brings torch; mypy holds engine.LLM against it below.
+"""
+
+
+class EngineFactory(Protocol):
+    """`engine.LLM` as a class."""
+
+    def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> Engine:
+        """Construct an engine; `reference` asks for every layer on demand, eager."""
+        ...
+
+
+def _plan_engine(config: EngineConfig) -> Any:
+    """Plan the project's engine without allocating anything.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    from engine import LLM  # noqa: PLC0415  imports torch
+
+    return LLM.plan_for(config)
+
+
+def _stream_engine_link(config: EngineConfig, seconds: float) -> tuple[int, float, float]:
+    """Copy host to device on the device that the engine will use."""
+    from harness.observe.probe import stream_link  # noqa: PLC0415  imports torch
+
+    return stream_link(seconds, config.gpu.device)
+
+
+def _nothing_more(_: EngineConfig) -> dict[str, float | None]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDoor:
+    """What the worker takes from the engine; tests put another one here."""
+
+    load_code: Callable[[], EngineFactory]
+    """Imports the engine."""
+    probe: Callable[[EngineConfig], dict[str, float | None]]
+    """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
+    stream: Callable[[EngineConfig, float], tuple[int, float, float]] = _stream_engine_link
+    """Copies host to device for so many seconds; returns bytes, begin and end on `clock`."""
+    plan_for: Callable[[EngineConfig], Any] = _plan_engine
+    """Plans an engine without allocating anything; raises CapacityError where it does not fit."""
+    predict: Callable[[Any, Any, ScenarioConfig], dict[str, float | None]] = predicted_times
+    """Returns what a plan of a model predicts of a scenario, by metric."""
+    machine: Callable[[EngineConfig], Mapping[str, float | None]] = _nothing_more
+    """Returns more rates of the machine to plan with, by the names of engine.plan.times."""
+    clock: Callable[[], float] = time.perf_counter
+    """The clock of the engine's token times."""
+    clock_zero_s: float = 0.0
+    """The machine's monotonic time at which `clock` reads 0."""
+    wait: Wait = asyncio.sleep
+    """Lets seconds of that clock pass."""
+    is_exact: bool = True
+    """Its greedy tokens must be the reference's; a peer's are compared and counted."""
+    open_async: OpenDoor = AsyncLLM
+    """Opens the asynchronous door of an engine that `load_code` gave."""
+    run_async: RunAsync = asyncio.run
+    """Runs a coroutine on an event loop in which `wait` lets time pass."""
+
+
+def load_engine_code() -> EngineFactory:
+    """Import the project's engine, and torch with it."""
+    from engine import LLM  # noqa: PLC0415  takes seconds, and is measured
+
+    return LLM
+
+
+def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:
+    """Measure the host link of the device that the engine will use."""
+    from harness.observe.probe import probe_link  # noqa: PLC0415  imports torch
+
+    return probe_link(config.gpu.device)
+
+
+def rates_of_cpu(config: EngineConfig) -> Mapping[str, float | None]:
+    """Return what a CPU carries: kept, else measured and kept now, in a second or two.
+
+    Of a GPU nothing: `python -m harness.forecast.probe` measures it.
+    """
+    if config.gpu.device == "cuda" or (config.gpu.device == "auto" and open_gpu() is not None):
+        return {}
+    kept = read_rates(None)
+    if kept is None or "sequence_overhead_s" not in kept.rates:
+        from harness.observe.probe_machine import probe_rates  # noqa: PLC0415  imports torch
+
+        write_rates(None, probe_rates("cpu"))
+        kept = read_rates(None)
+    return {} if kept is None else kept.rates
+
+
+def engine_door() -> EngineDoor:
+    """Return the door to the project's engine."""
+    return EngineDoor(load_code=load_engine_code, probe=probe_engine_link, machine=rates_of_cpu)
+
+
+class LinkWatch:
+    """Probes of one worker, and copies of known size for the counter.
+
+    Args:
+        door: to the engine.
+        config: of the engine; names the device.
+    """
+
+    def __init__(self, door: EngineDoor, config: EngineConfig) -> None:
+        self._door, self._config = door, config
+        self.factor: float | None = None
+        """Payload bytes per byte that the counter of the GPU tells; None where it is not known."""
+
+    def before(self, gpu: Gpu | None) -> dict[str, float | None]:
+        """Probe, copy for the counter of `gpu`; return the rates by the probe's names."""
+        rates = self._door.probe(self._config)
+        # Without pinned memory nothing was probed, and nothing can be copied without a pause.
+        if rates.get("h2d_gb_s") and gpu is not None:
+            self.factor = calibrate(
+                gpu.link_rx_gb_s, lambda seconds: self._door.stream(self._config, seconds)
+            )
+        return rates
+
+    def after(self) -> dict[str, float | None]:
+        """Probe again, once the engine is closed; return metrics."""
+        rates = self._door.probe(self._config)
+        return {metric: rates.get(name) for name, metric in PROBED_AFTER.items()}

@@ -1,1 +1,0 @@
-"""What is sent and when: arrivals, lengths, prompts, traces, and the schedule made of them."""

@@ -1,0 +1,1 @@
+"""What a worker does: requests sent, times taken, figures made."""

@@ -1,0 +1,163 @@
+"""Greedy tokens of the engine under test against a reference, compared before anything is timed.
+
+The reference is the same engine with every layer copied on demand, eager, in a process of its own.
+Its tokens are kept in TIGHTFIT_HOME/references, keyed by everything that may change them.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from engine.asked.config import EngineConfig
+from engine.errors import RequestError
+from harness.config.schema import CorrectnessConfig
+from harness.work.drive import Clock, Engine, OnProgress, run_in_turn
+from harness.work.prompts import synthetic_prompts
+from reports.record.record import write_text_atomic
+
+STREAM: Final = "correctness"
+_SOURCE_SUFFIXES: Final = {".py", ".cu", ".cpp", ".h"}
+_RATES_ONLY: Final = ("name", "memory_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops")
+
+
+class WrongTokensError(RuntimeError):
+    """The engine under test gave other greedy tokens than the reference."""
+
+    kind = "WrongTokens"
+
+
+def check_prompts(
+    config: CorrectnessConfig, *, vocab_size: int, avoid: set[int]
+) -> list[list[int]]:
+    """Return the prompts to compare, the same in the reference and in every engine under test."""
+    return synthetic_prompts(
+        config.num_prompts,
+        config.prompt_tokens,
+        vocab_size=vocab_size,
+        seed=0,
+        stream=STREAM,
+        avoid=avoid,
+    )
+
+
+def greedy_tokens(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    on_progress: OnProgress | None = None,
+) -> list[list[int]]:
+    """Return the greedy tokens of each prompt, run one at a time.
+
+    Raises:
+        RequestError: a request failed or gave another number of tokens.
+    """
+    requests, _ = run_in_turn(
+        llm, prompts, output_tokens, clock=clock, prefix=STREAM, on_progress=on_progress
+    )
+    for index, request in enumerate(requests):
+        if not request.is_complete or len(request.token_ids) != output_tokens:
+            raise RequestError(
+                f"correctness: expected {output_tokens} tokens for prompt {index}, got "
+                f"{len(request.token_ids)} ({request.error or request.finish_reason})."
+            )
+    return [request.token_ids for request in requests]
+
+
+def compare_tokens(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> None:
+    """Return when the tokens are equal.
+
+    Raises:
+        WrongTokensError: naming the first prompt and position that differ.
+    """
+    for prompt, (want, have) in enumerate(zip(expected, got, strict=True)):
+        for position, (token, other) in enumerate(zip(want, have, strict=True)):
+            if token != other:
+                raise WrongTokensError(
+                    f"correctness: expected token {token} at position {position} of prompt "
+                    f"{prompt} (the reference: same model, every layer copied on demand, eager), "
+                    f"got {other}. The engine is wrong under this configuration, so nothing was "
+                    "timed."
+                )
+
+
+def reference_key(
+    config: EngineConfig,
+    check: CorrectnessConfig,
+    environment: Mapping[str, Any],
+    engine: str = "native",
+) -> str:
+    """Return the name of the reference: a hash of everything that may change its tokens.
+
+    Args:
+        config: of the reference engine.
+        check: the prompts' number and lengths.
+        environment: of this machine; the device and the versions are taken from it.
+        engine: native, or fake for scripted tokens.
+    """
+    asked = config.to_dict()
+    for name in _RATES_ONLY:
+        asked["gpu"].pop(name, None)
+    asked["engine"].pop("gpu_memory_utilization")
+    asked["engine"].pop("host_reserve_gib")
+    asked.pop("offload")
+    gpu = environment.get("gpu") or {}
+    parts = {
+        "engine": engine,
+        "config": asked,
+        "check": asdict(check),
+        "weights": _checkpoint_identity(config.model.path),
+        "device": gpu.get("name") or (environment.get("cpu") or {}).get("name"),
+        "torch": environment.get("torch"),
+        "code": _code_hash(),
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def write_reference(
+    path: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+) -> None:
+    """Store the reference's tokens in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(path, json.dumps({"prompts": list(prompts), "tokens": list(tokens)}) + "\n")
+
+
+def read_reference(path: Path) -> dict[str, list[list[int]]] | None:
+    """Return prompts and tokens of a reference, None where there is none that can be read."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {"prompts": document["prompts"], "tokens": document["tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _checkpoint_identity(folder: str | None) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of the files that make the model."""
+    if folder is None:
+        return []
+    found = []
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix in {".safetensors", ".json"}:
+            facts = path.stat()
+            found.append((path.name, facts.st_size, facts.st_mtime_ns))
+    return found
+
+
+def _code_hash() -> str:
+    """Return a hash of the sources of engine/ and kernels/."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for folder in ("engine", "kernels"):
+        for parent, _, names in sorted(os.walk(root / folder)):
+            for name in sorted(names):
+                path = Path(parent) / name
+                if path.suffix in _SOURCE_SUFFIXES:
+                    digest.update(str(path.relative_to(root)).encode())
+                    digest.update(path.read_bytes())
+    return digest.hexdigest()

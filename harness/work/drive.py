@@ -1,0 +1,475 @@
+"""Requests through the engine, step by step: what was sent, what came back, how long steps took.
+
+Tokens are counted from ids. Times of tokens are the engine's (when a token was on the host); times
+of steps and submits are this module's, of the same clock.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.asked.request import TokenEvent
+from engine.asked.sampling import SamplingParams
+from engine.errors import RequestError
+from harness.work.times import RequestTimes, has_passed
+
+Clock = Callable[[], float]
+OnProgress = Callable[[int, int, int], None]
+"""Called with requests done, requests in all, output tokens."""
+OnEnd = Callable[[RequestTimes], None]
+"""Called with each request when nothing more comes of it."""
+
+
+class StepStats(Protocol):
+    """What the engine says of its last step."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens in it."""
+        ...
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Decoded tokens in it."""
+        ...
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Bytes copied from host to device."""
+        ...
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Bytes that the device read in host memory."""
+        ...
+
+
+class Engine(Protocol):
+    """The part of `engine.LLM` that scenarios use."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        ...
+
+    @property
+    def spec(self) -> Any:
+        """Sizes of the model."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, tokens."""
+        ...
+
+    @property
+    def load_report(self) -> Any:
+        """Phases of the load."""
+        ...
+
+    @property
+    def plan(self) -> Any:
+        """The memory plan."""
+        ...
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """What the newest step did."""
+        ...
+
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request."""
+        ...
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step."""
+        ...
+
+    def has_unfinished(self) -> bool:
+        """Return whether a step has work."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the engine started."""
+        ...
+
+    def memory(self) -> dict[str, Any]:
+        """Return bytes in use."""
+        ...
+
+    def effective(self) -> dict[str, Any]:
+        """Return what is really used."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+@dataclass(kw_only=True)
+class StepTotals:
+    """Sums over steps, seconds of wall time, apart for steps with prefill work and without."""
+
+    num_steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    """Steps that only decoded."""
+    num_decode_steps: int = 0
+    num_decode_tokens: int = 0
+    """Tokens of the steps that only decoded."""
+    decode_copied_bytes: int = 0
+    """Bytes copied from host to device in the steps that only decoded."""
+    decode_read_bytes: int = 0
+    """Bytes that the device read in host memory in the steps that only decoded."""
+    planned_copied_bytes: int = 0
+    """What the plan says of decode_copied_bytes."""
+    planned_read_bytes: int = 0
+    """What the plan says of decode_read_bytes."""
+
+    @property
+    def decode_moved_bytes(self) -> int:
+        """Bytes that crossed from host to device in the steps that only decoded."""
+        return self.decode_copied_bytes + self.decode_read_bytes
+
+    @property
+    def planned_moved_bytes(self) -> int:
+        """What the plan says of decode_moved_bytes."""
+        return self.planned_copied_bytes + self.planned_read_bytes
+
+    def add(self, step: StepStats, duration_s: float, plan: Any) -> None:
+        """Count one step.
+
+        Args:
+            step: what the engine says of it.
+            duration_s: its wall time.
+            plan: the memory plan in force.
+        """
+        self.num_steps += 1
+        if step.num_prefill_tokens:
+            self.prefill_s += duration_s
+        elif step.num_decode_tokens:
+            self.decode_s += duration_s
+            self.num_decode_steps += 1
+            self.num_decode_tokens += step.num_decode_tokens
+            self.decode_copied_bytes += step.h2d_bytes
+            self.decode_read_bytes += step.in_place_bytes
+            copied, read = plan.moved_per_step(step.num_decode_tokens)
+            self.planned_copied_bytes += copied
+            self.planned_read_bytes += read
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrivenStep:
+    """One call of the engine's `step`."""
+
+    begin_s: float
+    """End of the call before."""
+    end_s: float
+    events: list[TokenEvent]
+    stats: StepStats | None
+    """What the engine says of the step that ended; None where none did."""
+
+    def only_decodes(self, batch: int) -> bool:
+        """Return whether it decoded `batch` sequences and did nothing else."""
+        stats = self.stats
+        return stats is not None and (stats.num_prefill_tokens, stats.num_decode_tokens) == (
+            0,
+            batch,
+        )
+
+
+class Driver:
+    """Sends requests and steps the engine until they are done, or are taken back."""
+
+    def __init__(
+        self, llm: Engine, clock: Clock, on_end: OnEnd | None = None, salt: str | None = None
+    ) -> None:
+        self._llm = llm
+        self._clock = clock
+        self._on_end = on_end
+        self._salt = salt
+        self._open: dict[str, RequestTimes] = {}
+        self._cancelled: set[str] = set()
+        self._end_s = clock()
+        self.totals = StepTotals()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def offer(self, prompt: Sequence[int], output_tokens: int, request_id: str) -> RequestTimes:
+        """Send one request for `output_tokens` greedy tokens; a refused one carries its error."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, cache_salt=self._salt
+        )
+        times = RequestTimes(
+            request_id=request_id, num_prompt_tokens=len(prompt), submit_s=self._clock()
+        )
+        try:
+            self._llm.add_request(list(prompt), params, request_id)
+        except RequestError as error:
+            times.error = str(error)
+            self._tell(times)
+        else:
+            self._open[request_id] = times
+        return times
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has work."""
+        return self._llm.has_unfinished()
+
+    def step(self) -> DrivenStep:
+        """Run one step.
+
+        Its time is from the end of the one before it: the engine works on a step while the tokens
+        of the one before are handled here.
+        """
+        before = self._llm.last_step
+        events = self._llm.step()
+        begin_s, self._end_s = self._end_s, self._clock()
+        stats = self._llm.last_step
+        if stats is before:
+            stats = None
+        if stats is not None:
+            self.totals.add(stats, self._end_s - begin_s, self._llm.plan)
+        for event in events:
+            self._count(event)
+        return DrivenStep(begin_s=begin_s, end_s=self._end_s, events=events, stats=stats)
+
+    def drain(self, on_step: Callable[[int], None] | None = None) -> None:
+        """Step until nothing is unfinished; `on_step` gets the number of new tokens."""
+        self._end_s = self._clock()
+        while self._llm.has_unfinished():
+            step = self.step()
+            if on_step is not None:
+                on_step(len(step.events))
+        for times in self._open.values():
+            times.error = "the engine finished without ending this request"
+            self._tell(times)
+        self._open.clear()
+
+    def cancel(self, why: str) -> None:
+        """Take back all requests that have not ended; what comes of them later is ignored."""
+        for name, times in list(self._open.items()):
+            self._llm.abort(name)
+            self._cancelled.add(name)
+            times.is_cancelled, times.error = True, why
+            self._end(times)
+
+    def _count(self, event: TokenEvent) -> None:
+        if event.request_id in self._cancelled:
+            return
+        times = self._open[event.request_id]
+        if event.finish_reason == "error":  # no token comes with it
+            times.error = str(event.stop_reason)
+            self._end(times)
+            return
+        times.token_ids.append(event.token_id)
+        times.token_times_s.append(event.time_s)
+        if event.finish_reason is not None:
+            times.finish_reason = event.finish_reason
+            if event.finish_reason not in {"stop", "length"}:
+                times.error = f"the engine ended it with {event.finish_reason}"
+            self._end(times)
+
+    def _end(self, times: RequestTimes) -> None:
+        del self._open[times.request_id]
+        self._tell(times)
+
+    def _tell(self, times: RequestTimes) -> None:
+        if self._on_end is not None:
+            self._on_end(times)
+
+
+def run_in_turn(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int | Sequence[int],
+    *,
+    clock: Clock,
+    prefix: str,
+    on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
+    limit_s: float | None = None,
+    salt: str | None = None,
+) -> tuple[list[RequestTimes], StepTotals]:
+    """Run the requests one at a time; return times of those sent and the sums over the steps.
+
+    Args:
+        llm: the engine.
+        prompts: token ids of each.
+        output_tokens: of each, or a list with one of each.
+        clock: seconds.
+        prefix: of their ids.
+        on_progress: called after each step.
+        on_end: called with each request that ended.
+        limit_s: after which the one at work is taken back and no other is sent, once one has ended.
+        salt: of their prefixes in a cache; requests with another salt share none with them.
+    """
+    driver = Driver(llm, clock, on_end, salt)
+    requests: list[RequestTimes] = []
+    num_tokens, begin_s = 0, clock()
+    lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
+
+    def is_over() -> bool:
+        return bool(requests) and limit_s is not None and has_passed(clock() - begin_s, limit_s)
+
+    def on_step(new_tokens: int) -> None:
+        nonlocal num_tokens
+        num_tokens += new_tokens
+        if on_progress is not None:
+            on_progress(len(requests), len(prompts), num_tokens)
+        if is_over():
+            driver.cancel(_late(limit_s))
+
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        if is_over():
+            break
+        times = driver.offer(prompt, length, f"{prefix}-{index}")
+        driver.drain(on_step)
+        requests.append(times)
+    if on_progress is not None:
+        on_progress(len(requests), len(prompts), num_tokens)
+    return requests, driver.totals
+
+
+def run_at_once(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    prefix: str,
+    on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
+    limit_s: float | None = None,
+    salt: str | None = None,
+) -> tuple[list[RequestTimes], StepTotals]:
+    """Offer all requests, then step until they are done; return times and sums over the steps.
+
+    Args:
+        llm: the engine.
+        prompts: token ids of each.
+        output_tokens: of each.
+        clock: seconds.
+        prefix: of their ids.
+        on_progress: called after each step.
+        on_end: called with each request that ended.
+        limit_s: after which those that have not ended are taken back, once there is a token.
+        salt: of their prefixes in a cache; requests with another salt share none with them.
+    """
+    begin_s = clock()
+    driver = Driver(llm, clock, on_end, salt)
+    requests = [
+        driver.offer(prompt, output_tokens, f"{prefix}-{index}")
+        for index, prompt in enumerate(prompts)
+    ]
+    num_tokens = 0
+
+    def on_step(new_tokens: int) -> None:
+        nonlocal num_tokens
+        num_tokens += new_tokens
+        if on_progress is not None:
+            on_progress(len(requests) - driver.num_open, len(requests), num_tokens)
+        if num_tokens and limit_s is not None and has_passed(clock() - begin_s, limit_s):
+            driver.cancel(_late(limit_s))
+
+    driver.drain(on_step)
+    return requests, driver.totals
+
+
+def _late(limit_s: float | None) -> str:
+    return f"taken back when max_duration_s={limit_s:g} had passed"
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Figures of one part of the scenario."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    samples: Any = None
+    pools: dict[str, list[float]] = field(default_factory=dict)
+    """`area/quantity` -> the samples that its statistics in `metrics` are of."""
+    repeats: list[dict[str, float | None]] = field(default_factory=list)
+    """Metrics of each repeat, where there were several."""
+    num_measured: int = 0
+    """Requests that the figures are of; without any, nothing was measured."""
+    reasons: list[str] = field(default_factory=list)
+    """Why the figures may not be used, and what to change."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know; the figures stand."""
+    is_cut: bool = False
+    """Its time was over before all requests had ended."""
+
+    num_unlisted_tokens: int = 0
+    """Output tokens of requests that are not in the samples: of the other rates of a search."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all requests that ran."""
+        rows = self.samples if isinstance(self.samples, list) else self.samples["requests"]
+        return self.num_unlisted_tokens + sum(int(row["num_output_tokens"]) for row in rows)
+
+
+def failure_reasons(part: str, requests: Sequence[RequestTimes]) -> list[str]:
+    """Return one reason when requests of `part` failed, naming how many and the first error."""
+    failed = [r for r in requests if not r.is_complete and not r.is_cancelled]
+    if not failed:
+        return []
+    first = failed[0]
+    why = first.error or f"it ended with {first.finish_reason} after {len(first.token_ids)} tokens"
+    return [
+        f"{part}: {len(failed)} of {len(requests)} requests failed; {first.request_id}: {why}"
+        f"{'' if why.endswith('.') else '.'}"
+    ]
+
+
+def short_reasons(part: str, requests: Sequence[RequestTimes], output_tokens: int) -> list[str]:
+    """Return one reason when requests of `part` completed with fewer tokens than were asked for."""
+    short = [r for r in requests if r.is_complete and len(r.token_ids) < output_tokens]
+    if not short:
+        return []
+    first = short[0]
+    return [
+        f"{part}: {len(short)} of {len(requests)} requests ended before their length; "
+        f"{first.request_id} after {len(first.token_ids)} of {output_tokens} tokens. Another "
+        "system's figures would be of other work: lower the lengths, or have end tokens ignored."
+    ]
+
+
+def cut_reasons(
+    part: str, requests: Sequence[RequestTimes], planned: int, limit_s: float | None
+) -> list[str]:
+    """Return one reason when the time of `part` was over before all planned requests had ended.
+
+    Args:
+        part: of the scenario, or its warm-up.
+        requests: those that were sent.
+        planned: how many were to be sent.
+        limit_s: max_duration_s.
+    """
+    ended = sum(not request.is_cancelled for request in requests)
+    if ended == planned or limit_s is None:
+        return []
+    node, _, rest = part.partition(" ")
+    effect = "it was shorter than asked" if rest else "the figures are of what was done until then"
+    setting = "warmup_requests" if rest else "num_requests"
+    outputs = "output" if node == "serve" else "output_tokens"
+    return [
+        f"{part}: scenario.{node}.max_duration_s={limit_s:g} had passed when {ended} of {planned} "
+        f"requests had ended; {effect}. Raise it, or lower {setting} or {outputs} of "
+        f"scenario.{node}."
+    ]
+
+
+def ratio(amount: float, seconds: float) -> float | None:
+    """Return amount / seconds, None where either is zero: nothing was measured."""
+    return amount / seconds if amount > 0 and seconds > 0 else None

@@ -1,0 +1,242 @@
+"""What is sent in one part of the scenario: token ids for the engine that is here."""
+
+from collections.abc import Sequence
+
+from harness.config.schema import RequestSet
+from harness.observe.statistics import drift
+from harness.work.drive import (
+    Clock,
+    Engine,
+    OnEnd,
+    OnProgress,
+    Outcome,
+    StepTotals,
+    cut_reasons,
+    failure_reasons,
+    ratio,
+    run_at_once,
+    run_in_turn,
+    short_reasons,
+)
+from harness.work.prompts import PromptRow, encode_rows, special_ids, synthetic_prompts
+from harness.work.reuse import hit_tokens, note_reuse, reuse_since, with_outputs
+from harness.work.times import RequestTimes, floor_note, latency_pools, pool_metrics
+
+
+def measure_latency(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
+    limit_s: float | None = None,
+    salt: str | None = None,
+) -> tuple[Outcome, StepTotals]:
+    """Run the prompts one after the other; return their figures and the sums over the steps."""
+    before = hit_tokens(llm.stats())
+    requests, totals = run_in_turn(
+        llm,
+        prompts,
+        output_tokens,
+        clock=clock,
+        prefix="latency",
+        on_progress=on_progress,
+        on_end=on_end,
+        limit_s=limit_s,
+        salt=salt,
+    )
+    cut = cut_reasons("latency", requests, len(prompts), limit_s)
+    num_complete = sum(request.is_complete for request in requests)
+    note = floor_note(num_complete)
+    pools = latency_pools(requests)
+    outcome = Outcome(
+        metrics=pool_metrics(pools),
+        pools=pools,
+        samples=[request.to_row() for request in requests],
+        num_measured=num_complete,
+        is_cut=bool(cut),
+        reasons=[
+            *cut,
+            *failure_reasons("latency", requests),
+            *short_reasons("latency", requests, output_tokens),
+            *drift_reasons(requests),
+        ],
+        notes=[note] if note else [],
+    )
+    found = reuse_since(before, llm.stats(), requests, lambda: with_outputs(prompts, requests))
+    note_reuse(outcome, "latency", found)
+    return outcome, totals
+
+
+def drift_reasons(requests: Sequence[RequestTimes]) -> list[str]:
+    """Return one reason when requests became slower or faster per token while they ran in turn."""
+    times = [request.tpot_ms for request in requests if request.is_complete]
+    found = drift([time_ms for time_ms in times if time_ms is not None])
+    if found is None or not found.is_drift:
+        return []
+    return [
+        f"latency: the mean time per output token went from {found.first:.4g} ms in the first "
+        f"third of the requests to {found.last:.4g} ms in the last: the machine was not steady. "
+        "End other work on it, let it cool, or raise scenario.latency.warmup_requests."
+    ]
+
+
+def measure_throughput(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
+    limit_s: float | None = None,
+    salt: str | None = None,
+) -> tuple[Outcome, StepTotals]:
+    """Offer all prompts at once; return their figures and the sums over the steps.
+
+    The wall runs from the first submit to the last token. Prefill is the wall of steps with
+    prefill work, decode that of the steps without; a step that does both counts as prefill. Prompt
+    tokens that were found in a prefix cache are not among those that prefill computed. Of requests
+    that were taken back the tokens until then count.
+    """
+    before = hit_tokens(llm.stats())
+    requests, totals = run_at_once(
+        llm,
+        prompts,
+        output_tokens,
+        clock=clock,
+        prefix="throughput",
+        on_progress=on_progress,
+        on_end=on_end,
+        limit_s=limit_s,
+        salt=salt,
+    )
+    found = reuse_since(before, llm.stats(), requests, lambda: with_outputs(prompts, requests))
+    cut = cut_reasons("throughput", requests, len(prompts), limit_s)
+    done = [request for request in requests if request.is_complete]
+    cancelled = [request for request in requests if request.is_cancelled]
+    counted = done + [request for request in cancelled if request.token_ids]
+    prompt_tokens = sum(request.num_prompt_tokens for request in counted)
+    num_output = sum(len(request.token_ids) for request in counted)
+    wall_s = 0.0
+    if counted:
+        begin_s = min(request.submit_s for request in requests)
+        wall_s = max(request.token_times_s[-1] for request in counted) - begin_s
+    metrics = {
+        "throughput/requests_s": ratio(len(done), wall_s),
+        "throughput/output_tok_s": ratio(num_output, wall_s),
+        "throughput/total_tok_s": ratio(prompt_tokens + num_output, wall_s),
+        "throughput/prefill_tok_s": ratio(
+            prompt_tokens - (found.hit_tokens or 0.0), totals.prefill_s
+        ),
+        "throughput/decode_tok_s": ratio(totals.num_decode_tokens, totals.decode_s),
+        "throughput/wall_s": wall_s or None,
+    }
+    samples = {
+        "num_requests": len(requests),
+        "num_completed": len(done),
+        "num_failed": len(requests) - len(done) - len(cancelled),
+        "num_cancelled": len(cancelled),
+        "num_prompt_tokens": prompt_tokens,
+        "num_output_tokens": num_output,
+        "wall_s": wall_s or None,
+        "num_steps": totals.num_steps,
+        "num_decode_steps": totals.num_decode_steps,
+        "num_decode_tokens": totals.num_decode_tokens,
+        "prefill_s": totals.prefill_s,
+        "decode_s": totals.decode_s,
+        "requests": [
+            {key: value for key, value in request.to_row().items() if key != "itl_ms"}
+            for request in requests
+        ],
+    }
+    reasons = [
+        *cut,
+        *failure_reasons("throughput", requests),
+        *short_reasons("throughput", requests, output_tokens),
+    ]
+    outcome = Outcome(
+        metrics=metrics,
+        samples=samples,
+        num_measured=len(counted),
+        reasons=reasons,
+        is_cut=bool(cut),
+    )
+    note_reuse(outcome, "throughput", found)
+    return outcome, totals
+
+
+def part_prompts(
+    llm: Engine,
+    part: str,
+    config: RequestSet,
+    rows: Sequence[PromptRow] | None,
+) -> list[list[list[int]]]:
+    """Return the prompts of each repeat; no two repeats share one.
+
+    Args:
+        llm: the engine that they are for.
+        part: of the scenario; another part has other prompts.
+        config: how many, how long, and how often.
+        rows: of the file of prompts, enough for all repeats; None: they are synthetic.
+    """
+    num, repeats = config.num_requests, config.repeats
+    if rows is not None:
+        encoded = encode_rows(rows, llm.tokenizer)
+    else:
+        encoded = engine_prompts(
+            llm, num * repeats, config.prompt_tokens, seed=config.seed, stream=part
+        )
+    return [encoded[number * num : (number + 1) * num] for number in range(repeats)]
+
+
+def engine_prompts(
+    llm: Engine, num_prompts: int, num_tokens: int, *, seed: int, stream: str
+) -> list[list[int]]:
+    """Return synthetic prompts in the vocabulary of an engine, without its special tokens.
+
+    Args:
+        llm: the engine.
+        num_prompts: how many, all different.
+        num_tokens: of each.
+        seed: another seed gives other prompts.
+        stream: another name gives other prompts.
+    """
+    return synthetic_prompts(
+        num_prompts,
+        num_tokens,
+        vocab_size=llm.spec.vocab_size,
+        seed=seed,
+        stream=stream,
+        avoid=special_ids(llm.tokenizer),
+    )
+
+
+def warm_up_part(
+    llm: Engine, part: str, config: RequestSet, *, clock: Clock, salt: str | None = None
+) -> list[str]:
+    """Run the requests before a part, one at a time; return what went wrong.
+
+    Args:
+        llm: the engine.
+        part: of the scenario.
+        config: how many and how long; their prompts are of their own.
+        clock: seconds.
+        salt: begins that of their prefixes in a cache.
+    """
+    stream, num = f"{part}/warm-up", config.warmup_requests
+    prompts = engine_prompts(llm, num, config.prompt_tokens, seed=config.seed, stream=stream)
+    requests, _ = run_in_turn(
+        llm,
+        prompts,
+        config.output_tokens,
+        clock=clock,
+        prefix=f"{part}-warm-up",
+        limit_s=config.max_duration_s,
+        salt=salt and f"{salt}/warm-up",
+    )
+    name = f"{part} warm-up"
+    cut = cut_reasons(name, requests, num, config.max_duration_s)
+    return [*cut, *failure_reasons(name, requests)]

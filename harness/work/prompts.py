@@ -1,0 +1,225 @@
+"""Prompts in tokens: synthetic ones of a set length from a seed, or rows of a JSONL file."""
+
+import json
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+_PACKED: Final = (
+    (b"\x1f\x8b", "gzip"),
+    (b"BZh", "bzip2"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"PK\3\4", "zip"),
+)
+_SHOWN_CHARS: Final = 80
+
+
+class TextError(ValueError):
+    """A file or a row that cannot be used; the message says why, without naming the file."""
+
+
+def read_text(path: Path) -> str:
+    """Return a file of text in UTF-8, with or without a byte order mark, line ends as they are.
+
+    Raises:
+        TextError: it cannot be read, is packed, or is no such text; the line is named.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TextError(f"cannot be read: {error}.") from error
+    for begin, name in _PACKED:
+        if data.startswith(begin):
+            raise TextError(f"expected text, got a file packed with {name}. Unpack it.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TextError(
+            f"expected text in UTF-8: line {line} has the byte 0x{data[error.start]:02x} "
+            f"({error.reason}). Save the file in UTF-8."
+        ) from error
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """Return the JSON object of a line.
+
+    Raises:
+        TextError: it is none, or names a value twice.
+    """
+    try:
+        row = json.loads(line, object_pairs_hook=_distinct)
+    except TextError:
+        raise
+    except RecursionError as error:
+        raise TextError("brackets nested too deep") from error
+    except ValueError as error:  # json.JSONDecodeError, or a number of too many digits
+        raise TextError(f"not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise TextError(f"expected an object, got {type(row).__name__}")
+    return row
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: its beginning where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TextError(f"{shown(twice)} stands there twice")
+    return found
+
+
+class PromptError(ValueError):
+    """Prompts that cannot be had as asked; the message says what to change."""
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that is used here."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of a prompts file: a text, or token ids."""
+
+    line: int
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+def synthetic_prompts(
+    num_prompts: int,
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    seed: int,
+    stream: str,
+    avoid: Collection[int] = (),
+) -> list[list[int]]:
+    """Return distinct prompts of random token ids, the same for the same arguments.
+
+    Args:
+        num_prompts: how many.
+        num_tokens: length of each.
+        vocab_size: ids are below it.
+        seed: a whole number; with `stream` it keys the draws.
+        stream: what the prompts are for; two streams of one seed share no prompt in practice.
+        avoid: ids that are not used (special tokens).
+
+    Raises:
+        PromptError: the vocabulary is too small for that many distinct prompts.
+    """
+    allowed = sorted(set(range(vocab_size)) - set(avoid))
+    if num_tokens < 1 or not allowed or len(allowed) ** min(num_tokens, 64) < num_prompts:
+        raise PromptError(
+            f"prompts: expected room for {num_prompts} distinct prompts of {num_tokens} tokens, "
+            f"got {len(allowed)} usable token ids. Raise prompt_tokens or ask for fewer requests."
+        )
+    draw = random.Random(f"tightfit/{stream}/{seed}")
+    seen: set[tuple[int, ...]] = set()
+    prompts: list[list[int]] = []
+    while len(prompts) < num_prompts:
+        prompt = draw.choices(allowed, k=num_tokens)
+        if tuple(prompt) not in seen:
+            seen.add(tuple(prompt))
+            prompts.append(prompt)
+    return prompts
+
+
+def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
+    """Return the first `num_prompts` rows of a JSONL file; every row of the file is checked.
+
+    A row is an object with `prompt` (text) or `prompt_token_ids` (whole numbers from 0). Empty
+    lines are skipped, other keys are ignored.
+
+    Raises:
+        PromptError: the file cannot be read, a row is malformed (named by its line), or there are
+            too few rows.
+    """
+    try:
+        # Not splitlines(), which also ends a line at U+2028 and the like inside of a text.
+        lines = read_text(path).split("\n")
+    except TextError as error:
+        raise PromptError(f"prompts_file {path}: {error}") from error
+    rows: list[PromptRow] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(_parse(line, number))
+            except TextError as error:
+                problems.append(f"line {number}: {error}.")
+    if problems:
+        first = " ".join(problems[:5])
+        more = f" And {len(problems) - 5} more." if len(problems) > 5 else ""
+        raise PromptError(f"prompts_file {path}: {first}{more} Correct or remove these lines.")
+    if len(rows) < num_prompts:
+        raise PromptError(
+            f"prompts_file {path}: expected at least {num_prompts} rows, one for each request that "
+            f"is planned, got {len(rows)}. Lower num_requests, repeats, or high_per_s of a search, "
+            "or add rows."
+        )
+    return rows[:num_prompts]
+
+
+def _parse(line: str, number: int) -> PromptRow:
+    row = parse_object(line)
+    if ("prompt" in row) == ("prompt_token_ids" in row):
+        raise TextError("expected one of prompt and prompt_token_ids")
+    if "prompt" in row:
+        return PromptRow(number, text=_text(row["prompt"]))
+    return PromptRow(number, token_ids=_ids(row["prompt_token_ids"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TextError(f"expected a text that is not empty, got {shown(value)}")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise TextError("expected a text without lone surrogates (\\ud8..)")
+    return value
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    ok = isinstance(value, list) and value
+    if not ok or any(type(item) is not int or item < 0 for item in value):
+        raise TextError(f"expected whole numbers from 0, got {shown(value)}")
+    return tuple(value)
+
+
+def encode_rows(rows: Iterable[PromptRow], encoder: Encoder | None) -> list[list[int]]:
+    """Return the token ids of the rows, texts through the model's tokenizer.
+
+    Raises:
+        PromptError: a row is a text and the model has no tokenizer, or a text gives no token.
+    """
+    prompts = []
+    for row in rows:
+        if row.token_ids is not None:
+            prompts.append(list(row.token_ids))
+            continue
+        if encoder is None:
+            raise PromptError(
+                f"prompts_file line {row.line}: the model has no tokenizer, so a text cannot be "
+                "used. Give prompt_token_ids instead."
+            )
+        ids = list(encoder.encode(row.text or ""))
+        if not ids:
+            raise PromptError(f"prompts_file line {row.line}: the text gives no token. Remove it.")
+        prompts.append(ids)
+    return prompts
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids that synthetic prompts avoid: the special tokens of a tokenizer, or none."""
+    return set(getattr(tokenizer, "all_special_ids", None) or ())

@@ -1,0 +1,125 @@
+"""Each request that ended, appended to requests.jsonl while a run lasts; Parquet at its end."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from harness.observe.spool import replace_spool
+from harness.work.times import RequestTimes, ServedRequest
+from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, request_rows
+
+if TYPE_CHECKING:
+    import pyarrow
+
+INTERVAL_S: Final = 0.5
+_BATCH_ROWS: Final = 1000
+
+
+class RequestLog:
+    """Appends requests twice a second at most, on a thread of its own.
+
+    A write that failed raises its OSError from a later call.
+
+    Args:
+        run_dir: the run's folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / SPOOL_NAME
+        self._ended: list[tuple[str, int, RequestTimes]] = []
+        self._due_s = 0.0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="requests")
+        self._pending: Future[None] | None = None
+
+    def of(self, part: str, repeat: int) -> Callable[[RequestTimes], None]:
+        """Return what notes requests of one measurement when they have ended."""
+
+        def note(request: RequestTimes) -> None:
+            self._ended.append((part, repeat, request))
+            if time.monotonic() >= self._due_s:
+                self._hand_over()
+
+        return note
+
+    def flush(self) -> None:
+        """Return when every request that ended is in the file."""
+        self._hand_over()
+        self._raise_failure(wait=True)
+
+    def close(self) -> None:
+        """Flush; nothing can be noted afterwards."""
+        self.flush()
+        self._writer.shutdown()
+
+    def _hand_over(self) -> None:
+        self._raise_failure(wait=False)
+        self._due_s = time.monotonic() + INTERVAL_S
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._pending = self._writer.submit(self._put, ended, self._pending)
+
+    def _raise_failure(self, *, wait: bool) -> None:
+        pending = self._pending
+        if pending is not None and (wait or pending.done()):
+            self._pending = None
+            pending.result()
+
+    def _put(
+        self, ended: Sequence[tuple[str, int, RequestTimes]], before: "Future[None] | None"
+    ) -> None:
+        if before is not None:
+            before.result()  # done: there is one thread
+        lines = [json.dumps(_row(*item), allow_nan=False) + "\n" for item in ended]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+
+
+def _row(part: str, repeat: int, request: RequestTimes) -> dict[str, Any]:
+    """Return a request as a row; what does not apply is null."""
+    arrival_s = request.submit_s
+    row = {
+        "part": part,
+        "repeat": repeat,
+        "request_id": request.request_id,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "arrival_s": arrival_s if math.isfinite(arrival_s) else None,
+        "finish_reason": request.finish_reason,
+        "error": request.error,
+        "token_times_s": request.token_times_s,
+        "is_cancelled": request.is_cancelled,
+    }
+    if isinstance(request, ServedRequest):
+        for name in ("sent_s", "is_ramp_up"):
+            row[name] = getattr(request, name)
+    return row
+
+
+def write_parquet(run_dir: Path) -> str | None:
+    """Turn the spool of a run into `requests.parquet` and remove it; return a warning if not.
+
+    A run that timed no request has neither. The file appears in one rename; the spool stays until
+    then, and where pyarrow is missing.
+    """
+    spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
+    if not spool.is_file():
+        return None
+    lack = replace_spool(spool, target, request_rows(spool), schema, _BATCH_ROWS)
+    return None if lack is None else f"requests: {lack}"
+
+
+def schema() -> "pyarrow.Schema":
+    """Return the Parquet file's columns and their types; the same for every run."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    types = {
+        "text": pa.string(),
+        "int": pa.int64(),
+        "float": pa.float64(),
+        "bool": pa.bool_(),
+        "floats": pa.list_(pa.float64()),
+    }
+    return pa.schema([(name, types[kind]) for name, (kind, _) in COLUMNS.items()])

@@ -1,0 +1,101 @@
+import math
+
+import numpy as np
+import pytest
+
+from engine.asked.sampling import MAX_N, SamplingParams
+from engine.errors import RequestError
+
+
+def test_defaults_and_common_values_pass():
+    SamplingParams().check()
+    SamplingParams(
+        n=2,
+        temperature=0,
+        top_p=np.float64(0.5),
+        top_k=-1,
+        min_p=1,
+        repetition_penalty=1.3,
+        seed=-5,
+        stop=["a", "bc"],
+        stop_token_ids=[0, 7],
+        max_tokens=None,
+        min_tokens=10_000,
+        ignore_eos=True,
+        logprobs=0,
+        cache_salt="a",
+    ).check()
+
+
+BAD = [
+    ("n", 0, ">= 1"),
+    ("n", MAX_N + 1, f"<= {MAX_N}"),
+    ("n", True, "integer"),
+    ("n", 1.0, "integer"),
+    ("temperature", -0.1, ">= 0"),
+    ("temperature", math.nan, "finite"),
+    ("temperature", math.inf, "finite"),
+    ("temperature", 10**400, "finite"),
+    ("temperature", "1", "number"),
+    ("temperature", None, "number"),
+    ("temperature", False, "number"),
+    ("top_p", 0, "> 0 and <= 1"),
+    ("top_p", 1.01, "<= 1"),
+    ("top_p", math.nan, "finite"),
+    ("top_k", -2, ">= -1"),
+    ("top_k", 1.5, "integer"),
+    ("min_p", -0.1, ">= 0"),
+    ("min_p", 1.1, "<= 1"),
+    ("repetition_penalty", 0, "> 0"),
+    ("repetition_penalty", -1.0, "> 0"),
+    ("repetition_penalty", math.inf, "finite"),
+    ("seed", 1.5, "integer"),
+    ("seed", True, "integer"),
+    ("stop", "", "at least one character"),
+    ("stop", ["a", ""], "at least one character"),
+    ("stop", [1], "at least one character"),
+    ("stop", 7, "list of strings"),
+    ("stop_token_ids", [-1], ">= 0"),
+    ("stop_token_ids", [True], "integer"),
+    ("stop_token_ids", 5, "list of token ids"),
+    ("max_tokens", 0, ">= 1"),
+    ("max_tokens", 2.0, "integer"),
+    ("min_tokens", -1, ">= 0"),
+    ("min_tokens", None, "integer"),
+    ("min_tokens", 17, "max_tokens=16"),
+    ("ignore_eos", 1, "True or False"),
+    ("cache_salt", "", "at least one character"),
+    ("cache_salt", 1, "string"),
+    ("logprobs", -1, ">= 0"),
+    ("logprobs", 21, "<= 20"),
+    ("logprobs", True, "integer"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), BAD)
+def test_bad_value_is_refused_by_check_only(name, value, words):
+    params = SamplingParams(**{name: value})
+    with pytest.raises(RequestError, match=name) as caught:
+        params.check()
+    message = str(caught.value)
+    assert words in message
+    shown = value[-1] if isinstance(value, list) else value
+    assert f"got {shown!r}" in message
+
+
+def test_derived_values():
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert not SamplingParams(temperature=1e-300).is_greedy
+    assert SamplingParams().stop_strings == []
+    assert SamplingParams(stop="ab").stop_strings == ["ab"]
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ["a", "b"]
+
+
+def test_only_keyword_arguments():
+    with pytest.raises(TypeError):
+        SamplingParams(2)
+
+
+def test_a_field_that_there_is_not_cannot_be_set():
+    with pytest.raises(AttributeError, match="max_token"):
+        SamplingParams().max_token = 5

@@ -1,0 +1,112 @@
+"""Choices beside a host tier of KV blocks: fewer weights move, contexts grow."""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import CapacityError
+from engine.model.spec import ModelSpec
+from engine.plan.choose import Chooser
+from engine.plan.memory import Asked
+from engine.plan.planner import plan_memory
+from engine.plan.times import rates_for
+from tests.engine.plan.test_choose import ask, choose, conf_spec, step_ms
+from tests.engine.specs import GIB, H200, NO_PIN, NO_UVA, OLMO_7B, check_plan, model_specs
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    spec=model_specs(),
+    share=st.floats(0.3, 1.1),
+    blocks=st.integers(0, 2000),
+    objective=st.sampled_from(["latency", "throughput", "context"]),
+    gaps=st.sampled_from([{}, {}, NO_UVA, NO_PIN]),
+)
+def test_choices_beside_a_host_tier_are_planned_as_they_were_ranked(
+    spec: ModelSpec, share: float, blocks: int, objective: str, gaps: dict[str, Any]
+) -> None:
+    config = ask(
+        spec,
+        spec.weight_bytes() / GIB * share + 1.3,
+        objective=objective,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv={"num_cpu_blocks": blocks},
+    )
+    try:
+        plan = plan_memory(config, spec, replace(H200, host_available_bytes=2**50, **gaps))
+    except CapacityError:
+        return
+    check_plan(plan, spec)
+    assert plan.choice is not None
+    if plan.choice["candidates"]:
+        # Without pinned memory there are no graphs, which the ranking does not know.
+        ranked = plan.choice["candidates"][0]["kv_tokens"]
+        assert ranked == plan.kv_tokens or (ranked < plan.kv_tokens and not plan.pin)
+        assert plan.choice["candidates"][0]["label"] == plan.choice["chosen"]
+    # Of a sequence the GPU holds 256 tokens, or all.
+    assert plan.kv_tokens >= min(plan.max_model_len, 256)
+
+
+def test_a_host_tier_spares_weights_from_moving_and_lengthens_contexts() -> None:
+    alone = choose(OLMO_7B, 15.99)
+    beside = choose(OLMO_7B, 15.99, kv={"cpu_gib": 8})
+    assert beside.bytes_per_step() < alone.bytes_per_step()
+    assert step_ms(beside) < step_ms(alone)
+    spec = conf_spec("llama31_8b")
+    lengths = [
+        choose(spec, 16, objective="context", kv=kv).max_model_len
+        for kv in ({}, {"cpu_gib": 1}, {"cpu_gib": 2})
+    ]
+    assert lengths == sorted(lengths)
+    assert 7000 < lengths[1] - lengths[0] <= 8192
+    assert 15_000 < lengths[2] - lengths[0] <= 16_384
+
+
+def test_kv_leaves_the_gpu_where_weights_in_its_place_cost_more() -> None:
+    """A step's KV on the GPU would take a sequence of 256 tokens 1.6 times as long."""
+    kv = {"cpu_gib": 8}
+    chosen = choose(OLMO_7B, 14.5, kv=kv)
+    wanted = choose(OLMO_7B, 14.5, kv=kv, kv_tokens=2048)  # what is asked for stays
+    assert 256 < chosen.kv_tokens < 512
+    assert wanted.kv_tokens >= 2048
+    assert step_ms(wanted) > 1.5 * step_ms(chosen)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    spec=model_specs(),
+    share=st.floats(0.3, 1.1),
+    blocks=st.sampled_from([0, 0, 300, 2000]),
+    host_share=st.sampled_from([0.4, 0.8, 3.0]),
+    objective=st.sampled_from(["latency", "throughput"]),
+    gaps=st.sampled_from([{}, NO_UVA, NO_PIN]),
+)
+def test_what_fits_is_known_without_a_plan_of_each(
+    spec: ModelSpec,
+    share: float,
+    blocks: int,
+    host_share: float,
+    objective: str,
+    gaps: dict[str, Any],
+) -> None:
+    weights = spec.weight_bytes()
+    config = ask(
+        spec,
+        weights / GIB * share + 1.3,
+        objective=objective,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv={"num_cpu_blocks": blocks},
+    )
+    facts = replace(H200, host_available_bytes=int(weights * host_share) + 3 * GIB, **gaps)
+    length = spec.max_position_embeddings
+    chooser = Chooser(
+        Asked(config, spec, facts, spec.dtype, length, reference=False),
+        rates_for(config.gpu, facts),
+    )
+    ranked = list(chooser._candidates(chooser._block_targets(objective)))
+    planned = [item for item in ranked if chooser._is_enough(chooser._plan_of(item))]
+    assert chooser.fitting(ranked) == planned

@@ -1,0 +1,67 @@
+"""An option chosen by name is what it says, or the command is refused."""
+
+import pytest
+
+from engine.errors import ConfigError
+from harness.config.compose import Composer
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer()
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (
+            "offload=none offload.uva.cpu_offload_gb=8",
+            ["got offload.uva.cpu_offload_gb=8, which is offload=uva", "cpu_offload_gb=0,8"],
+        ),
+        (
+            "offload=none offload.prefetch.offload_group_size=8",
+            ["which is offload=prefetch", "set offload.prefetch.offload_group_size=0"],
+        ),
+        ("offload=none planner.choose=true", ["which is offload=auto", "planner.choose=false"]),
+        (
+            "offload=uva offload.offload_backend=auto offload.prefetch.offload_group_size=4",
+            ["offload=uva:", "which is offload=prefetch", "offload.offload_backend=uva"],
+        ),
+        ("+experiment=peers offload=none system=native", ["cpu_offload_gb=6", "offload=uva"]),
+        ("kv=gpu kv.cpu_gib=4", ["got kv.cpu_gib=4, which is kv=cpu", "set kv.cpu_gib=0"]),
+        ("kv=gpu kv.num_cpu_blocks=64", ["kv.num_cpu_blocks=64"]),
+        ("system=http system.kind=native", ["system=http:", "system.kind=http"]),
+        ("tracking=none tracking.backend=mlflow", ["tracking=none:", "tracking.backend=none"]),
+        (
+            "offload=none,uva offload.uva.cpu_offload_gb=8",
+            ["offload=none:", "(point 0 of the sweep"],
+        ),
+    ],
+)
+def test_settings_that_make_another_option_of_it_are_refused(
+    typed: str, words: list[str], composer: Composer
+) -> None:
+    model = [] if "experiment" in typed else ["model=olmo7b"]
+    with pytest.raises(ConfigError) as error:
+        composer.plan([*model, *typed.split()], multirun="," in typed)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offload", "has_host_tier"),
+    [
+        ("offload.uva.cpu_offload_gb=8", "uva", False),
+        ("offload.prefetch.offload_group_size=8", "prefetch", False),
+        ("kv.cpu_gib=4", "none", True),
+        ("kv=cpu kv.cpu_gib=0", "none", False),
+        ("kv=gpu kv.cpu_gib=0 offload=none", "none", False),
+        ("offload=auto planner.choose=false offload.uva.cpu_offload_gb=8", "uva", False),
+    ],
+)
+def test_where_no_option_is_contradicted_the_fields_say_what_runs(
+    typed: str, offload: str, has_host_tier: bool, composer: Composer
+) -> None:
+    [point] = composer.plan(["model=olmo7b", *typed.split()]).points
+    assert point.config.offload_name == offload
+    assert point.config.kv.has_host_tier == has_host_tier

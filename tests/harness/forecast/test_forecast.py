@@ -1,0 +1,395 @@
+"""mode=plan: what is printed, which command is recommended, and the table of a sweep."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from catalogue.conversions import write_weights
+from engine.errors import ConfigError
+from engine.plan.memory import UNKNOWN_HOST_BYTES, DeviceFacts
+from harness.__main__ import main
+from harness.config.compose import Composer
+from harness.forecast import machine
+from harness.forecast.rows import Forecast, forecast
+from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
+from harness.point.show import capacity_lines
+from tests.contracts.project import ROOT
+from tests.harness.cases import quoted
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "home"
+    monkeypatch.setenv("TIGHTFIT_HOME", str(folder))
+    return folder
+
+
+def found_of(composer: Composer, *overrides: str) -> Forecast:
+    """Of one request at a time, where nothing else is said: a queue is planned for, too."""
+    has_scenario = any(item.startswith("scenario=") for item in overrides)
+    scenario = [] if has_scenario else ["scenario=latency"]
+    (point,) = composer.plan(["mode=plan", *overrides, *scenario]).points
+    return forecast(point.config, tuple(overrides))
+
+
+OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb")
+
+
+def test_all_ways_stand_side_by_side_and_auto_is_recommended(composer: Composer) -> None:
+    found = found_of(composer, *OLMO)
+    assert [row.label.split(",")[0] for row in found.rows] == ["none", "uva", "prefetch", "auto"]
+    assert [row.fits for row in found.rows] == [False, True, True, True]
+    assert found.recommended is found.rows[3]
+    times = [row.predicted["decode_step_ms"] for row in found.rows[1:]]
+    assert min(times) == times[2]
+    text = "\n".join(point_lines(found))
+    assert "olmo7b on rtx4080_16gb: budget 14.39 GiB (15.99 x 0.9)" in text
+    assert "none does not fit: available KV cache memory: -0.445" in text
+    assert "recommended: auto: embedding read in place; " in text
+    assert "rates: sheet of rtx4080_16gb" in text
+    assert "run it: python -m harness +model=olmo7b gpu=rtx4080_16gb offload=auto (about" in text
+
+
+def test_recommended_overrides_give_the_row(composer: Composer) -> None:
+    found = found_of(composer, *OLMO)
+    for row in found.rows[1:]:
+        again = found_of(composer, *OLMO, *row.overrides)
+        chosen = again.chosen or next(r for r in again.rows if r.label == "auto")
+        assert chosen.bytes["placements"] == row.bytes["placements"]
+
+
+def test_the_title_and_the_csv_have_the_memory_and_the_dtype_that_are_asked_for(
+    composer: Composer,
+) -> None:
+    """Also where the machine has more; a CPU computes in float32."""
+    found = found_of(composer, "+model=glass", "gpu=cpu", "gpu.memory_gib=1.5", "scenario=quick")
+    assert found.facts.total_bytes != 1.5 * GIB
+    title = point_lines(found)[1]
+    assert "budget 1.35 GiB (1.50 x 0.9), weights 0.00318 GiB, 128 tokens" in title
+    assert csv_row(found, found.rows[0], "x")["memory_gib"] == 1.5
+
+
+def test_a_bar_is_as_long_as_the_budget(composer: Composer) -> None:
+    lines = point_lines(found_of(composer, *OLMO))
+    [bar] = [line for line in lines if line.strip().startswith("GPU  [")]
+    cells = bar.split("[")[1].split("]")[0]
+    assert len(cells) == 50
+    assert cells.count("a") == pytest.approx(50 * 10.8 / 14.39, abs=1)
+    [legend] = [line for line in lines if "a weights" in line]
+    assert "kv_cache 2." in legend
+
+
+def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
+    found = found_of(
+        composer,
+        "+model=llama31_8b",
+        "gpu=rtx4090_24gb",
+        "kv=cpu",
+        "kv.num_cpu_blocks=8192",
+        "engine.max_model_len=52000",
+    )
+    assert [row.fits for row in found.rows] == [True] * 5
+    assert found.rows[-1].label == "kv=gpu, auto"
+    assert found.rows[-1].bytes["kv"]["tokens"] >= 52_000
+    assert found.recommended is found.rows[0]
+    plan = found.rows[0].plan
+    assert plan is not None
+    lines = point_lines(found)
+    text = "\n".join(lines)
+    blocks = f"{plan.num_gpu_blocks:,}"
+    assert re.search(rf"GPU +{blocks} +{plan.kv_tokens:,} +\d\.\d\d", text)
+    assert re.search(r"host, pinned, used in place +8,192 +131,072 +16\.00", text)
+    assert "longest sequence 131,072 tokens (max_model_len 52,000)" in text
+    assert "of 52,000 tokens 1.0 run at once, 3.3 are kept" in text
+    assert "a sequence of 52,000 tokens: " in text
+    # Some weights over the link each step instead of more KV.
+    shortest = "+model=llama31_8b gpu=rtx4090_24gb engine.max_model_len=52000 kv=gpu offload=auto"
+    assert f"Shortest for such a sequence, without kv=cpu: python -m harness {shortest}\n" in text
+    assert "GiB of KV read in place; a prefix of 8,192 comes from the host in " in text
+    page = (ROOT / "docs/kv_cache.md").read_text(encoding="utf-8")  # the same command's figures
+    for line in capacity_lines(found.rows[0].bytes["kv"]):
+        assert f"    {line.strip()}\n" in page
+    ms = [round(row.predicted["decode_step_long_ms"]) for row in (found.rows[-1], found.rows[0])]
+    gib = found.rows[0].predicted["host_kv"]["in_place_bytes"] / GIB
+    weights = sum(found.rows[-1].bytes["placements"].values()) / GIB
+    weights -= found.rows[-1].bytes["placements"]["resident"] / GIB
+    assert f"{ms[0]} ms with {weights:.1f} GiB of weights in host memory and" in page
+    assert f"{ms[1]} ms with {gib:.1f} GiB of KV." in page
+    [bar] = [line for line in lines if line.strip().startswith("host [")]
+    assert bar.count("a") == pytest.approx(50 * 16 / 17.3, abs=2)
+    assert "a pinned_kv 16.00" in text
+    values = csv_row(found, found.rows[0], "x")
+    assert values["host_kv_tokens"] == 131_072
+    assert values["longest_tokens"] == 131_072
+    assert values["max_kept"] == pytest.approx(plan.max_kept)
+    alone = found_of(composer, "+model=llama31_8b", "gpu=rtx4090_24gb", "engine.max_model_len=9000")
+    text = "\n".join(point_lines(alone))
+    assert "host, pinned" not in text
+    assert "kv=gpu, auto" not in text
+    assert "ms a token of one sequence of 9,000 tokens: none " in text
+    assert "from the host" not in text
+    assert csv_row(alone, alone.rows[0], "x")["host_kv_tokens"] == 0
+    refused = found_of(
+        composer, "+model=llama31_8b", "gpu=rtx4090_24gb", "engine.max_model_len=52000"
+    )
+    assert re.search(r"engine\.max_model_len=\d+; or kv\.cpu_gib=\d", refused.rows[0].error)
+
+
+def test_swap_space_that_moves_weights_is_held_against_auto(composer: Composer) -> None:
+    found = found_of(
+        composer,
+        "+model=llama31_8b",
+        "gpu=rtx3060_12gb",
+        "kv.swap_space=12",
+        "engine.max_model_len=32768",
+    )
+    none, auto = found.rows[0], found.rows[3]
+    assert none.plan is not None
+    assert none.plan.offloaded_layers
+    assert none.predicted["decode_step_ms"] > auto.predicted["decode_step_ms"]
+    assert found.recommended is auto
+
+
+def test_what_a_run_would_warn_of_is_said(composer: Composer) -> None:
+    lines = point_lines(found_of(composer, "+model=olmo7b", "gpu=h100_80gb", "offload=uva"))
+    [line] = [line for line in lines if "is not needed" in line]
+    assert line.startswith("  uva (as set): offload=uva is not needed: everything fits the GPU bud")
+    assert " ms more than " in line
+    tier = found_of(composer, "+model=olmo7b", "gpu=h100_80gb", "kv.cpu_gib=200")
+    assert any(line.startswith("  none: kv.cpu_gib: the host t") for line in point_lines(tier))
+
+
+def test_an_offload_that_is_set_is_shown_as_it_is(composer: Composer) -> None:
+    found = found_of(composer, *OLMO, "offload=uva", "offload.uva.cpu_offload_gb=5")
+    assert [row.label.split(",")[0] for row in found.rows] == [
+        "uva (as set)",
+        "none",
+        "prefetch",
+        "auto",
+    ]
+    assert found.chosen is found.rows[0]
+    assert found.rows[0].bytes["placements"]["uva"] >= 5 * GIB
+    slots = [line for line in point_lines(found) if "slots of" in line]
+    assert len(slots) == 1
+    assert "slots of 0.75 GiB" in slots[0]
+    switch = slots[0].split("engine.")[1].split(" ")[0]
+    other = found_of(
+        composer, *OLMO, "offload=uva", "offload.uva.cpu_offload_gb=5", f"engine.{switch}"
+    )
+    freed = other.rows[0].bytes["kv"]["tokens"] - found.rows[0].bytes["kv"]["tokens"]
+    assert freed * 2**19 == pytest.approx(0.75 * GIB, rel=0.05)
+    assert not [line for line in point_lines(other) if "slots of" in line]
+    assert shown(found) is found.rows[0]
+    sized = found_of(composer, *OLMO, "planner.auto_fields=[cpu_offload_gb]")
+    assert sized.rows[0].label == "uva (as set)"
+    assert sized.rows[0].bytes["placements"]["uva"] > 0
+
+
+def test_a_model_that_fits_needs_no_offload(composer: Composer) -> None:
+    found = found_of(composer, "+model=smollm2_135m", "gpu=rtx3060_12gb")
+    assert found.recommended is found.rows[0]
+    assert all(row.fits for row in found.rows)
+    step = [row.predicted["decode_step_ms"] for row in found.rows]
+    assert step[0] == step[3] < min(step[1:3])
+    assert "offload=none (about" in point_lines(found)[-1]
+
+
+def test_what_cannot_fit_is_said_with_figures(composer: Composer) -> None:
+    found = found_of(composer, "+model=qwen3_14b", "gpu=rtx3060_12gb", "gpu.memory_gib=1.5")
+    assert found.recommended is None
+    text = "\n".join(point_lines(found))
+    assert text.count("does not fit: available KV cache memory: -") == 4
+    assert text.endswith("Nothing fits.")
+    assert "planner.auto_fields" not in text  # nobody set it
+    assert found.rows[1].label == "uva, 27.51 GiB"
+    assert found.minutes(found.rows[0]) == 0
+
+
+def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    local = ("+model=local", f"model.path={quoted(tmp_path)}", "gpu=l4_24gb")
+    (found, named) = (
+        found_of(composer, *local),
+        found_of(composer, "+model=llama2_7b", "gpu=l4_24gb"),
+    )
+    assert found.spec.num_parameters == named.spec.num_parameters
+    assert [row.fits for row in found.rows] == [row.fits for row in named.rows]
+    for changes, words in (
+        ({"model_type": "phi3"}, "expected model_type among llama"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ConfigError, match=words):
+            found_of(composer, *local)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        found_of(composer, *local)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json: not JSON"):
+        found_of(composer, *local)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        found_of(composer, "+model=local")
+
+
+def test_a_local_config_without_a_dtype_is_planned_in_that_of_its_files(
+    composer: Composer, tmp_path: Path
+) -> None:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    config = {"model_type": "llama", "num_attention_heads": 2} | dict.fromkeys(names, 64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {"model.norm.weight": np.zeros(9, np.uint16), "a": np.zeros(3, np.float32)}
+    write_weights(tmp_path, weights)
+    found = found_of(composer, "+model=local", f"model.path={tmp_path}", "gpu=l4_24gb")
+    assert {row.plan.dtype for row in found.rows if row.plan} == {"bfloat16"}
+    assert "it counts as bfloat16, which most elements have (3 of float32)" in "\n".join(
+        point_lines(found)
+    )
+
+
+def test_host_memory_of_a_machine_that_is_not_here_is_stated_and_bounds_what_is_told_of_it(
+    composer: Composer,
+) -> None:
+    card = ("+model=olmo7b", "gpu=rtx4080_16gb", "kv=cpu", "kv.cpu_gib=100", "offload=auto")
+    unknown = found_of(composer, *card)
+    text = "\n".join(point_lines(unknown))
+    plan = unknown.rows[3].plan
+    assert plan is not None
+    need = plan.host_total_bytes / GIB + 1
+    assert f"{need:.2f} GiB of host memory must be there, 1 of it as a reserve" in text
+    known = found_of(composer, *card, "gpu.host_gib=64")
+    assert not any(row.fits for row in known.rows)
+    auto = known.rows[-1]
+    advised = re.search(r"kv\.cpu_gib=[\d.]+\d", auto.error)
+    assert advised is not None
+    assert found_of(composer, *card, "gpu.host_gib=64", advised[0]).rows[-1].fits
+    assert "must be there" not in "\n".join(point_lines(known))
+    uva = found_of(composer, *card[:2], "gpu.host_gib=4", "offload=uva").rows[0]
+    assert "3.00 GiB of gpu.host_gib=4 are available after a reserve of 1 GiB" in uva.error
+
+
+def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(*overrides: str) -> DeviceFacts:
+        (point,) = composer.plan(overrides).points
+        return machine.machine_facts(point.config)[0]
+
+    card = facts("gpu=l4_24gb")
+    assert (card.kind, card.name, card.total_bytes) == ("cuda", "l4_24gb", 23034 * 2**20)
+    assert card.host_available_bytes == UNKNOWN_HOST_BYTES
+
+    class Here:
+        uuid = "GPU-1"
+
+        def facts(self) -> dict[str, Any]:
+            return {"name": "NVIDIA L4", "memory_bytes": 24 * GIB}
+
+        def sample(self) -> dict[str, Any]:
+            return {"gpu_used_bytes": GIB}
+
+    monkeypatch.setattr(machine, "open_gpu", Here)
+    here = facts("gpu=auto")
+    assert (here.name, here.free_bytes) == ("NVIDIA L4", 23 * GIB)
+    assert here.host_available_bytes < UNKNOWN_HOST_BYTES
+    part = facts("gpu=auto", "gpu.memory_gib=8")
+    assert (part.name, part.total_bytes) == ("NVIDIA L4", 24 * GIB)
+    assert facts("gpu=l4_24gb").name == "NVIDIA L4"  # by its sheet
+    assert facts("gpu=rtx4080_16gb").name == "rtx4080_16gb"
+    assert facts("gpu=cpu").kind == "cpu"
+    monkeypatch.setattr(machine, "open_gpu", lambda: None)
+    assert facts("gpu=auto").kind == "cpu"
+
+
+def test_a_point_on_the_command_line(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert main([*OLMO, "mode=plan"]) == 0
+    assert "recommended: auto" in capsys.readouterr().out
+    assert main(["+model=qwen3_14b", "gpu.memory_gib=1.5", "gpu.name=x", "mode=plan"]) == 3
+    assert list((home / "runs").iterdir()) == []
+
+
+def test_a_sweep_is_one_table_and_a_csv_file(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    command = ["-m", "+model=olmo7b", "gpu=rtx3060_12gb,rtx4090_24gb", "offload=none,auto"]
+    assert main([*command, "mode=plan"]) == 3
+    out = capsys.readouterr().out
+    assert "gpu=rtx3060_12gb offload=none" in out
+    assert "4 points, without room: 1 (plan.csv says why); running the others takes about" in out
+    [path] = (home / "runs").glob("*/plan.csv")
+    figure = path.with_suffix(".png")
+    assert f"as a figure: {figure}" in out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == list(CSV_COLUMNS)
+    assert len(rows) == 18  # of the smaller card's two points a queue is better off otherwise
+    assert {row["fits"] for row in rows} == {"True", "False"}
+    best = [row for row in rows if row["recommended"] == "True"]
+    assert [row["offload"] for row in best] == ["auto", "auto", "none", "none"]
+    assert float(best[0]["decode_tokens_s"]) > 1
+    assert rows[0]["decode_tokens_s"] == ""
+    assert all(bool(row["error"]) != (row["fits"] == "True") for row in rows)
+    assert rows[0]["error"].startswith("available KV cache memory: -")
+
+
+@pytest.mark.parametrize(
+    ("override", "least", "most"),
+    [
+        ("scenario.serve.num_requests=20", 0, 1.0),
+        ("scenario.serve.num_requests=600", 9.5, 11.5),
+        ("scenario.serve.arrivals.rate_per_s=0.05", 6, 8),
+    ],
+)
+def test_arrivals_take_their_time(
+    composer: Composer, override: str, least: float, most: float
+) -> None:
+    found = found_of(composer, "+model=smollm2_135m", "gpu=l4_24gb", "scenario=serve", override)
+    assert least < found.minutes(found.rows[0]) < most
+
+
+def test_repeats_and_rates_of_a_search_count(composer: Composer) -> None:
+    base = ("+model=olmo7b", "gpu=rtx4080_16gb", "scenario=throughput")
+    few, many = (
+        found_of(composer, *base, f"scenario.throughput.repeats={count}") for count in (1, 8)
+    )
+    rows = [next(row for row in item.rows if row.label == "auto") for item in (few, many)]
+    assert many.minutes(rows[1]) > 4 * few.minutes(rows[0])
+    search = found_of(composer, "+model=smollm2_135m", "gpu=l4_24gb", "scenario=serve_peak")
+    assert search.minutes(search.rows[0]) > 8 * 10 / 60
+
+
+def test_run_and_plan_do_not_mix() -> None:
+    assert main(["-m", "+model=glass", "mode=run,plan"]) == 2
+
+
+def test_minutes_grow_with_the_scenario(composer: Composer) -> None:
+    few = found_of(composer, *OLMO, "offload=auto", "scenario=latency")
+    many = found_of(
+        composer, *OLMO, "offload=auto", "scenario=latency", "scenario.latency.num_requests=640"
+    )
+    row, more = (next(r for r in item.rows if r.label == "auto") for item in (few, many))
+    assert many.minutes(more) > 5 * few.minutes(row)
+    table = sweep_table([few, many], ["few", "many"])
+    assert table[2].strip().startswith("few")
+    assert "2 points, all fit; running them takes about" in table[-1]

@@ -1,0 +1,76 @@
+"""mode=plan where a queue is timed: what is best for one stands beside what is set."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.config.compose import Composer
+from harness.forecast.rows import FOR_QUEUE, Forecast, forecast
+from harness.forecast.view import point_lines
+
+NEARLY_FULL = ("+model=mistral_7b", "gpu=rtx4080_16gb", "gpu.memory_gib=16.9")
+QUEUE = "planner.objective=throughput"
+LIMIT = "engine.max_model_len=1024"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer()
+
+
+def found_of(composer: Composer, *overrides: str) -> Forecast:
+    (point,) = composer.plan(["mode=plan", *NEARLY_FULL, LIMIT, *overrides]).points
+    return forecast(point.config, tuple(point.overrides))
+
+
+@pytest.mark.parametrize("scenario", ["throughput", "serve"])
+def test_what_is_best_for_a_queue_is_shown_where_one_is_timed(
+    composer: Composer, scenario: str
+) -> None:
+    found = found_of(composer, f"scenario={scenario}")
+    row = found.rows[-1]
+    assert row.label == FOR_QUEUE
+    assert row.queue_tokens_s > 1.5 * found.rows[-2].queue_tokens_s
+    assert found.recommended is found.rows[0]  # as the objective is latency
+    text = "\n".join(point_lines(found))
+    assert f"auto (throughput) {row.queue_tokens_s:,.0f}." in text
+    [line] = [line for line in text.splitlines() if "Best for such a queue: " in line]
+    assert line.endswith("offload=auto planner.objective=throughput")
+
+
+def test_it_is_recommended_where_the_objective_is_a_queue(composer: Composer) -> None:
+    found = found_of(composer, "scenario=throughput", "offload=auto", QUEUE)
+    assert [row.label for row in found.rows][-1] == "auto"
+    assert found.recommended is found.rows[-1]
+    text = "\n".join(point_lines(found))
+    assert "recommended: auto: embedding read in place; " in text
+    assert "offload=auto planner.objective=throughput (about" in text
+    roomy = found_of(composer, "offload=auto", QUEUE, "gpu.memory_gib=40")
+    assert roomy.recommended is roomy.rows[0]
+
+
+def test_what_makes_the_room_that_is_asked_for_is_recommended(composer: Composer) -> None:
+    found = found_of(composer, "offload=auto", "planner.kv_tokens=9000", "scenario=latency")
+    best = found.recommended
+    assert best is not None
+    assert best.label == "auto"
+    assert best.plan is not None
+    assert best.plan.kv_tokens >= 9000
+    little = found_of(composer, "offload=auto", "planner.kv_tokens=900", "scenario=latency")
+    assert little.recommended is little.rows[0]
+
+
+def test_one_request_at_a_time_shows_no_queue(composer: Composer) -> None:
+    found = found_of(composer, "scenario=latency")
+    assert [row.label.split(",")[0] for row in found.rows] == ["none", "uva", "prefetch", "auto"]
+    assert not any("requests of" in line for line in point_lines(found))
+
+
+def test_a_roomy_card_shows_none_either(composer: Composer) -> None:
+    found = found_of(composer, "scenario=throughput", "gpu.memory_gib=40")
+    assert FOR_QUEUE not in [row.label for row in found.rows]

@@ -1,0 +1,174 @@
+"""Rates that a probe found are kept per machine and driver, and planned with."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.compose import Composer
+from harness.forecast import machine
+from harness.forecast import probe as command
+from harness.forecast.rows import Forecast, forecast
+from harness.forecast.view import point_lines
+from harness.observe import machine_rates
+from harness.observe.machine_rates import Probed, rates_path, read_rates, write_rates
+from harness.systems import door
+from tests.engine.specs import configuration, small_spec
+
+RATES = {"h2d_gb_s": 20.0, "in_place_gb_s": None, "bf16_tflops": 100.0, "hbm_copy_gb_s": 800.0}
+MEMORY = {"memory_bytes": 24 * 2**30}
+
+
+class Card:
+    uuid = "GPU-1"
+
+    def __init__(self, **facts: Any) -> None:
+        self._facts = {"name": "NVIDIA L4", "uuid": "GPU-1", "driver": "550.1"} | MEMORY | facts
+
+    def facts(self) -> dict[str, Any]:
+        return self._facts
+
+    def sample(self) -> dict[str, Any]:
+        return {"gpu_used_bytes": 0}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_rates_are_kept_for_one_card_driver_and_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    card: Any = Card()
+    write_rates(card, RATES)
+    found = read_rates(card)
+    assert found is not None
+    assert found.rates == {name: rate for name, rate in RATES.items() if rate is not None}
+    others: list[Any] = [None, Card(driver="551.0"), Card(uuid="GPU-2"), Card(name="NVIDIA L40")]
+    assert [read_rates(other) for other in others] == [None] * 4
+    monkeypatch.setattr(machine_rates, "cpu_facts", lambda: {"name": "another"})
+    assert read_rates(card) is None
+
+
+def test_the_command_probes_with_threads_as_workers_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "import sys, harness.forecast.probe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    policies = []
+
+    def probe_rates(device: str) -> dict[str, float | None]:
+        policies.append((device, os.environ["OMP_WAIT_POLICY"]))
+        return {**RATES}
+
+    monkeypatch.setattr("harness.observe.probe_machine.probe_rates", probe_rates)
+    assert command.main(["--device", "cpu"]) == 0
+    assert policies == [("cpu", "PASSIVE")]
+
+
+def test_rates_of_a_cpu_are_those_of_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    write_rates(None, RATES)
+    card: Any = Card()
+    write_rates(card, RATES)
+    assert read_rates(None) is not None
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert read_rates(None) is None
+    assert read_rates(card) is not None
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(machine_rates, "num_threads", lambda: 99)
+    assert read_rates(None) is None
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"rates": 1, "measured_at": 2}', '{"rates": {}}'])
+def test_a_file_that_cannot_be_read_is_none(text: str) -> None:
+    path = rates_path(None)
+    path.parent.mkdir()
+    path.write_text(text)
+    assert read_rates(None) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 minutes ago"), (7100, "118 minutes ago"), (7200, "2 hours ago"), (4e5, "5 days ago")],
+)
+def test_the_age_is_said_in_words(seconds: float, words: str) -> None:
+    assert Probed(rates={}, measured_at=1000.0).age(1000.0 + seconds) == words
+
+
+def test_the_command_measures_keeps_and_shows(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    asked = []
+
+    def measure(device: str) -> dict[str, float | None]:
+        asked.append(device)
+        return RATES
+
+    assert command.probe(["--device", "cpu", "--show"], measure) == 2
+    assert "nothing is kept" in capsys.readouterr().err
+    assert command.probe(["--device", "cpu"], measure) == 0
+    out = capsys.readouterr().out
+    assert "in_place_gb_s  not measured" in out
+    [path] = (home / "rates").iterdir()
+    assert str(path) in out
+    assert json.loads(path.read_text())["rates"] == RATES
+    assert command.probe(["--device", "cpu"], measure) == 0
+    assert "(before: 20" in capsys.readouterr().out
+    assert command.probe(["--device", "cpu", "--show"], measure) == 0
+    assert "probed 0 minutes ago" in capsys.readouterr().out
+    assert asked == ["cpu", "cpu"]
+
+
+def test_cuda_without_a_gpu_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "open_gpu", lambda: None)
+    assert command.probe(["--device", "cuda"], lambda device: RATES) == 2
+    assert "found none" in capsys.readouterr().err
+
+
+def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    composer = Composer()
+    card: Any = Card()
+    monkeypatch.setattr(machine, "open_gpu", lambda: card)
+
+    def found(gpu: str) -> Forecast:
+        (point,) = composer.plan(["mode=plan", "+model=olmo7b", f"gpu={gpu}"]).points
+        return forecast(point.config, tuple(point.overrides))
+
+    before = found("l4_24gb")
+    assert "(measure this machine's: python -m harness.forecast.probe)" in "\n".join(
+        point_lines(before)
+    )
+    write_rates(card, RATES)
+    after = found("l4_24gb")
+    text = "\n".join(point_lines(after))
+    assert "rates: probe of this machine; the rest: sheet of NVIDIA L4 (probed 0 minutes" in text
+    rates = after.rows[0].predicted["rates"]
+    assert (rates["h2d_gb_s"], rates["hbm_gb_s"], rates["bf16_tflops"]) == (20.0, 800.0, 100.0)
+    assert before.rows[0].predicted["rates"]["h2d_gb_s"] != 20.0
+    assert found("rtx4080_16gb").probed is None
+
+
+def test_a_cpu_is_measured_once_and_then_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def measure(device: str) -> dict[str, float | None]:
+        asked.append(device)
+        return {"sequence_overhead_s": 1e-4, "hbm_copy_gb_s": 11.0, "two_way_gb_s": None}
+
+    monkeypatch.setattr("harness.observe.probe_machine.probe_rates", measure)
+    write_rates(None, {"h2d_gb_s": 5.0})  # by an earlier version, which measured less
+    config = configuration(small_spec())
+    for _ in range(2):
+        found = door.rates_of_cpu(config)
+        assert found == {"sequence_overhead_s": 1e-4, "hbm_copy_gb_s": 11.0}
+    assert asked == ["cpu"]
+    monkeypatch.setattr(door, "open_gpu", Card)
+    assert door.rates_of_cpu(config) == {}

@@ -1,0 +1,54 @@
+"""Who prints goes on where nobody reads any more."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.point.streams import lasting
+
+HELP = [sys.executable, "-m", "harness", "--help"]
+
+
+def test_a_reader_that_is_gone_costs_nothing() -> None:
+    read, write = os.pipe()
+    stream = lasting(None, write)
+    stream.write("first\n")
+    assert os.read(read, 100) == b"first\n"
+    os.close(read)
+    for _ in range(2):
+        stream.write("second\n" * 10_000)
+    stream.flush()
+    stream.close()
+    os.close(write)  # left open by the stream
+
+
+def test_a_file_gets_all_of_it(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+b") as file:
+        stream = lasting(None, file.fileno())
+        stream.write("a\u00fc\n" * 5000)
+        stream.flush()
+        file.seek(0)
+        assert file.read().decode() == "a\u00fc\n" * 5000
+
+
+def test_letters_that_the_encoding_lacks_are_escaped() -> None:
+    read, write = os.pipe()
+    with os.fdopen(os.dup(write), "w", encoding="ascii") as ascii_only:
+        lasting(ascii_only, write).write("ho\u00fcme\n")
+    assert os.read(read, 100) == b"ho\\xfcme\n"
+    os.close(read)
+    os.close(write)
+
+
+def test_a_command_whose_reader_is_gone_ends_as_it_would() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(HELP, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_command_without_streams_ends_as_it_would() -> None:
+    closed = f"exec {' '.join(HELP)} 0<&- 1>&- 2>&-"
+    assert subprocess.run(["/bin/sh", "-c", closed], check=False).returncode == 0

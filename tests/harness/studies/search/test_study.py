@@ -1,0 +1,267 @@
+"""Searches with Optuna, which is an extra: pip install 'tightfit[search]'."""
+
+import csv
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from engine.errors import ConfigError
+from harness.config.compose import Composer
+from harness.point import point
+from harness.search import __main__ as command
+from harness.studies.search.request import parse_request
+from harness.studies.search.study import (
+    Outcome,
+    TrialRunner,
+    open_study,
+    require_optuna,
+    write_best,
+)
+from harness.sweep import track as sweep
+from reports.record.record import RunRecord
+
+needs_optuna = pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None, reason="optuna is not installed"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")
+GOAL = ("--maximize", "throughput/output_tok_s", "--subject-to", "latency/ttft_ms/p50<=6")
+WIDE = ("model=fake", "gpu=cpu", "offload=uva", "offload.uva.cpu_offload_gb=range(0.25,8.1,0.25)")
+FEW = ("model=fake", "gpu=cpu", "offload=none,uva", "offload.uva.cpu_offload_gb=1,2,3")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def request_of(*words):
+    found = parse_request([*words, *GOAL])
+    assert found is not None
+    return found
+
+
+def rate(size):
+    """Best at 5; at 6 and below the constraint is kept."""
+    return 100 - (size - 5) ** 2
+
+
+class Trials:
+    """Runs no point: a trial's figures follow from its size."""
+
+    def __init__(self, folder, interrupt_at=None):
+        self.folder, self.interrupt_at, self.ran, self.lines = folder, interrupt_at, [], []
+
+    def run(self, number, proposal):
+        size = float(proposal.get("offload.uva.cpu_offload_gb", 0))
+        if len(self.ran) == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.ran.append(size)
+        if size < 2:
+            return Outcome(status="refused", reason="the plan does not fit")
+        excess = size - 6
+        return Outcome(
+            status="ok",
+            value=rate(size),
+            excesses=(excess,),
+            broken=("ttft",) if excess > 0 else (),
+            folder=self.folder / str(number),
+        )
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def few_ran(sizes, built):
+    """The sizes up to the one with which so many were built."""
+    count = 0
+    for index, size in enumerate(sizes):
+        count += size >= 2
+        if count == built:
+            return sizes[: index + 1]
+    return sizes
+
+
+def run(tmp_path, request, **changes):
+    trials = Trials(tmp_path, **changes)
+    with open_study(request, tmp_path / "search") as study:
+        ended = study.run(trials.run, trials.say)
+        best = study.best()
+        found = (ended, None if best is None else best.value, len(study.trials()))
+    return trials, found
+
+
+@needs_optuna
+def test_a_small_space_is_tried_completely(tmp_path):
+    trials, (ended, best, count) = run(tmp_path, request_of(*FEW, "--trials", "9"))
+    assert ended == "every combination was tried"
+    assert (trials.ran, best, count) == ([0.0, 1.0, 2.0, 3.0], rate(3), 4)
+    assert "trial 0: offload=none: failed, the plan does not fit" in trials.lines
+    again, found = run(tmp_path, request_of(*FEW, "--trials", "9"))
+    assert (again.ran, found) == ([], (ended, best, count))
+
+
+@needs_optuna
+def test_a_wide_space_is_searched_and_the_same_seed_repeats(tmp_path):
+    request = request_of(*WIDE, "--trials", "12", "--seed", "1")
+    trials, (ended, best, _) = run(tmp_path / "a", request)
+    assert ended == "12 trials were built"
+    assert sum(size >= 2 for size in trials.ran) == 12  # refused plans do not count
+    assert len(set(trials.ran)) == len(trials.ran)  # nothing is run twice
+    assert best == max(rate(size) for size in trials.ran if 2 <= size <= 6)
+    few = replace(request, trials=4)
+    assert run(tmp_path / "b", few)[0].ran == few_ran(trials.ran, 4)
+
+
+@needs_optuna
+def test_an_interrupted_search_goes_on(tmp_path):
+    request = request_of(*FEW, "--trials", "9")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, request, interrupt_at=2)
+    trials, (_, best, count) = run(tmp_path, request)
+    assert trials.ran == [2.0, 3.0]
+    assert (best, count) == (rate(3), 5)  # with the interrupted one
+
+
+@needs_optuna
+def test_a_trial_that_a_killed_process_left_is_closed(tmp_path):
+    request = request_of(*FEW, "--trials", "9")
+    with open_study(request, tmp_path / "search") as study:
+        study._study.ask()
+    trials, (_, _, count) = run(tmp_path, request)
+    assert (len(trials.ran), count) == (4, 5)
+
+
+@needs_optuna
+def test_two_searches_do_not_share_a_name_nor_two_processes_a_search(tmp_path):
+    request = request_of(*FEW, "--name", "mine")
+    with (
+        open_study(request, tmp_path / "search"),
+        pytest.raises(ConfigError, match="another process runs it"),
+    ):
+        run(tmp_path, request)
+    other = request_of(*WIDE, "--name", "mine")
+    with pytest.raises(ConfigError, match="base, space differ"):
+        run(tmp_path, other)
+
+
+@needs_optuna
+def test_minutes_are_a_limit(tmp_path, monkeypatch):
+    times = iter([0.0, 0.0, 59.0, 61.0])
+    monkeypatch.setattr("harness.studies.search.study.time.monotonic", lambda: next(times))
+    trials, (ended, _, _) = run(tmp_path, request_of(*FEW, "--trials", "9", "--minutes", "1"))
+    assert (ended, len(trials.ran)) == ("1 minutes have passed", 2)
+
+
+@pytest.mark.parametrize(("found", "words"), [(None, "not installed"), ("3.6.1", "got 3.6.1")])
+def test_optuna_4_is_needed(found, words, monkeypatch, capsys):
+    from importlib.metadata import PackageNotFoundError
+
+    def version(name):
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr("harness.studies.search.study.version", version)
+    with pytest.raises(ConfigError, match=words):
+        require_optuna()
+    assert command.main([*FEW, *GOAL]) == 2
+    assert "pip install 'tightfit[search]'" in capsys.readouterr().err
+
+
+@needs_optuna
+def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch, capsys):
+    asked, finished = [], []
+
+    def run_point(config, folder, overrides, context):
+        asked.append(config)
+        size = config.offload.uva.cpu_offload_gb
+        metrics = {"throughput/output_tok_s": rate(size), "latency/ttft_ms/p50": 1.0}
+        record = RunRecord(
+            run_id="a", name="a", status="ok", valid=True, metrics=metrics, overrides=overrides
+        )
+        folder.mkdir(parents=True)
+        record.write(folder / "result.json")
+        return record
+
+    def finish(tracking, context, records, *, interrupted, is_ok):
+        finished.append((context.sweep_id, len(records), interrupted, is_ok))
+        return []
+
+    monkeypatch.setattr(point, "run_point", run_point)
+    monkeypatch.setattr(sweep, "finish_sweep", finish)
+    words = [*FEW, "gpu.memory_gib=3", "--trials", "9", "--name", "mine"]
+    assert command.main([*words, *GOAL]) == 0
+    # 2 GiB of weights and 1 of KV in 2.7 GiB: none does not fit, and only the plan said so.
+    assert [config.offload.uva.cpu_offload_gb for config in asked] == [1.0, 2.0, 3.0]
+    assert finished == [("mine", 3, False, True)]
+    out = capsys.readouterr()
+    assert "trial 0: offload=none: failed, the plan does not fit: GPU: need" in out.err
+    assert "best        trial 3" in out.out
+    folder = home / "searches" / "mine"
+    with (folder / "trials.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["state"] for row in rows] == ["fail", "complete", "complete", "complete"]
+    (plan,) = Composer(folder / "conf").plan(["+experiment=best"]).points
+    assert plan.config == replace(asked[-1], rerun=None)
+
+
+@needs_optuna
+def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
+    def run_point(config, folder, overrides, context):
+        return RunRecord(run_id="a", name="a", status="oom", error={"type": "a", "message": "b"})
+
+    monkeypatch.setattr(point, "run_point", run_point)
+    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: [])
+    assert command.main([*FEW, *GOAL]) == 3
+
+
+@needs_optuna
+def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
+    def run_point(config, folder, overrides, context):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(point, "run_point", run_point)
+    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: [])
+    assert command.main([*FEW, *GOAL, "--trials", "1"]) == 3
+    assert "ZeroDivisionError: a defect" in capsys.readouterr().err
+
+
+def test_what_cannot_be_composed_is_a_failed_trial(tmp_path):
+    runner = TrialRunner(Composer(), ["model=fake", "offload=prefetch"], request_of(*FEW).goal)
+    outcome = runner.run(["offload.prefetch.offload_num_in_group=9"], _context(tmp_path))
+    assert outcome.status == "invalid"
+    assert "offload_group_size=8" in (outcome.reason or "")
+    words = ["+experiment=smoke"]
+    with pytest.raises(ConfigError, match=r"hydra.mode=RUN"):
+        TrialRunner(Composer(), words, request_of(*FEW).goal).compose([])
+
+
+def _context(tmp_path):
+    return command._context(request_of(*FEW), tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+model=glass", "offload=uva", "offload.uva.cpu_offload_gb=0.001"],
+        ["+model=glass", "offload.uva.cpu_offload_params=[mlp]", "offload.uva.cpu_offload_gb=0.1"],
+        ["+experiment=smoke", "hydra.mode=RUN", "engine.seed=3"],
+        ["+model=mine", "+experiment=own"],
+    ],
+)
+def test_a_composition_of_one_file_is_the_trial_s(tmp_path, words):
+    mine = tmp_path / "mine"
+    (mine / "model").mkdir(parents=True)
+    (mine / "experiment").mkdir()
+    (mine / "model" / "mine.yaml").write_text("defaults: [glass]\n")
+    (mine / "experiment" / "own.yaml").write_text(
+        "# @package _global_\ndefaults:\n- override /offload: uva\nengine:\n  seed: 7\n"
+    )
+    plan = Composer(mine).plan(words)
+    config = plan.points[0].config
+    line = write_best(tmp_path, plan.overrides, config, why="best", config_dir=mine)
+    assert line.endswith("+experiment=best")
+    (found,) = Composer(tmp_path / "conf").plan(["+experiment=best"]).points
+    assert found.config == config

@@ -1,0 +1,328 @@
+import multiprocessing
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from harness.config.schema import SweepContext, TrackingConfig
+from harness.observe.host import start_ticks
+from harness.point.describe import flat_params
+from harness.point.point import run_point, skip_point
+from harness.sweep.track import finish_sweep
+from harness.tracking.base import GuardedTracker, NoTracker, PointFacts, SweepFacts
+from harness.tracking.choose import open_tracker
+from harness.tracking.mlflow import MlflowTracker
+from tests.harness.cases import fake_command, run_config, scenario
+from tests.harness.fakes import Script
+
+# MLflow and SQLAlchemy warn about each other's deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROOT = Path(__file__).resolve().parents[3]
+SEVERAL = 3
+"""Processes that meet a home without a database."""
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Drawing takes seconds and has tests of its own."""
+    monkeypatch.setattr("harness.point.point.build_report", lambda folder: [])
+    monkeypatch.setattr("harness.sweep.track.build_report", lambda folder: [])
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """A home whose database several processes created at once: migrations take seconds."""
+    home = tmp_path_factory.mktemp("home")
+    code = "from tests.harness.tracking.test_tracking import several_at_once; several_at_once()"
+    environ = {**os.environ, "TIGHTFIT_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    return home, done
+
+
+def several_at_once():
+    """Open trackers in several processes at the same moment, on a home without a database."""
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  once: the slow part
+
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(SEVERAL)
+    workers = [context.Process(target=_one_of_several, args=(barrier, i)) for i in range(SEVERAL)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    sys.exit(sum(worker.exitcode != 0 for worker in workers))
+
+
+def _one_of_several(barrier, index):
+    home = Path(os.environ["TIGHTFIT_HOME"])
+    folder = home / f"cwd-{index}"
+    folder.mkdir()
+    os.chdir(folder)
+    barrier.wait()
+    tracker = MlflowTracker(TrackingConfig(), home)
+    tracker.open()
+    tracker.start_point(PointFacts(run_id=str(index), name=f"run-{index}", params={}, tags={}))
+    barrier.wait()  # nobody takes another for dead
+
+
+@pytest.fixture
+def home(database, monkeypatch):
+    folder, _ = database
+    monkeypatch.setenv("TIGHTFIT_HOME", str(folder))
+    return folder
+
+
+def tracking(request):
+    return TrackingConfig(experiment=request.node.name)
+
+
+@pytest.fixture
+def client(home):
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=f"sqlite:///{home}/mlflow.db")
+
+
+def runs_of(client, experiment):
+    found = client.get_experiment_by_name(experiment)
+    return client.search_runs([found.experiment_id], order_by=["attributes.start_time ASC"])
+
+
+def run(tmp_path, config, name="run", sweep=None, overrides=(), **script):
+    command = fake_command(tmp_path, Script(**script))
+    return run_point(config, tmp_path / name, overrides, sweep, command=command)
+
+
+def unchecked(request, **changes):
+    from harness.config.schema import CorrectnessConfig
+
+    parts = scenario(correctness=CorrectnessConfig(enabled=False), throughput=None)
+    return run_config(scenario=parts, tracking=tracking(request), **changes)
+
+
+def test_several_processes_create_one_database(database, client):
+    home, done = database
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # nothing of the migrations is shown
+    runs = runs_of(client, "tightfit")
+    assert sorted(run.info.run_name for run in runs) == [f"run-{index}" for index in range(SEVERAL)]
+    root = (home / "artifacts").as_uri()
+    assert all(run.info.artifact_uri.startswith(root) for run in runs)
+    assert client.get_experiment("0").artifact_location.startswith(root)  # MLflow's own
+    assert not list(home.glob("cwd-*/*"))
+
+
+def test_runs_of_dead_processes_are_repaired(database, home, client):
+    assert {run.info.status for run in runs_of(client, "tightfit")} == {"RUNNING"}
+    MlflowTracker(TrackingConfig(), home).open()
+    runs = runs_of(client, "tightfit")
+    assert {run.info.status for run in runs} == {"KILLED"}
+    assert {run.data.tags["harness.status"] for run in runs} == {"killed"}
+
+
+def test_a_point_is_mirrored(tmp_path, request, client):
+    config = unchecked(request)
+    record = run(tmp_path, config, prefill_s=0.5)
+    assert record.effective["warnings"] == []
+    (mirrored,) = runs_of(client, request.node.name)
+    assert mirrored.info.status == "FINISHED"
+    assert mirrored.info.run_name == record.name
+    tags = mirrored.data.tags
+    assert tags["harness.status"] == "ok"
+    assert tags["harness.valid"] == "unknown"
+    assert tags["harness.run_id"] == record.run_id
+    assert len(tags["harness.config_hash"]) == 64
+    assert tags["mlflow.note.content"].startswith("**ok**")
+    params = mirrored.data.params
+    assert params.keys() == flat_params(config).keys()
+    assert (params["model"], params["offload"], params["engine.seed"]) == ("tiny", "none", "0")
+    metrics = mirrored.data.metrics
+    assert metrics["latency/ttft_ms/p50"] == pytest.approx(500)
+    assert "latency/ttft_ms/p90" not in metrics
+    assert metrics["ts/requests_done"] == 11
+    assert metrics["ts/kv_gpu_used_gib"] > 0
+    names = {item.path for item in client.list_artifacts(mirrored.info.run_id)}
+    assert {"config.yaml", "result.json", "worker.log", "samples.jsonl"} <= names
+    artifact = Path(mirrored.info.artifact_uri.removeprefix("file://")) / "result.json"
+    assert artifact.read_bytes() == (tmp_path / "run" / "result.json").read_bytes()
+
+
+def test_no_parameter_is_left_out(request, client, home):
+    tracker = MlflowTracker(tracking(request), home)
+    tracker.open()
+    wanted = {f"group.key_{index}": str(index) for index in range(250)}
+    tracker.start_point(PointFacts(run_id="a", name="a", params=wanted, tags={}))
+    (mirrored,) = runs_of(client, request.node.name)
+    assert mirrored.data.params == wanted
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "mirrored_status"),
+    [("sigkill", "killed", "KILLED"), ("oom", "oom", "FAILED")],
+)
+def test_a_bad_point_is_mirrored(tmp_path, request, client, failure, status, mirrored_status):
+    record = run(tmp_path, unchecked(request), fail_at="step", failure=failure)
+    assert record.status == status
+    (mirrored,) = runs_of(client, request.node.name)
+    assert mirrored.info.status == mirrored_status
+    assert mirrored.data.tags["harness.status"] == status
+    assert mirrored.data.tags["error.type"] == record.error["type"]
+
+
+def test_a_sweep_has_a_parent_and_a_child_for_each_point(tmp_path, request, client):
+    config = unchecked(request)
+    sweeps = [
+        SweepContext(sweep_id="s1", folder=tmp_path, index=index, total=2) for index in range(2)
+    ]
+    records = [
+        run(tmp_path, config, "0", sweeps[0], ["+model=tiny", "offload=none"]),
+        skip_point(config, tmp_path / "1", ["offload=uva"], sweeps[1], reason="fail_fast=true"),
+    ]
+    assert finish_sweep(config.tracking, sweeps[0], records) == []
+    parent, first, second = runs_of(client, request.node.name)
+    assert parent.info.run_name == "sweep s1"
+    assert (parent.info.status, parent.data.tags["harness.status"]) == ("FAILED", "failed")
+    assert parent.data.metrics == {"points/ok": 1, "points/skipped": 1}
+    for child, name in ((first, "model=tiny,offload=none"), (second, "offload=uva")):
+        assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert child.data.tags["harness.sweep_id"] == "s1"
+        assert child.info.run_name == name
+    assert (first.info.status, second.info.status) == ("FINISHED", "FAILED")
+
+
+def test_the_end_of_a_sweep_ends_points_that_are_running_yet(tmp_path, request, client, home):
+    sweep = SweepContext(sweep_id=request.node.name, folder=tmp_path, index=0, total=1)
+    cut_short = open_tracker(tracking(request), home)
+    cut_short.start_point(PointFacts(run_id="1", name="point", params={}, tags={}, sweep=sweep))
+    finish_sweep(tracking(request), sweep, [], interrupted=True)
+    assert [run.info.status for run in runs_of(client, request.node.name)] == ["KILLED"] * 2
+
+
+def test_a_database_whose_creation_was_killed_is_made_anew(tmp_path, monkeypatch):
+    class Store:
+        def __init__(self, uri, _):
+            self.file, self.engine = Path(uri.removeprefix("sqlite:///")), self
+            assert not self.file.exists()
+            self.file.touch()
+            if not is_complete:
+                raise KeyboardInterrupt
+
+        def dispose(self):
+            self.file.write_text("complete")
+
+    monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore", Store)
+    tracker, database, is_complete = MlflowTracker(TrackingConfig(), tmp_path), "mlflow.db", False
+    with pytest.raises(KeyboardInterrupt):
+        tracker._make_database()
+    assert not (tmp_path / database).exists()
+    is_complete = True
+    tracker._make_database()
+    assert [file.name for file in tmp_path.iterdir()] == [database]
+    assert (tmp_path / database).read_text() == "complete"
+
+
+def test_a_broken_database_costs_no_point(tmp_path, request, monkeypatch):
+    home = tmp_path / "broken"
+    home.mkdir()
+    (home / "mlflow.db").write_text("this is no database")
+    monkeypatch.setenv("TIGHTFIT_HOME", str(home))
+    record = run(tmp_path, unchecked(request))
+    assert record.status == "ok"
+    (warning,) = record.effective["warnings"]
+    assert warning.startswith("tracking: open failed: ")
+
+
+def test_a_tracker_that_hangs_is_given_up(tmp_path):
+    release = threading.Event()
+
+    class Hanging(NoTracker):
+        def start_point(self, point):
+            release.wait(30)
+
+    tracker = GuardedTracker(Hanging(), timeout_s=0.1)
+    tracker.start_point(PointFacts(run_id="a", name="a", params={}, tags={}))
+    tracker.finish_sweep(
+        SweepFacts(
+            context=SweepContext(sweep_id="s", folder=tmp_path, index=0, total=1), status="ok"
+        )
+    )
+    release.set()
+    (warning,) = tracker.warnings
+    assert "start_point took longer than 0.1 s" in warning
+
+
+def test_the_thread_of_a_tracker_ends_with_it(tmp_path):
+    before = set(threading.enumerate())
+    tracker = GuardedTracker(NoTracker())
+    (thread,) = set(threading.enumerate()) - before
+    tracker.start_sweep(SweepContext(sweep_id="s", folder=tmp_path, index=0, total=1))
+    assert thread.is_alive()
+    del tracker
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_tracking_none_works_without_mlflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    record = run(tmp_path, run_config(scenario=scenario(throughput=None)))
+    assert (record.status, record.effective["warnings"]) == ("ok", [])
+
+
+def test_tracking_without_mlflow_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    tracker = open_tracker(TrackingConfig(), tmp_path)
+    assert "ModuleNotFoundError" in tracker.warnings[0]
+    assert tracker.view_command() is None
+
+
+def test_the_view_command_names_the_database(home):
+    command = MlflowTracker(TrackingConfig(), home).view_command()
+    assert command == f"mlflow ui --backend-store-uri sqlite:///{home}/mlflow.db"
+    spaced = home / "my runs"
+    command = MlflowTracker(TrackingConfig(), spaced).view_command()
+    assert shlex.split(command)[-1] == f"sqlite:///{spaced}/mlflow.db"
+    assert "sqlite:////" in command
+    tracker = MlflowTracker(TrackingConfig(), home)
+    tracker._experiment_id = "3"
+    assert tracker.view_command().endswith("# then http://127.0.0.1:5000/#/experiments/3/runs")
+    remote = MlflowTracker(TrackingConfig(uri="http://server:1/"), home)
+    remote._experiment_id = "3"
+    assert remote.view_command() == "open http://server:1/#/experiments/3/runs"
+
+
+@pytest.mark.parametrize(
+    ("uri", "root"),
+    [
+        (None, "file:///srv/me/artifacts"),
+        ("sqlite:////data/my%20team/runs.db", "file:///data/my%2520team/artifacts"),
+        ("sqlite+pysqlite:////data/runs.db?timeout=3", "file:///data/artifacts"),
+        ("postgresql://host/db", "file:///srv/me/artifacts"),
+        ("http://host:5000", None),
+        ("databricks", None),
+    ],
+)
+def test_no_store_keeps_files_where_a_command_starts(uri, root):
+    assert MlflowTracker(TrackingConfig(uri=uri), Path("/srv/me"))._artifacts == root
+
+
+def test_a_relative_store_is_found_from_where_the_command_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracker = MlflowTracker(TrackingConfig(uri="sqlite:///sub/runs.db"), Path("/srv/me"))
+    assert tracker._artifacts == (tmp_path / "sub" / "artifacts").as_uri()
+
+
+def test_start_ticks_tell_processes_apart():
+    assert start_ticks(os.getpid()) is not None
+    assert start_ticks(2**22 + 1) is None
