@@ -92,7 +92,7 @@ class LLM:
         Args:
             model: Folder with config.json, and safetensors unless load_format="dummy"; or a
                 ModelConfig.
-            **keywords: Settings by the names of their fields in engine.asked.config; `LLM.keywords()`
+            **keywords: Settings by the names of their fields in engine.asked; `LLM.keywords()`
                 lists all of them with defaults and meanings.
 
         Raises:

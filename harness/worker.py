@@ -1,7 +1,7 @@
 """The process that holds the engine: `python -m harness.worker RUN_DIR --job NAME ...`.
 
-It does one job (harness.point.process), says what it does in state.json, and writes one result. It knows
-neither Hydra nor MLflow; its parent starts it, watches it and judges how it ended.
+It does one job (harness.point.process), says what it does in state.json, and writes one result.
+It knows neither Hydra nor MLflow; its parent starts it, watches it and judges how it ended.
 """
 
 import argparse

@@ -211,7 +211,7 @@ class EngineConfig(Sealed):
     engine: EngineSettings = field(default_factory=EngineSettings)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     measured_rates: dict[str, float | None] = field(default_factory=dict)
-    """What harness.observe.probe.probe_link found on this machine, for predicted times; empty: unknown."""
+    """Rates that a probe found on this machine, for predicted times; empty: unknown."""
 
     def check(self) -> None:
         """Raise ConfigError when parts contradict each other."""

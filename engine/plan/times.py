@@ -103,8 +103,8 @@ EAGER_LAYER_OVERHEAD_S: Final = 0.95e-3
 """Launches of one layer without graphs, where none were probed: steps of 1024 prompt tokens that
 they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one host of an H200)."""
 EAGER_LAYER_LAUNCHES: Final = 100
-"""The same over one launch of torch's addition, as `harness.observe.probe` times it: 84 to 123 in those
-runs, where the latter took 7.1 to 10.5 us."""
+"""The same over one launch of torch's addition, as a probe times it: 84 to 123 in those runs,
+where the latter took 7.1 to 10.5 us."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
@@ -183,8 +183,7 @@ class Rates:
         """Replace what a probe of this machine found.
 
         Args:
-            probe: By the names of harness.observe.probe.probe_link and harness.observe.probe_machine; None and names
-                that are no rate are left out.
+            probe: Rates by name, as probed; None and names that are no rate are left out.
         """
         others = {"source", "is_cpu", "eager_layer_overhead_s"}
         names = [name for name in asdict(self) if name not in others]
@@ -260,7 +259,7 @@ def rates_for(
     Args:
         gpu: The budget's card.
         facts: The machine; its name decides which sheet holds.
-        probe: What harness.observe.probe.probe_link or harness.observe.probe_machine measured here, or None.
+        probe: What probes measured here, or None.
     """
     given = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
     if facts.emulated:

@@ -1,6 +1,6 @@
 """RunConfig: every setting of a run with its type, default and bounds. Imports no torch.
 
-The classes are the schema of the YAML files in conf/: defaults live here (and in engine.asked.config),
+The classes are the schema of the YAML files in conf/: defaults live here (and in engine.asked),
 the files state choices.
 """
 

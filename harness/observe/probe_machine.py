@@ -94,7 +94,7 @@ EMULATED_WEIGHTS = (32, 1024, 1024)
 def probe_rates(device: str = "auto") -> dict[str, float | None]:
     """Return the rates of this machine; what cannot be measured here is None.
 
-    Beside the rates of `harness.observe.probe.probe_link`: `bf16_tflops` and `float32_tflops` (a product of
+    Beside the rates of `probe_link`: `bf16_tflops` and `float32_tflops` (a product of
     2048 rows, TF32 off; medians of 10), `copy_overhead_s` (64 copies of 1 MiB in a row),
     `host_read_gb_s` (1 GiB summed by the threads that loading uses) and `pin_gb_s` (the same memory
     made present and registered). On a CPU sizes are smaller, and there are `hbm_copy_gb_s` and

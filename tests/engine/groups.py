@@ -32,10 +32,10 @@ def with_groups(
 
 
 def with_blocks(monkeypatch: pytest.MonkeyPatch, *counts: int | None) -> None:
-    """Let engines have so many GPU blocks of each group; None: as planned."""
+    """Let engines have so many GPU blocks of each group; None, or not given: as planned."""
 
     def fewer(groups: Groups) -> list[KVGroup]:
-        pairs = zip(groups, counts, strict=True)
+        pairs = zip(groups, (*counts, *[None] * (len(groups) - len(counts))), strict=True)
         return [replace(g, num_gpu_blocks=n or g.num_gpu_blocks) for g, n in pairs]
 
     with_groups(monkeypatch, fewer)

@@ -204,7 +204,7 @@ def test_hash_is_the_same_for_equal_settings() -> None:
 
 def test_hash_is_the_same_in_another_process() -> None:
     code = (
-        "from engine.asked.config import OffloadConfig, UVAOffloadConfig\n"
+        "from engine.asked.offload import OffloadConfig, UVAOffloadConfig\n"
         "print(OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=2.5,"
         " cpu_offload_params=['b', 'a'])).compute_hash())"
     )

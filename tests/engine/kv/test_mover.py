@@ -206,7 +206,7 @@ def test_what_was_enqueued_of_a_piece_that_failed_is_not_enqueued_again(monkeypa
 
 
 def test_many_pieces_reuse_the_lists_of_block_numbers(monkeypatch):
-    monkeypatch.setattr(move_sizes, "PIECE_BYTES", 2 * 64)
+    monkeypatch.setattr(move_sizes, "MOVE_PIECE_BYTES", 2 * 64)
     monkeypatch.setattr("engine.kv.mover.ID_SLOTS", 3)
     mover, _, host = make(num_gpu=40, num_pinned=40)
     order = random.Random(0).sample(range(40), 40)

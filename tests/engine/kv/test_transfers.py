@@ -39,7 +39,7 @@ def moves(*given, waits=()):
 
 @contextmanager
 def interrupt_at(number, names):
-    """Raise KeyboardInterrupt where so many lines of files of these names ran; yield a list.
+    """Raise KeyboardInterrupt where so many lines of these files or classes ran; yield a list.
 
     It holds something when there were so many.
     """
@@ -47,7 +47,8 @@ def interrupt_at(number, names):
 
     def trace(frame, event, _):
         nonlocal seen
-        if Path(frame.f_code.co_filename).name not in names:
+        code = frame.f_code
+        if names.isdisjoint((Path(code.co_filename).name, code.co_qualname.split(".")[0])):
             return None
         if event == "line":
             seen += 1
@@ -198,7 +199,7 @@ def test_an_interrupt_of_a_submission_loses_no_moves_wherever_it_comes():
             pool.register(block_id, bytes([block_id]))
         pool.swap_out(table, [bytes([block_id]) for block_id in table])
         transfers = Transfers(pool, [mover])
-        with interrupt_at(number, {"transfers.py", "moves.py", "tiers.py"}) as is_cut:
+        with interrupt_at(number, {"Transfers", "moves.py", "pool.py"}) as is_cut:
             transfers.submit()
         transfers.poll()
         transfers.drain()
