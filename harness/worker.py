@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -327,6 +328,7 @@ class Work:
                 clock=self._door.clock,
                 on_progress=self._state.running,
                 on_end=self._requests.of("overhead", 0),
+                t=self._job.t,
                 served={
                     "wait": self._door.wait,
                     "open_door": self._door.open_async,
@@ -409,7 +411,8 @@ class Work:
         if config.warmup_requests:
             self._state.enter(f"{part} warm-up")
             self._result["reasons"] += warm_up_part(llm, part, config, clock=clock, salt=salt)
-        measure = measure_latency if part == "latency" else measure_throughput
+        latency = partial(measure_latency, t=self._job.t)
+        measure = latency if part == "latency" else measure_throughput
 
         def all_of_it(watched: Engine) -> tuple[Outcome, StepTotals]:
             def once(number: int) -> tuple[Outcome, StepTotals]:
@@ -424,9 +427,7 @@ class Work:
                     salt=f"{salt}/{number}",
                 )
 
-            return measure_repeats(
-                once, part=part, repeats=config.repeats, stop_share=config.stop_share
-            )
+            return measure_repeats(once, config, self._job.t)
 
         return self._measured(part, llm, all_of_it, len(prompts[0]) * config.output_tokens)
 
@@ -453,10 +454,10 @@ class Work:
                     on_end=self._requests.of("serve", number),
                     open_door=self._door.open_async,
                     run_async=self._door.run_async,
+                    t=self._job.t,
                 ),
-                part="serve",
-                repeats=config.repeats,
-                stop_share=config.stop_share,
+                config,
+                self._job.t,
             )
 
         return self._measured("serve", llm, all_of_it)

@@ -4,8 +4,8 @@ Percentiles and summaries of samples are those of reports.record.record; this ad
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 CONFIDENCE: Final = 0.95
@@ -61,78 +61,55 @@ class Drift:
         )
 
 
-def student_t(confidence: float, freedom: int) -> float:
-    """Return the t beyond which a share 1 - confidence of Student's distribution lies, both tails.
-
-    Args:
-        confidence: above 0 and below 1.
-        freedom: degrees of freedom, a whole number from 1.
-
-    Raises:
-        ValueError: an argument is out of bounds.
-    """
-    if not 0 < confidence < 1 or freedom < 1:
-        raise ValueError(
-            f"student_t: expected 0 < confidence < 1 and freedom >= 1, got {confidence} and "
-            f"{freedom}."
-        )
-    low, high = 0.0, math.pi / 2
-    while True:  # bisect the angle atan(t / sqrt(freedom)) to the last bit
-        middle = (low + high) / 2
-        if not low < middle < high:
-            return math.sqrt(freedom) * math.tan(middle)
-        if _central_share(middle, freedom) < confidence:
-            low = middle
-        else:
-            high = middle
+Quantile = Callable[[float, int], float]
+"""Confidence and degrees of freedom -> Student's t (harness.observe.student), both tails."""
 
 
-def _central_share(angle: float, freedom: int) -> float:
-    """Return the share of the distribution within +-t, t = sqrt(freedom) tan(angle).
+@dataclass(frozen=True)
+class TTable:
+    """Student's t for a process that does not import scipy."""
 
-    The finite sums over powers of the cosine that hold for a whole number of degrees of freedom.
-    """
-    sine, square = math.sin(angle), math.cos(angle) ** 2
-    is_odd = freedom % 2 == 1
-    term = math.cos(angle) if is_odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for step in range(2 if is_odd else 1, freedom - 2, 2):
-        term *= square * step / (step + 1)
-        total += term
-    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+    values: Mapping[float, Sequence[float]] = field(default_factory=dict)
+    """Confidence -> t of 1, 2, ... degrees of freedom."""
+
+    def __call__(self, confidence: float, freedom: int) -> float:
+        """Return one of them."""
+        return self.values[confidence][freedom - 1]
 
 
-def interval(values: Sequence[float]) -> Interval | None:
+def interval(values: Sequence[float], t: Quantile) -> Interval | None:
     """Return the Student-t interval of the mean of independent values; None below two.
 
     CONFIDENCE of such intervals hold the true mean.
 
     Args:
         values: one of each repeat, finite.
+        t: Student's.
     """
     count = len(values)
     if count < 2:
         return None
     mean = math.fsum(values) / count
     std = _deviation(values, mean)
-    half = student_t(CONFIDENCE, count - 1) * std / math.sqrt(count)
+    half = t(CONFIDENCE, count - 1) * std / math.sqrt(count)
     return Interval(count=count, mean=mean, std=std, low=mean - half, high=mean + half)
 
 
-def is_settled(values: Sequence[float], share: float) -> bool:
+def is_settled(values: Sequence[float], share: float, t: Quantile) -> bool:
     """Return whether the interval of the mean reaches at most `share` of it to either side.
 
     False below LEAST_REPEATS values: two may agree by chance.
     """
-    found = interval(values) if len(values) >= LEAST_REPEATS else None
+    found = interval(values, t) if len(values) >= LEAST_REPEATS else None
     return found is not None and found.half_width <= share * abs(found.mean)
 
 
-def drift(values: Sequence[float]) -> Drift | None:
+def drift(values: Sequence[float], t: Quantile) -> Drift | None:
     """Return how the last third of values differs from the first; None below LEAST_DRIFT_VALUES.
 
     Args:
         values: in order of time, finite.
+        t: Student's.
     """
     if len(values) < LEAST_DRIFT_VALUES:
         return None
@@ -143,7 +120,7 @@ def drift(values: Sequence[float]) -> Drift | None:
         _deviation(part, mean) ** 2 / third for part, mean in zip((first, last), means, strict=True)
     ]
     # Welch's formula never has fewer degrees of freedom than one third: noise is not understated.
-    noise = student_t(DRIFT_CONFIDENCE, third - 1) * math.sqrt(math.fsum(spread))
+    noise = t(DRIFT_CONFIDENCE, third - 1) * math.sqrt(math.fsum(spread))
     return Drift(first=means[0], last=means[1], noise=noise)
 
 

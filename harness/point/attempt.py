@@ -17,6 +17,8 @@ from harness.observe.gpu import Gpu
 from harness.observe.host import cached_share, drop_page_cache, num_new_kills, oom_kills
 from harness.observe.machine_rates import read_rates
 from harness.observe.run import Telemetry
+from harness.observe.statistics import TTable
+from harness.observe.student import t_table
 from harness.observe.window import Span
 from harness.point.process import (
     PLAN_PHASE,
@@ -209,7 +211,21 @@ class Attempt:
             trace=self._trace if kind == "measure" else [],
             reference=reference,
             gpu_uuid=self._around.gpu.uuid if self._around.gpu else None,
+            t=self._t() if kind == "measure" else TTable(),
         )
+
+    def _t(self) -> TTable:
+        """Return Student's t for whatever the scenario may repeat or hold against itself."""
+        scenario = self._config.scenario
+        repeats, requests = [1], [len(self._trace)]
+        for part in (scenario.throughput, scenario.latency, scenario.serve):
+            if part is not None:
+                repeats.append(part.repeats)
+                requests.append(part.num_rows // part.repeats)
+        if scenario.overhead is not None:
+            repeats.append(scenario.overhead.repeats)
+            requests.append(scenario.overhead.num_requests)
+        return t_table(max(repeats), max(requests))
 
     def _measured_rates(self) -> dict[str, float | None]:
         """Return what is kept of this machine, under what an earlier worker of this point probed.

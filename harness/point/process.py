@@ -20,6 +20,7 @@ from catalogue.checkpoint import ModelUnavailableError
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
+from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
 from harness.work.correctness import WrongTokensError
 from harness.work.prompts import PromptError, PromptRow
@@ -58,6 +59,8 @@ class WorkerJob:
     """Of reference: the configuration that it is for, planned before the reference is built."""
     gpu_uuid: str | None = None
     """The GPU whose energy counter is read."""
+    t: TTable = field(default_factory=TTable)
+    """Student's t for repeats and drifts of the scenario."""
     salt: str = field(default_factory=lambda: uuid4().hex)
     """Begins the salts of all requests: a server outlives the run and keeps prefixes."""
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from harness.columns import columns
 from harness.config.schema import SIDES, AbConfig
-from harness.observe.statistics import CONFIDENCE, interval, student_t
+from harness.observe.statistics import CONFIDENCE, interval
+from harness.observe.student import student_t
 from harness.point.show import verdict_text
 from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
@@ -133,7 +134,7 @@ def geometric(
     if not values or any(one <= 0 or other <= 0 for one, other in values):
         return None, None, None
     logs = [math.log(other / one) for one, other in values]
-    known = interval(logs)
+    known = interval(logs, student_t)
     if known is None:
         return math.exp(logs[0]), None, None
     return math.exp(known.mean), math.exp(known.low), math.exp(known.high)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from harness.config.schema import RequestSet
-from harness.observe.statistics import drift
+from harness.observe.statistics import Quantile, drift
 from harness.work.drive import (
     Clock,
     Engine,
@@ -33,6 +33,7 @@ def measure_latency(
     on_end: OnEnd | None = None,
     limit_s: float | None = None,
     salt: str | None = None,
+    t: Quantile,
 ) -> tuple[Outcome, StepTotals]:
     """Run the prompts one after the other; return their figures and the sums over the steps."""
     before = hit_tokens(llm.stats())
@@ -61,7 +62,7 @@ def measure_latency(
             *cut,
             *failure_reasons("latency", requests),
             *short_reasons("latency", requests, output_tokens),
-            *drift_reasons(requests),
+            *drift_reasons(requests, t),
         ],
         notes=[note] if note else [],
     )
@@ -70,10 +71,10 @@ def measure_latency(
     return outcome, totals
 
 
-def drift_reasons(requests: Sequence[RequestTimes]) -> list[str]:
+def drift_reasons(requests: Sequence[RequestTimes], t: Quantile) -> list[str]:
     """Return one reason when requests became slower or faster per token while they ran in turn."""
     times = [request.tpot_ms for request in requests if request.is_complete]
-    found = drift([time_ms for time_ms in times if time_ms is not None])
+    found = drift([time_ms for time_ms in times if time_ms is not None], t)
     if found is None or not found.is_drift:
         return []
     return [

@@ -5,12 +5,13 @@ the same; the difference is the harness's. All take turns, so that other load me
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from engine.asked.sampling import SamplingParams
 from harness.config.measured import OverheadScenario
 from harness.config.serve import Arrivals, Lengths, ServeScenario
-from harness.observe.statistics import Interval, interval
+from harness.observe.statistics import Interval, Quantile, interval
 from harness.work.drive import Clock, Engine, OnEnd, OnProgress
 from harness.work.offline import engine_prompts, measure_latency, measure_throughput
 from harness.work.schedule import Load
@@ -28,6 +29,7 @@ def measure_overhead(
     on_progress: OnProgress,
     on_end: OnEnd,
     served: Mapping[str, Any],
+    t: Quantile,
 ) -> dict[str, Any]:
     """Return microseconds per request of one token, and per further token.
 
@@ -41,6 +43,7 @@ def measure_overhead(
         on_progress: what a worker reports to while it measures.
         on_end: likewise.
         served: further arguments of `measure_serve`.
+        t: Student's.
     """
     prompts = engine_prompts(
         llm, config.num_requests, config.prompt_tokens, seed=0, stream="overhead"
@@ -48,7 +51,7 @@ def measure_overhead(
     reports: dict[str, Any] = {"clock": clock, "on_progress": on_progress, "on_end": on_end}
 
     def timed(part: str, num_tokens: int) -> float:
-        run = _runner(part, llm, prompts, num_tokens, reports, served)
+        run = _runner(part, llm, prompts, num_tokens, reports, served, t)
         begin_s = clock()
         run()
         return clock() - begin_s
@@ -68,17 +71,17 @@ def measure_overhead(
         for part, bare in BARE.items()
     }
     return {
-        "parts": {name: _intervals(pairs) for name, pairs in found.items()},
-        "own": {name: _intervals(pairs) for name, pairs in own.items()},
+        "parts": {name: _intervals(pairs, t) for name, pairs in found.items()},
+        "own": {name: _intervals(pairs, t) for name, pairs in own.items()},
         "repeats": config.repeats,
         "num_requests": len(prompts),
         "output_tokens": config.output_tokens,
     }
 
 
-def _intervals(pairs: Sequence[tuple[float, float]]) -> dict[str, dict[str, float]]:
+def _intervals(pairs: Sequence[tuple[float, float]], t: Quantile) -> dict[str, dict[str, float]]:
     columns = dict(zip(("request_us", "token_us"), zip(*pairs, strict=True), strict=True))
-    found: dict[str, Interval | None] = {name: interval(v) for name, v in columns.items()}
+    found: dict[str, Interval | None] = {name: interval(v, t) for name, v in columns.items()}
     return {
         name: {"mean": value.mean, "half": value.half_width}
         for name, value in found.items()
@@ -93,12 +96,14 @@ def _runner(
     num_tokens: int,
     reports: Mapping[str, Any],
     served: Mapping[str, Any],
+    t: Quantile,
 ) -> Callable[[], Any]:
     """Return what sends all requests for so many tokens, by a part or a bare loop."""
     if part not in BARE:
         return lambda: _bare(llm, prompts, num_tokens, in_turn=part == "in turn")
     if part != "serve":
-        measure = measure_latency if part == "latency" else measure_throughput
+        latency = partial(measure_latency, t=t)
+        measure = latency if part == "latency" else measure_throughput
         return lambda: measure(llm, prompts, num_tokens, **reports)
     config = ServeScenario(
         num_requests=len(prompts),
@@ -108,7 +113,7 @@ def _runner(
         output=Lengths(tokens=num_tokens),
     )
     load = Load(config=config, vocab_size=llm.spec.vocab_size)
-    return lambda: measure_serve(llm, load, **reports, **served)
+    return lambda: measure_serve(llm, load, **reports, **served, t=t)
 
 
 def _bare(llm: Engine, prompts: Sequence[list[int]], num_tokens: int, *, in_turn: bool) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from harness.observe.statistics import interval, is_settled
+from harness.observe.statistics import Quantile, interval, is_settled
 from harness.work.drive import Outcome, StepTotals
 from harness.work.times import floor_note, pool_metrics
 
@@ -21,12 +21,27 @@ _POSITION: Final = "window_"
 """Beginning of the names of samples that are times of one repeat, which have no sum."""
 
 
+class Repeated(Protocol):
+    """A part of the scenario that may be measured several times."""
+
+    @property
+    def part(self) -> str:
+        """Throughput, latency or serve."""
+        ...
+
+    @property
+    def repeats(self) -> int:
+        """Measurements at most."""
+        ...
+
+    @property
+    def stop_share(self) -> float | None:
+        """Half of an interval's width over its mean that ends a series early."""
+        ...
+
+
 def measure_repeats(
-    measure: Callable[[int], tuple[Outcome, StepTotals]],
-    *,
-    part: str,
-    repeats: int,
-    stop_share: float | None,
+    measure: Callable[[int], tuple[Outcome, StepTotals]], asked: Repeated, t: Quantile
 ) -> tuple[Outcome, StepTotals]:
     """Measure a part several times; return means with their intervals, and the sums over steps.
 
@@ -34,26 +49,27 @@ def measure_repeats(
 
     Args:
         measure: measures once; gets the number of the repeat, from 0.
-        part: throughput, latency or serve.
-        repeats: at most how many.
-        stop_share: end when the 95 % interval of the part's metric in SETTLES reaches at most this
-            share of its mean to either side; None: only where the time of one was over.
+        asked: how often. With stop_share it ends when the 95 % interval of the part's metric in
+            SETTLES reaches at most that share of its mean to either side, without only where the
+            time of one was over.
+        t: Student's.
     """
     found: list[Outcome] = []
     totals = StepTotals()
-    while len(found) < repeats:
+    while len(found) < asked.repeats:
         outcome, steps = measure(len(found))
         found.append(outcome)
         for item in fields(StepTotals):
             setattr(totals, item.name, getattr(totals, item.name) + getattr(steps, item.name))
         if outcome.is_cut:
             break
-        if stop_share is not None and is_settled(_values(found, SETTLES[part]), stop_share):
+        values = _values(found, SETTLES[asked.part])
+        if asked.stop_share is not None and is_settled(values, asked.stop_share, t):
             break
-    return (found[0] if repeats == 1 else merge(found, part, repeats)), totals
+    return (found[0] if asked.repeats == 1 else merge(found, asked, t)), totals
 
 
-def merge(found: Sequence[Outcome], part: str, repeats: int) -> Outcome:
+def merge(found: Sequence[Outcome], asked: Repeated, t: Quantile) -> Outcome:
     """Return one outcome of several: means, deviations and intervals, and all samples.
 
     The statistics of a quantity of requests are those of all requests of all repeats; its interval
@@ -62,8 +78,8 @@ def merge(found: Sequence[Outcome], part: str, repeats: int) -> Outcome:
 
     Args:
         found: one of each repeat that ran.
-        part: throughput, latency or serve.
-        repeats: how many were asked for.
+        asked: how many were asked for.
+        t: Student's.
     """
     pools = {
         base: [value for outcome in found for value in outcome.pools.get(base, ())]
@@ -72,10 +88,10 @@ def merge(found: Sequence[Outcome], part: str, repeats: int) -> Outcome:
     metrics: dict[str, float | None] = {}
     for name in found[0].metrics:
         if name.rpartition("/")[0] not in pools:
-            metrics |= _of_repeats(name, _values(found, name))
+            metrics |= _of_repeats(name, _values(found, name), t)
     metrics |= pool_metrics(pools)
     for base in pools:
-        spread = _of_repeats(base, _values(found, f"{base}/mean"))
+        spread = _of_repeats(base, _values(found, f"{base}/mean"), t)
         metrics |= {
             f"{base}/repeat_std": spread[f"{base}/std"],
             f"{base}/ci95_low": spread[f"{base}/ci95_low"],
@@ -89,13 +105,13 @@ def merge(found: Sequence[Outcome], part: str, repeats: int) -> Outcome:
         num_measured=min(outcome.num_measured for outcome in found),
         num_unlisted_tokens=sum(outcome.num_unlisted_tokens for outcome in found),
         reasons=list(dict.fromkeys(reason for outcome in found for reason in outcome.reasons)),
-        notes=_notes(found, pools, part, repeats),
+        notes=_notes(found, pools, asked.part, asked.repeats),
         is_cut=found[-1].is_cut,
     )
 
 
-def _of_repeats(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    known = interval(values)
+def _of_repeats(name: str, values: Sequence[float], t: Quantile) -> dict[str, float | None]:
+    known = interval(values, t)
     single = values[0] if values else None
     return {
         name: single if known is None else known.mean,

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from engine.async_llm import AsyncLLM
 from harness.config.serve import PeakSearch, ServeScenario
-from harness.observe.statistics import drift
+from harness.observe.statistics import Quantile, drift
 from harness.work.drive import (
     Clock,
     Engine,
@@ -166,6 +166,7 @@ def measure_serve(
     on_end: OnEnd | None = None,
     open_door: OpenDoor = AsyncLLM,
     run_async: RunAsync = asyncio.run,
+    t: Quantile,
 ) -> tuple[Outcome, StepTotals]:
     """Run the scenario; return its figures and the sums over the steps.
 
@@ -178,6 +179,7 @@ def measure_serve(
         on_end: called with each request, of every rate of a search, when it has ended.
         open_door: opens the asynchronous door of the engine.
         run_async: runs a coroutine on an event loop in which `wait` lets time pass.
+        t: Student's.
     """
     totals = StepTotals()
     plan = llm.plan
@@ -200,7 +202,7 @@ def measure_serve(
 
     if load.config.search is None:
         served, reuse = serve(load.first)
-        outcome = judge(load.config, load.first, served)
+        outcome = judge(load.config, load.first, served, t)
         note_reuse(outcome, "serve", reuse)
         return outcome, totals
     found: dict[float, tuple[Schedule, list[ServedRequest], Reuse]] = {}
@@ -215,7 +217,7 @@ def measure_serve(
     peak = search_peak(load.config.search, measure)
     shown = load.config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
     schedule, served, reuse = found[shown]
-    outcome = judge(load.config, schedule, served)
+    outcome = judge(load.config, schedule, served, t)
     note_reuse(outcome, "serve", reuse)
     others = (served for rate_per_s, (_, served, _) in found.items() if rate_per_s != shown)
     outcome.num_unlisted_tokens = sum(len(item.token_ids) for served in others for item in served)
@@ -302,13 +304,16 @@ def sent_tokens(schedule: Schedule, served: Sequence[ServedRequest]) -> list[Sen
     return [(prompt(own[request.request_id]), request.token_ids) for request in served]
 
 
-def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> Outcome:
+def judge(
+    config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest], t: Quantile
+) -> Outcome:
     """Return the figures of one run with what speaks against them.
 
     Args:
         config: what was asked.
         schedule: what was planned.
         served: what the run handed back.
+        t: Student's.
     """
     accounts = count_requests(len(schedule.requests), served)
     metrics = {
@@ -330,7 +335,7 @@ def judge(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequ
         ],
         notes=[note] if note else [],
     )
-    unsteady = _drift(config, counted)
+    unsteady = _drift(config, counted, t)
     if unsteady is not None:
         # A rate near the peak is where waiting begins to grow; a search reports it and goes on.
         (outcome.reasons if config.search is None else outcome.notes).append(unsteady)
@@ -410,12 +415,12 @@ def _schedule_reasons(
     return reasons
 
 
-def _drift(config: ServeScenario, counted: Sequence[ServedRequest]) -> str | None:
+def _drift(config: ServeScenario, counted: Sequence[ServedRequest], t: Quantile) -> str | None:
     """Return in words how waiting grew or shrank over the run, where the rate was steady."""
     if not config.arrivals.has_rate:
         return None
     done = sorted((r for r in counted if r.is_complete), key=lambda request: request.submit_s)
-    found = drift([request.ttft_ms for request in done if request.ttft_ms is not None])
+    found = drift([request.ttft_ms for request in done if request.ttft_ms is not None], t)
     if found is None or not found.is_drift:
         return None
     remedy = (

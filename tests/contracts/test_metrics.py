@@ -11,6 +11,7 @@ from engine.asked.config import EngineConfig, ModelConfig
 from harness.config.schema import LatencyScenario, ThroughputScenario
 from harness.config.serve import Arrivals, Objectives, PeakSearch
 from harness.observe.probe import probe_link
+from harness.observe.student import t_table
 from harness.observe.window import Span, Window, peak_metrics, window_metrics
 from harness.point.process import WorkerJob
 from harness.work.load import summarise_loads
@@ -61,7 +62,9 @@ def job(kind: str) -> WorkerJob:
     twice = LatencyScenario(num_requests=3, prompt_tokens=8, output_tokens=5, repeats=2)
     timed = scenario(serve=SEARCH, throughput=several, latency=twice)
     parts = load_only() if kind == "load" else timed
-    return WorkerJob(name=kind, kind=kind, engine=EngineConfig(model=model), scenario=parts)
+    return WorkerJob(
+        name=kind, kind=kind, engine=EngineConfig(model=model), scenario=parts, t=t_table(2, 9)
+    )
 
 
 @pytest.fixture(scope="module")

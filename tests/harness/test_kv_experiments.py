@@ -10,6 +10,7 @@ from engine import LLM
 from engine.errors import CapacityError
 from harness.config.compose import Composer
 from harness.config.engine import engine_config
+from harness.observe.student import student_t
 from harness.work.kv import KVWatch
 from harness.work.offline import measure_latency
 from harness.work.prompts import synthetic_prompts
@@ -62,7 +63,7 @@ def served(name, cpu_gib):
     llm = LLM.from_config(replace(built, gpu=replace(built.gpu, memory_gib=memory_gib)))
     watch = KVWatch(llm, time.perf_counter)
     load = Load(config=config.scenario.serve, vocab_size=llm.spec.vocab_size)
-    outcome, _ = measure_serve(watch, load, clock=time.perf_counter)
+    outcome, _ = measure_serve(watch, load, clock=time.perf_counter, t=student_t)
     result = {"metrics": outcome.metrics, "samples": {}}
     watch.note("serve", result)
     llm.close()
@@ -118,7 +119,9 @@ def test_a_sequence_beyond_the_gpu_runs_with_a_host_tier_alone():
     rows = synthetic_prompts(
         part.num_requests, part.prompt_tokens, vocab_size=llm.spec.vocab_size, seed=0, stream="x"
     )
-    outcome, _ = measure_latency(watch, rows, part.output_tokens, clock=time.perf_counter)
+    outcome, _ = measure_latency(
+        watch, rows, part.output_tokens, clock=time.perf_counter, t=student_t
+    )
     metrics, _ = watch.figures()
     room = llm.plan.num_gpu_blocks * llm.plan.block_size
     llm.close()

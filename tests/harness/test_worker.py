@@ -7,6 +7,7 @@ from engine.asked.config import EngineConfig, ModelConfig
 from harness.config.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
 from harness.folders import plain
 from harness.observe.gpu import Gpu
+from harness.observe.student import t_table
 from harness.point.process import WorkerJob, read_job
 from harness.point.state import StateWriter
 from harness.work.correctness import read_reference
@@ -28,6 +29,7 @@ def job(**changes):
         "kind": "measure",
         "engine": EngineConfig(model=model),
         "scenario": scenario(),
+        "t": t_table(10, 200),
     }
     return WorkerJob(**(fields | changes))
 

@@ -1,13 +1,26 @@
 import math
+import pickle
 import random
 import statistics
+import subprocess
+import sys
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.observe.statistics import drift, interval, is_settled, student_t
+from harness.config.schema import LatencyScenario, ThroughputScenario
+from harness.observe import statistics as measured
+from harness.observe.student import student_t, t_table
+from tests.contracts.project import ROOT
+from tests.harness.cases import scenario
+from tests.harness.test_worker import job
+from tests.harness.work.traffic.cases import serve
 
+interval = partial(measured.interval, t=student_t)
+is_settled = partial(measured.is_settled, t=student_t)
+drift = partial(measured.drift, t=student_t)
 TABLE = [
     # Two-sided 90, 95 and 99 %, as printed in tables.
     (1, 6.314, 12.706, 63.657),
@@ -48,10 +61,17 @@ def test_many_degrees_of_freedom_are_nearly_normal():
     assert student_t(0.95, 5000) == pytest.approx(1.960, abs=1e-3)
 
 
-@pytest.mark.parametrize(("confidence", "freedom"), [(0, 3), (1, 3), (0.95, 0)])
-def test_quantiles_out_of_bounds_are_refused(confidence, freedom):
-    with pytest.raises(ValueError, match="student_t: expected"):
-        student_t(confidence, freedom)
+def test_a_worker_s_table_has_what_its_scenario_needs():
+    table = t_table(5, 100)
+    for freedom in range(1, 5):
+        assert table(0.95, freedom) == student_t(0.95, freedom)
+    for freedom in range(1, 33):
+        assert table(0.99, freedom) == student_t(0.99, freedom)
+    values = [1.0, 2.0, 4.0, 5.0, 7.0]
+    assert measured.interval(values, table) == interval(values)
+    requests = [10.0 + index % 7 for index in range(100)]
+    assert measured.drift(requests, table) == drift(requests)
+    assert t_table(1, 2).values == {0.95: (), 0.99: ()}
 
 
 def test_an_interval_worked_by_hand():
@@ -114,3 +134,34 @@ def test_noise_alone_seldom_looks_like_a_drift():
     draw = random.Random(4)
     found = [drift([draw.gauss(10, 5) for _ in range(60)]).is_drift for _ in range(1000)]
     assert sum(found) / len(found) < 0.02
+
+
+def test_a_worker_measures_drifts_and_repeats_without_scipy(tmp_path):
+    """In a process of its own, with the table that its parent made."""
+    code = (
+        "import pickle, sys; from pathlib import Path\n"
+        "from harness.worker import Work\n"
+        "from tests.harness.fakes import FakeClock, Script, fake_door\n"
+        "task = pickle.loads(Path(sys.argv[1]).read_bytes())\n"
+        "door, _ = fake_door(Script(), FakeClock())\n"
+        "result = Work(task, Path(sys.argv[2]), door, spawned_s=0.0).run()\n"
+        "assert result['error'] is None, result['error']\n"
+        "assert result['metrics']['throughput/output_tok_s/ci95_low'] is not None\n"
+        "assert len(result['samples']['latency']) == 60\n"
+        "print([name for name in sys.modules if name.partition('.')[0] == 'scipy'])\n"
+    )
+    sizes = {"prompt_tokens": 8, "output_tokens": 5, "repeats": 2}
+    parts = scenario(
+        latency=LatencyScenario(num_requests=30, **sizes),
+        throughput=ThroughputScenario(num_requests=4, **sizes),
+        serve=serve(num_requests=30, repeats=2),
+    )
+    (tmp_path / "job").write_bytes(pickle.dumps(job(scenario=parts, t=t_table(2, 30))))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "job"), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")

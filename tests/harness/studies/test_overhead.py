@@ -6,6 +6,7 @@ from engine.asked.config import EngineConfig, EngineSettings, ModelConfig
 from engine.errors import ConfigError
 from harness.config.measured import OverheadScenario
 from harness.config.schema import FakeScript
+from harness.observe.student import t_table
 from harness.point.process import WorkerJob
 from harness.studies.overhead import judge
 from harness.studies.table import Result
@@ -28,6 +29,7 @@ def test_a_worker_measures_every_part_against_its_bare_loop(tmp_path):
         ),
         scenario=scenario(latency=None, throughput=None, overhead=asked),
         fake=script,
+        t=t_table(2, 4),
     )
     result = Work(job, tmp_path, fake_door(script), spawned_s=0.0).run()
     assert result["error"] is None

@@ -1,9 +1,12 @@
 """Repeats of the throughput part, and the drift of the latency part, worked out by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.errors import ConfigError
 from harness.config.schema import ThroughputScenario
+from harness.observe.student import student_t
 from harness.work.drive import Outcome, StepTotals
 from harness.work.offline import drift_reasons
 from harness.work.prompts import PromptRow
@@ -31,7 +34,9 @@ def repeated(rates, *, repeats=None, stop_share=None, **changes):
         return outcome(rates[number], **changes), StepTotals(num_steps=5, decode_s=0.5)
 
     found, totals = measure_repeats(
-        measure, part="throughput", repeats=repeats or len(rates), stop_share=stop_share
+        measure,
+        SimpleNamespace(part="throughput", repeats=repeats or len(rates), stop_share=stop_share),
+        student_t,
     )
     assert calls == list(range(len(calls)))
     assert totals.num_steps == 5 * len(calls)
@@ -146,8 +151,8 @@ def in_turn(gaps_ms):
 
 
 def test_a_machine_that_slows_down_is_a_reason():
-    (reason,) = drift_reasons(in_turn([10.0] * 20 + [12.0] * 10))
+    (reason,) = drift_reasons(in_turn([10.0] * 20 + [12.0] * 10), student_t)
     assert "went from 10 ms in the first third of the requests to 12 ms in the last" in reason
     assert "warmup_requests" in reason
-    assert drift_reasons(in_turn([10.0] * 20 + [10.9] * 10)) == []
-    assert drift_reasons(in_turn([10.0] * 10 + [99.0])) == []  # too few
+    assert drift_reasons(in_turn([10.0] * 20 + [10.9] * 10), student_t) == []
+    assert drift_reasons(in_turn([10.0] * 10 + [99.0]), student_t) == []  # too few

@@ -1,12 +1,19 @@
+from functools import partial
+
 import pytest
 
+from harness.observe.student import student_t
+from harness.work import offline as latency
 from harness.work.drive import cut_reasons
 from harness.work.load import measure_load, summarise_loads
-from harness.work.offline import measure_latency, measure_throughput
+from harness.work.offline import measure_throughput
 from harness.work.times import RequestTimes
 from tests.harness.fakes import FakeClock, FakeLLM, Script
 
 pytestmark = pytest.mark.usefixtures("clock_start_s")
+
+
+measure_latency = partial(latency.measure_latency, t=student_t)
 
 
 def engine(clock, **script):

@@ -19,6 +19,7 @@ from harness.config.serve import (
     TraceSource,
     Turns,
 )
+from harness.observe.student import student_t
 from harness.point.process import WorkerJob
 from harness.work.open_loop import Limits, run_open_loop
 from harness.work.prompts import PromptRow
@@ -53,7 +54,7 @@ def request(index, *, ttft_s=0.5, num_tokens=4, **changes):
 
 def judged(served, **changes):
     config = serve(num_requests=len(served), **changes)
-    return judge(config, plan_requests(config), served)
+    return judge(config, plan_requests(config), served, student_t)
 
 
 def test_a_run_without_fault():
@@ -94,7 +95,7 @@ def test_failed_and_cancelled_requests_are_told_apart():
 def test_accounts_that_do_not_balance_are_a_reason():
     config = serve(num_requests=4)
     served = [request(index) for index in range(3)]
-    (reason,) = judge(config, plan_requests(config), served).reasons
+    (reason,) = judge(config, plan_requests(config), served, student_t).reasons
     assert reason.startswith("serve: 4 requests were planned, but 3 completed, 0 failed and 0 were")
     assert "lack 1" in reason
 
@@ -206,7 +207,11 @@ def serve_fake(config, clock=None, *, rows=(), trace=(), salt=None, **script):
         await asyncio.sleep(0)
 
     outcome, totals = measure_serve(
-        llm, load(config, rows=rows, trace=trace, salt=salt), clock=clock, wait=wait
+        llm,
+        load(config, rows=rows, trace=trace, salt=salt),
+        clock=clock,
+        wait=wait,
+        t=student_t,
     )
     return outcome, totals, llm
 
@@ -390,7 +395,7 @@ def test_the_real_engine_serves_its_own_tokens(tmp_path):
     )
     assert [each.token_ids for each in served] == tokens_of(wanted)
     assert all(each.submit_s <= each.sent_s < each.token_times_s[0] for each in served)
-    outcome, totals = measure_serve(llm, what, clock=time.perf_counter)
+    outcome, totals = measure_serve(llm, what, clock=time.perf_counter, t=student_t)
     assert outcome.num_measured == 24
     assert outcome.metrics["serve/good_share"] == 1.0
     assert totals.num_decode_tokens > 0

@@ -13,6 +13,7 @@ from harness.config.schema import (
     ThroughputScenario,
 )
 from harness.config.serve import ServeScenario
+from harness.observe.student import t_table
 from harness.point.process import WorkerJob
 from harness.work.prompts import PromptRow
 from harness.worker import Work, door_for
@@ -58,6 +59,7 @@ def job(
         "scenario": scenario,
         "fake": script,
         "prompts": prompts or {},
+        "t": t_table(10, 3000),
     }
     return WorkerJob(**(fields | changes))
 
