@@ -1,6 +1,6 @@
 """The roofline of decode: tokens a second over bytes a token, below what link and memory carry."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -24,26 +24,16 @@ class DecodePoint:
     label: str
     batch: float
     """Mean tokens of a step."""
-    link_bytes: float
-    """Over the link for each token."""
-    hbm_bytes: float
-    """Weights read in GPU memory for each token; keys and values come on top."""
-    measured_tok_s: float | None
+    measured_tok_s: float
     predicted_tok_s: float | None
-    link_gb_s: float | None
-    hbm_gb_s: float | None
-
-    def bytes_of(self, roof: Roof) -> float:
-        """Return the bytes that a roof counts."""
-        return self.link_bytes if roof == "link" else self.hbm_bytes
-
-    def rate_of(self, roof: Roof) -> float | None:
-        """Return the roof's rate, GB/s."""
-        return self.link_gb_s if roof == "link" else self.hbm_gb_s
+    size_bytes: Mapping[Roof, float]
+    """Bytes for each token over the link, and of weights in GPU memory; keys and values on top."""
+    rate_gb_s: Mapping[Roof, float | None]
+    """What the probes measured."""
 
     def bound_tok_s(self, roof: Roof) -> float | None:
         """Return the tokens a second that the roof allows, None where it does not bind."""
-        rate, size = self.rate_of(roof), self.bytes_of(roof)
+        rate, size = self.rate_gb_s[roof], self.size_bytes[roof]
         return rate * 1e9 / size if rate and size else None
 
 
@@ -54,8 +44,11 @@ def decode_points(record: RunRecord) -> list[DecodePoint]:
     step = facts.dig_number(record.plan, "bytes_per_step") or 0.0
     if not total or facts.is_emulated(record):
         return []
-    link, hbm = record.metrics.get("link/h2d_gb_s"), _hbm_gb_s(record)
     metrics, found = record.metrics, []
+    rates: dict[Roof, float | None] = {
+        "link": metrics.get("link/h2d_gb_s"),
+        "hbm": metrics.get("link/hbm_copy_gb_s"),
+    }
     tpot = metrics.get("latency/tpot_ms/p50") or metrics.get("latency/tpot_ms/mean")
     steps = facts.dig_number(record.samples.get("throughput"), "num_decode_steps")
     tokens = facts.dig_number(record.samples.get("throughput"), "num_decode_tokens")
@@ -69,12 +62,10 @@ def decode_points(record: RunRecord) -> list[DecodePoint]:
                 DecodePoint(
                     label=label,
                     batch=size,
-                    link_bytes=step / size,
-                    hbm_bytes=(total - in_place) / size,
                     measured_tok_s=measured,
                     predicted_tok_s=predicted,
-                    link_gb_s=link,
-                    hbm_gb_s=hbm,
+                    size_bytes={"link": step / size, "hbm": (total - in_place) / size},
+                    rate_gb_s=rates,
                 )
             )
     return found
@@ -99,45 +90,29 @@ def roofline_figure(record: RunRecord, colours: Theme) -> Drawing | None:
 def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof: Roof) -> None:
     theme.style_axes(axes, colours, grid="both")
     shown = [point for point in points if point.bound_tok_s(roof)]
-    sizes = [point.bytes_of(roof) / 1e9 for point in shown]
+    sizes = [point.size_bytes[roof] / 1e9 for point in shown]
     ends = (min(sizes) / 3, max(sizes) * 3)
-    rate = shown[0].rate_of(roof) or 0.0
+    rate = shown[0].rate_gb_s[roof] or 0.0
     axes.plot(ends, [rate / end for end in ends], color=colours.alarm, linewidth=1.6)
     theme.beside(axes, f"{number(rate)} GB/s", (ends[0], rate / ends[0]), (6, 2), colours.alarm)
-    for point, size in zip(shown, sizes, strict=True):
-        for value, face, word, size_pt in (
-            (point.predicted_tok_s, "none", "predicted", 13),
-            (point.measured_tok_s, colours.accent, "measured", 7),
-        ):
-            if value is not None:
-                label = word if point is shown[0] else None
-                axes.plot(
-                    [size],
-                    [value],
-                    "o",
-                    ms=size_pt,
-                    mfc=face,
-                    mec=colours.accent,
-                    ls="",
-                    label=label,
-                )
-        theme.beside(
-            axes,
-            point.label,
-            (size, point.measured_tok_s or 0.0),
-            (0, -15),
-            colours.ink,
-            ha="center",
-        )
-    lows = [value for p in shown for value in (p.measured_tok_s, p.predicted_tok_s) if value]
+    measured = [point.measured_tok_s for point in shown]
+    predicted = [point.predicted_tok_s for point in shown]
+    accent = colours.accent
+    for values, face, word, size_pt in (
+        (predicted, "none", "predicted", 13),
+        (measured, accent, "measured", 7),
+    ):
+        dots = [(size, value) for size, value in zip(sizes, values, strict=True) if value]
+        if dots:
+            xs, ys = zip(*dots, strict=True)
+            axes.plot(xs, ys, "o", ms=size_pt, mfc=face, mec=accent, label=word)
+    for point, at in zip(shown, zip(sizes, measured, strict=True), strict=True):
+        theme.beside(axes, point.label, at, (0, -15), colours.ink, ha="center")
     theme.log_axis(axes, "x", *ends)
-    lowest, highest = min([*lows, rate / ends[1]]), max([*lows, rate / ends[0]])
+    rates = [value for value in (*measured, *predicted) if value]
+    lowest, highest = min([*rates, rate / ends[1]]), max([*rates, rate / ends[0]])
     theme.log_axis(axes, "y", lowest / 4, highest * 1.6)
     axes.set_xlabel(f"GB a token, {WORDS[roof]}")
-
-
-def _hbm_gb_s(record: RunRecord) -> float | None:
-    return record.metrics.get("link/hbm_copy_gb_s")
 
 
 def _per_s(time_ms: float | None) -> float | None:

@@ -46,7 +46,9 @@ def comparison_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
     shown = list(rows[:MAX_BARS])
     records = records_of(rows)
     tpot = shared(TPOT, [row.metrics for row in rows])
-    panels = [metric for metric in (OUTPUT, tpot) if any(_value(row, metric) for row in shown)]
+    panels = [
+        metric for metric in (OUTPUT, tpot) if any(row.metrics.get(metric.name) for row in shown)
+    ]
     if not panels:
         return None
     cut = f", first {MAX_BARS} of {len(rows)}" if len(rows) > MAX_BARS else ""
@@ -76,16 +78,13 @@ def tradeoff_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
     tpot = shared(TPOT, [row.metrics for row in rows])
     speed, memory = [], []
     for row in rows:
-        output, gap_ms = _value(row, OUTPUT), _value(row, tpot)
-        peak_gib = _value(row, PEAK)
+        output, gap_ms = row.metrics.get(OUTPUT.name), row.metrics.get(tpot.name)
+        peak_gib = row.metrics.get(PEAK.name)
         if output is not None and gap_ms:
             speed.append((row.place, 1000 / gap_ms, output))
         if output is not None and peak_gib is not None:
             memory.append((row.place, peak_gib, output))
-    panels = [
-        (speed, "tokens/s of one request (1000 / TPOT)", 1),
-        (memory, PEAK.heading, -1),
-    ]
+    panels = [(speed, "tokens/s of one request (1000 / TPOT)", 1), (memory, PEAK.heading, -1)]
     panels = [panel for panel in panels if len(panel[0]) >= 2]
     if not panels:
         return None
@@ -93,12 +92,13 @@ def tradeoff_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
         colours, 3.9, "Output rate against its cost", facts.figure_note(*records)
     )
     grid = figure.subplots(1, len(panels), squeeze=False)
+    peaks_gib = {place: peak_gib for place, peak_gib, _ in memory}
     for axes, (points, label, sign) in zip(grid.flat, panels, strict=True):
         is_coloured = points is speed and len(memory) >= 2
-        _draw_scatter(axes, colours, points, sign, dict(_peaks(memory)) if is_coloured else {})
+        _draw_scatter(axes, colours, points, sign, peaks_gib if is_coloured else {})
         axes.set_xlabel(label)
     if len(memory) >= 2 and speed and panels[0][0] is speed:
-        _draw_scale(figure, grid[0, 0], colours, [peak for _, peak in _peaks(memory)])
+        _draw_scale(figure, grid[0, 0], colours, list(peaks_gib.values()))
     grid[0, 0].set_ylabel(OUTPUT.heading)
     return theme.to_png(figure)
 
@@ -119,15 +119,11 @@ def frontier(
     return sorted(best, key=lambda item: item[1])
 
 
-def _value(row: Row, metric: Metric) -> float | None:
-    return row.metrics.get(metric.name)
-
-
 def _draw_bars(
     axes: "Axes", colours: Theme, rows: Sequence[Row], metric: Metric, colour: str
 ) -> None:
     theme.style_axes(axes, colours)
-    values = [_value(row, metric) for row in rows]
+    values = [row.metrics.get(metric.name) for row in rows]
     longest = max(value for value in values if value is not None)
     axes.set_xlim(0, longest * 1.25 or 1)
     axes.locator_params(axis="x", nbins=5)
@@ -136,14 +132,8 @@ def _draw_bars(
         text = row.status if is_bad else number(value)
         if value is not None:
             axes.barh(place, value, height=0.62, color=colour)
-        theme.beside(
-            axes,
-            text,
-            (value or 0, place),
-            (4, 0),
-            colours.alarm if is_bad else colours.ink,
-            va="center",
-        )
+        ink = colours.alarm if is_bad else colours.ink
+        theme.beside(axes, text, (value or 0, place), (4, 0), ink, va="center")
 
 
 def _draw_scatter(
@@ -169,21 +159,11 @@ def _draw_scatter(
             markeredgecolor=colours.ink if peaks_gib and is_best else colours.accent,
             markeredgewidth=1.8 if is_best else 1.0,
         )
-        theme.beside(
-            axes,
-            str(place),
-            (x, y),
-            _LABEL_OFFSETS[index % len(_LABEL_OFFSETS)],
-            colours.ink,
-            fontsize=9.5,
-        )
+        offset = _LABEL_OFFSETS[index % len(_LABEL_OFFSETS)]
+        theme.beside(axes, str(place), (x, y), offset, colours.ink, fontsize=9.5)
     axes.margins(0.14)
     _set_scale(axes, "x", [x for _, x, _ in points])
     _set_scale(axes, "y", [y for _, _, y in points])
-
-
-def _peaks(memory: Sequence[tuple[int, float, float]]) -> list[tuple[int, float]]:
-    return [(place, peak_gib) for place, peak_gib, _ in memory]
 
 
 def _colour(peaks_gib: Mapping[int, float], place: int, otherwise: str) -> Any:

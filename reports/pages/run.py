@@ -497,7 +497,7 @@ def roofline_section(record: RunRecord) -> Section | None:
         bounds = {roof: point.bound_tok_s(roof) for roof in WORDS}
         known = [value for value in bounds.values() if value is not None]
         least = min(known, default=None)
-        share = None if least is None else 100 * (point.measured_tok_s or 0.0) / least
+        share = None if least is None else 100 * point.measured_tok_s / least
         rows.append(
             (
                 f"{point.label}, {number(point.batch)} a step",
@@ -506,7 +506,7 @@ def roofline_section(record: RunRecord) -> Section | None:
                 number(bounds["link"]),
                 number(bounds["hbm"]),
                 ABSENT if share is None else f"{share:.0f} %",
-                f"{gib(point.link_bytes)}, {gib(point.hbm_bytes)}",
+                ", ".join(gib(size) for size in point.size_bytes.values()),
             )
         )
     columns = (
