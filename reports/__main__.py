@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reports.figures.plan import PLAN_CSV, write_plan_figure
-from reports.pages.write import REPORT_NAME, write_report, write_sweep_report, write_versus_report
+from reports.pages.write import REPORT_NAME, write_compare_report, write_report, write_sweep_report
 from reports.record.folders import is_run_folder, load_points
 from reports.record.record import RESULT_NAME, RecordError
 
@@ -65,7 +65,7 @@ def _compare(typed: Sequence[str]) -> int:
     options = parser.parse_args(typed)
     if len(options.run) < 2:
         raise RecordError("compare: expected at least two folders of runs, got one.")
-    paths = write_versus_report(options.run, options.out)
+    paths = write_compare_report(options.run, options.out)
     (text,) = [path for path in paths if path.suffix == ".md"]
     sys.stdout.write(text.read_text(encoding="utf-8"))
     _print_paths(paths)

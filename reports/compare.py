@@ -20,7 +20,7 @@ NOT_WORK: Final = (
     "model.path",
     "model.name",
 )
-"""Of these, settings that change nothing that is timed; the sizes say which model it was."""
+"""Settings among these that change nothing that is timed; the sizes say which model it was."""
 LABEL_CHARS: Final = 48
 IDLE: Final = ("tracking.", "scenario.correctness.")
 IDLE_ROOTS: Final = frozenset(
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """How it ended."""
+        """Word for how it ended."""
         return "unreadable"
 
     @property
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def metrics(self) -> Metrics:
-        """What was measured."""
+        """Figures that were measured."""
         return {}
 
 
@@ -66,12 +66,12 @@ class Run(Row):
 
     @property
     def status(self) -> str:
-        """How it ended, as the record says."""
+        """Status of the record."""
         return self.record.status
 
     @property
     def metrics(self) -> Metrics:
-        """What was measured, as the record says."""
+        """Metrics of the record."""
         return self.record.metrics
 
 
@@ -108,7 +108,7 @@ def sweep_rows(points: Sequence[Point]) -> list[Row]:
     return rows
 
 
-def versus_rows(runs: Sequence[tuple[Path, RunRecord]]) -> list[Run]:
+def compare_rows(runs: Sequence[tuple[Path, RunRecord]]) -> list[Run]:
     """Return a row for each run, labelled by its name, and by its run's id where labels repeat.
 
     Of names that list settings, those that all runs have are left out; long ones are shortened.
@@ -212,7 +212,7 @@ def ratio_interval(base: Metrics, other: Metrics, metric: str) -> tuple[float, f
 
 
 def compared_metrics(runs: Sequence[Metrics]) -> list[Metric]:
-    """Return the metrics that at least two runs have, of samples their median or mean."""
+    """Return the metrics that at least two runs have; for samples their median or mean."""
     least = min(2, len(runs))
     metrics = found("compare", runs)
     return [m for m in metrics if sum(run.get(m.name) is not None for run in runs) >= least]

@@ -1,4 +1,4 @@
-"""The KV cache of one run: a section with its counts, and a figure of each tier's use over time."""
+"""The KV cache of one run over time: its rows, and a figure of what each tier held."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ FLOWS: Final = (
 )
 LEAST_ROWS: Final = 2
 LEAST_SHARE: Final = 0.05
-"""Of a tier's size; less is not seen on an axis up to that size."""
+"""Share of a tier's size; less is not seen on an axis up to that size."""
 
 
 @dataclass(frozen=True, kw_only=True)

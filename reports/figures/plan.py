@@ -31,7 +31,7 @@ def write_plan_figure(folder: Path, out: Path | None = None) -> Path:
     """Draw the plan of a sweep's folder; return the file.
 
     Raises:
-        RecordError: The folder's CSV has no points or lacks a column.
+        RecordError: the folder's CSV has no points or lacks a column.
         ImportError: matplotlib is absent.
     """
     path = folder / PLAN_CSV
@@ -50,7 +50,7 @@ def plan_figure(rows: Sequence[Row]) -> theme.Drawing:
     """Draw a bar for each way to place the weights of each point; a cross where it does not fit.
 
     Args:
-        rows: Of the CSV.
+        rows: lines of the CSV.
     """
     colours = THEMES["light"]
     every = list(dict.fromkeys(row["point"] for row in rows))

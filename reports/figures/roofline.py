@@ -29,7 +29,7 @@ class DecodePoint:
     size_bytes: Mapping[Roof, float]
     """Bytes for each token over the link, and of weights in GPU memory; keys and values on top."""
     rate_gb_s: Mapping[Roof, float | None]
-    """What the probes measured."""
+    """Rates that the probes measured."""
 
     def bound_tok_s(self, roof: Roof) -> float | None:
         """Return the tokens a second that the roof allows, None where it does not bind."""

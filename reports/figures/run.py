@@ -58,7 +58,7 @@ class _Side:
     parts: Mapping[str, float]
     limit_bytes: float | None
     word: str
-    """What the limit is called."""
+    """Name of the limit."""
     peak_bytes: float | None = None
 
     @property
@@ -75,7 +75,7 @@ class _Side:
 
     @property
     def end_bytes(self) -> float:
-        """Where the axis has to reach."""
+        """End of the axis."""
         limit = self.limit_bytes if self.is_limit_drawn and self.limit_bytes else 0
         return max(self.used_bytes, limit)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from reports import facts
-from reports.figures.several import ratio_rows
+from reports.figures.comparisons import ratio_rows
 from reports.pages.page import Card, Page, Section, Table, banners, details, tree_table
 from reports.pages.verdict import validity, verdict
 from reports.record.metrics import Metric, metric_number, shown, unit
@@ -25,7 +25,7 @@ CONVENTIONS: Final = (
 ENDS: Final = ("least", "median", "most")
 
 
-def is_comparison(record: RunRecord) -> bool:
+def is_ab(record: RunRecord) -> bool:
     """Return whether a record is that of a comparison."""
     return isinstance(record.samples.get("ab"), Mapping)
 

@@ -1,4 +1,4 @@
-"""What a page shows, free of any markup: sections of tables and figures, and a verdict."""
+"""Content of a page, free of any markup: sections of tables and figures, and a verdict."""
 
 import csv
 import io
@@ -69,7 +69,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How the run ended, whether its figures may be used, and what to change."""
+    """Statement of how the run ended, whether its figures may be used, and what to change."""
 
     kind: Kind
     label: str

@@ -1,4 +1,4 @@
-"""How a run ended in words: its status, its error, whether it counts, and what to change."""
+"""Words for how a run ended: its status, its error, whether it counts, and what to change."""
 
 import math
 from types import MappingProxyType

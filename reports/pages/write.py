@@ -1,4 +1,4 @@
-"""Writes the pages: report.html and .md of a run, sweep.html, .md and .csv of a sweep."""
+"""Writes reports: pages as HTML and Markdown, their figures, and tables as CSV."""
 
 import base64
 import os
@@ -12,15 +12,15 @@ from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from reports.compare import check_alike, check_distinct, sweep_rows, versus_rows
+from reports.compare import check_alike, check_distinct, compare_rows, sweep_rows
+from reports.figures.comparisons import SWEEP_FIGURES, comparison_figure, ratio_figure, sides_figure
 from reports.figures.run import FIGURES, TIME_FIGURES
-from reports.figures.several import SWEEP_FIGURES, comparison_figure, ratio_figure, sides_figure
 from reports.figures.theme import THEMES, Drawing, Theme
-from reports.pages.ab import ab_page, is_comparison
+from reports.pages.ab import ab_page, is_ab
+from reports.pages.compare import compare_csv, compare_page
 from reports.pages.page import Page, Section, metrics_csv
 from reports.pages.run import run_page
 from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
-from reports.pages.versus import versus_csv, versus_page
 from reports.record.folders import load_points, load_run
 from reports.record.record import RunRecord, write_bytes_atomic, write_text_atomic
 from reports.record.telemetry import Table, read_telemetry
@@ -59,8 +59,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
         RecordError: when the folder or its record cannot be read.
     """
     record, target = load_run(run_dir), out or run_dir
-    if is_comparison(record):
-        return _write_comparison(record, run_dir, target)
+    if is_ab(record):
+        return _write_ab(record, run_dir, target)
     draws: dict[str, Draw] = {name: partial(draw, record) for name, draw in FIGURES.items()}
     rows = _telemetry(run_dir)
     if rows is not None:
@@ -69,7 +69,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
     return _write_pages(run_page(record), draws, target, "report", table)
 
 
-def _write_comparison(record: RunRecord, run_dir: Path, target: Path) -> list[Path]:
+def _write_ab(record: RunRecord, run_dir: Path, target: Path) -> list[Path]:
     """Write the report of a comparison, with links to the reports of its runs."""
     runs = record.samples["ab"].get("runs") or []
     links = _links({run["folder"]: [run_dir / run["folder"]] for run in runs}, target)
@@ -110,7 +110,7 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     return _write_pages(page, draws, target, "sweep", table)
 
 
-def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
+def write_compare_report(folders: Sequence[Path], out: Path) -> list[Path]:
     """Write compare.html, .md, .csv and figures/* of runs of the same work; return their paths.
 
     Args:
@@ -121,7 +121,7 @@ def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
         RecordError: when a record cannot be read.
         UnlikeError: when the runs did not do the same work, or a run is given twice.
     """
-    rows = versus_rows([(folder, load_run(folder)) for folder in folders])
+    rows = compare_rows([(folder, load_run(folder)) for folder in folders])
     check_distinct(rows)
     check_alike(rows)
     links = _links({row.place: [row.folder] for row in rows}, out)
@@ -129,8 +129,8 @@ def write_versus_report(folders: Sequence[Path], out: Path) -> list[Path]:
         "ratios": partial(ratio_figure, rows),
         "comparison": partial(comparison_figure, rows),
     }
-    table = {"compare.csv": versus_csv(rows)}
-    return _write_pages(versus_page(rows, links), draws, out, "compare", table)
+    table = {"compare.csv": compare_csv(rows)}
+    return _write_pages(compare_page(rows, links), draws, out, "compare", table)
 
 
 def _write_pages(

@@ -34,11 +34,11 @@ class Metric:
     label: str = ""
     """Short, as above a column."""
     words: str = ""
-    """What it is in a line of text, for places ab and summary."""
+    """Name in a line of text, for places ab and summary."""
     better: Better = "none"
     shown: tuple[Place, ...] = ()
     statistics: tuple[str, ...] = ()
-    """Of a metric of samples those that a summary shows; empty for a single value."""
+    """Statistics that a summary shows, for a metric of samples; empty for a single value."""
     needs: str = ""
     """Metric that a run has where this one says something; empty: nothing more."""
 
@@ -138,7 +138,7 @@ TOTAL: Final = Metric(
     better="lower",
     shown=("card", "ab"),
 )
-"""What a comparison in pairs adds to the metrics of each run."""
+"""Metric that a comparison in pairs adds to those of each run."""
 _SHOWN: Final = (
     Metric(
         "throughput/output_tok_s",

@@ -17,7 +17,7 @@ from typing import Any, Final
 SCHEMA_VERSION: Final = 1
 RESULT_NAME: Final = "result.json"
 STATE_NAME: Final = "state.json"
-"""What a run does now, and how it ended; beside the record, and there before it."""
+"""File with what a run does now, and how it ended; written before the record."""
 STATUSES: Final = ("ok", "no_fit", "oom", "failed", "timeout", "killed", "skipped")
 SAMPLE_FLOORS: Final[Mapping[int, int]] = MappingProxyType({50: 11, 90: 64, 95: 130, 99: 662})
 """Percentile -> number of samples below which it is None."""
@@ -29,7 +29,7 @@ class RecordError(ValueError):
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """What one run asked for, what it ran on and what was measured.
+    """Record of one run: what it asked for, what it ran on and what was measured.
 
     Every value must be strict JSON: no NaN, no infinity, text keys. A statistic of an empty
     sample is None, never 0.
@@ -55,7 +55,7 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     """Key emulated is true where the tiers were emulated on the CPU."""
     effective: dict[str, Any] = field(default_factory=dict)
-    """What was really used; fallbacks and warnings are lists of text."""
+    """Settings that were really used; fallbacks and warnings are lists of text."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """`area/quantity_unit[/statistic]` -> value."""
     samples: dict[str, Any] = field(default_factory=dict)

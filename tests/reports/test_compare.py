@@ -8,15 +8,15 @@ from reports.__main__ import main
 from reports.compare import (
     UnlikeError,
     check_alike,
+    compare_rows,
     compared_metrics,
     ratio,
     ratio_interval,
-    versus_rows,
 )
-from reports.figures.several import ratio_ticks
+from reports.figures.comparisons import ratio_ticks
+from reports.pages.compare import compare_page
 from reports.pages.sweep import peers_section
-from reports.pages.versus import versus_page
-from reports.pages.write import write_sweep_report, write_versus_report
+from reports.pages.write import write_compare_report, write_sweep_report
 from reports.record.metrics import METRICS
 from reports.record.record import RecordError
 from tests.reports.conftest import write_run
@@ -37,12 +37,12 @@ def peer_record(factor=2.0, **changes):
 
 
 def rows_of(tmp_path, *records):
-    return versus_rows([(tmp_path / str(i), record) for i, record in enumerate(records)])
+    return compare_rows([(tmp_path / str(i), record) for i, record in enumerate(records)])
 
 
 def named_settings(runs):
     """The settings that the page of a comparison says differ, with their values."""
-    (section,) = [s for s in versus_page(runs, {}).sections if s.title == "What differs"]
+    (section,) = [s for s in compare_page(runs, {}).sections if s.title == "What differs"]
     return {line[0]: line[1:] for table in section.tables for line in table.rows}
 
 
@@ -53,7 +53,7 @@ def test_ratios_are_to_the_first_run(tmp_path):
     assert ratio(base.metrics, peer.metrics, "no/such") is None
     peer.metrics["memory/budget_margin_gib"], base.metrics["memory/budget_margin_gib"] = -1, 2
     assert ratio(base.metrics, peer.metrics, "memory/budget_margin_gib") is None
-    page = versus_page(rows_of(tmp_path, base, peer), {})
+    page = compare_page(rows_of(tmp_path, base, peer), {})
     table = page.sections[0].tables[0]
     found = {row[0]: row[1] for row in table.rows}
     assert found["output"] == "0.500"
@@ -79,7 +79,7 @@ def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path
     records = [ok_record(), ok_record(name="b")]
     for record, mean in zip(records, (100.0, 103.0), strict=True):
         record.metrics |= {name: mean, f"{name}/ci95_low": mean - 9, f"{name}/ci95_high": mean + 9}
-    table = versus_page(rows_of(tmp_path, *records), {}).sections[0].tables[0]
+    table = compare_page(rows_of(tmp_path, *records), {}).sections[0].tables[0]
     assert table.rows[0][0] == "output"
     assert table.rows[0][-1] == "0.862 to 1.231"
     assert 0 not in table.kinds
@@ -157,11 +157,11 @@ def test_offload_system_and_budget_may_differ_and_are_named(tmp_path):
 
 def test_runs_that_failed_or_were_not_checked_are_named(tmp_path):
     unchecked = ok_record(name="b", valid=None)
-    page = versus_page(rows_of(tmp_path, ok_record(), unchecked), {})
+    page = compare_page(rows_of(tmp_path, ok_record(), unchecked), {})
     assert page.verdict.kind == "warn"
     assert page.verdict.lines[0].startswith("b: not judged")
     failed = ok_record(name="c", status="oom", error={"type": "OOM", "message": "full"})
-    page = versus_page(rows_of(tmp_path, ok_record(), failed), {})
+    page = compare_page(rows_of(tmp_path, ok_record(), failed), {})
     assert page.verdict.kind == "bad"
     assert "c: oom. OOM: full" in page.verdict.lines
 
@@ -176,7 +176,7 @@ def test_models_of_equal_sizes_are_the_same_work_and_named(tmp_path):
 
 
 def test_a_run_without_figures_leaves_no_empty_table(tmp_path):
-    page = versus_page(rows_of(tmp_path, ok_record(), no_fit_record(config=config())), {})
+    page = compare_page(rows_of(tmp_path, ok_record(), no_fit_record(config=config())), {})
     assert "nothing to divide" in page.sections[0].text[0]
     assert all(table.rows for section in page.sections for table in section.tables)
     assert page.verdict.kind == "bad"
@@ -257,7 +257,7 @@ def test_command_refuses_one_run_and_unlike_runs(tmp_path, capsys):
     assert main(["compare", str(a), str(b)]) == 2
     assert "expected runs of the same work" in capsys.readouterr().err
     with pytest.raises(RecordError):
-        write_versus_report([a, tmp_path / "none"], tmp_path / "out")
+        write_compare_report([a, tmp_path / "none"], tmp_path / "out")
 
 
 def test_a_sweep_holds_native_points_against_peers(tmp_path):

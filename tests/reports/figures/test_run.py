@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from reports.compare import sweep_rows
+from reports.figures.comparisons import SWEEP_FIGURES, frontier
 from reports.figures.run import FIGURES, PHASE_ORDER, phase_names
-from reports.figures.several import SWEEP_FIGURES, frontier
 from reports.figures.theme import THEMES, log_ticks, part_colours, plain
 from reports.record.folders import Point
 from tests.reports.conftest import sweep_records
@@ -182,7 +182,7 @@ def test_sweeps_without_figures_draw_nothing(tmp_path):
 
 
 def test_long_sweeps_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("reports.figures.several.MAX_BARS", 4)
+    monkeypatch.setattr("reports.figures.comparisons.MAX_BARS", 4)
     point = ok_record(metrics={"throughput/output_tok_s": 3.0})
     few = rows_of({str(i): point for i in range(4)}, tmp_path)
     many = rows_of({str(i): point for i in range(9)}, tmp_path)

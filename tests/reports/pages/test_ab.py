@@ -1,8 +1,8 @@
 """The page of a comparison: ratios, sides that failed, links to its runs."""
 
-from reports.figures.several import sides_figure
+from reports.figures.comparisons import sides_figure
 from reports.figures.theme import THEMES
-from reports.pages.ab import ab_page, is_comparison
+from reports.pages.ab import ab_page, is_ab
 from reports.pages.write import write_report
 from reports.record.folders import load_run
 from reports.record.record import RunRecord
@@ -109,5 +109,5 @@ def test_the_report_of_a_folder_is_that_of_the_comparison(tmp_path):
     assert folder / "figures" / "ratios.png" in paths
     page = read_html(folder)
     assert any("00-ab1-a/report.html" in str(value) for *_, value in page.attributes)
-    assert is_comparison(load_run(folder))
-    assert not is_comparison(ok_record())
+    assert is_ab(load_run(folder))
+    assert not is_ab(ok_record())

@@ -37,7 +37,7 @@ ALT: Final = (
 )
 
 
-def versus_page(runs: Sequence[Run], links: Mapping[int, str]) -> Page:
+def compare_page(runs: Sequence[Run], links: Mapping[int, str]) -> Page:
     """Return the page of a comparison; the first run is what the others are held against.
 
     Args:
@@ -79,7 +79,7 @@ def versus_page(runs: Sequence[Run], links: Mapping[int, str]) -> Page:
     )
 
 
-def versus_csv(runs: Sequence[Run]) -> str:
+def compare_csv(runs: Sequence[Run]) -> str:
     """Return every metric with the value of each run and its ratio to the first, as CSV."""
     base = runs[0]
     others = [f"{run.label} / {base.label}" for run in runs[1:]]

@@ -29,9 +29,9 @@ MOST_RUNS: Final = 6
 Mark = tuple[int, str, float, tuple[float, float] | None]
 """Row of a ratio from the top, run, ratio and its interval."""
 TICKS: Final = (1, 2, 0.5, 10, 0.1, 5, 0.2, 100, 0.01, 20, 50, 0.02, 0.05, 1.25, 0.8, 1.1, 0.9)
-"""What an axis of ratios may name; the first ones come first where there is no room for all."""
+"""Ratios that an axis may name; the first ones come first where there is no room for all."""
 LEAST_GAP: Final = 0.12
-"""Of the axis' length, between two that are named."""
+"""Share of the axis' length between two that are named."""
 LEAST_SPAN: Final = 0.05
 """The axis reaches at least this far from 1 to either side."""
 WIDEST: Final = 100.0
