@@ -1,61 +1,19 @@
 """Figures decode as PNG, show what they should, and are absent without data."""
 
-import functools
-import io
-
 import numpy as np
 import pytest
-from PIL import Image
 
-from reports.compare import sweep_rows
-from reports.figures.comparisons import SWEEP_FIGURES, frontier
-from reports.figures.run import FIGURES, PHASE_ORDER, phase_names
-from reports.figures.theme import THEMES, log_ticks, part_colours, plain
-from reports.record.folders import Point
-from tests.reports.conftest import sweep_records
-from tests.reports.examples import gib, kv_rows, latency_rows, no_fit_record, ok_record
-
-LIGHT = THEMES["light"]
-
-
-@functools.cache
-def drawn(name, theme="light"):
-    """Return the figure of the usual record, drawn once."""
-    return FIGURES[name](ok_record(), THEMES[theme])
-
-
-def pixels(png):
-    with Image.open(io.BytesIO(png)) as image:
-        assert image.format == "PNG"
-        return np.asarray(image.convert("RGB")).astype(int)
-
-
-def rgb(colour):
-    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-
-def share_near(png, colour):
-    """Return the share of pixels within 12 of a colour in each channel."""
-    return float((np.abs(pixels(png) - rgb(colour)).max(axis=2) <= 12).mean())
-
-
-HOST = ("pinned_weights", "pinned_kv", "pageable_kv", "kv_staging", "load_staging", "tokenizer")
-GPU = ("weights", "kv_cache", "activations", "logits", "graphs", "runtime", "kv_moves", "kv_stages")
-
-
-@pytest.mark.parametrize(
-    "names", [(*PHASE_ORDER, "other_s"), (*HOST, "process", "emulated_gpu"), GPU]
-)
-def test_no_two_parts_of_a_figure_have_one_colour(names):
-    assert len(set(part_colours(names).values())) == len(names)
-
-
-def rows_of(records, tmp_path):
-    points = [
-        Point(folder=tmp_path / name, record=record, problem=None if record else "broken")
-        for name, record in records.items()
-    ]
-    return sweep_rows(points)
+from reports.figures.comparisons import SWEEP_FIGURES
+from reports.figures.run import FIGURES, TIME_FIGURES, phase_names
+from reports.figures.theme import THEMES, plain
+from reports.pages.write import write_report
+from reports.record.record import write_text_atomic
+from reports.record.telemetry import COLUMNS
+from tests.reports.conftest import write_run
+from tests.reports.examples import GIB, gib, latency_rows, no_fit_record, ok_record
+from tests.reports.figures.pictures import LIGHT, drawn, pixels, rgb, share_near
+from tests.reports.figures.test_comparisons import rows_of
+from tests.reports.pages.test_write import read_html
 
 
 @pytest.mark.parametrize(
@@ -167,73 +125,90 @@ def test_phases_are_ordered_as_they_happen():
     ]
 
 
-@pytest.mark.parametrize("name", sorted(SWEEP_FIGURES))
-def test_sweep_figures(name, tmp_path):
-    rows = rows_of({**sweep_records(), "11": None}, tmp_path)
-    png = SWEEP_FIGURES[name](rows, LIGHT)
-    assert pixels(png).shape[1] > 800
-    alarm = share_near(png, LIGHT.alarm)
-    assert (alarm > 0) is (name == "comparison")
+def rows(count=40, **columns):
+    """Telemetry of `count` rows, ten a second; the middle half is latency."""
+    table = {name: [None] * count for name in COLUMNS}
+    table["clock_s"] = [100 + index / 10 for index in range(count)]
+    quarter = count // 4
+    phases = ["build"] * quarter + ["latency"] * (count - 2 * quarter) + ["close"] * quarter
+    table["phase"] = phases
+    for name, value in columns.items():
+        table[name] = [value] * count
+    return table
 
 
-def test_sweeps_without_figures_draw_nothing(tmp_path):
-    rows = rows_of({"0": no_fit_record(), "1": None}, tmp_path)
-    assert [draw(rows, LIGHT) for draw in SWEEP_FIGURES.values()] == [None, None]
+USUAL = {
+    "gpu_used_bytes": 12 * GIB,
+    "rss_bytes": 3 * GIB,
+    "pinned_bytes": 8 * GIB,
+    "gpu_busy_pct": 80.0,
+    "pcie_rx_gb_s": 40.0,
+    "gpu_power_w": 350.0,
+}
 
 
-def test_long_sweeps_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("reports.figures.comparisons.MAX_BARS", 4)
-    point = ok_record(metrics={"throughput/output_tok_s": 3.0})
-    few = rows_of({str(i): point for i in range(4)}, tmp_path)
-    many = rows_of({str(i): point for i in range(9)}, tmp_path)
-    heights = [pixels(SWEEP_FIGURES["comparison"](rows, LIGHT)).shape[0] for rows in (few, many)]
-    assert heights[0] == heights[1]
+@pytest.mark.parametrize("name", sorted(TIME_FIGURES))
+def test_figures_over_time_are_drawn(name):
+    record = ok_record()
+    record.metrics["memory/gpu_budget_gib"] = 13.6
+    png = TIME_FIGURES[name](record, rows(**USUAL), LIGHT)
+    assert share_near(png, LIGHT.accent) > 0.0005
+    assert share_near(png, LIGHT.alarm) > 0.0005
+    assert png.svg().startswith(b"<?xml")
+    assert b"latency" in png.svg()
 
 
-def test_frontier_holds_what_nothing_beats():
-    points = [(1, 5.0, 10.0), (2, 4.0, 20.0), (3, 3.0, 15.0), (4, 5.0, 9.0)]
-    assert [place for place, _, _ in frontier(points, 1)] == [2, 1]
-    assert [place for place, _, _ in frontier(points, -1)] == [3, 2]
+@pytest.mark.parametrize("name", sorted(TIME_FIGURES))
+def test_figures_over_time_are_absent_without_rows(name):
+    assert TIME_FIGURES[name](ok_record(), rows(count=4), LIGHT) is None
+    assert TIME_FIGURES[name](ok_record(), rows(count=0), LIGHT) is None
 
 
-def test_the_kv_figure_has_a_panel_for_each_tier_that_is_there():
-    with_host = pixels(drawn("kv"))
-    alone = ok_record(samples={"kv": kv_rows(cpu_blocks=0) | {"part": "serve"}})
-    still = kv_rows()
-    still["rows"] = [[*row[:6], 0, 0, 0] for row in still["rows"]]
-    png = FIGURES["kv"](ok_record(samples={"kv": still}), LIGHT)
-    assert pixels(png).shape[0] < with_host.shape[0]  # nothing crossed the link
-    assert pixels(FIGURES["kv"](alone, LIGHT)).shape[0] < with_host.shape[0]
+def test_emulated_memory_shows_the_host_alone():
+    record = ok_record()
+    record.environment["emulated"] = True
+    both = TIME_FIGURES["memory_time"](ok_record(), rows(**USUAL), LIGHT)
+    host = TIME_FIGURES["memory_time"](record, rows(**USUAL), LIGHT)
+    assert pixels(host).shape[0] < pixels(both).shape[0]
+    assert share_near(host, LIGHT.alarm) == 0
 
 
-def test_a_little_of_a_large_kv_cache_is_seen():
-    png = FIGURES["kv"](ok_record(samples={"kv": kv_rows(0) | {"gpu_blocks": 2.5e6}}), LIGHT)
-    held = [round(0.85 * part + 0.15 * 255) for part in rgb(LIGHT.accent)]
-    assert share_near(png, "#" + "".join(f"{part:02x}" for part in held)) > 0.1
+def test_a_run_with_telemetry_shows_it_and_one_without_has_no_heading(tmp_path):
+    folder = write_run(ok_record(plan=None, samples={}, metrics={}), tmp_path / "run")
+    write_report(folder)
+    assert "Over time" not in read_html(folder).words
+    table = rows(**USUAL)
+    lines = [
+        "{" + ", ".join(f'"{name}": {_json(values[index])}' for name, values in table.items()) + "}"
+        for index in range(40)
+    ]
+    write_text_atomic(folder / "telemetry.jsonl", "\n".join(lines) + "\n")
+    paths = write_report(folder)
+    assert "Over time" in read_html(folder).words
+    assert {"memory_time.svg", "activity.png"} <= {path.name for path in paths}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (3, 40, [5, 10, 20]),
-        (0.4, 30, [1, 3, 10, 30]),
-        (80, 30_000, [100, 1000, 10_000]),
-        (1, 1e12, [1, 100, 1e4, 1e6, 1e8, 1e10, 1e12]),
-    ],
-)
-def test_ticks_of_a_logarithmic_axis_are_few_and_round(low, high, ticks):
-    assert log_ticks(low, high) == pytest.approx(ticks)
+def _json(value):
+    if value is None:
+        return "null"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-@pytest.mark.parametrize(
-    "kv",
-    [
-        *(None, [], {"columns": ["time_s"], "rows": []}),
-        kv_rows() | {"rows": kv_rows()["rows"][:1]},
-        kv_rows() | {"columns": None},
-        kv_rows() | {"block_bytes": 0},
-        kv_rows(cpu_blocks=0) | {"gpu_blocks": 0},
-    ],
-)
-def test_the_kv_figure_needs_rows_and_sizes(kv):
-    assert FIGURES["kv"](ok_record(samples={"kv": kv}), LIGHT) is None
+def served(**changes):
+    return {
+        "scheduled_s": 1.0,
+        "ttft_ms": 100.0,
+        "e2e_ms": 900.0,
+        "error": None,
+        **changes,
+    }
+
+
+def test_the_timeline_shows_arrivals_and_marks_failures():
+    record = ok_record()
+    alone = FIGURES["timeline"](record, LIGHT)
+    assert share_near(alone, LIGHT.alarm) == 0
+    record.samples["serve"] = {
+        "requests": [served(), served(scheduled_s=2.0, ttft_ms=None, e2e_ms=None, error="full")]
+    }
+    assert share_near(FIGURES["timeline"](record, LIGHT), LIGHT.alarm) > 0

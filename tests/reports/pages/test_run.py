@@ -4,9 +4,10 @@ import pytest
 
 from reports import facts
 from reports.pages.page import tree_table
-from reports.pages.run import run_page
+from reports.pages.run import asked_section, failed_section, run_page
 from reports.pages.verdict import error_line, status_kind, verdict
 from tests.reports.examples import config, gib, no_fit_record, ok_record
+from tests.reports.figures.test_run import served
 
 
 def titles(record):
@@ -307,3 +308,50 @@ def test_lists_of_settings_have_a_row_for_each_and_floats_few_digits():
         ("kv.max_kept", "26.611"),
         ("kv.share", "0.9"),
     ]
+
+
+def test_failed_requests_are_counted_by_error():
+    record = ok_record()
+    assert failed_section(record) is None
+    record.samples["serve"] = {"requests": [served(), *[served(error="queue full")] * 3]}
+    record.samples["latency"][0]["error"] = "too long"
+    (table,) = failed_section(record).tables
+    assert table.rows == [
+        ("latency", "1 of 20", "too long"),
+        ("serve", "3 of 4", "queue full"),
+    ]
+
+
+def test_asked_stands_beside_used():
+    record = ok_record()
+    record.effective |= {
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "placement_bytes": {"resident": gib(5), "uva": gib(8), "prefetch": 0},
+        "correctness": {"checked": True, "num_tokens": 32},
+        "stats": {"peak_running": 7},
+    }
+    found = {row[0]: row[1:] for row in asked_section(record).tables[0].rows}
+    assert found["system"] == ("native", "this project")
+    assert found["dtype"] == ("bfloat16", "bfloat16")
+    assert found["GPU memory"] == ("16.0 GiB, of it 85%", "peak 12.9 GiB")
+    assert found["offload"] == ("uva", "5.00 GiB resident, 8.00 GiB uva")
+    assert found["sequences at once"] == ("64", "7 at most")
+    assert found["longest sequence"] == ("the model's own limit", "4,096 tokens")
+    assert found["tokens compared"][1] == "32 tokens: equal"
+
+
+def test_a_peer_names_its_versions_and_how_far_its_tokens_agree():
+    record = ok_record()
+    record.config["system"] = {"kind": "accelerate"}
+    record.effective |= {
+        "system_version": "transformers 5.17, accelerate 1.15",
+        "correctness": {"checked": True, "num_tokens": 32},
+    }
+    record.metrics["correctness/equal_share"] = 0.75
+    found = {row[0]: row[1:] for row in asked_section(record).tables[0].rows}
+    assert found["system"] == ("accelerate", "transformers 5.17, accelerate 1.15")
+    assert found["tokens compared"][1] == "32 tokens: 75 % equal"
+    record.effective["correctness"] = {"checked": False}
+    found = {row[0]: row[1:] for row in asked_section(record).tables[0].rows}
+    assert found["tokens compared"][1] == "not compared"

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reports.record.metrics import METRICS, definition
 from reports.record.record import (
     SAMPLE_FLOORS,
     STATUSES,
@@ -190,38 +189,3 @@ def test_read_names_the_file(tmp_path):
 def test_every_status_is_a_record():
     for status in STATUSES:
         assert RunRecord.from_json(small_record(status=status).to_json()).status == status
-
-
-def test_definitions_are_found_by_prefix():
-    assert definition("latency/ttft_ms/p50") == METRICS["latency/ttft_ms"].definition
-    assert definition("load/busy/read_s") == METRICS["load/busy"].definition
-    assert definition("load/nosuch_s") is None
-    assert definition("load/cold_nosuch_s") is None
-    assert definition("nosuch/thing") is None
-    assert "(E2E - TTFT) / (output tokens - 1)" in definition("latency/tpot_ms/mean")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "load/total_s",
-        "load/read_s",
-        "load/pin_s",
-        "latency/itl_ms/p99",
-        "latency/e2e_ms/p50",
-        "throughput/output_tok_s",
-        "throughput/prefill_tok_s",
-        "throughput/requests_s",
-        "memory/gpu_peak_gib",
-        "memory/host_pinned_gib",
-        "memory/host_rss_peak_gib",
-        "link/h2d_gb_s",
-        "link/share",
-        "offload/bytes_per_step",
-        "energy/j_per_token",
-    ],
-)
-def test_every_named_metric_has_a_definition_of_one_line(name):
-    text = definition(name)
-    assert text
-    assert "\n" not in text

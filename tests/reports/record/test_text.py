@@ -2,7 +2,6 @@
 
 import pytest
 
-from reports.record.metrics import metric_text, unit
 from reports.record.text import duration, flatten, gib, last_keys, leaf, number, shorten
 
 GIB = 2**30
@@ -38,35 +37,6 @@ def test_bytes_and_durations():
     assert duration(12.34) == "12.3 s"
     assert duration(312.4) == "5 min 12 s"
     assert duration(7380) == "2 h 03 min"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("throughput/output_tok_s", 402.7, "402.7 tok/s"),
-        ("throughput/requests_s", 3.15, "3.15 requests/s"),
-        ("latency/ttft_ms/p50", 223.66, "223.7 ms"),
-        ("load/total_s", 15.01, "15.0 s"),
-        ("load/busy/read_s", 2.0, "2.00 s"),
-        ("memory/gpu_peak_gib", 12.94, "12.9 GiB"),
-        ("link/h2d_gb_s", 55.5, "55.5 GB/s"),
-        ("link/share", 0.985, "98.5 %"),
-        ("offload/bytes_per_step", 8 * GIB, "8.00 GiB/step"),
-        ("energy/j_per_token", 1.5, "1.50 J/token"),
-        ("energy/j_per_token", None, "n/a"),
-        ("other/count", 3, "3.00"),
-        ("memory/gpu_peak_gib", 0.01, "10.2 MiB"),
-        ("offload/bytes_per_step", 2**20, "1.00 MiB/step"),
-        ("load/plan_s", 0.00104, "1.04 ms"),
-        ("load/convert_s", 0.0, "0 s"),
-    ],
-)
-def test_metrics_carry_their_unit(name, value, text):
-    assert metric_text(name, value) == text
-
-
-def test_unit_of_a_name_without_one_is_empty():
-    assert not unit("other/count")
 
 
 def test_trees_are_flattened_to_leaves():

@@ -1,0 +1,34 @@
+"""Pictures that are drawn once, and what is in them."""
+
+import functools
+import io
+
+import numpy as np
+from PIL import Image
+
+from reports.figures.run import FIGURES
+from reports.figures.theme import THEMES
+from tests.reports.examples import ok_record
+
+LIGHT = THEMES["light"]
+
+
+@functools.cache
+def drawn(name, theme="light"):
+    """Return the figure of the usual record, drawn once."""
+    return FIGURES[name](ok_record(), THEMES[theme])
+
+
+def pixels(png):
+    with Image.open(io.BytesIO(png)) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def rgb(colour):
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def share_near(png, colour):
+    """Return the share of pixels within 12 of a colour in each channel."""
+    return float((np.abs(pixels(png) - rgb(colour)).max(axis=2) <= 12).mean())
