@@ -22,8 +22,8 @@ from reports.pages.page import Page, Section, metrics_csv
 from reports.pages.run import run_page
 from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
 from reports.record.folders import load_points, load_run
-from reports.record.record import RunRecord, write_bytes_atomic, write_text_atomic
-from reports.record.telemetry import Table, read_telemetry
+from reports.record.record import write_bytes_atomic, write_text_atomic
+from reports.record.telemetry import read_telemetry
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REPORT_NAME: Final = "report.html"
@@ -59,23 +59,22 @@ def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
         RecordError: when the folder or its record cannot be read.
     """
     record, target = load_run(run_dir), out or run_dir
+    draws: dict[str, Draw]
     if is_ab(record):
-        return _write_ab(record, run_dir, target)
-    draws: dict[str, Draw] = {name: partial(draw, record) for name, draw in FIGURES.items()}
-    rows = _telemetry(run_dir)
-    if rows is not None:
-        draws |= {name: partial(draw, record, rows) for name, draw in TIME_FIGURES.items()}
-    table = {METRICS_NAME: metrics_csv(record)}
-    return _write_pages(run_page(record), draws, target, "report", table)
-
-
-def _write_ab(record: RunRecord, run_dir: Path, target: Path) -> list[Path]:
-    """Write the report of a comparison, with links to the reports of its runs."""
-    runs = record.samples["ab"].get("runs") or []
-    links = _links({run["folder"]: [run_dir / run["folder"]] for run in runs}, target)
-    draws: dict[str, Draw] = {"ratios": partial(sides_figure, record)}
-    table = {METRICS_NAME: metrics_csv(record)}
-    return _write_pages(ab_page(record, links), draws, target, "report", table)
+        runs = record.samples["ab"].get("runs") or []
+        links = _links({run["folder"]: [run_dir / run["folder"]] for run in runs}, target)
+        page, draws = ab_page(record, links), {"ratios": partial(sides_figure, record)}
+    else:
+        page = run_page(record)
+        draws = {name: partial(draw, record) for name, draw in FIGURES.items()}
+        try:
+            rows = read_telemetry(run_dir)
+        except (ImportError, OSError, ValueError) as error:
+            rows, lack = None, f"No figure shows the run over time: {error}."
+            page = replace(page, banners=(*page.banners, lack))
+        if rows is not None:
+            draws |= {name: partial(draw, record, rows) for name, draw in TIME_FIGURES.items()}
+    return _write_pages(page, draws, target, "report", {METRICS_NAME: metrics_csv(record)})
 
 
 def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
@@ -183,14 +182,6 @@ def _has_content(images: Mapping[str, Image], section: Section) -> bool:
     """Return whether a section has more to show than figures without their data."""
     is_drawn = any(name in images for name in section.figures)
     return is_drawn or bool(section.tables) or not section.figures
-
-
-def _telemetry(run_dir: Path) -> Table | None:
-    """Return the rows of a run's telemetry; None where there are none, or none that can be read."""
-    try:
-        return read_telemetry(run_dir)
-    except (ImportError, OSError, ValueError):
-        return None
 
 
 def _links(folders: Mapping[Key, Sequence[Path]], target: Path) -> dict[Key, str]:

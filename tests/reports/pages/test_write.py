@@ -259,3 +259,10 @@ def test_a_title_breaks_behind_its_commas_and_is_escaped(tmp_path):
     write_report(folder)
     html = (folder / "report.html").read_text()
     assert "offload=uva,<wbr>gpu.memory_gib=8,<wbr>&lt;b&gt;</h1>" in html
+
+
+def test_telemetry_that_cannot_be_read_is_named(tmp_path):
+    folder = write_run(ok_record(), tmp_path / "run")
+    (folder / "telemetry.parquet").write_bytes(b"no table")
+    write_report(folder)
+    assert "No figure shows the run over time: " in read_html(folder).words
