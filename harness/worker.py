@@ -36,7 +36,7 @@ from harness.point.process import (
 from harness.point.state import StateWriter
 from harness.systems.agreement import agree
 from harness.systems.door import EngineDoor, EngineFactory, LinkWatch, engine_door
-from harness.work.bare import measure_bare
+from harness.work.bare import measure_bare, rates_note
 from harness.work.correctness import (
     check_prompts,
     compare_tokens,
@@ -305,6 +305,8 @@ class Work:
             self._state.enter("bare")
             bare = measure_bare(self._job.scenario.bare, self._engine, self._gpu())
             self._result["samples"]["bare"] = bare
+            if "rates" in bare:
+                self._result["notes"].append(rates_note(bare["rates"]))
         reset_rss_peak()
 
     def _run_parts(self, llm: Engine) -> dict[str, StepTotals]:

@@ -1,11 +1,13 @@
 """StudyConfig: points that are run one after another and judged together. Imports no torch."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice
 
+_SOURCE: Final = re.compile(r"(\w+):([\w./]+)(?:\*(\d+(?:\.\d+)?))?")
 JUDGES: Final = ("bench", "bench_kv", "overhead", "validate", "validate_grid")
 
 
@@ -18,14 +20,23 @@ class StudyPoint(Sealed):
     overrides: list[str] = field(default_factory=list)
     """Of this point; those of the command line hold over them."""
     take: dict[str, str] = field(default_factory=dict)
-    """Setting -> POINT:PATH, where its value stands in the record of an earlier point."""
+    """Setting -> POINT:PATH, where its value stands in the record of an earlier point, or
+    POINT:PATH*FACTOR."""
 
-    def sources(self) -> dict[str, tuple[str, str]]:
-        """Return setting -> (point, path in its record) of `take`."""
+    def sources(self) -> dict[str, tuple[str, str, float]]:
+        """Return setting -> (point, path in its record, factor) of `take`.
+
+        Raises:
+            ConfigError: A source is of another form.
+        """
         found = {}
         for setting, source in self.take.items():
-            point, _, path = source.partition(":")
-            found[setting] = (point, path)
+            parts = _SOURCE.fullmatch(source)
+            if parts is None:
+                raise ConfigError(
+                    f"take.{setting}: expected POINT:PATH or POINT:PATH*FACTOR, got {source!r}."
+                )
+            found[setting] = (parts[1], parts[2], float(parts[3] or 1))
         return found
 
 
@@ -36,8 +47,7 @@ class StudyConfig(Sealed):
     name: str
     """What reports call it."""
     judge: str
-    """Which rows are made of the records: bench | bench_kv | overhead | validate | validate_grid
-    (the last two make their points themselves)."""
+    """How rows are made of the records: bench | bench_kv | overhead | validate | validate_grid."""
     points: dict[str, StudyPoint] = field(default_factory=dict)
     """By name, in order."""
     rows: list[str] = field(default_factory=list)
@@ -52,18 +62,17 @@ class StudyConfig(Sealed):
         """Raise ConfigError when a point is not there, or takes what is not known before it."""
         check_choice("study.judge", self.judge, JUDGES)
         unknown = [name for name in self.rows if name not in self.points]
-        if unknown and self.points:
+        if unknown:
             raise ConfigError(
                 f"study.rows: expected some of {', '.join(self.points)}, got {', '.join(unknown)}."
             )
         names = list(self.points)
         for name, point in self.points.items():
-            for setting, (source, path) in point.sources().items():
-                where = f"study.points.{name}.take.{setting}"
-                if not path or source not in names[: names.index(name)]:
+            for setting, (source, _, _) in point.sources().items():
+                if source not in names[: names.index(name)]:
                     raise ConfigError(
-                        f"{where}: expected POINT:PATH of an earlier point, got "
-                        f"{point.take[setting]!r}."
+                        f"study.points.{name}.take.{setting}: expected a value of an earlier "
+                        f"point, got {point.take[setting]!r}."
                     )
                 if self.rows and name in self.rows and source not in self.rows:
                     raise ConfigError(f"study.rows: {name} takes a value of {source}. Add it.")

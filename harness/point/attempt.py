@@ -143,6 +143,10 @@ class Attempt:
                 check_lengths(
                     self._trace, scenario.serve.trace, limit_tokens=limit, limit_name=name
                 )
+        if not scenario.needs_engine:  # nothing of the model but its sizes
+            model = replace(self._config.model, load_format="dummy", path=None)
+            self._engine = engine_config(replace(self._config, model=model), None)
+            return
         self._model_path = fetch(self._config.model, report=self._around.say)
         load_format = self._config.model.load_format
         self.findings.effective["model"] = (

@@ -20,7 +20,7 @@ from harness.config.schema import RunConfig, SweepContext
 from harness.config.study import StudyPoint
 from harness.folders import plain, write_yaml
 from harness.point.streams import interrupt_afterwards
-from harness.studies import bench, bench_kv, overhead
+from harness.studies import bench, bench_kv, overhead, validate
 from harness.studies.document import check_document, write_section
 from harness.studies.table import Found, Judged, Result
 from harness.tracking.base import SweepFacts
@@ -44,6 +44,8 @@ JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
     "bench": bench.judge,
     "bench_kv": bench_kv.judge,
     "overhead": overhead.judge,
+    "validate": validate.judge,
+    "validate_grid": validate.judge_grid,
 }
 RunOne = Callable[[RunConfig, Path, Sequence[str], SweepContext], RunRecord]
 
@@ -186,12 +188,12 @@ class _Study:
     def _run_point(self, name: str, index: int, title: str, run_one: RunOne) -> Result:
         point = self._study.points[name]
         taken = []
-        for setting, (source, path) in point.sources().items():
+        for setting, (source, path, factor) in point.sources().items():
             value = self._value(source, path)
             if value is None:
                 why = f"{self._found[source].title} has no {path}."
                 return Result(title=title, record=None, why=why)
-            taken.append(f"{setting}={value}")
+            taken.append(f"{setting}={value if factor == 1 else value * factor}")
         point = replace(point, overrides=[*point.overrides, *taken])
         planned = compose_point(self._composer, name, point, _base(self._overrides))
         record = run_one(

@@ -7,6 +7,7 @@ from engine.plan.memory import resolve_dtype
 from harness.config.measured import BareScenario
 from harness.observe.gpu import Gpu
 from harness.observe.machine_rates import write_rates
+from reports.record.text import number
 
 ATTENTION: Final = "paged_decode_attention"
 ATTENTION_SHAPE: Final = "32 x 4096 keys"
@@ -69,6 +70,13 @@ def _attention(device: str) -> Figures:
                 "copy_gb_s": copy_gb_s,
             }
     return {"no_room": f"kernels.bench has no case of {ATTENTION_SHAPE}"}
+
+
+def rates_note(figures: Figures) -> str:
+    """Return the rates that were kept as a line of text."""
+    rates = figures["rates"].items()
+    shown = [f"{name} {'not measured' if v is None else number(v)}" for name, v in rates]
+    return f"rates of this machine: {', '.join(shown)}. Kept in {figures['file']}."
 
 
 def _rates(device: str, gpu: Gpu | None) -> Figures:

@@ -48,7 +48,7 @@ OPTIONS = {
     "kv": {"gpu", "cpu"},
     "scenario": {
         *("quick", "load", "throughput", "latency", "all"),
-        *("serve", "serve_peak", "serve_trace", "ab"),
+        *("serve", "serve_peak", "serve_trace", "ab", "probe"),
     },
     "tracking": {"mlflow", "none"},
 }

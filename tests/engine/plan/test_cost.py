@@ -85,7 +85,7 @@ def test_measured_steps_are_predicted_within_fifteen_percent(
 def test_steps_measured_on_an_h200_are_predicted_within_fifteen_percent(
     offload: Any, memory_gib: float, steps_ms: tuple[float, ...], prefills_ms: tuple[float, ...]
 ) -> None:
-    """`python -m harness.forecast.validate --full`, 2026-11-28: 256 tokens, batches 1 and 16."""
+    """The points of `study=validate` on an H200, 2026-11-28: 256 tokens, batches 1 and 16."""
     plan = plan_olmo(memory_gib=memory_gib, offload=offload, max_model_len=512, max_num_seqs=64)
     probe = {"h2d_gb_s": 55.23, "in_place_gb_s": 51.0, "hbm_copy_gb_s": 4181, "bf16_tflops": 769.4}
     shape = shape_of(plan, OLMO_7B)

@@ -1,22 +1,20 @@
 """Rates that a probe found are kept per machine and driver, and planned with."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.config.compose import Composer
+from harness.config.measured import BareScenario
 from harness.forecast import machine
-from harness.forecast import probe as command
 from harness.forecast.rows import Forecast, forecast
 from harness.forecast.view import point_lines
 from harness.observe import machine_rates
 from harness.observe.machine_rates import Probed, rates_path, read_rates, write_rates
 from harness.systems import door
+from harness.work.bare import measure_bare, rates_note
 from tests.engine.specs import configuration, small_spec
 
 RATES = {"h2d_gb_s": 20.0, "in_place_gb_s": None, "bf16_tflops": 100.0, "hbm_copy_gb_s": 800.0}
@@ -54,23 +52,6 @@ def test_rates_are_kept_for_one_card_driver_and_processor(monkeypatch: pytest.Mo
     assert read_rates(card) is None
 
 
-def test_the_command_probes_with_threads_as_workers_have_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    code = "import sys, harness.forecast.probe; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    policies = []
-
-    def probe_rates(device: str) -> dict[str, float | None]:
-        policies.append((device, os.environ["OMP_WAIT_POLICY"]))
-        return {**RATES}
-
-    monkeypatch.setattr("harness.observe.probe_machine.probe_rates", probe_rates)
-    assert command.main(["--device", "cpu"]) == 0
-    assert policies == [("cpu", "PASSIVE")]
-
-
 def test_rates_of_a_cpu_are_those_of_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write_rates(None, RATES)
@@ -101,36 +82,22 @@ def test_the_age_is_said_in_words(seconds: float, words: str) -> None:
     assert Probed(rates={}, measured_at=1000.0).age(1000.0 + seconds) == words
 
 
-def test_the_command_measures_keeps_and_shows(
-    capsys: pytest.CaptureFixture[str], home: Path
-) -> None:
-    asked = []
+def test_a_scenario_measures_and_keeps_them(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
 
     def measure(device: str) -> dict[str, float | None]:
         asked.append(device)
-        return RATES
+        return {**RATES}
 
-    assert command.probe(["--device", "cpu", "--show"], measure) == 2
-    assert "nothing is kept" in capsys.readouterr().err
-    assert command.probe(["--device", "cpu"], measure) == 0
-    out = capsys.readouterr().out
-    assert "in_place_gb_s  not measured" in out
+    monkeypatch.setattr("harness.observe.probe_machine.probe_rates", measure)
+    figures = measure_bare(BareScenario(parts=["rates"]), configuration(small_spec()), None)
     [path] = (home / "rates").iterdir()
-    assert str(path) in out
-    assert json.loads(path.read_text())["rates"] == RATES
-    assert command.probe(["--device", "cpu"], measure) == 0
-    assert "(before: 20" in capsys.readouterr().out
-    assert command.probe(["--device", "cpu", "--show"], measure) == 0
-    assert "probed 0 minutes ago" in capsys.readouterr().out
-    assert asked == ["cpu", "cpu"]
-
-
-def test_cuda_without_a_gpu_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "open_gpu", lambda: None)
-    assert command.probe(["--device", "cuda"], lambda device: RATES) == 2
-    assert "found none" in capsys.readouterr().err
+    assert figures["rates"] == {"rates": RATES, "file": str(path)}
+    assert json.loads(path.read_text(encoding="utf-8"))["rates"] == RATES
+    assert asked == ["cpu"]
+    note = rates_note(figures["rates"])
+    assert "h2d_gb_s 20.0, in_place_gb_s not measured" in note
+    assert str(path) in note
 
 
 def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +110,7 @@ def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch
         return forecast(point.config, tuple(point.overrides))
 
     before = found("l4_24gb")
-    assert "(measure this machine's: python -m harness.forecast.probe)" in "\n".join(
+    assert "(measure this machine's: python -m harness scenario=probe)" in "\n".join(
         point_lines(before)
     )
     write_rates(card, RATES)

@@ -62,6 +62,8 @@ def case(title, decodes=(), *, prefills=None, chunks=None, counter=None, chosen=
         },
     }
     plan = {
+        "gpu": {"total_bytes": 14 * GIB},
+        "host": {"total_bytes": 9 * GIB},
         "num_slots": 3,
         "slot_bytes": GIB // 2,
         "kv": {"tokens": 9000},
