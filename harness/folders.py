@@ -1,12 +1,15 @@
-"""Anything as strict JSON data; JSON files that may be absent, YAML files of a run."""
+"""The folder of the code; data as strict JSON; JSON and YAML files of a run."""
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from reports.record.record import write_text_atomic
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+"""Holds the packages: what a process that starts elsewhere needs on its path."""
 
 
 def plain(value: Any) -> Any:

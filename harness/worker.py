@@ -34,7 +34,7 @@ from harness.point.process import (
     result_path,
 )
 from harness.point.state import StateWriter
-from harness.systems.agreement import agree
+from harness.systems.base import agree
 from harness.systems.door import EngineDoor, EngineFactory, LinkWatch, engine_door
 from harness.work.bare import measure_bare, rates_note
 from harness.work.correctness import (
@@ -70,7 +70,7 @@ from reports.record.record import write_text_atomic
 def door_for(job: WorkerJob) -> EngineDoor:
     """Return the door to what answers the requests of a job."""
     if job.fake is not None:
-        from harness.systems.fake.engine import fake_door  # noqa: PLC0415
+        from harness.systems.fake import fake_door  # noqa: PLC0415
 
         return fake_door(job.fake)
     match job.system.kind:

@@ -4,9 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.asked.kv import KVConfig
-from engine.asked.offload import (
-    OffloadConfig,
-)
+from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
 from engine.sealed import Sealed, check_choice, check_flag, check_number

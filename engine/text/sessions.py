@@ -1,7 +1,9 @@
 """Sessions: from prompts to requests, and from token events to text and outputs."""
 
+import re
 import signal
 import threading
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from engine.asked.request import (
     CompletionOutput,
@@ -21,10 +23,310 @@ from engine.asked.request import (
     check_request_id,
 )
 from engine.asked.sampling import SamplingParams
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.run.core import EngineCore
-from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import encode
+
+REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+WINDOW_TOKENS = 32
+"""A window longer than this is cut where that changes nothing, even amid broken bytes."""
+SETTLED_TOKENS = 4
+"""Tokens (a byte each at least) after which a character's bytes are complete or broken for good."""
+
+
+class SpecialToken(Protocol):
+    """An added token of a tokenizer."""
+
+    content: str
+    special: bool
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, SpecialToken]:
+        """Added tokens by id."""
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the named special tokens."""
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """Return the vocabulary's entry of an id."""
+
+    def decode(
+        self,
+        token_ids: list[int],
+        skip_special_tokens: bool,
+        *,
+        clean_up_tokenization_spaces: bool,
+    ) -> str:
+        """Return the text of tokens."""
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence token by token and looks for stop strings in its text.
+
+    The pieces together equal `tokenizer.decode` of all tokens without special ones (and without the
+    clean-up of spaces, which rewrites text that was shown before), up to the stop string if one
+    occurs. Held back are: the bytes of an unfinished character; a run of byte tokens, because one
+    bad byte breaks the whole run; and text that may be the beginning of a stop string.
+
+    Special tokens show nothing, but a stop string that is one, or has some within it, is found
+    where they were generated. It is also found where plain text spells it.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        stop: Strings that end the text, none empty.
+        min_tokens: A stop string counts only if it ends in the text of a later token than the
+            first min_tokens - 1.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: abc.Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        special = _special_tokens(tokenizer)
+        self._special = special.keys()
+        self._signs, stops = _signs_of(stop, special)
+        self._stops = _StopFinder(stops, self._signs.values())
+        self._passed: list[tuple[int, str]] = []
+        """Signs of special tokens within text that is not final, each with its place in it."""
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._pieces: list[str] = []
+        # The window: tokens from the last cut on; the first `_num_shown` of them are shown.
+        self._window: list[int] = []
+        self._num_shown = 0
+        self._len_shown = 0
+        self._is_finished = False
+
+    @property
+    def text(self) -> str:
+        """All text that is final."""
+        return "".join(self._pieces)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.found
+
+    def append(self, token_id: int) -> str:
+        """Take the next token and return the text that became final with it, maybe none.
+
+        Raises:
+            EngineError: The text ended before.
+        """
+        self._check_open()
+        self._num_tokens += 1
+        self._window.append(token_id)
+        is_counted = self._num_tokens >= self._min_tokens
+        if token_id in self._signs:
+            new = self._pass_by(self._signs[token_id], is_counted=is_counted)
+        else:
+            new = "" if self._is_silent(token_id) else self._sign(self._advance())
+        piece = self._stops.push(new, is_counted=is_counted)
+        self._pieces.append(piece)
+        return piece
+
+    def finish(self) -> str:
+        """Return what was held back; no more tokens follow. Empty after a stop string.
+
+        Raises:
+            EngineError: `finish` was called before.
+        """
+        if self._is_finished:
+            raise EngineError("detokenizer: finish was called twice.")
+        self._is_finished = True
+        if self._stops.found is not None:
+            return ""
+        rest = self._decode(self._window)[self._len_shown :]
+        rest = _with_signs(rest, self._passed)
+        piece = self._stops.push(rest, is_counted=self._num_tokens >= self._min_tokens)
+        piece += self._stops.flush()
+        self._pieces.append(piece)
+        return piece
+
+    def _pass_by(self, sign: str, *, is_counted: bool) -> str:
+        """Return what is final with a special token that a stop string has within it."""
+        pending = self._decode(self._window)[self._len_shown :]
+        if not pending:
+            return sign
+        new = _with_signs(pending, [*self._passed, (len(pending), sign)])
+        if is_counted and self._stops.would_end(new):
+            return new  # later tokens, which could change the pending text, are beyond the stop
+        # Amid the bytes of a character it goes before that: their number is not that of characters.
+        self._passed.append((len(pending.rstrip(REPLACEMENT)), sign))
+        return ""
+
+    def _sign(self, new: str) -> str:
+        """Return text that became final, with the signs of special tokens that were passed in it.
+
+        Those at its end come with it: the text before them is complete.
+        """
+        if not self._passed:
+            return new
+        is_all = self._num_shown == len(self._window)
+        passed = [(at, sign) for at, sign in self._passed if is_all or at <= len(new)]
+        self._passed = [(at - len(new), sign) for at, sign in self._passed[len(passed) :]]
+        return _with_signs(new, passed)
+
+    def _check_open(self) -> None:
+        if self._is_finished or self._stops.found is not None:
+            raise EngineError(
+                "detokenizer: expected no token after the end of the text (finish, or a stop "
+                "string), got one more."
+            )
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether the token shows nothing by itself: special, unknown, or in a run of bytes."""
+        if token_id in self._special:
+            return True
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return token is None or BYTE_TOKEN.fullmatch(token) is not None
+
+    def _advance(self) -> str:
+        """Decode the window and return what is new and final in it."""
+        text = self._decode(self._window)
+        final = text.rstrip(REPLACEMENT)
+        new = final[self._len_shown :]
+        self._len_shown = max(self._len_shown, len(final))
+        if len(final) == len(text):
+            self._cut(self._num_shown)
+            self._num_shown = len(self._window)
+        elif len(self._window) > WINDOW_TOKENS:
+            new += self._cut_broken(text)
+        return new
+
+    def _cut(self, at: int) -> None:
+        """Drop the window's first `at` tokens; all of its text is shown.
+
+        Those after them stay as context, because a decoder may treat the first word specially.
+        """
+        if at:
+            self._window = self._window[at:]
+            self._len_shown = len(self._decode(self._window))
+
+    def _cut_broken(self, text: str) -> str:
+        """Show broken bytes that nothing can mend any more, and drop their tokens."""
+        for at in range(len(self._window) - SETTLED_TOKENS, 0, -1):
+            head, tail = self._decode(self._window[:at]), self._decode(self._window[at:])
+            if tail and head + tail == text and len(head) >= self._len_shown:
+                new = head[self._len_shown :]
+                final = tail.rstrip(REPLACEMENT)
+                self._window = self._window[at:]
+                self._num_shown = 0
+                self._len_shown = len(final)
+                return new + final
+        return ""
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+class _StopFinder:
+    """Looks for stop strings in a stream of text and holds back what may begin one.
+
+    Args:
+        stops: The strings, by what they look like in the stream.
+        signs: Characters of the stream that stand for special tokens; they are not shown.
+    """
+
+    def __init__(self, stops: Mapping[str, str], signs: Iterable[str]) -> None:
+        self._stops = stops
+        self._hidden = dict.fromkeys(map(ord, signs))
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, new: str, *, is_counted: bool) -> str:
+        """Take text; return what is final. Stops that end in `new` count only if `is_counted`."""
+        if not self._stops:
+            return new
+        text = self._held + new
+        if is_counted and new:
+            ends = self._ends(text)
+            if ends:
+                # The one that is complete first ends the text, the longest of those.
+                _, at, stop = min(ends)
+                self._held, self.found = "", self._stops[stop]
+                return self._shown(text[:at])
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return self._shown(text[: len(text) - keep])
+
+    def would_end(self, new: str) -> bool:
+        """Return whether a stop string would be complete in the text."""
+        return bool(self._ends(self._held + new))
+
+    def flush(self) -> str:
+        """Return what is held back."""
+        held, self._held = self._held, ""
+        return self._shown(held)
+
+    def _ends(self, text: str) -> list[tuple[int, int, str]]:
+        """Stops in held text and new that end in the new part: end, place and what they are."""
+        seen = len(self._held)
+        places = [(stop, text.find(stop, max(0, seen - len(stop) + 1))) for stop in self._stops]
+        return [(at + len(stop), at, stop) for stop, at in places if at >= 0]
+
+    def _shown(self, text: str) -> str:
+        return text.translate(self._hidden) if self._hidden else text
+
+
+def _with_signs(text: str, passed: Iterable[tuple[int, str]]) -> str:
+    """Return text with signs at places in it, which do not fall; beyond its end at its end."""
+    parts, begin = [], 0
+    for at, sign in passed:
+        parts += [text[begin:at], sign]
+        begin = max(begin, at)
+    return "".join([*parts, text[begin:]])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that begins `stop` without being all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the texts of special tokens by id."""
+    added = tokenizer.added_tokens_decoder
+    found = {i: token.content for i, token in added.items() if token.special}
+    for token_id in tokenizer.all_special_ids:
+        if token_id not in found:
+            found[token_id] = tokenizer.convert_ids_to_tokens(token_id) or ""
+    return found
+
+
+def _signs_of(
+    stop: abc.Sequence[str], special: Mapping[int, str]
+) -> tuple[dict[int, str], dict[str, str]]:
+    """Give special tokens that occur in stop strings a sign each: a character that no text has.
+
+    Returns:
+        The signs by token id, and the stop strings by what is looked for: each as it is, and with
+        signs for special tokens if it has some.
+    """
+    stops, whole = {text: text for text in stop}, "".join(stop)
+    texts = sorted({x for x in special.values() if x and x in whole}, key=len, reverse=True)
+    if not texts:
+        return {}, stops
+    lone = (chr(code) for code in range(0xD800, 0xE000) if chr(code) not in whole)
+    signs = dict(zip(texts, lone, strict=False))
+    pattern = re.compile("|".join(map(re.escape, texts)))
+    for text in stop:
+        stops[pattern.sub(lambda found: signs[found[0]], text)] = text
+    return {i: signs[text] for i, text in special.items() if text in signs}, stops
 
 
 class _Keeper:

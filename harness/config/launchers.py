@@ -4,11 +4,11 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from engine.errors import ConfigError, did_you_mean
+from harness.folders import ROOT
 
 BASIC: Final = "basic"
 LOCAL_JOB_MINUTES: Final = 7 * 24 * 60
@@ -78,7 +78,7 @@ def launch_arguments(launcher: str, given: list[str]) -> list[str]:
 
 def make_importable(environ: Any = os.environ) -> None:
     """Let processes that a launcher starts import this code, wherever they start."""
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(ROOT)
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
         environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

@@ -11,7 +11,7 @@ from harness.config.engine import with_model
 from harness.config.schema import RunConfig
 from harness.forecast.machine import running_facts
 from harness.point.describe import NOT_IDENTITY
-from harness.systems.fake.memory import plan_fake
+from harness.systems.fake import plan_fake
 from reports.record.record import RunRecord
 
 _MEMORY: Final = ("gpu.memory_gib", "engine.gpu_memory_utilization")

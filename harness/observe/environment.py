@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import psutil
 
+from harness.folders import ROOT
 from harness.observe.gpu import Gpu, attempt
 
 PACKAGES: Final = (
@@ -62,7 +63,7 @@ def collect(gpu: Gpu | None) -> dict[str, Any]:
         "os": platform.platform(),
         "kernel": platform.release(),
         "host": socket.gethostname(),
-        "git": git_state(Path(__file__).resolve().parent.parent),
+        "git": git_state(ROOT),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "executable": sys.executable,
     }

@@ -1,33 +1,397 @@
-"""One point: from its configuration to its record, whatever happens to the workers."""
+"""One point: from its configuration to its record, whatever happens to its workers."""
 
 import json
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Final
 
-from catalogue.files import read_json, tightfit_home
-from harness.config.schema import RunConfig, SweepContext
+from catalogue.checkpoint import identify
+from catalogue.files import expanded, read_json, tightfit_home
+from catalogue.models import fetch
+from engine.asked.config import EngineConfig
+from harness.config.engine import engine_config, reference_config
+from harness.config.peers import require_package
+from harness.config.schema import RunConfig, SweepContext, SystemConfig
 from harness.folders import plain, write_yaml
 from harness.observe.environment import collect
 from harness.observe.gpu import Gpu
+from harness.observe.host import cached_share, drop_page_cache, num_new_kills, oom_kills
+from harness.observe.machine_rates import read_rates
 from harness.observe.run import Telemetry
+from harness.observe.statistics import TTable
+from harness.observe.student import t_table
+from harness.observe.window import Span
 from harness.point import describe
-from harness.point.attempt import Attempt, Findings, PointEndedError, Surroundings
 from harness.point.devices import OwnDevice, first_gpu, own_device
-from harness.point.process import JOBS_FOLDER, WORKER_COMMAND, classify_exception
+from harness.point.process import (
+    JOBS_FOLDER,
+    PLAN_PHASE,
+    UNFINISHED,
+    WORKER_COMMAND,
+    WORKER_LOG_NAME,
+    ErrorFacts,
+    Silence,
+    WorkerJob,
+    classify_exception,
+    classify_exit,
+    job_path,
+    result_path,
+    start_worker,
+)
 from harness.point.progress import Display, LiveView, open_display
 from harness.point.rerun import Finished, FinishedPoints, fingerprint, input_hashes, take_over
 from harness.point.show import build_report, print_summary
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
 from harness.tracking.base import GuardedTracker, NoTracker, PointFacts
-from harness.tracking.choose import open_tracker
+from harness.tracking.mlflow import open_tracker
+from harness.work.correctness import read_reference, reference_key
+from harness.work.load import summarise_loads
+from harness.work.predicted import differences
+from harness.work.prompts import PromptRow, read_prompts
 from harness.work.request_log import write_parquet
+from harness.work.trace import TraceRow, check_lengths, read_trace
 from reports.record.record import RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
+
+COLD_SHARE: Final = 0.05
+"""A start is cold when at most this share of the checkpoint is left in the page cache."""
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What is known of a point so far."""
+
+    status: str = "ok"
+    error: ErrorFacts | None = None
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    plan: dict[str, Any] | None = None
+    effective: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    samples: dict[str, Any] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    """What was timed, in order."""
+    link_factor: float | None = None
+    """Payload bytes per byte that the link's counter tells."""
+
+    def fail(self, status: str, error: ErrorFacts) -> None:
+        """Note why the point ended."""
+        self.status, self.error = status, error
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Take over a worker's result; what an earlier worker found stays."""
+        if self.plan is None:
+            self.plan = result.get("plan")
+        for name in ("effective", "metrics", "samples"):
+            mine = getattr(self, name)
+            for key, value in result.get(name, {}).items():
+                mine.setdefault(key, value)
+        self.reasons += result.get("reasons", [])
+        self.notes += result.get("notes", [])
+
+    def add_telemetry(self, telemetry: Telemetry) -> None:
+        """Take over what the telemetry says of what was timed; figures of the workers stay."""
+        uses_gpu = self.effective.get("emulated") is False
+        report = telemetry.report(self.spans, self.link_factor, uses_gpu=uses_gpu)
+        self.add(asdict(report))
+        self.warnings += report.warnings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the workers of a point run in."""
+
+    run_dir: Path
+    home: Path
+    environment: Mapping[str, Any]
+    gpu: Gpu | None
+    command: Sequence[str]
+    """What runs a worker."""
+    on_start: Callable[[int, str], None]
+    """Called with a worker's pid and its job when it runs."""
+    on_tick: Callable[[], None]
+    """Called twice a second while one runs."""
+    on_end: Callable[[], None]
+    """Called when it ended."""
+    say: Callable[[str], None]
+
+
+class PointEndedError(Exception):
+    """A worker ended the point; the findings say how."""
+
+
+class Attempt:
+    """Runs the workers of one point and gathers what they found."""
+
+    def __init__(self, config: RunConfig, around: Surroundings, findings: Findings) -> None:
+        self.findings = findings
+        self._config = config
+        self._around = around
+        self._deadline_s: float | None = None
+        self._prompts: dict[str, list[PromptRow]] = {}
+        self._trace: list[TraceRow] = []
+        self._engine: EngineConfig | None = None
+        self._model_path: Path | None = None
+        self._unchecked: str | None = None
+
+    def prepare(self) -> None:
+        """Check prompts and traces and get the model, before anything loads.
+
+        Raises:
+            EngineError: what the system runs on is not installed.
+            PromptError: a prompts file is unusable.
+            TraceError: the trace is unusable.
+            ModelUnavailableError: the weights are not to be had.
+            ConfigError: the configuration is not one that the engine takes.
+        """
+        require_package(self._config.system.kind)
+        scenario = self._config.scenario
+        for node in (scenario.throughput, scenario.latency, scenario.serve):
+            if node is not None and node.prompts_file is not None:
+                path = expanded(node.prompts_file)
+                self._prompts[node.part] = read_prompts(path, node.num_rows)
+        if scenario.serve is not None and scenario.serve.trace is not None:
+            self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
+            for name, limit in self._config.length_limits().items():
+                check_lengths(
+                    self._trace, scenario.serve.trace, limit_tokens=limit, limit_name=name
+                )
+        if not scenario.needs_engine:  # nothing of the model but its sizes
+            model = replace(self._config.model, load_format="dummy", path=None)
+            self._engine = engine_config(replace(self._config, model=model), None)
+            return
+        self._model_path = fetch(self._config.model, report=self._around.say)
+        load_format = self._config.model.load_format
+        self.findings.effective["model"] = (
+            {"source": "fake", "path": None}
+            if self._config.model.fake is not None
+            else identify(self._model_path, load_format)
+        )
+        self._engine = engine_config(self._config, self._model_path)
+
+    def run(self) -> None:
+        """Run all workers; the findings say how it went.
+
+        Raises:
+            PointEndedError: a worker ended otherwise than ok.
+        """
+        if self._config.timeout_s is not None:
+            self._deadline_s = time.monotonic() + self._config.timeout_s
+        scenario = self._config.scenario
+        self._note_neighbours()
+        reference = self._reference() if self._is_comparable() else None
+        if scenario.is_timed or reference is not None:
+            self._take(self._job("measure", "measure", reference))
+        if scenario.load is not None:
+            self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
+        if self._unchecked is not None:
+            self.findings.reasons.append(self._unchecked)
+
+    def _is_comparable(self) -> bool:
+        """Return whether tokens are compared; a peer's dummy weights are not ours."""
+        if not self._config.scenario.correctness.enabled:
+            return False
+        if self._config.system.api == "chat":
+            why = (
+                "correctness: the template of the server's chat makes other prompts, so no tokens "
+                "were compared."
+            )
+        elif self._config.system.kind != "native" and self._config.model.load_format == "dummy":
+            why = "correctness: dummy weights of two systems differ, so no tokens were compared."
+        else:
+            return True
+        self.findings.effective["correctness"] = {"checked": False, "why": why}
+        self.findings.notes.append(why)
+        return False
+
+    def _note_neighbours(self) -> None:
+        """Note who else computes on the GPU now: their work is in our times."""
+        gpu = self._around.gpu
+        count = gpu.num_other_processes(set()) if gpu else 0
+        if count:
+            self.findings.notes.append(
+                f"gpu: {count} other processes computed on this GPU when the point began and take "
+                "time and memory from it. Run the point when they have ended."
+            )
+
+    def _job(self, name: str, kind: str, reference: Path | None = None) -> WorkerJob:
+        if self._engine is None:
+            raise RuntimeError("prepare() comes first.")
+        return WorkerJob(
+            name=name,
+            kind=kind,
+            engine=replace(self._engine, measured_rates=self._measured_rates()),
+            scenario=self._config.scenario,
+            system=self._config.system,
+            fake=self._config.model.fake,
+            prompts=self._prompts if kind == "measure" else {},
+            trace=self._trace if kind == "measure" else [],
+            reference=reference,
+            gpu_uuid=self._around.gpu.uuid if self._around.gpu else None,
+            t=self._t() if kind == "measure" else TTable(),
+        )
+
+    def _t(self) -> TTable:
+        """Return Student's t for whatever the scenario may repeat or hold against itself."""
+        scenario = self._config.scenario
+        repeats, requests = [1], [len(self._trace)]
+        for part in (scenario.throughput, scenario.latency, scenario.serve):
+            if part is not None:
+                repeats.append(part.repeats)
+                requests.append(part.num_rows // part.repeats)
+        if scenario.overhead is not None:
+            repeats.append(scenario.overhead.repeats)
+            requests.append(scenario.overhead.num_requests)
+        return t_table(max(repeats), max(requests))
+
+    def _measured_rates(self) -> dict[str, float | None]:
+        """Return what is kept of this machine, under what an earlier worker of this point probed.
+
+        So all workers of a point plan with the same.
+        """
+        prefix = "link/"
+        kept = read_rates(self._around.gpu, self._around.home)
+        return ({} if kept is None else kept.rates) | {
+            name.removeprefix(prefix): rate
+            for name, rate in self.findings.metrics.items()
+            if name.startswith(prefix) and name.endswith(("_gb_s", "_us")) and rate is not None
+        }
+
+    def _reference(self) -> Path | None:
+        """Return the file of the reference tokens, made now when absent; None if it cannot be.
+
+        Raises:
+            PointEndedError: the engine under test does not fit, or the worker broke down.
+        """
+        config = reference_config(self._config, self._model_path)
+        check = self._config.scenario.correctness
+        fake = self._config.model.fake
+        engine = "native" if fake is None else "fake"
+        key = reference_key(config, check, self._around.environment, engine)
+        path = self._around.home / "references" / f"{key}.json"
+        is_kept = fake is None or not fake.fails_at("reference")  # it fails where it is made
+        if is_kept and read_reference(path) is not None:
+            return path
+        job = self._job("reference", "reference", path)
+        under_test = self._engine if self._config.system.kind == "native" else None
+        job = replace(job, engine=config, system=SystemConfig(), under_test=under_test)
+        status, error, result = self._execute(job)
+        if status in {"no_fit", "oom"} and error is not None and error["phase"] != PLAN_PHASE:
+            self._unchecked = (
+                f"correctness: the reference (every layer copied on demand, eager) could not be "
+                f"made ({status}: {error['message']}), so the tokens were not compared."
+            )
+            return None
+        self.findings.add({"plan": result.get("plan")})  # of the engine under test: no_fit's
+        self._end_unless_ok(status, error)
+        return path
+
+    def _loads(self, num_cold: int, num_warm: int) -> None:
+        files = self._weight_files()
+        if num_cold and not files:
+            self.findings.notes.append(
+                "load: dummy weights are made in memory, so there is no cold start; "
+                f"cold_starts={num_cold} was skipped."
+            )
+            num_cold = 0
+        names = [("cold", index) for index in range(1, num_cold + 1)]
+        names += [("warm", index) for index in range(1, num_warm + 1)]
+        rows = []
+        for kind, index in names:
+            if kind == "cold":
+                drop_page_cache(files)
+            share = cached_share(files)
+            if kind == "cold":
+                self._note_cold(share)
+            result = self._take(self._job(f"load-{kind}-{index}", "load"), with_samples=False)
+            (row,) = result["samples"]["load"]
+            label = kind if (num_cold if kind == "cold" else num_warm) == 1 else f"{kind} {index}"
+            rows.append({"start": label, "is_cold": kind == "cold", "cached_share": share, **row})
+        outcome = summarise_loads(rows)
+        self.findings.metrics |= outcome.metrics
+        self._note_predicted_load()
+        self.findings.samples["load"] = outcome.samples
+
+    def _note_predicted_load(self) -> None:
+        predicted = (self.findings.plan or {}).get("predicted") or {}
+        metrics = self.findings.metrics
+        metrics["predicted/load_s"] = predicted.get("load_s")
+        metrics |= differences(metrics)
+
+    def _note_cold(self, share: float | None) -> None:
+        if share is None:
+            note = "load: this kernel does not tell whether the page cache was dropped."
+        elif share > COLD_SHARE:
+            note = (
+                f"load: {share:.0%} of the checkpoint stayed in the page cache although it was "
+                "asked to be dropped, so the cold start is partly warm."
+            )
+        else:
+            return
+        if note not in self.findings.notes:
+            self.findings.notes.append(note)
+
+    def _weight_files(self) -> list[Path]:
+        if self._config.model.load_format == "dummy" or self._model_path is None:
+            return []
+        return sorted(self._model_path.glob("*.safetensors"))
+
+    def _take(self, job: WorkerJob, *, with_samples: bool = True) -> dict[str, Any]:
+        """Run a worker and take over what it found; end the point unless it was ok."""
+        status, error, result = self._execute(job)
+        found = result if with_samples else {**result, "samples": {}}
+        self.findings.add(found)
+        self.findings.spans += [Span(job=job.name, **span) for span in result.get("windows", ())]
+        self.findings.link_factor = self.findings.link_factor or result.get("link_factor")
+        self._end_unless_ok(status, error)
+        return result
+
+    def _end_unless_ok(self, status: str, error: ErrorFacts | None) -> None:
+        if status != "ok" and error is not None:
+            self.findings.fail(status, error)
+            raise PointEndedError
+
+    def _execute(self, job: WorkerJob) -> tuple[str, ErrorFacts | None, dict[str, Any]]:
+        """Run one worker to its end; return status, error and its result."""
+        around = self._around
+        run_dir = around.run_dir
+        job.write(run_dir)
+        (run_dir / STATE_NAME).unlink(missing_ok=True)  # of the worker before
+        kills = oom_kills()
+        visible = {"CUDA_VISIBLE_DEVICES": job.gpu_uuid} if job.gpu_uuid else {}
+        worker = start_worker(run_dir, job.name, command=around.command, environ=visible)
+        around.on_start(worker.pid, job.name)
+        ended = worker.wait(
+            deadline_s=self._deadline_s,
+            silence=Silence(run_dir / STATE_NAME, self._config.silence_s),
+            on_tick=around.on_tick,
+        )
+        around.on_end()
+        result = read_json(result_path(run_dir, job.name))
+        for path in (job_path(run_dir, job.name), result_path(run_dir, job.name)):
+            path.unlink(missing_ok=True)  # the record holds what it says
+        if result.get("status", UNFINISHED) != UNFINISHED and not ended.timed_out:
+            if ended.returncode != (0 if result["status"] == "ok" else 1):
+                self.findings.warnings.append(
+                    f"worker {job.name} ended with exit code {ended.returncode} after its result."
+                )
+            return str(result["status"]), result["error"], result
+        status, error = classify_exit(
+            ended,
+            job=job.name,
+            state=read_json(run_dir / STATE_NAME),
+            num_oom_kills=num_new_kills(kills, oom_kills()),
+            timeout_s=self._config.timeout_s,
+            silence_s=self._config.silence_s,
+            log=run_dir / WORKER_LOG_NAME,
+        )
+        return status, error, result
 
 
 def run_point(

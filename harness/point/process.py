@@ -20,6 +20,7 @@ from catalogue.checkpoint import ModelUnavailableError
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
+from harness.folders import ROOT
 from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
 from harness.work.correctness import WrongTokensError
@@ -239,8 +240,7 @@ def start_worker(
         command: what runs the worker; the arguments are appended.
         environ: variables to add to this process's environment.
     """
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     variables = {**os.environ, **(environ or {}), "PYTHONPATH": os.pathsep.join(paths)}
     let_threads_sleep(variables)
     variables["PYTHONUNBUFFERED"] = "1"  # a killed worker's last words reach the log

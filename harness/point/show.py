@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from engine.sealed import GIB
 from harness.columns import columns
+from harness.folders import ROOT
 from reports.record.metrics import PREDICTED, interval, metric_parts, shown
 from reports.record.record import RunRecord
 from reports.record.text import number
@@ -71,11 +72,10 @@ def build_report(folder: Path) -> list[str]:
     fails, costs no run.
     """
     again = f"python -m reports {folder}"
-    root = Path(__file__).resolve().parent.parent
     try:
         done = subprocess.run(
             [sys.executable, "-m", "reports", str(folder)],
-            cwd=root,
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",

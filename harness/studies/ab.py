@@ -21,7 +21,7 @@ from harness.point.show import build_report
 from harness.point.streams import interrupt_afterwards
 from harness.studies.ab_ratios import Step, comparison, is_needed, result_lines, steps
 from harness.tracking.base import SweepFacts
-from harness.tracking.choose import open_tracker
+from harness.tracking.mlflow import open_tracker
 from reports.record.record import RESULT_NAME, RunRecord
 
 SAME_WORK: Final = ("scenario", "model", "tracking")

@@ -24,7 +24,7 @@ from harness.studies import bench, bench_kv, overhead, validate
 from harness.studies.document import check_document, write_section
 from harness.studies.table import Found, Judged, Result
 from harness.tracking.base import SweepFacts
-from harness.tracking.choose import open_tracker
+from harness.tracking.mlflow import open_tracker
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
 
 ROOT: Final = CONF.parent

@@ -10,7 +10,7 @@ from harness.columns import columns
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.point.show import build_report
 from harness.tracking.base import SweepFacts
-from harness.tracking.choose import open_tracker
+from harness.tracking.mlflow import open_tracker
 from reports.record.metrics import found, metric_number
 from reports.record.record import RunRecord, write_text_atomic
 

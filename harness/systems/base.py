@@ -1,11 +1,76 @@
-"""What an engine that is not this project's shows to the scenarios: plan, load, counts of steps."""
+"""What peers share: plan, load, counts of steps, a config.json, agreement of tokens."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+from engine.asked.config import ModelConfig
+from engine.errors import ConfigError
+from engine.model.checkpoint import read_folder
+from engine.model.families import FULL, WINDOW
+from engine.model.spec import ModelSpec
 from harness.work.drive import Clock
+
+UNKNOWN_TOKEN: Final = -1
+"""Stands for a token whose id the system does not tell."""
+
+
+@dataclass(kw_only=True)
+class Agreement:
+    """What a comparison found."""
+
+    facts: dict[str, Any]
+    """For the record's effective.correctness."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Agreement:
+    """Compare tokens prompt by prompt up to the first that differs.
+
+    After that one the two go on from different texts, so nothing more is compared. Where no prompt
+    agrees in its first token, the peer has other weights or other prompts, and a reason says so.
+
+    Args:
+        expected: tokens of the reference.
+        got: tokens of the peer, UNKNOWN_TOKEN where it does not tell them.
+    """
+    if any(UNKNOWN_TOKEN in tokens for tokens in got):
+        why = "the system tells no token ids"
+        note = f"correctness: {why}, so its tokens were not compared with the reference."
+        return Agreement(facts={"checked": False, "why": note}, notes=[note])
+    leading = [_num_equal(want, have) for want, have in zip(expected, got, strict=True)]
+    total, equal = sum(len(tokens) for tokens in expected), sum(leading)
+    facts: dict[str, Any] = {
+        "checked": True,
+        "num_prompts": len(got),
+        "num_tokens": total,
+    }
+    if equal < total:
+        facts["leading_equal"] = leading
+    found = Agreement(facts=facts, metrics={"correctness/equal_share": equal / total})
+    if not any(leading):
+        found.reasons.append(
+            f"correctness: of {len(got)} prompts none begins with the reference's token. The "
+            "system has other weights or was sent other prompts. Compare its model with ours."
+        )
+    elif equal < total:
+        found.notes.append(
+            f"correctness: {equal} of {total} tokens are those of the reference, counted up to the "
+            "first that differs of each prompt. Other kernels round otherwise; see "
+            "correctness/equal_share."
+        )
+    return found
+
+
+def _num_equal(want: Sequence[int], have: Sequence[int]) -> int:
+    for index, (token, other) in enumerate(zip(want, have, strict=True)):
+        if token != other:
+            return index
+    return len(want)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +136,70 @@ def no_prediction(plan: Any, spec: Any, scenario: Any) -> dict[str, float | None
     """Predict nothing: the cost model describes this project's engine."""
     del plan, spec, scenario
     return {}
+
+
+CLASSES: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+_SAME: Final = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "sliding_window",
+    "dtype",
+)
+
+
+def model_spec(model: ModelConfig) -> ModelSpec:
+    """Return the sizes of a model, from its folder where it has one.
+
+    Raises:
+        CheckpointError: There is no config.json, or it is of no supported family.
+        ConfigError: There are neither sizes nor a folder.
+    """
+    if model.path is None:
+        if model.spec is None:
+            raise ConfigError(f"model {model.name!r}: expected sizes or a folder, got neither.")
+        return model.spec
+    return read_folder(Path(model.path)).spec
+
+
+def config_json(spec: ModelSpec) -> dict[str, Any]:
+    """Return the content of a config.json with these sizes.
+
+    Args:
+        spec: of any supported family.
+    """
+    found: dict[str, Any] = {name: getattr(spec, name) for name in _SAME}
+    found["architectures"] = [CLASSES[spec.model_type]]
+    full: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    full |= spec.rope_scaling
+    default = spec.architecture.local_theta_default
+    if default is None:
+        found["rope_parameters"] = full
+    else:
+        local = {"rope_type": "default", "rope_theta": spec.rope_local_base_freq or default}
+        found["rope_parameters"] = {FULL: full, WINDOW: local}
+    if (scalar := spec.query_pre_attn_scalar) is not None:
+        # transformers takes whole numbers alone here.
+        found["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    if spec.sliding_window is not None:
+        layers = spec.num_hidden_layers
+        found |= {"layer_types": spec.layer_types or [WINDOW] * layers, "use_sliding_window": True}
+        found["max_window_layers"] = 0
+    return found

@@ -7,7 +7,7 @@ from typing import Any, Final
 from engine.asked.request import FinishReason, Request
 from engine.errors import RequestError
 from harness.config.schema import SystemConfig
-from harness.systems.agreement import UNKNOWN_TOKEN
+from harness.systems.base import UNKNOWN_TOKEN
 
 
 class Bodies:

@@ -18,9 +18,15 @@ from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.model.spec import ModelSpec
 from engine.text.tokenizer import load_tokenizer
-from harness.systems.base import PeerLoad, PeerPlan, StepCounts, no_prediction
+from harness.systems.base import (
+    PeerLoad,
+    PeerPlan,
+    StepCounts,
+    config_json,
+    model_spec,
+    no_prediction,
+)
 from harness.systems.door import EngineDoor, Progress, probe_engine_link
-from harness.systems.hf_sizes import config_json, model_spec
 from harness.systems.torch_device import PeerDevice, open_peer_device
 
 MODULE: Final = "vllm"

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
-from harness.tracking.base import PointFacts, SweepFacts
+from harness.tracking.base import GuardedTracker, NoTracker, PointFacts, SweepFacts, Tracker
 from harness.work.kv import kv_series
 from reports.record.record import RunRecord
 
@@ -408,3 +408,14 @@ def note(record: RunRecord) -> str:
         lines.append(f"{record.error['type']}: {record.error['message']}")
     lines += [f"- {reason}" for reason in record.reasons]
     return "\n\n".join(lines)
+
+
+def open_tracker(config: TrackingConfig, home: Path) -> GuardedTracker:
+    """Return an open tracker; its troubles are in `warnings`, never raised.
+
+    Args:
+        config: the node `tracking`.
+        home: TIGHTFIT_HOME, where the database and the artifacts are.
+    """
+    tracker: Tracker = NoTracker() if config.backend == "none" else MlflowTracker(config, home)
+    return GuardedTracker(tracker)

@@ -15,6 +15,7 @@ from typing import Any, Final
 from engine.asked.config import EngineConfig
 from engine.errors import RequestError
 from harness.config.schema import CorrectnessConfig
+from harness.folders import ROOT
 from harness.work.drive import Clock, Engine, OnProgress, run_in_turn
 from harness.work.prompts import synthetic_prompts
 from reports.record.record import write_text_atomic
@@ -151,13 +152,12 @@ def _checkpoint_identity(folder: str | None) -> list[tuple[str, int, int]]:
 
 def _code_hash() -> str:
     """Return a hash of the sources of engine/ and kernels/."""
-    root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for folder in ("engine", "kernels"):
-        for parent, _, names in sorted(os.walk(root / folder)):
+        for parent, _, names in sorted(os.walk(ROOT / folder)):
             for name in sorted(names):
                 path = Path(parent) / name
                 if path.suffix in _SOURCE_SUFFIXES:
-                    digest.update(str(path.relative_to(root)).encode())
+                    digest.update(str(path.relative_to(ROOT)).encode())
                     digest.update(path.read_bytes())
     return digest.hexdigest()

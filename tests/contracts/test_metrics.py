@@ -43,7 +43,7 @@ SEARCH = serve(
 
 
 FROM_THE_RUN = ("telemetry/cpu_pct", "link/nvml_h2d_gb_s")
-"""Metrics that need a sampler and a worker beside it; tests/harness/telemetry has them."""
+"""Metrics that need a sampler and a worker beside it; tests/harness/observe has them."""
 
 
 BOTH_SLABS = {"touch", "pin"}

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from harness.systems.fake.engine import ScriptedClock
+from harness.systems.fake import ScriptedClock
 from tests.harness import fakes
 from tests.harness.work import virtual
 
@@ -18,7 +18,7 @@ STARTS_S = (0.0, 1e3, 1e6, 1e7)
 def clock_start_s(request, monkeypatch):
     """Have every scripted clock begin at so many seconds; the long ones are slow tests."""
     start_s = request.param
-    door = "harness.systems.fake.engine.ScriptedClock"
+    door = "harness.systems.fake.ScriptedClock"
     monkeypatch.setattr(door, partial(ScriptedClock, begin_s=start_s))
     monkeypatch.setattr(fakes, "BEGIN_S", start_s)
     monkeypatch.setattr(virtual, "BEGIN_S", start_s)

@@ -5,7 +5,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import EngineError
-from engine.text.detokenizer import WINDOW_TOKENS, IncrementalDetokenizer
+from engine.text.sessions import WINDOW_TOKENS, IncrementalDetokenizer
 
 LINES = [
     "the cat sat on the mat, and the dog sat on the log.",

@@ -170,7 +170,7 @@ def test_a_killed_worker_leaves_the_parts_that_it_ended(tmp_path):
 
 def test_a_sigkill_with_a_raised_counter_is_oom(tmp_path, monkeypatch):
     counts = iter([{"cgroup": 3, "vmstat": 9}, {"cgroup": 4, "vmstat": 9}])
-    monkeypatch.setattr("harness.point.attempt.oom_kills", lambda: next(counts))
+    monkeypatch.setattr("harness.point.point.oom_kills", lambda: next(counts))
     record = run(tmp_path, fail_at="step", failure="sigkill")
     assert (record.status, record.error["type"]) == ("oom", "HostOutOfMemory")
     assert "resident set had reached" in record.error["message"]
@@ -243,7 +243,7 @@ def test_absent_weights_are_a_clean_failure(tmp_path, monkeypatch):
     def refuse(model, report):
         raise unavailable(model.name, "no checkpoint here and no network")
 
-    monkeypatch.setattr("harness.point.attempt.fetch", refuse)
+    monkeypatch.setattr("harness.point.point.fetch", refuse)
     source = ModelSource(kind="hub", repo="a/b", revision="main")
     config = run_config(model=ModelNode(name="big", source=source, spec=SPEC))
     record = run(tmp_path, config)
@@ -256,7 +256,7 @@ def test_absent_weights_are_a_clean_failure(tmp_path, monkeypatch):
 def test_the_record_names_the_commit_that_was_loaded(tmp_path, monkeypatch):
     folder = tmp_path / "models--a--b" / "snapshots" / ("0" * 39 + "1")
     folder.mkdir(parents=True)
-    monkeypatch.setattr("harness.point.attempt.fetch", lambda model, report: folder)
+    monkeypatch.setattr("harness.point.point.fetch", lambda model, report: folder)
     source = ModelSource(kind="hub", repo="a/b", revision="main")
     record = run(
         tmp_path,

@@ -10,7 +10,7 @@ from harness.observe.student import t_table
 from harness.point.process import WorkerJob
 from harness.studies.overhead import judge
 from harness.studies.table import Result
-from harness.systems.fake.engine import fake_door
+from harness.systems.fake import fake_door
 from harness.work.overhead import BARE
 from harness.worker import Work
 from tests.harness.cases import SPEC, run_config, scenario

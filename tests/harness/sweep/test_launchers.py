@@ -1,5 +1,7 @@
 """Launchers that are there, those that are not, and what their processes need."""
 
+from pathlib import Path
+
 import pytest
 
 from engine.errors import ConfigError
@@ -53,7 +55,7 @@ def test_the_code_is_found_by_processes_that_start_elsewhere():
     make_importable(environ)
     root, other = environ["PYTHONPATH"].split(":")
     assert other == "/a"
-    assert (launchers.Path(root) / "harness" / "launchers.py").is_file()
+    assert (Path(root) / "harness" / "worker.py").is_file()
     before = dict(environ)
     make_importable(environ)
     assert environ == before

@@ -10,8 +10,8 @@ from harness.config.compose import Composer
 from harness.config.engine import check_settings
 from harness.config.schema import ModelNode, ScenarioConfig, SystemConfig
 from harness.config.serve import Arrivals
-from harness.point.attempt import Attempt, Findings
 from harness.point.describe import flat_params, point_name, tags
+from harness.point.point import Attempt, Findings
 from harness.systems.http_engine import HTTPDoor
 from harness.systems.vllm_engine import vllm_door
 from harness.worker import Work, door_for

@@ -11,8 +11,14 @@ from engine.errors import ConfigError, EngineError, RequestError
 from harness.config.schema import SystemConfig
 from harness.config.serve import Arrivals
 from harness.systems import http_engine
-from harness.systems.http_client import HTTPClient
-from harness.systems.http_engine import MOST_FAILED, MOST_UNREACHED, HTTPDoor, HTTPEngine, http_door
+from harness.systems.http_engine import (
+    MOST_FAILED,
+    MOST_UNREACHED,
+    HTTPClient,
+    HTTPDoor,
+    HTTPEngine,
+    http_door,
+)
 from harness.systems.http_stream import ServerError, StreamedAnswer
 from harness.work.drive import run_at_once
 from harness.worker import Work
@@ -257,7 +263,7 @@ def test_silence_beyond_the_limit_fails_the_request():
 
 
 def test_a_host_that_takes_no_connection_is_not_reached(monkeypatch):
-    monkeypatch.setattr("harness.systems.http_client.CONNECT_S", 0.05)
+    monkeypatch.setattr("harness.systems.http_engine.CONNECT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as held:
         for _ in range(2):  # as many as the system keeps for a server that accepts none
             waiting = held.enter_context(socket.socket())

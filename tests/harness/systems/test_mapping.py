@@ -11,11 +11,10 @@ from harness.config.compose import Composer
 from harness.config.peers import check_system
 from harness.config.schema import SystemConfig
 from harness.errors import EXIT_BAD_CONFIG
-from harness.point.attempt import Attempt, Findings
+from harness.point.point import Attempt, Findings
 from harness.studies.search.study import TrialRunner
 from harness.systems.accelerate_plan import Sizes, device_map, host_layers, largest_batch
-from harness.systems.agreement import agree
-from harness.systems.hf_sizes import config_json
+from harness.systems.base import agree, config_json
 from harness.systems.vllm_engine import check_arguments, vllm_arguments
 from tests.harness.cases import SPEC, load_only, run_config
 

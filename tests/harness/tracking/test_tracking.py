@@ -14,8 +14,7 @@ from harness.point.describe import flat_params
 from harness.point.point import run_point, skip_point
 from harness.sweep.track import finish_sweep
 from harness.tracking.base import GuardedTracker, NoTracker, PointFacts, SweepFacts
-from harness.tracking.choose import open_tracker
-from harness.tracking.mlflow import MlflowTracker
+from harness.tracking.mlflow import MlflowTracker, open_tracker
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
 

@@ -1,1 +1,1 @@
-"""Tests of harness.telemetry."""
+"""Tests of the sampler."""

@@ -63,7 +63,7 @@ def samplers(run_dir):
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"harness.telemetry" in words and str(run_dir).encode() in words:
+        if b"harness.observe.sampler" in words and str(run_dir).encode() in words:
             found.append(int(folder.name))
     return found
 

@@ -9,11 +9,18 @@ import time
 import pytest
 
 from harness.observe import gpu as nvml
-from harness.observe import procfs as processes
 from harness.observe import sampler
+from harness.observe import sampler as processes
 from harness.observe.host import process_memory
-from harness.observe.procfs import ProcessTree, ProcFile, descendants, number_of, size_of
-from harness.observe.sampler import Machine, Rows
+from harness.observe.sampler import (
+    Machine,
+    ProcessTree,
+    ProcFile,
+    Rows,
+    descendants,
+    number_of,
+    size_of,
+)
 from reports.record.telemetry import COLUMNS, SLOW_COLUMNS
 from tests.harness.observe.telemetry.cases import install, load
 from tests.harness.observe.telemetry.pynvml_stand_in import READINGS, UUID

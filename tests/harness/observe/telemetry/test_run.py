@@ -6,8 +6,8 @@ from engine.asked.config import GPUConfig
 from harness.config.schema import CorrectnessConfig, ThroughputScenario
 from harness.observe import gpu as nvml
 from harness.observe import run as telemetry
-from harness.observe.__main__ import main
 from harness.observe.run import Telemetry
+from harness.observe.sampler import main
 from harness.observe.window import Span
 from harness.point import point
 from harness.point.point import run_point

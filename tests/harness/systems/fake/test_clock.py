@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from harness.systems.fake.engine import ScriptedClock
+from harness.systems.fake import ScriptedClock
 
 
 @pytest.mark.parametrize("up_s", [0.0, 1e5, 1e8, 3e10])

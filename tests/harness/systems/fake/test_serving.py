@@ -67,7 +67,7 @@ def test_figures_are_the_same_however_long_the_machine_has_been_up(tmp_path, mon
     found = []
     for now_s in (0.0, up_s):
         machine = SimpleNamespace(perf_counter=lambda now_s=now_s: now_s)
-        monkeypatch.setattr("harness.systems.fake.engine.time", machine)
+        monkeypatch.setattr("harness.systems.fake.time", machine)
         result = run(tmp_path, job(part, script))
         (window,) = result["windows"]
         assert window["begin_s"] == pytest.approx(now_s + script.load_s, abs=1e-8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harness.config.schema import ScenarioConfig
 from harness.config.serve import Arrivals, ServeScenario, TraceSource
-from harness.point.attempt import Attempt, Findings
+from harness.point.point import Attempt, Findings
 from harness.work.trace import (
     TraceError,
     TraceRow,

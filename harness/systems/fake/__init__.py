@@ -1,1 +1,0 @@
-"""model=fake: an engine with scripted times, memory, tokens and failures, to try the harness."""
