@@ -1,70 +1,119 @@
-"""Time one operator or all of them on a GPU: `python -m kernels.bench [op]`.
+"""Time operators on a GPU: `python -m kernels.bench [NAME ...]`, all of them by default.
 
-For each operator: milliseconds of one call replayed from a CUDA graph, the bytes it has to read and
-write per second, that rate as a share of this card's measured copy rate, and its twin's time, run
-eagerly. Speed is measured here and in no test.
+Inputs have the sizes of an 8-billion-parameter model in bfloat16. For each case: milliseconds of
+one call replayed from a CUDA graph, the bytes that it cannot avoid moving a second, and that rate
+as a share of this card's copy rate, read plus written, or of the rate at which a kernel reads
+pinned host memory in place. Operators are timed beside their PyTorch twin, run eagerly. Others:
+
+- tiered: decode attention of one sequence whose other blocks lie in host memory, by where in the
+  sequence they lie, over the GPU's part alone plus the host's bytes at their rate; its results are
+  compared bit by bit with those of one tier, and the exit code is 1 where they differ.
+- tier_cost: what a host tier costs where every block is on the GPU.
+- gather: one layer of host blocks into a buffer and back, by programs.
+
+Speed is measured here and in no test.
 """
 
 import argparse
+import json
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
 
 import torch
 
-from kernels import bench_cases
+from kernels import ops
+from kernels.host_cache import HostCache
+from kernels.ref import activation, attention, block_copy, linear, norm, prefill, rotary_write_kv
+from kernels.workspace import prefill_workspace
 
-_COPY_BYTES = 2**30
-_WARMUPS = 3
-_KERNEL_REPEATS = 30
-_TWIN_REPEATS = 3
+HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
+DTYPE, SCALE = torch.bfloat16, HEAD_SIZE**-0.5
+TOKEN_BYTES: Final = 2 * KV_HEADS * HEAD_SIZE * 2
+"""Keys and values of a token in one layer."""
+GPU_TOKENS: Final = 42_000
+"""Of a sequence over two tiers."""
+COPY_BYTES: Final = 2**30
+PROBE_BYTES: Final = 2**28
+WARMUPS, REPEATS, TWIN_REPEATS = 3, 30, 3
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to time.
+
+    Attributes:
+        name: what runs, with its sizes.
+        run: enqueues it, once for each of num_layers layers.
+        num_bytes: bytes read and written, of one layer; they exceed the card's cache, so that a
+            repeat finds nothing there, but for those of single prompts.
+        twin: calls the twin on the same inputs.
+        num_flops: floating point operations, where they may limit; otherwise 0.
+        kind: which rate num_bytes are held against, "copy" or "in place".
+        num_layers: layers that a call goes over.
+        beside: what, with host_bytes at the in-place rate, a layer is held against.
+        host_bytes: bytes read in host memory, of one layer.
+        check: tells whether the result has the bits of the reference.
+    """
+
+    name: str
+    run: Run
+    num_bytes: int
+    twin: Run | None = None
+    num_flops: int = 0
+    kind: str = "copy"
+    num_layers: int = 1
+    beside: "Case | None" = None
+    host_bytes: int = 0
+    check: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One line of the table.
-
-    Attributes:
-        name: the operator and its shape.
-        kernel_ms: median milliseconds of the operator.
-        twin_ms: median milliseconds of the twin.
-        gb_per_s: bytes moved per second, in units of 10^9.
-        copy_share: gb_per_s divided by the copy rate.
-        tflop_per_s: floating point operations per second in units of 10^12; None where the bytes
-            are what limits.
-    """
+    """One line of the table; figures without a meaning for the case are None."""
 
     name: str
     kernel_ms: float
-    twin_ms: float
     gb_per_s: float
-    copy_share: float
-    tflop_per_s: float | None
+    share: float
+    tflop_per_s: float | None = None
+    twin_ms: float | None = None
+    ratio: float | None = None
+    """Of kernel_ms to what the case is held against."""
+    is_equal: bool | None = None
 
 
-def measure_copy_rate(device: torch.device) -> float:
-    """Return the rate of a copy within the card's memory, bytes read plus written, in GB/s.
+class _HostArray:
+    """Pinned host memory, described to torch as memory of the card."""
 
-    Args:
-        device: the card.
-    """
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    milliseconds = median_ms(lambda: target.copy_(source), _KERNEL_REPEATS)
-    return 2 * _COPY_BYTES / milliseconds / 1e6
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned
+        self.__cuda_array_interface__ = {
+            "shape": (pinned.numel() * pinned.element_size(),),
+            "typestr": "|u1",
+            "data": (pinned.data_ptr(), False),
+            "version": 3,
+        }
 
 
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """Capture a call in a CUDA graph after warming it up, and return the graph's replay.
+def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate zeros in pinned host memory; return a CUDA tensor over them, which keeps them."""
+    pinned = torch.zeros(shape, dtype=dtype, pin_memory=True)
+    return torch.as_tensor(_HostArray(pinned), device="cuda").view(dtype).view(shape)
 
-    Args:
-        run: what enqueues work on the current stream.
-    """
+
+def captured(run: Run) -> Run:
+    """Capture a call in a CUDA graph after warming it up, and return the graph's replay."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(_WARMUPS):
+        for _ in range(WARMUPS):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -73,18 +122,12 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Return the median milliseconds of a call, from one pair of events a call.
-
-    Args:
-        run: what enqueues work on the current stream.
-        repeats: calls that are timed, after one that is not.
-    """
+def median_ms(run: Run, repeats: int = REPEATS) -> float:
+    """Return the median milliseconds of a call, from one pair of events a call, after one more."""
     run()
     pairs = []
     for _ in range(repeats):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         run()
         end.record()
@@ -93,69 +136,467 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
     return float(statistics.median(start.elapsed_time(end) for start, end in pairs))
 
 
-def time_case(case: bench_cases.Case, copy_gb_per_s: float) -> Timing:
-    """Time one case.
+def measure_rates(device: torch.device, *, in_place: bool = True) -> dict[str, float]:
+    """Return GB/s of copies within the card's memory, and of reads of pinned host memory in place.
 
     Args:
-        case: what to run.
-        copy_gb_per_s: the copy rate of the same card.
-
-    Returns:
-        Medians and the rates that follow from them.
+        device: the card.
+        in_place: measure the second one too.
     """
-    replay = captured(case.run_op)
-    kernel_ms = median_ms(replay, _KERNEL_REPEATS)
-    twin_ms = median_ms(case.run_twin, _TWIN_REPEATS)
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates = {"copy": 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e6}
+    if in_place:
+        view, out = host_tensor((PROBE_BYTES // 4,), torch.int32), target.view(torch.int32)
+        read_ms = median_ms(lambda: torch.add(view, 0, out=out[: len(view)]))
+        rates["in place"] = PROBE_BYTES / read_ms / 1e6
+    return rates
+
+
+def time_case(case: Case, rates: Mapping[str, float]) -> Timing:
+    """Time one case against rates of the same card."""
+    kernel_ms = median_ms(captured(case.run)) / case.num_layers
     gb_per_s = case.num_bytes / kernel_ms / 1e6
+    ratio = None
+    if case.beside is not None:
+        near_ms = median_ms(captured(case.beside.run)) / case.beside.num_layers
+        far_ms = case.host_bytes / rates["in place"] / 1e6 if case.host_bytes else 0.0
+        ratio = kernel_ms / (near_ms + far_ms)
     return Timing(
-        name=f"{case.op} {case.shape}",
+        name=case.name,
         kernel_ms=kernel_ms,
-        twin_ms=twin_ms,
         gb_per_s=gb_per_s,
-        copy_share=gb_per_s / copy_gb_per_s,
+        share=gb_per_s / rates[case.kind],
         tflop_per_s=case.num_flops / kernel_ms / 1e9 if case.num_flops else None,
+        twin_ms=None if case.twin is None else median_ms(case.twin, TWIN_REPEATS),
+        ratio=ratio,
+        is_equal=None if case.check is None else case.check(),
     )
 
 
 def render(timing: Timing) -> str:
-    """Return one line of the table.
+    """Return one line of the table."""
 
-    Args:
-        timing: what was measured.
-    """
-    tflop_per_s = "" if timing.tflop_per_s is None else f"{timing.tflop_per_s:.1f}"
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    bits = {None: "", True: "equal", False: "DIFFERS"}[timing.is_equal]
     return (
-        f"{timing.name:<70} {timing.kernel_ms:>9.4f} {timing.gb_per_s:>8.0f} "
-        f"{timing.copy_share:>6.2f} {tflop_per_s:>8} {timing.twin_ms:>10.3f}"
+        f"{timing.name:<84} {timing.kernel_ms:>9.4f} {timing.gb_per_s:>8.1f} {timing.share:>6.3f} "
+        f"{shown(timing.tflop_per_s, '.1f'):>8} {shown(timing.twin_ms, '.3f'):>9} "
+        f"{shown(timing.ratio, '.3f'):>6} {bits:>7}"
+    ).rstrip()
+
+
+def randn(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Draw a tensor of DTYPE."""
+    return torch.randn(shape, dtype=DTYPE, device=device)
+
+
+def paged(num_seqs: int, seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one layer's keys and values [B, 2, K, P, H], and tables [S, M] of sequences."""
+    blocks = num_seqs * seq_len // BLOCK
+    cache = randn((blocks, 2, KV_HEADS, BLOCK, HEAD_SIZE), device)
+    tables = torch.randperm(blocks, device=device).to(torch.int32).view(num_seqs, -1)
+    return cache, tables
+
+
+def full(num_seqs: int, seq_len: int, device: torch.device) -> torch.Tensor:
+    """Return the lengths of sequences that are equally long."""
+    return torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device)
+
+
+def _workspace(num_seqs: int, seq_len: int, device: torch.device) -> ops.DecodeWorkspace:
+    return ops.decode_workspace(num_seqs, HEADS, HEAD_SIZE, seq_len + BLOCK, device)
+
+
+def _norms(op: str, num_moved: int, device: torch.device) -> Iterator[Case]:
+    x, weight = randn((16384, HIDDEN), device), randn((HIDDEN,), device)
+    arguments = (x, weight) if op == "rms_norm" else (x, torch.zeros_like(x), weight)
+    run, twin = (partial(getattr(module, op), *arguments, 1e-6) for module in (ops, norm))
+    yield Case(f"{op} 16384 x 4096", run, num_moved * x.nbytes, twin)
+
+
+def _activations(op: str, device: torch.device) -> Iterator[Case]:
+    gate_up = randn((8192, 2 * FEED_FORWARD), device)
+    run, twin = (partial(getattr(module, op), gate_up) for module in (ops, activation))
+    yield Case(f"{op} 8192 x 2 x 14336", run, gate_up.nbytes * 3 // 2, twin)
+
+
+def _fused_heads(num_tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Draw a fused projection; return it and its views q [T, N, H], k [T, K, H], v [T, K, H]."""
+    fused = randn((num_tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE), device)
+    return fused, fused[:, :HEADS], fused[:, HEADS:-KV_HEADS], fused[:, -KV_HEADS:]
+
+
+def _rotary(device: torch.device) -> Iterator[Case]:
+    fused, q, k, v = _fused_heads(16384, device)
+    cache, _ = paged(1, 16384, device)
+    slots = torch.randperm(16384, device=device)
+    cos_sin = torch.ones((16384, HEAD_SIZE), device=device)
+    tail = (cos_sin, torch.arange(16384, device=device), cache[:, 0], cache[:, 1], slots)
+    kinds = {"no norm": None, "norm of heads": (1, 1), "norm of all": (HEADS, KV_HEADS)}
+    for kind, factors in kinds.items():
+        sizes = [None, None] if factors is None else [HEAD_SIZE * factor for factor in factors]
+        weights = [None if size is None else randn((size,), device) for size in sizes]
+        run, twin = (
+            partial(module.rotary_write_kv_, q, k, v, *weights, 1e-6, *tail)
+            for module in (ops, rotary_write_kv)
+        )
+        name = f"rotary_write_kv_ 16384 tokens, 32 + 8 heads x 128, {kind}"
+        yield Case(name, run, 2 * fused.nbytes + cos_sin.nbytes, twin)
+
+
+def _decode(device: torch.device) -> Iterator[Case]:
+    for num_seqs, seq_len in ((32, 4096), (1, 4096), (64, 512)):
+        cache, tables = paged(num_seqs, seq_len, device)
+        q = randn((num_seqs, HEADS, HEAD_SIZE), device)
+        arguments = (q, cache[:, 0], cache[:, 1], tables, full(num_seqs, seq_len, device), SCALE)
+        out, workspace = torch.empty_like(q), _workspace(num_seqs, seq_len, device)
+        yield Case(
+            f"paged_decode_attention {num_seqs} x {seq_len} keys, 32/8 heads x 128",
+            partial(
+                ops.paged_decode_attention,
+                *arguments,
+                max_seq_len=seq_len,
+                out=out,
+                workspace=workspace,
+            ),
+            num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes,
+            partial(attention.paged_decode_attention, *arguments, out=out),
+        )
+
+
+_PREFILLS: Final = (
+    *((4, 2048, 2048, None), (1, 512, 4096, None)),
+    *((1, 32, 8192, parts) for parts in (None, 1, 8, 32)),
+    *((1, 256, 32_768, parts) for parts in (None, 1, 2, 8)),
+    *((1, 32, 128, None), (1, 32, 128, 1)),
+)
+"""Sequences, queries and tokens of each, and parts of the keys; None: the operator's own choice."""
+
+
+def _prefill(device: torch.device) -> Iterator[Case]:
+    from kernels.triton import prefill_attention  # noqa: PLC0415  needs a GPU
+
+    for num_seqs, num_queries, seq_len, num_parts in _PREFILLS:
+        cache, tables = paged(num_seqs, seq_len, device)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * num_queries
+        q = randn((num_seqs * num_queries, HEADS, HEAD_SIZE), device)
+        lens = full(num_seqs, seq_len, device)
+        arguments = (q, cache[:, 0], cache[:, 1], tables, starts, lens, SCALE)
+        out = torch.empty_like(q)
+        run = partial(
+            ops.paged_prefill_attention,
+            *arguments,
+            max_query_len=num_queries,
+            out=out,
+            workspace=prefill_workspace(len(q), HEADS, HEAD_SIZE, seq_len, device),
+        )
+        if num_parts is not None:
+            run = partial(
+                prefill_attention.paged_prefill_attention,
+                *arguments,
+                max_query_len=num_queries,
+                out=out,
+                num_parts=num_parts,
+            )
+        pairs = num_seqs * num_queries * (2 * seq_len - num_queries + 1) // 2
+        words = f"{num_seqs} x {num_queries} queries of {seq_len} tokens, 32/8 heads x 128"
+        yield Case(
+            f"paged_prefill_attention {words}{f', {num_parts} parts' if num_parts else ''}",
+            run,
+            num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes,
+            partial(prefill.paged_prefill_attention, *arguments, out=out),
+            num_flops=4 * pairs * HEADS * HEAD_SIZE,
+        )
+
+
+def _prefill_part(device: torch.device) -> Iterator[Case]:
+    num_queries, seq_len, part_keys = 2048, 8192, 2048
+    cache, tables = paged(1, seq_len, device)
+    # The first half of the keys is staged, the other in the cache; both are read where they are.
+    tables[:, : len(cache) // 2] += len(cache)
+    starts = torch.tensor([0, num_queries], dtype=torch.int32, device=device)
+    q = randn((num_queries, HEADS, HEAD_SIZE), device)
+    out, state = torch.empty_like(q), ops.prefill_state(num_queries, HEADS, HEAD_SIZE, device)
+    lens, num_parts = full(1, seq_len, device), seq_len // part_keys
+    arguments = (q, cache[:, 0], cache[:, 1], tables, starts, lens, SCALE)
+
+    def run(attend: Callable[..., None], **options: int) -> None:
+        for begin in range(0, seq_len, part_keys):
+            attend(
+                *arguments,
+                stage=HostCache(cache[:, 0], cache[:, 1]),
+                begin_key=begin,
+                end_key=begin + part_keys,
+                state=state,
+                is_last=begin + part_keys == seq_len,
+                out=out,
+                **options,
+            )
+
+    state_bytes = state.row_max.nbytes + state.row_sum.nbytes + state.acc.nbytes
+    yield Case(
+        f"paged_prefill_part {num_queries} queries of {seq_len} tokens in {num_parts} parts",
+        lambda: run(ops.paged_prefill_part, max_query_len=num_queries),
+        seq_len * TOKEN_BYTES + (num_parts + 1) * q.nbytes + 2 * (num_parts - 1) * state_bytes,
+        lambda: run(prefill.paged_prefill_part),
+        num_flops=2 * num_queries * (2 * seq_len - num_queries + 1) * HEADS * HEAD_SIZE,
     )
 
 
+def _copy_blocks(device: torch.device) -> Iterator[Case]:
+    src = torch.zeros((1024, 2**16), dtype=torch.int32, device=device)
+    ids = torch.randperm(1024, device=device)
+    arguments = (torch.empty_like(src), src, ids, ids)
+    run, twin = (partial(module.copy_blocks, *arguments) for module in (ops, block_copy))
+    yield Case("copy_blocks 1024 x 256 KiB", run, 2 * src.nbytes, twin)
+
+
+def _embedding(device: torch.device) -> Iterator[Case]:
+    table, ids = randn((VOCAB, HIDDEN), device), torch.randint(0, VOCAB, (16384,), device=device)
+    run, twin = (partial(module.embedding, ids, table) for module in (ops, linear))
+    yield Case("embedding 16384 of 128256 rows x 4096", run, 4 * len(ids) * HIDDEN, twin)
+
+
+_PRODUCTS: Final = (
+    *((1, 4096, 6144), (1, 4096, 4096), (1, 14336, 4096), (16, 4096, 6144)),
+    *((16, 14336, 4096), (64, 4096, 6144), (64, 14336, 4096), (2048, 4096, 28672)),
+)
+
+
+def _linear(device: torch.device) -> Iterator[Case]:
+    workspace = ops.decode_workspace(1, 1, HEAD_SIZE, 1, device)
+
+    def run(x: torch.Tensor, weights: torch.Tensor) -> None:
+        for weight in weights:
+            ops.linear(x, weight, workspace=workspace)
+
+    def twin(x: torch.Tensor, weights: torch.Tensor) -> None:
+        for weight in weights:
+            linear.linear(x, weight)
+
+    for num_tokens, size_in, size_out in _PRODUCTS:
+        # As many weights as exceed the card's cache, each read once a call.
+        copies = max(1, -(-(2**28) // (2 * size_in * size_out)))
+        x, weights = (
+            randn((num_tokens, size_in), device),
+            randn((copies, size_out, size_in), device),
+        )
+        yield Case(
+            f"linear {copies} of {num_tokens} x {size_in} by {size_in} x {size_out}",
+            partial(run, x, weights),
+            weights.nbytes + copies * (x.nbytes + 2 * num_tokens * size_out),
+            partial(twin, x, weights),
+            num_flops=2 * num_tokens * weights.numel(),
+        )
+
+
+def _gated(op: str, batches: tuple[int, ...], device: torch.device) -> Iterator[Case]:
+    weight = randn((2 * FEED_FORWARD, HIDDEN), device)
+    for num_tokens in batches:
+        x = randn((num_tokens, HIDDEN), device)
+        run, twin = (partial(getattr(module, op), x, weight) for module in (ops, linear))
+        yield Case(
+            f"{op} {num_tokens} x 4096 by 4096 x 2 x {FEED_FORWARD}",
+            run,
+            x.nbytes + weight.nbytes + 2 * num_tokens * FEED_FORWARD,
+            twin,
+            num_flops=2 * num_tokens * weight.numel(),
+        )
+
+
+OPERATORS: Final[Mapping[str, Callable[[torch.device], Iterator[Case]]]] = {
+    "rms_norm": partial(_norms, "rms_norm", 2),
+    "add_rms_norm": partial(_norms, "add_rms_norm", 4),
+    "rms_norm_add_": partial(_norms, "rms_norm_add_", 3),
+    "rotary_write_kv_": _rotary,
+    "silu_mul": partial(_activations, "silu_mul"),
+    "gelu_mul": partial(_activations, "gelu_mul"),
+    "paged_decode_attention": _decode,
+    "paged_prefill_attention": _prefill,
+    "paged_prefill_part": _prefill_part,
+    "copy_blocks": _copy_blocks,
+    "embedding": _embedding,
+    "linear": _linear,
+    "linear_silu_mul": partial(_gated, "linear_silu_mul", (1, 16, 64)),
+    "linear_gelu_mul": partial(_gated, "linear_gelu_mul", (1,)),
+}
+"""Operator -> the cases that are timed for it."""
+
+
+@dataclass(frozen=True)
+class TieredSequence:
+    """One sequence of several layers: blocks of the GPU, then those of host memory.
+
+    gpu and host are [B, L, 2, K, P, H]; the table has the GPU's blocks first.
+    """
+
+    gpu: torch.Tensor
+    host: torch.Tensor
+    table: torch.Tensor
+    q: torch.Tensor
+    workspace: ops.DecodeWorkspace
+
+    @classmethod
+    def draw(
+        cls, num_tokens: int, gpu_tokens: int, num_layers: int, device: torch.device
+    ) -> "TieredSequence":
+        """Draw one of so many tokens, of which gpu_tokens lie on the GPU."""
+        shape = (num_layers, 2, KV_HEADS, BLOCK, HEAD_SIZE)
+        num_gpu = gpu_tokens // BLOCK
+        num_host = -(-num_tokens // BLOCK) - num_gpu
+        host = host_tensor((num_host, *shape), DTYPE)
+        host.copy_(randn(host.shape, device))
+        order = [torch.randperm(num, device=device) for num in (num_gpu, num_host)]
+        table = torch.cat([order[0], num_gpu + order[1]]).to(torch.int32)[None]
+        q = randn((1, HEADS, HEAD_SIZE), device)
+        gpu = randn((num_gpu, *shape), device)
+        return cls(gpu, host, table, q, _workspace(1, num_tokens, device))
+
+    def attend(self, table: torch.Tensor, lens: torch.Tensor, out: torch.Tensor) -> None:
+        """Attend in all layers; the last layer's result stays in out."""
+        for layer in range(self.gpu.shape[1]):
+            ops.paged_decode_attention(
+                *(self.q, self.gpu[:, layer, 0], self.gpu[:, layer, 1], table, lens, SCALE),
+                max_seq_len=table.shape[1] * BLOCK,
+                out=out,
+                workspace=self.workspace,
+                host=HostCache(self.host[:, layer, 0], self.host[:, layer, 1]),
+            )
+
+    def has_bits_of_one_tier(self, table: torch.Tensor) -> bool:
+        """Tell whether the last layer's result is that of all blocks on the GPU."""
+        one_tier = torch.cat([self.gpu[:, -1], self.host[:, -1]])
+        out, expected = torch.empty_like(self.q), torch.empty_like(self.q)
+        lens = full(1, table.shape[1] * BLOCK, table.device)
+        self.attend(table, lens, out)
+        ops.paged_decode_attention(
+            *(self.q, one_tier[:, 0], one_tier[:, 1], table, lens, SCALE),
+            max_seq_len=table.shape[1] * BLOCK,
+            out=expected,
+            workspace=self.workspace,
+        )
+        return torch.equal(out, expected)
+
+
+def _tiered(device: torch.device) -> Iterator[Case]:
+    for num_tokens, num_layers in ((55_000, 4), (130_000, 2)):
+        sequence = TieredSequence.draw(num_tokens, GPU_TOKENS, num_layers, device)
+        table, near = sequence.table, len(sequence.gpu) * BLOCK
+        length = table.shape[1] * BLOCK
+        host_bytes = (length - near) * TOKEN_BYTES
+        mixed = table[:, torch.randperm(table.shape[1], device=device)]
+        out = torch.empty_like(sequence.q)
+        run = partial(sequence.attend, table, full(1, near, device), out)
+        alone = Case("", run, host_bytes, num_layers=num_layers)
+        for where, at in {"end": table, "start": table.flip(1), "mixed": mixed}.items():
+            yield Case(
+                f"decode, 1 x {num_tokens} keys, host's at the {where}",
+                partial(sequence.attend, at, full(1, length, device), out),
+                host_bytes,
+                kind="in place",
+                num_layers=num_layers,
+                beside=alone,
+                host_bytes=host_bytes,
+                check=partial(sequence.has_bits_of_one_tier, at),
+            )
+
+
+def _tier_cost(device: torch.device) -> Iterator[Case]:
+    """All blocks on the GPU; a tier beside them that holds none of the sequences' blocks."""
+    for num_seqs, seq_len in ((32, 4096), (1, 4096), (256, 512)):
+        cache, tables = paged(num_seqs, seq_len, device)
+        blocks = host_tensor((16, *cache.shape[1:]), DTYPE)
+        q = randn((num_seqs, HEADS, HEAD_SIZE), device)
+        attend = partial(
+            ops.paged_decode_attention,
+            *(q, cache[:, 0], cache[:, 1], tables, full(num_seqs, seq_len, device), SCALE),
+            max_seq_len=seq_len,
+            out=torch.empty_like(q),
+            workspace=_workspace(num_seqs, seq_len, device),
+        )
+        num_bytes = num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes
+        case = Case(f"decode attention, {num_seqs} x {seq_len} keys, one tier", attend, num_bytes)
+        yield case
+        run = partial(attend, host=HostCache(blocks[:, 0], blocks[:, 1]))
+        yield replace(case, name=case.name.replace("one", "two"), run=run, beside=case)
+
+
+def _gather(device: torch.device) -> Iterator[Case]:
+    from kernels.triton.block_copy import copy_blocks  # noqa: PLC0415  needs Triton
+
+    num_layers, words = 4, BLOCK * TOKEN_BYTES // 4
+    host = host_tensor((1024, num_layers, words), torch.int32)
+    stage = torch.zeros((512, words), dtype=torch.int32, device=device)
+    slots, ids = torch.arange(512, device=device), torch.randperm(1024, device=device)[:512]
+
+    def copy(*, is_store: bool, programs: int) -> None:
+        for layer in range(num_layers):
+            pair = (host[:, layer], stage, ids, slots)
+            if not is_store:
+                pair = (stage, host[:, layer], slots, ids)
+            copy_blocks(*pair, max_programs=programs)
+
+    for is_store in (False, True):
+        for programs in (16, 32, 64, 128):
+            name = f"one layer of 512 blocks {'to' if is_store else 'from'} the host, {programs}"
+            run = partial(copy, is_store=is_store, programs=programs)
+            yield Case(
+                f"{name} programs", run, stage.nbytes, kind="in place", num_layers=num_layers
+            )
+
+
+CASES: Final[Mapping[str, Callable[[torch.device], Iterator[Case]]]] = {
+    **OPERATORS,
+    "tiered": _tiered,
+    "tier_cost": _tier_cost,
+    "gather": _gather,
+}
+"""Name on the command line -> what is timed."""
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit code, 2 where there is no GPU.
+    """Run the command; return its exit code, 2 where there is no GPU, 1 where bits differ.
 
     Args:
         arguments: the command line without the program's name; None takes sys.argv.
     """
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
-    parser.add_argument("op", nargs="?", choices=sorted(bench_cases.BUILDERS), help="default: all")
-    chosen = parser.parse_args(arguments).op
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--json", type=Path, help="also write rates and rows to this file")
+    chosen = parser.parse_args(arguments)
+    for name in chosen.names:
+        if name not in CASES:
+            parser.error(f"names: expected any of {', '.join(CASES)}, got {name!r}")
     if not torch.cuda.is_available():
         sys.stderr.write(
             "kernels.bench: expected a CUDA device, got none. Run it on a machine with a GPU.\n"
         )
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
-    copy_gb_per_s = measure_copy_rate(device)
+    card, rates = torch.cuda.get_device_name(device), measure_rates(device)
     sys.stdout.write(
-        f"{torch.cuda.get_device_name(device)}, copy within its memory {copy_gb_per_s:.0f} GB/s\n"
-        f"{'operator':<70} {'ms':>9} {'GB/s':>8} {'share':>6} {'TFLOP/s':>8} {'twin ms':>10}\n"
+        f"{card}: copy {rates['copy']:.0f} GB/s, host memory in place {rates['in place']:.1f}\n"
+        f"{'what':<84} {'ms':>9} {'GB/s':>8} {'share':>6} {'TFLOP/s':>8} {'twin ms':>9} "
+        f"{'ratio':>6} {'bits':>7}\n"
     )
-    for op in [chosen] if chosen else sorted(bench_cases.BUILDERS):
-        for build in bench_cases.BUILDERS[op]:
-            timing = time_case(build(device), copy_gb_per_s)
-            sys.stdout.write(render(timing) + "\n")
+    rows = []
+    for name in chosen.names or CASES:
+        for case in CASES[name](device):
+            rows.append(time_case(case, rates))
+            sys.stdout.write(render(rows[-1]) + "\n")
             sys.stdout.flush()
-    return 0
+        torch.cuda.empty_cache()
+    if chosen.json is not None:
+        document = {"device": card, "rates_gb_s": rates, "rows": [asdict(row) for row in rows]}
+        chosen.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row.is_equal is False for row in rows) else 0
 
 
 if __name__ == "__main__":

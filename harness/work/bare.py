@@ -55,19 +55,18 @@ def _attention(device: str) -> Figures:
         return {"no_room": "operators are timed on a GPU only"}
     import torch  # noqa: PLC0415  takes seconds
 
-    from kernels import bench, bench_cases  # noqa: PLC0415  imports torch
+    from kernels import bench  # noqa: PLC0415  imports torch
 
     card = torch.device("cuda", torch.cuda.current_device())
-    copy_gb_s = bench.measure_copy_rate(card)
-    for build in bench_cases.BUILDERS[ATTENTION]:
-        case = build(card)
-        if case.shape.startswith(ATTENTION_SHAPE):
-            timing = bench.time_case(case, copy_gb_s)
+    rates = bench.measure_rates(card, in_place=False)
+    for case in bench.OPERATORS[ATTENTION](card):
+        if ATTENTION_SHAPE in case.name:
+            timing = bench.time_case(case, rates)
             return {
-                "shape": case.shape,
+                "shape": case.name.removeprefix(f"{ATTENTION} "),
                 "ms": timing.kernel_ms,
                 "gb_s": timing.gb_per_s,
-                "copy_gb_s": copy_gb_s,
+                "copy_gb_s": rates["copy"],
             }
     return {"no_room": f"kernels.bench has no case of {ATTENTION_SHAPE}"}
 

@@ -1,21 +1,29 @@
+"""The benchmark of operators: every operator is timed, inputs are right, lines hold the figures."""
+
+import json
+
 import pytest
 import torch
 
-from kernels import bench, bench_cases, ops
+from kernels import bench
+from kernels.bench import TieredSequence, Timing
 from tests.kernels.test_every_op_has_twin import OPERATORS
+
+ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
 
 def test_every_operator_is_timed():
-    assert sorted(bench_cases.BUILDERS) == OPERATORS
+    assert sorted(bench.OPERATORS) == OPERATORS
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_no_gpu_is_said_and_ends_with_2(capsys):
-    assert bench.main(["rms_norm"]) == 2
+@ON_A_CPU
+@pytest.mark.parametrize("arguments", [[], ["rms_norm", "gather"]], ids=str)
+def test_no_gpu_is_said_and_ends_with_2(arguments, capsys):
+    assert bench.main(arguments) == 2
     assert "expected a CUDA device, got none" in capsys.readouterr().err
 
 
-def test_an_unknown_operator_is_refused(capsys):
+def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit) as caught:
         bench.main(["rms_nrom"])
     assert caught.value.code == 2
@@ -23,35 +31,59 @@ def test_an_unknown_operator_is_refused(capsys):
 
 
 def test_a_line_holds_the_figures():
-    timing = bench.Timing("rms_norm 4 x 4", 0.5, 12.25, 2000.0, 0.75, None)
-    assert bench.render(timing).split() == [
-        "rms_norm",
-        "4",
-        "x",
-        "4",
-        "0.5000",
-        "2000",
-        "0.75",
-        "12.250",
-    ]
+    timing = Timing("rms_norm 4 x 4", 0.5, 2000.0, 0.75, twin_ms=12.25)
+    assert bench.render(timing).split()[-4:] == ["0.5000", "2000.0", "0.750", "12.250"]
+    timing = Timing("tiered 1 x 9", 0.5, 48.25, 0.95, ratio=1.0625, is_equal=False)
+    assert bench.render(timing).split()[-5:] == ["0.5000", "48.2", "0.950", "1.062", "DIFFERS"]
+
+
+def test_a_case_is_held_against_its_rate_and_what_is_beside_it(monkeypatch):
+    """A call of two layers takes 8 ms, the part beside it 1 ms, and 2 MB in place 1 ms."""
+    monkeypatch.setattr(bench, "captured", lambda run: run)
+    monkeypatch.setattr(bench, "median_ms", lambda run, repeats=0: run())
+    near = bench.Case("near", lambda: 1.0, 1)
+    case = bench.Case(
+        "far",
+        lambda: 8.0,
+        4_000_000,
+        twin=lambda: 9.0,
+        num_flops=8 * 10**9,
+        kind="in place",
+        num_layers=2,
+        beside=near,
+        host_bytes=2_000_000,
+        check=lambda: True,
+    )
+    found = bench.time_case(case, {"copy": 100.0, "in place": 2.0})
+    assert found == Timing("far", 4.0, 1.0, 0.5, 2.0, 9.0, ratio=2.0, is_equal=True)
+
+
+def test_two_tiers_of_the_sequence_are_one(device, monkeypatch):
+    monkeypatch.setattr(bench, "host_tensor", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    sequence = TieredSequence.draw(100, 48, 1, device)
+    assert sequence.table.shape == (1, 7)
+    assert sequence.has_bits_of_one_tier(sequence.table)
+    one_block = torch.full_like(sequence.table, 4)
+    lens = torch.tensor([112], dtype=torch.int32, device=device)
+    out, other = torch.empty_like(sequence.q), torch.empty_like(sequence.q)
+    sequence.attend(sequence.table, lens, out)
+    sequence.attend(one_block, lens, other)
+    assert not torch.equal(out, other)
 
 
 @pytest.mark.gpu
-def test_an_operator_is_timed(capsys):
-    assert bench.main(["silu_mul"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    share = float(lines[2].split()[-2])
-    assert 0 < share < 2
+def test_a_part_is_timed_on_a_gpu(capsys, tmp_path):
+    assert bench.main(["gather", "silu_mul", "--json", str(tmp_path / "rows.json")]) == 0
+    document = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert document["rates_gb_s"]["in place"] > 0
+    assert len(document["rows"]) == len(capsys.readouterr().out.splitlines()) - 2 == 9
+    assert all(0 < row["share"] < 2 for row in document["rows"])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", OPERATORS)
-def test_cases_run_on_the_operator(op):
-    assert hasattr(ops, op)
-    for build in bench_cases.BUILDERS[op]:
-        case = build(torch.device("cuda", torch.cuda.current_device()))
-        assert case.op == op
+@pytest.mark.parametrize("name", list(bench.CASES))
+def test_cases_run_on_a_gpu(name):
+    for case in bench.CASES[name](torch.device("cuda", torch.cuda.current_device())):
         assert case.num_bytes > 0
-        case.run_op()
+        case.run()
     torch.cuda.current_stream().synchronize()
