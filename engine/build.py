@@ -5,6 +5,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.offload import OffloadWarning
 from engine.clock import LoadReport, PhaseClock
-from engine.device.base import Device
+from engine.device.base import TORCH_DTYPES, Device
 from engine.device.cuda import open_device
 from engine.errors import CheckpointError, PinningError
 from engine.kv.memory import KVCache
@@ -27,18 +28,19 @@ from engine.model.checkpoint import (
     text_part,
     with_tied,
 )
+from engine.model.formats import FORMATS, TensorFormats
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.plan.sizes import pad_batch
 from engine.run.core import EngineCore
-from engine.run.decoder import Decoder, LayerAttention, rotary_tables
+from engine.run.decoder import Decoder, LayerAttention, model_products, rotary_tables
 from engine.run.executor import ModelRunner
 from engine.run.sampler import Sampler
 from engine.run.stages import PrefillStages
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.dummy import fill_dummy
-from engine.weights.reader import CheckpointReader
+from engine.weights.reader import CheckpointReader, pack_tensor
 from engine.weights.store import WeightStore
 from kernels import ops
 from kernels.compile_time import count_compile_time
@@ -143,7 +145,7 @@ def build_engine(
         if plan is None:
             plan = plan_memory(config, spec, device.facts(), reference=reference)
     with clock.phase("read"):
-        stored, note = _find_weights(config.model, spec)
+        stored, note = _find_weights(config.model, spec, plan.formats)
     with clock.phase("tokenizer"):
         folder = None if config.model.path is None else Path(config.model.path)
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder, spec.vocab_size)
@@ -205,6 +207,7 @@ def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[
         json.dumps(asdict(spec), sort_keys=True, default=str),
         plan.dtype,
         f"window {plan.window}",
+        *(f"{name} in {form}" for name, form in plan.formats.to_dict().items()),
     )
 
 
@@ -240,7 +243,9 @@ def _place(
     # Not above: there the error holds the memory that could not be pinned, as large as the weights.
     with clock.phase("plan"):
         facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
-        plan = plan_memory(config, spec, facts, reference=reference)
+        plan = plan_memory(
+            config, spec, facts, reference=reference, tensor_formats=plan.formats.others
+        )
     return plan, *_allocate(plan, device, clock)
 
 
@@ -264,14 +269,16 @@ def _note_host(clock: PhaseClock, seconds: tuple[float, float], sizes: tuple[int
         clock.add_bytes(name, num_bytes)
 
 
-def _find_weights(model: ModelConfig, spec: ModelSpec) -> tuple[dict[str, StoredTensor], str]:
+def _find_weights(
+    model: ModelConfig, spec: ModelSpec, formats: TensorFormats
+) -> tuple[dict[str, StoredTensor], str]:
     """Where every tensor lies on disk, checked, and a note; empty where weights are made up."""
     if model.load_format == "dummy":
         return {}, ""
     folder = Path(model.path or "")
     stored, note = text_part(read_headers(folder))
     stored = with_tied(stored, spec)
-    check_checkpoint(stored, spec, folder)
+    check_checkpoint(stored, spec, formats, folder)
     return stored, note
 
 
@@ -284,11 +291,13 @@ def _load(
     clock: PhaseClock,
     progress: Progress | None,
 ) -> None:
-    parts = list(store.parameters())
+    parts, packed, formats = list(store.parameters()), list(store.packed()), store.plan.formats
+    plain = FORMATS[store.plan.dtype]
+    whole = [part for tensor, _ in packed for part in formats[tensor.name].parameters(tensor)]
     if config.model.load_format == "dummy":
-        total = sum(tensor.numel() * tensor.element_size() for _, tensor in parts)
+        total = sum(tensor.nbytes for _, tensor in parts) + sum(map(plain.num_bytes, whole))
     else:
-        total = sum(stored[part.name].num_bytes for part, _ in parts)
+        total = sum(stored[part.name].num_bytes for part in [*(p for p, _ in parts), *whole])
     done = 0
 
     def advance(num_bytes: int) -> None:
@@ -301,11 +310,22 @@ def _load(
     if config.model.load_format == "dummy":
         with clock.phase("convert"):
             norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
-            fill_dummy(parts, config.engine.seed, advance, norm, scale)
+            fill = partial(fill_dummy, seed=config.engine.seed, progress=advance, norm=norm)
+            fill(parts, embedding_scale=scale)
+            for tensor, views in packed:
+                values = {
+                    part.name: torch.empty(part.shape, dtype=TORCH_DTYPES[plain.name])
+                    for part in tensor.parts
+                }
+                made = [(part, values[part.name]) for part in tensor.parts]
+                fill(made, embedding_scale=scale)
+                pack_tensor(formats, tensor, values, views)
             device.synchronize()
         clock.add_bytes("convert", total)
         return
-    CheckpointReader(device, clock, advance, pin=store.plan.pin).read(parts, stored)
+    reader = CheckpointReader(device, clock, advance, pin=store.plan.pin)
+    reader.read(parts, stored)
+    reader.pack(formats, packed, stored)
 
 
 def _runner(
@@ -340,5 +360,15 @@ def _runner(
     )
     is_tiered = cache.host_layer(plan.kv.groups[0].layers[0]) is not None
     stages = PrefillStages(plan, spec, device, cache) if is_tiered else None
-    decoder = Decoder(spec, store, cache, attention, workspace, prefill_space, logits, stages)
+    decoder = Decoder(
+        spec,
+        store,
+        cache,
+        attention,
+        model_products(spec, plan.formats),
+        workspace,
+        prefill_space,
+        logits,
+        stages,
+    )
     return ModelRunner(plan, decoder, device)

@@ -16,12 +16,12 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.model.families import stated_dtype, text_part_of
-from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.model.formats import EMBEDDING, FORMATS, HEAD, ParamSpec, TensorFormats
+from engine.model.spec import ModelSpec
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the text part of a model of text and images start -> how ours do."""
 FILE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_BYTES = 1 << 22
 """Of two tables that may be equal, read at a time."""
 
@@ -213,7 +213,7 @@ def _stored(
     begin, end = entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"{name}: expected whole numbers in shape and data_offsets")
-    num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+    num_bytes = FORMATS[dtype].num_bytes(ParamSpec(name, shape))
     if end - begin != num_bytes:
         raise CheckpointError(
             f"{file}: {name} of shape {list(shape)} in {entry['dtype']} takes "
@@ -261,13 +261,19 @@ def with_tied(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, 
     return dict(stored)
 
 
-def check_checkpoint(stored: Mapping[str, StoredTensor], spec: ModelSpec, folder: Path) -> None:
+def check_checkpoint(
+    stored: Mapping[str, StoredTensor], spec: ModelSpec, formats: TensorFormats, folder: Path
+) -> None:
     """Compare names and shapes with the model's sizes.
 
     Raises:
         CheckpointError: A tensor is missing, has another shape, or is unknown.
     """
-    wanted = {part.name: part for tensor in spec.tensors() for part in tensor.parts}
+    wanted = {
+        part.name: part
+        for tensor in spec.tensors()
+        for part in formats[tensor.name].parameters(tensor)
+    }
     missing = sorted(set(wanted) - set(stored))
     if missing:
         raise CheckpointError(

@@ -17,11 +17,13 @@ from engine.model.families import (
     Architecture,
     sizes_of,
 )
+from engine.model.formats import EMBEDDING, FORMATS, HEAD, ParamSpec, TensorSpec
 from engine.sealed import Sealed, check_choice, check_flag, check_number
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-DTYPES = ("bfloat16", "float16", "float32")
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = tuple(FORMATS)
+DTYPE_BYTES = {name: each.element_bytes for name, each in FORMATS.items()}
+"""Of what is computed and kept in KV blocks; weights have formats."""
 NORMS = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -33,37 +35,6 @@ NORMS = {
     ),
 }
 """Norms of a layer's hidden states."""
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One tensor of a checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of the engine: parameters joined along dimension 0, placed as a whole."""
-
-    name: str
-    parts: tuple[ParamSpec, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the joined tensor."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
-
-    @cached_property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(kw_only=True)
@@ -265,11 +236,11 @@ class ModelSpec(Sealed):
 
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
         """Return the tensors outside the layers: embedding, final norm, head if untied."""
-        embed = ParamSpec("model.embed_tokens.weight", (self.vocab_size, self.hidden_size))
+        embed = ParamSpec(EMBEDDING, (self.vocab_size, self.hidden_size))
         norm = ParamSpec("model.norm.weight", (self.hidden_size,))
         specs = [embed, norm]
         if not self.tie_word_embeddings:
-            specs.append(ParamSpec("lm_head.weight", (self.vocab_size, self.hidden_size)))
+            specs.append(ParamSpec(HEAD, (self.vocab_size, self.hidden_size)))
         return tuple(TensorSpec(spec.name, (spec,)) for spec in specs)
 
     def tensors(self) -> Iterator[TensorSpec]:
@@ -287,8 +258,10 @@ class ModelSpec(Sealed):
         return layer * self.num_hidden_layers + sum(t.numel for t in self.outer_tensors())
 
     def weight_bytes(self, dtype: str | None = None) -> int:
-        """Bytes of all parameters in `dtype` (default: the checkpoint's)."""
-        return self.num_parameters * DTYPE_BYTES[dtype or self.dtype]
+        """Bytes of all parameters, were they plain, in `dtype` (default: the checkpoint's)."""
+        num_bytes = FORMATS[dtype or self.dtype].num_bytes
+        layer = sum(map(num_bytes, self.layer_tensors(0)))
+        return layer * self.num_hidden_layers + sum(map(num_bytes, self.outer_tensors()))
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Bytes of keys and values of one token over all layers."""

@@ -1,7 +1,7 @@
 """Settings that take memory for nothing, in words with figures. Pure arithmetic, no torch."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -9,7 +9,8 @@ from typing import Any, Final
 from engine.asked.config import EngineConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig
 from engine.errors import CapacityError, ConfigError
-from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.model.formats import NO_FORMATS, Format
+from engine.model.spec import ModelSpec
 from engine.plan.choose import Chooser, largest
 from engine.plan.memory import (
     Asked,
@@ -52,7 +53,8 @@ def least_swap_space(asked: Asked) -> float | None:
         return spread_that_fits(with_swap_space(asked, size), int(size * GIB)) is None
 
     kv_bytes = asked_kv_sizes(asked).sequence_bytes(asked.max_model_len)
-    most = math.ceil(100 * (asked.spec.weight_bytes(asked.dtype) + kv_bytes) / GIB)
+    weights = asked.formats.total_bytes(asked.spec.tensors())
+    most = math.ceil(100 * (weights + kv_bytes) / GIB)
     short = largest(1, most, is_short)
     return None if short == most else ((short or 0) + 1) / 100
 
@@ -60,7 +62,7 @@ def least_swap_space(asked: Asked) -> float | None:
 def assign_as_set(asked: Asked) -> Assignment | None:
     """Return what the offload settings place; None: kv.swap_space is to take more than it holds."""
     if not takes_swap_space(asked):
-        return assign(asked.spec, asked.config.offload, asked.dtype)
+        return assign(asked.spec, asked.config.offload, asked.formats)
     count = spread_that_fits(asked, int(asked.config.kv.swap_space * GIB))
     return None if count is None else assign_spread(asked.spec, count)
 
@@ -84,11 +86,15 @@ def spread_that_fits(asked: Asked, room: int) -> int | None:
 
 def spread_bytes(asked: Asked, count: int) -> int:
     """Return the bytes of so many whole layers in host memory."""
-    return count * lay_out(asked.spec, assign_spread(asked.spec, 1), asked.dtype).offloaded_bytes
+    one = lay_out(asked.spec, assign_spread(asked.spec, 1), asked.formats)
+    return count * one.offloaded_bytes
 
 
 def choose_fields(
-    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    tensor_formats: Mapping[str, Format] = NO_FORMATS,
 ) -> tuple[EngineConfig, list[str]]:
     """Return the configuration with planner.auto_fields chosen, and a note for each.
 
@@ -103,14 +109,15 @@ def choose_fields(
         names.add("max_model_len")
     if not names:
         return config, []
-    search = _Search(config, spec, facts, names)
+    search = _Search(config, spec, facts, names, tensor_formats)
     found = search.run()
     return config if found is None else found, search.notes(found)
 
 
-def fields_fit(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> bool:
-    """Whether planner.auto_fields can be chosen so that it fits."""
-    return _Search(config, spec, facts, set(config.planner.auto_fields)).can_fit
+def fields_fit(asked: Asked, config: EngineConfig) -> bool:
+    """Whether planner.auto_fields can be chosen so that this configuration of it fits."""
+    names = set(config.planner.auto_fields)
+    return _Search(config, asked.spec, asked.facts, names, asked.tensor_formats).can_fit
 
 
 def with_least_uva(asked: Asked) -> EngineConfig | None:
@@ -130,13 +137,13 @@ def with_least_uva(asked: Asked) -> EngineConfig | None:
         return replace(asked, config=replace(config, offload=offload))
 
     def placed(wanted: Asked) -> Assignment:
-        return served(wanted, assign(wanted.spec, wanted.config.offload, wanted.dtype))
+        return served(wanted, assign(wanted.spec, wanted.config.offload, wanted.formats))
 
     def is_short(hundredths: int) -> bool:
         wanted = moved(hundredths)
         return not has_kv_room(build_plan(wanted, placed(wanted)))
 
-    most = math.ceil(asked.spec.weight_bytes(asked.dtype) / GIB * 100)
+    most = math.ceil(asked.formats.total_bytes(asked.spec.tensors()) / GIB * 100)
     short = largest(0, most, is_short)
     if short == most:
         return None
@@ -146,9 +153,15 @@ def with_least_uva(asked: Asked) -> EngineConfig | None:
 
 class _Search:
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, names: set[str]
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        facts: DeviceFacts,
+        names: set[str],
+        tensor_formats: Mapping[str, Format],
     ) -> None:
         self._config, self._spec, self._facts, self._names = config, spec, facts, names
+        self._tensor_formats = tensor_formats
         self._limit = resolve_max_model_len(config, spec)
 
     def run(self) -> EngineConfig | None:
@@ -201,7 +214,16 @@ class _Search:
     def _asked(self, config: EngineConfig) -> Asked:
         dtype = resolve_dtype(config, self._spec, self._facts.kind)
         length = config.engine.max_model_len or self._limit
-        return Asked(config, self._spec, self._facts, dtype, length, reference=False)
+        formats = self._tensor_formats
+        return Asked(
+            config,
+            self._spec,
+            self._facts,
+            dtype,
+            length,
+            reference=False,
+            tensor_formats=formats,
+        )
 
     def _offloaded(self, config: EngineConfig) -> EngineConfig | None:
         """Return the configuration with the least offload that fits, or None."""
@@ -243,7 +265,7 @@ def would_fit(asked: Asked) -> bool:
     try:
         gpu_budget_bytes(config, asked.facts)
         if config.planner.auto_fields and not asked.reference:
-            return fields_fit(config, asked.spec, asked.facts)
+            return fields_fit(asked, config)
         if config.planner.choose and not asked.reference:
             rates = rates_for(config.gpu, asked.facts, config.measured_rates)
             return Chooser(asked, rates).can_fit
@@ -706,7 +728,7 @@ def _budget(plan: MemoryPlan) -> list[str]:
     if not plan.offloaded_layers or left < WORTH_SAYING * plan.gpu_budget_bytes:
         return []
     if left < plan.block_bytes or left < min(
-        tensor.numel * DTYPE_BYTES[plan.dtype]
+        plan.formats.num_bytes(tensor)
         for layer in plan.offloaded_layers
         for tensor in layer.offloaded.tensors
     ):

@@ -13,12 +13,11 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, Final
 
-from engine.model.spec import DTYPE_BYTES
+from engine.model.formats import EMBEDDING, HEAD, align
 from engine.plan.kv_memory import KVSizes
 from engine.plan.memory import (
     Asked,
     MemoryPlan,
-    align,
     asked_tier,
     build_plan,
     plan_fits,
@@ -28,7 +27,7 @@ from engine.plan.memory import (
 )
 from engine.plan.policy import Assignment, Placement, assign_resident, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
-from engine.plan.times import CONTEXT_TOKENS, EMBED, Rates, Shape, decode_step_s, shape_of, step_s
+from engine.plan.times import CONTEXT_TOKENS, Rates, Shape, decode_step_s, shape_of, step_s
 from engine.sealed import GIB
 
 TIE: Final = 0.002
@@ -147,7 +146,6 @@ def label_of(
     return "; ".join(parts)
 
 
-HEAD: Final = "lm_head.weight"
 QKV, OUT, GATE_UP, DOWN = (
     "self_attn.qkv_proj.weight",
     "self_attn.o_proj.weight",
@@ -182,13 +180,15 @@ class Chooser:
         self._asked = asked
         self._rates = rates
         self._spec = asked.spec
-        self._size = DTYPE_BYTES[asked.dtype]
         self._layers = asked.spec.num_hidden_layers
         self._tensors = {
-            tensor.name.split(".", 3)[3]: align(tensor.numel * self._size)
-            for tensor in asked.spec.layer_tensors(0)
+            same[0].name.split(".", 3)[3]: min(align(asked.formats.num_bytes(t)) for t in same)
+            for same in zip(*map(asked.spec.layer_tensors, range(self._layers)), strict=True)
         }
-        self._outer = {t.name: align(t.numel * self._size) for t in asked.spec.outer_tensors()}
+        """Bytes that taking a tensor of a layer frees, of whichever layer."""
+        outer = asked.spec.outer_tensors()
+        self._outer = {tensor.name: align(asked.formats.num_bytes(tensor)) for tensor in outer}
+        self._row_bytes = asked.formats[EMBEDDING].row_bytes(outer[0])
         self.resident = build_plan(asked, assign_resident(asked.spec))
         self._tier = asked_tier(asked, self.resident.kv, 0)
         self._prefill_graphs = prefill_graph_bytes(asked, self.resident)
@@ -353,7 +353,7 @@ class Chooser:
         """Tensors outside the layers that are read in place; a tied table never is."""
         if not self._asked.facts.can_uva or self._spec.tie_word_embeddings:
             return [()]
-        return [(EMBED,), (EMBED, HEAD)]
+        return [(EMBEDDING,), (EMBEDDING, HEAD)]
 
     def _candidate(
         self, blocks: int, outer: tuple[str, ...], kind: Placement, lookahead: int, name: str
@@ -458,7 +458,7 @@ class Chooser:
             stage_tokens=threshold if kind is Placement.UVA and slots else None,
             head_bytes=base.head_bytes - head,
             head_in_place_bytes=head,
-            embed_row_bytes=self._spec.hidden_size * self._size if EMBED in outer else 0,
+            embed_row_bytes=self._row_bytes if EMBEDDING in outer else 0,
             uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
             captured_prefills=() if any(sizes) else base.captured_prefills,
             is_pinned=self._asked.facts.can_pin,

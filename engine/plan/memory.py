@@ -1,13 +1,15 @@
 """From a placement to a MemoryPlan: every byte on both sides. Pure arithmetic, no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from engine.asked.config import EngineConfig, GPUConfig
 from engine.errors import CapacityError, ConfigError
-from engine.model.spec import DTYPE_BYTES, ModelSpec, TensorSpec
+from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
+from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.kv_memory import HostKVPlan, HostTierSizes, KVSizes, host_tier_sizes, kv_sizes
 from engine.plan.policy import Assignment, Placement, fall_back
 from engine.plan.sizes import (
@@ -27,13 +29,6 @@ from engine.sealed import GIB
 
 UNKNOWN_HOST_BYTES = 2**50
 """Host memory of a machine that is not here: no limit."""
-ALIGNMENT = 256
-"""Every tensor of a slab starts at a multiple of this, bytes."""
-
-
-def align(num_bytes: int) -> int:
-    """Round up to the alignment of tensors in a slab."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +86,12 @@ class Slab:
     num_bytes: int
 
     @classmethod
-    def of(cls, tensors: list[TensorSpec], dtype_bytes: int) -> "Slab":
+    def of(cls, tensors: list[TensorSpec], formats: TensorFormats) -> "Slab":
         """Lay the tensors out in order."""
         offsets, total = [], 0
         for tensor in tensors:
             offsets.append(total)
-            total += -(-tensor.numel * dtype_bytes // ALIGNMENT) * ALIGNMENT  # as `align`, often
+            total += align(formats.num_bytes(tensor))
         return cls(tuple(tensors), tuple(offsets), total)
 
 
@@ -116,6 +111,8 @@ class MemoryPlan:
     """Placement of every tensor, KV blocks, and every other byte on each side."""
 
     dtype: str
+    """That is computed in."""
+    formats: TensorFormats = field(repr=False)
     placements: dict[str, Placement]
     layers: tuple[LayerPlan, ...]
     outer_resident: Slab
@@ -206,15 +203,14 @@ class MemoryPlan:
 
     def placed_bytes(self) -> dict[str, int]:
         """Weight bytes by placement."""
-        size = DTYPE_BYTES[self.dtype]
         totals = {place.value: 0 for place in Placement}
         slabs = [(layer.offloaded, layer.placement) for layer in self.layers]
         slabs += [(layer.resident, Placement.RESIDENT) for layer in self.layers]
         for slab, place in slabs:
-            totals[place.value] += sum(t.numel for t in slab.tensors) * size
+            totals[place.value] += self.formats.total_bytes(slab.tensors)
         for slab in (self.outer_resident, self.outer_offloaded):
             for tensor in slab.tensors:
-                totals[self.placements[tensor.name].value] += tensor.numel * size
+                totals[self.placements[tensor.name].value] += self.formats.num_bytes(tensor)
         return totals
 
     @property
@@ -231,20 +227,18 @@ class MemoryPlan:
             num_decodes: Sequences that decode a token; uva layers are staged from `stage_tokens`
                 rows on, padding included.
         """
-        embed = "model.embed_tokens.weight"
-        size = DTYPE_BYTES[self.dtype]
         rows = pad_batch(num_decodes) if self.graph_sizes else num_decodes
         is_staged = self.stage_tokens is not None and rows >= self.stage_tokens
         copied = read = 0
         for tensor in self.outer_offloaded.tensors:
             if self.placements[tensor.name] is Placement.ON_DEMAND:
-                copied += tensor.numel * size
-            elif tensor.name != embed:
-                read += tensor.numel * size
+                copied += self.formats.num_bytes(tensor)
+            elif tensor.name != EMBEDDING:
+                read += self.formats.num_bytes(tensor)
         num_layers, slots = len(self.offloaded_layers), self.num_slots
         for k, layer in enumerate(self.offloaded_layers):
             if layer.placement is Placement.UVA and not is_staged:
-                read += sum(t.numel for t in layer.offloaded.tensors) * size
+                read += self.formats.total_bytes(layer.offloaded.tensors)
             elif layer.placement is Placement.ON_DEMAND or k % slots + slots < num_layers:
                 copied += layer.offloaded.num_bytes
             # A layer that has a slot to itself stays there.
@@ -348,6 +342,7 @@ class MemoryPlan:
             "predicted": self.predicted,
             "choice": self.choice,
             "notes": list(self.notes),
+            **({"formats": self.formats.to_dict()} if self.formats.others else {}),
         }
 
 
@@ -370,9 +365,9 @@ class WeightLayout:
         return sum(x.offloaded.num_bytes for x in self.layers) + self.outer_offloaded.num_bytes
 
 
-def lay_out(spec: ModelSpec, assignment: Assignment, dtype: str) -> WeightLayout:
+def lay_out(spec: ModelSpec, assignment: Assignment, formats: TensorFormats) -> WeightLayout:
     """Lay every tensor out in a resident or an offloaded slab."""
-    size, places = DTYPE_BYTES[dtype], assignment.placements
+    places = assignment.placements
     layers = []
     for index in range(spec.num_hidden_layers):
         resident: list[TensorSpec] = []
@@ -380,12 +375,12 @@ def lay_out(spec: ModelSpec, assignment: Assignment, dtype: str) -> WeightLayout
         for tensor in spec.layer_tensors(index):
             (resident if places[tensor.name] is Placement.RESIDENT else moved).append(tensor)
         place = places[moved[0].name] if moved else Placement.RESIDENT
-        layers.append(LayerPlan(index, Slab.of(resident, size), Slab.of(moved, size), place))
+        layers.append(LayerPlan(index, Slab.of(resident, formats), Slab.of(moved, formats), place))
     outer = spec.outer_tensors()
     return WeightLayout(
         tuple(layers),
-        Slab.of([t for t in outer if places[t.name] is Placement.RESIDENT], size),
-        Slab.of([t for t in outer if places[t.name] is not Placement.RESIDENT], size),
+        Slab.of([t for t in outer if places[t.name] is Placement.RESIDENT], formats),
+        Slab.of([t for t in outer if places[t.name] is not Placement.RESIDENT], formats),
     )
 
 
@@ -405,6 +400,13 @@ class Asked:
     dtype: str
     max_model_len: int
     reference: bool
+    tensor_formats: Mapping[str, Format] = field(default_factory=dict)
+    """Of tensors that are kept in another format than that of the dtype, by name."""
+
+    @cached_property
+    def formats(self) -> TensorFormats:
+        """The format of every tensor."""
+        return TensorFormats(FORMATS[self.dtype], self.tensor_formats)
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec, kind: str) -> str:
@@ -463,8 +465,8 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     """Account for every byte; the KV cache takes what is left."""
     config, spec, facts, dtype = asked.config, asked.spec, asked.facts, asked.dtype
     settings, size = config.engine, DTYPE_BYTES[dtype]
-    layout = lay_out(spec, assignment, dtype)
-    slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, dtype)
+    layout = lay_out(spec, assignment, asked.formats)
+    slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
     sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
     budget = gpu_budget_bytes(config, facts)
     notes = list(assignment.notes)
@@ -503,9 +505,12 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     host = {
         "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
         **_host_kv_items(tier, kv),
-        "load_staging": 0
-        if config.model.load_format == "dummy"
-        else load_staging_bytes(spec.weight_bytes(), facts.num_threads),
+        "load_staging": (
+            0
+            if config.model.load_format == "dummy"
+            else load_staging_bytes(spec.weight_bytes(), facts.num_threads)
+        )
+        + asked.formats.packing_bytes(spec.tensors(), FORMATS[spec.dtype]),
         "tokenizer": 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size),
         "process": CPU_PROCESS_BYTES if facts.emulated else CUDA_PROCESS_BYTES,
     }
@@ -515,6 +520,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     reserve = int(settings.host_reserve_gib * GIB)
     return MemoryPlan(
         dtype=dtype,
+        formats=asked.formats,
         placements=assignment.placements,
         layers=layout.layers,
         outer_resident=layout.outer_resident,
@@ -714,13 +720,13 @@ def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
 
 
 def _slots(
-    layout: WeightLayout, assignment: Assignment, config: EngineConfig, dtype: str
+    layout: WeightLayout, assignment: Assignment, config: EngineConfig, formats: TensorFormats
 ) -> tuple[int, int, int, int | None]:
     """Return slots, bytes of one, bytes of the outer scratch, and the staging threshold."""
     moved = [layer for layer in layout.layers if layer.offloaded.num_bytes]
     slot_bytes = max((layer.offloaded.num_bytes for layer in moved), default=0)
     outer = [
-        align(tensor.numel * DTYPE_BYTES[dtype])
+        align(formats.num_bytes(tensor))
         for tensor in layout.outer_offloaded.tensors
         if assignment.placements[tensor.name] is Placement.ON_DEMAND
     ]

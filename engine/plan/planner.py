@@ -3,12 +3,14 @@
 Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
+from engine.model.formats import NO_FORMATS, Format
 from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     choose_fields,
@@ -94,7 +96,12 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
 
 
 def plan_memory(
-    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, reference: bool = False
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    *,
+    reference: bool = False,
+    tensor_formats: Mapping[str, Format] = NO_FORMATS,
 ) -> MemoryPlan:
     """Plan every byte, and predict the times.
 
@@ -103,6 +110,7 @@ def plan_memory(
         spec: Sizes of the model.
         facts: What the machine has.
         reference: Ignore the offload settings and copy every layer on demand, eagerly.
+        tensor_formats: Of tensors that are kept in another format than that of the dtype, by name.
 
     Returns:
         A plan that fits.
@@ -111,7 +119,10 @@ def plan_memory(
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: It does not fit; the message says what would.
     """
-    asked, rates, notes = _ask(config, spec, facts, reference=reference)
+    asked, rates, notes = _ask(
+        config, spec, facts, reference=reference, tensor_formats=tensor_formats
+    )
+    asked.formats.check(spec.tensors())
     return _finished(_plan(asked, rates), asked, rates, notes)
 
 
@@ -145,7 +156,12 @@ def plan_candidates(
 
 
 def _ask(
-    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, reference: bool
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    *,
+    reference: bool,
+    tensor_formats: Mapping[str, Format] = NO_FORMATS,
 ) -> tuple[Asked, Rates, list[str]]:
     """Resolve what is asked; return the rates and what to note beside it."""
     notes: list[str] = []
@@ -153,7 +169,7 @@ def _ask(
         most = int(config.gpu.host_gib * GIB)
         facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
     if not reference:
-        config, notes = choose_fields(config, spec, facts)
+        config, notes = choose_fields(config, spec, facts, tensor_formats)
     asked = Asked(
         config,
         spec,
@@ -161,6 +177,7 @@ def _ask(
         resolve_dtype(config, spec, facts.kind),
         resolve_max_model_len(config, spec),
         reference,
+        tensor_formats,
     )
     return asked, rates_for(config.gpu, facts, config.measured_rates), notes
 
@@ -198,7 +215,7 @@ def _plan(asked: Asked, rates: Rates) -> MemoryPlan:
     if asked.reference:
         return _fit(asked, assign_layers_on_demand(spec))
     backend = config.offload.backend
-    assignment = assign(spec, config.offload, asked.dtype)
+    assignment = assign(spec, config.offload, asked.formats)
     if config.planner.choose:
         plan = _plan_chosen(asked, rates)
         backend = "auto"

@@ -6,7 +6,8 @@ from enum import StrEnum
 
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
-from engine.model.spec import DTYPE_BYTES, ModelSpec, TensorSpec
+from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
+from engine.model.spec import ModelSpec
 
 
 def matches(selector: str, name: str) -> bool:
@@ -87,7 +88,7 @@ class Assignment:
     notes: list[str] = field(default_factory=list)
 
 
-def assign(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment:
+def assign(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -> Assignment:
     """Place every tensor as the backend in force says; fields without effect are noted.
 
     Raises:
@@ -95,12 +96,12 @@ def assign(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment:
     """
     match config.backend:
         case "uva":
-            found = assign_uva(spec, config, dtype)
+            found = assign_uva(spec, config, formats)
         case "prefetch":
             found = assign_prefetch(spec, config)
         case _:
             if config.uva.cpu_offload_params:
-                assign_uva(spec, config, dtype)  # raises: there is no budget
+                assign_uva(spec, config, formats)  # raises: there is no budget
             if config.prefetch.offload_params:
                 raise ConfigError(
                     "offload.prefetch.offload_params: expected offload_group_size >= 1 beside it, "
@@ -143,7 +144,7 @@ def assign_layers_on_demand(spec: ModelSpec) -> Assignment:
     return Assignment(placements, notes=["reference: every layer is copied on demand"])
 
 
-def assign_uva(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment:
+def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -> Assignment:
     """Place tensors in layer order until their bytes reach cpu_offload_gb.
 
     The last tensor may overshoot the budget; a product joined of several parameters counts as one.
@@ -168,13 +169,13 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, dtype: str) -> Assignment
             f"got {config.uva.cpu_offload_gb:g}: nothing would move. Set a size, or offload=none."
         )
     placements = assign_resident(spec).placements
-    taken, size = 0.0, DTYPE_BYTES[dtype]
+    taken = 0.0
     last: TensorSpec | None = None
     for tensor in candidates:
         if taken >= budget:
             break
         placements[tensor.name] = Placement.UVA
-        taken += tensor.numel * size
+        taken += formats.num_bytes(tensor)
         last = tensor
     notes = _widened_notes(setting, candidates, selectors)
     if last is not None and taken > budget and len(last.parts) > 1:
@@ -271,7 +272,7 @@ def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: s
 
 
 def _is_tied_embedding(spec: ModelSpec, tensor: TensorSpec) -> bool:
-    return spec.tie_word_embeddings and tensor.name == "model.embed_tokens.weight"
+    return spec.tie_word_embeddings and tensor.name == EMBEDDING
 
 
 def _widened_notes(

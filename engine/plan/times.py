@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Final
 
 from engine.asked.config import GPUConfig
+from engine.model.formats import EMBEDDING
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.kv_memory import HostKVPlan, KVSizes, SwapRates
 from engine.plan.memory import DeviceFacts, MemoryPlan
@@ -289,12 +290,11 @@ CONTEXT_TOKENS: Final = 256
 """Context of the sequences in predicted decode steps (less where max_model_len is)."""
 PREFILL_TOKENS: Final = 2048
 """Prompt of the predicted prefill (less where max_model_len is)."""
-EMBED: Final = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the times of a plan depend on; bytes are those of the plan's dtype."""
+    """What the times of a plan depend on; bytes are those of the plan's formats."""
 
     resident_bytes: tuple[int, ...]
     """Of each layer, in GPU memory."""
@@ -363,11 +363,12 @@ class Shape:
 
 def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
     """Return what the times of a plan depend on."""
-    size = DTYPE_BYTES[plan.dtype]
+    size, formats = DTYPE_BYTES[plan.dtype], plan.formats
     kinds = {layer.placement for layer in plan.offloaded_layers}
-    outer = {t.name: t.numel * size for t in spec.outer_tensors()}
+    outer = {t.name: formats.num_bytes(t) for t in spec.outer_tensors()}
+    row_bytes = formats[EMBEDDING].row_bytes(spec.outer_tensors()[0])
     places = plan.placements
-    read = [name for name in outer if spec.tie_word_embeddings or name != EMBED]
+    read = [name for name in outer if spec.tie_word_embeddings or name != EMBEDDING]
     return Shape(
         resident_bytes=tuple(layer.resident.num_bytes for layer in plan.layers),
         offloaded_bytes=tuple(layer.offloaded.num_bytes for layer in plan.layers),
@@ -377,7 +378,7 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         head_bytes=sum(outer[n] for n in read if places[n] is not Placement.UVA),
         head_in_place_bytes=sum(outer[n] for n in read if places[n] is Placement.UVA),
         outer_copied_bytes=sum(outer[n] for n in outer if places[n] is Placement.ON_DEMAND),
-        embed_row_bytes=spec.hidden_size * size if places[EMBED] is Placement.UVA else 0,
+        embed_row_bytes=row_bytes if places[EMBEDDING] is Placement.UVA else 0,
         layer_params=sum(t.numel for t in spec.layer_tensors(0)),
         head_params=spec.vocab_size * spec.hidden_size,
         q_size=spec.q_size,

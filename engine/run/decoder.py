@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine.kv.memory import KVCache
+from engine.model.formats import EMBEDDING, HEAD, Products, TensorFormats
 from engine.model.spec import ModelSpec
 from engine.run.batch import Batch
 from engine.run.stages import PrefillStages
@@ -19,7 +20,9 @@ from engine.weights.store import WeightStore
 from kernels import ops
 from kernels.workspace import DecodeWorkspace, PrefillWorkspace
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Any]
+"""A layer's tensors, each as the products of its format take it."""
+Product = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,49 @@ class LayerAttention:
     """The group of layers whose slots and block tables it uses."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerProducts:
+    """The products of one layer, each that of its weight's format."""
+
+    qkv: Product
+    out: Product
+    gate_up: Product
+    """With the activation."""
+    down: Product
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProducts:
+    """Every product of a model."""
+
+    embedding: Product
+    layers: tuple[LayerProducts, ...]
+    head: Product
+
+
+def model_products(spec: ModelSpec, formats: TensorFormats) -> ModelProducts:
+    """Ask the format of every weight for the operator that takes it."""
+    is_gelu = spec.architecture.activation == "gelu_tanh"
+
+    def layer(index: int) -> LayerProducts:
+        def of(name: str) -> Products:
+            return formats[f"model.layers.{index}.{name}.weight"].products(ops)
+
+        gated = of("mlp.gate_up_proj")
+        return LayerProducts(
+            of("self_attn.qkv_proj").linear,
+            of("self_attn.o_proj").linear,
+            gated.linear_gelu_mul if is_gelu else gated.linear_silu_mul,
+            of("mlp.down_proj").linear,
+        )
+
+    return ModelProducts(
+        formats[EMBEDDING].products(ops).embedding,
+        tuple(map(layer, range(spec.num_hidden_layers))),
+        formats[EMBEDDING if spec.tie_word_embeddings else HEAD].products(ops).linear,
+    )
+
+
 @dataclass(frozen=True)
 class Decoder:
     """What every step needs beside its batch."""
@@ -43,6 +89,7 @@ class Decoder:
     cache: KVCache
     attention: tuple[LayerAttention, ...]
     """Of each layer."""
+    products: ModelProducts
     workspace: DecodeWorkspace
     prefill_workspace: PrefillWorkspace
     logits: torch.Tensor
@@ -62,8 +109,8 @@ class Decoder:
         """
         spec, store = self.spec, self.weights
         store.begin_step(batch.num_tokens)
-        table = store.outer("model.embed_tokens.weight")
-        hidden = ops.embedding(batch.input_ids, table, spec.embedding_scale)
+        table = store.outer(EMBEDDING)
+        hidden = self.products.embedding(batch.input_ids, table, spec.embedding_scale)
         run = _LAYERS[spec.architecture.norms]
         residual: torch.Tensor | None = None
         for index in range(spec.num_hidden_layers):
@@ -95,8 +142,8 @@ class Decoder:
             hidden = ops.rms_norm(hidden, norm, eps, offset)
         else:
             hidden = ops.add_rms_norm(hidden, residual, norm, eps, offset)
-        head = "model.embed_tokens.weight" if self.spec.tie_word_embeddings else "lm_head.weight"
-        out.copy_(ops.linear(hidden, self.weights.outer(head), workspace=self.workspace))
+        head = self.weights.outer(EMBEDDING if self.spec.tie_word_embeddings else HEAD)
+        out.copy_(self.products.head(hidden, head, workspace=self.workspace))
 
 
 def _pre_norm_layer(
@@ -116,7 +163,7 @@ def _pre_norm_layer(
         hidden = ops.add_rms_norm(hidden, residual, norm, eps)
     hidden = _attention(model, batch, weights, index, hidden)
     hidden = ops.add_rms_norm(hidden, residual, weights["post_attention_layernorm.weight"], eps)
-    return _mlp(model, weights, hidden), residual
+    return _mlp(model, weights, index, hidden), residual
 
 
 def _post_norm_layer(
@@ -131,7 +178,7 @@ def _post_norm_layer(
     eps = model.spec.rms_norm_eps
     out = _attention(model, batch, weights, index, hidden)
     ops.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps)
-    out = _mlp(model, weights, hidden)
+    out = _mlp(model, weights, index, hidden)
     ops.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps)
     return hidden, residual
 
@@ -150,7 +197,7 @@ def _both_norms_layer(
     out = _attention(model, batch, weights, index, out)
     ops.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps, offset)
     out = ops.rms_norm(hidden, weights["pre_feedforward_layernorm.weight"], eps, offset)
-    out = _mlp(model, weights, out)
+    out = _mlp(model, weights, index, out)
     ops.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps, offset)
     return hidden, residual
 
@@ -163,8 +210,13 @@ _LAYERS = MappingProxyType(
 def _attention(
     model: Decoder, batch: Batch, weights: Weights, index: int, hidden: torch.Tensor
 ) -> torch.Tensor:
-    spec = model.spec
-    qkv = _linear(model, weights, "self_attn.qkv_proj", hidden)
+    spec, products = model.spec, model.products.layers[index]
+    qkv = products.qkv(
+        hidden,
+        weights["self_attn.qkv_proj.weight"],
+        weights.get("self_attn.qkv_proj.bias"),
+        workspace=model.workspace,
+    )
     q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
     tokens = batch.num_tokens
     q_TNH = q.view(tokens, spec.num_attention_heads, spec.head_dim)
@@ -189,7 +241,12 @@ def _attention(
     )
     out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     _attend(model, batch, index, q_TNH, k_cache, v_cache, batch.block_tables[group], out)
-    return _linear(model, weights, "self_attn.o_proj", out.flatten(-2))
+    return products.out(
+        out.flatten(-2),
+        weights["self_attn.o_proj.weight"],
+        weights.get("self_attn.o_proj.bias"),
+        workspace=model.workspace,
+    )
 
 
 def _attend(
@@ -270,17 +327,17 @@ def _attend_staged(
         )
 
 
-def _mlp(model: Decoder, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    name = "mlp.gate_up_proj"
-    is_gelu = model.spec.architecture.activation == "gelu_tanh"
-    product = ops.linear_gelu_mul if is_gelu else ops.linear_silu_mul
-    gated = product(hidden, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-    return _linear(model, weights, "mlp.down_proj", gated)
-
-
-def _linear(model: Decoder, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    return ops.linear(x, weight, bias, workspace=model.workspace)
+def _mlp(model: Decoder, weights: Weights, index: int, hidden: torch.Tensor) -> torch.Tensor:
+    products = model.products.layers[index]
+    gated = products.gate_up(
+        hidden, weights["mlp.gate_up_proj.weight"], weights.get("mlp.gate_up_proj.bias")
+    )
+    return products.down(
+        gated,
+        weights["mlp.down_proj.weight"],
+        weights.get("mlp.down_proj.bias"),
+        workspace=model.workspace,
+    )
 
 
 def rotary_tables(

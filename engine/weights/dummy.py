@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import torch
 
 from engine.device.host import worker_pool
-from engine.model.spec import ParamSpec
+from engine.model.formats import ParamSpec
 
 POOL_SIZE = 4_194_301
 """Normal draws that all parameters are cut from; a prime, so that rows do not repeat in step."""

@@ -23,8 +23,7 @@ from engine.device.facts import num_threads
 from engine.device.host import chunks, worker_pool
 from engine.errors import CheckpointError, PinningError
 from engine.model.checkpoint import StoredTensor
-from engine.model.spec import ParamSpec
-from engine.plan.memory import ALIGNMENT
+from engine.model.formats import ALIGNMENT, ParamSpec, TensorFormats, TensorSpec
 from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 
 PROGRESS_S = 0.05
@@ -162,13 +161,7 @@ class _OneThread:
 
     def _read(self, piece: _Piece, raw: torch.Tensor) -> None:
         with self._spend("read"):
-            file = self._open(piece.file)
-            view, done = memoryview(raw.numpy())[: piece.num_bytes], 0  # type: ignore[arg-type]
-            while done < piece.num_bytes:
-                got = os.preadv(file, [view[done:]], piece.position + done)
-                if got == 0:
-                    raise CheckpointError(f"{piece.file}: ended early. Fetch it again.")
-                done += got
+            _read_into(self._open(piece.file), piece.file, piece.position, raw[: piece.num_bytes])
 
     def _open(self, path: Path) -> int:
         found = self._files.get(path)
@@ -180,6 +173,48 @@ class _OneThread:
 
     def _spend(self, kind: str) -> "_Spending":
         return _Spending(self.spent_s, kind)
+
+
+def _read_into(descriptor: int, file: Path, position: int, raw: torch.Tensor) -> None:
+    """Fill a uint8 host tensor from a file."""
+    view, done = memoryview(raw.numpy()), 0  # type: ignore[arg-type]
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], position + done)
+        if got == 0:
+            raise CheckpointError(f"{file}: ended early. Fetch it again.")
+        done += got
+
+
+def _values(source: StoredTensor) -> torch.Tensor:
+    """Return a whole parameter in host memory, in the dtype of the file."""
+    raw = torch.empty(source.num_bytes, dtype=torch.uint8)
+    with source.file.open("rb") as stream:
+        _read_into(stream.fileno(), source.file, source.start, raw)
+    return raw.view(_dtype(source)).view(source.shape)
+
+
+def pack_tensor(
+    formats: TensorFormats,
+    tensor: TensorSpec,
+    values: Mapping[str, torch.Tensor],
+    views: Mapping[str, torch.Tensor],
+) -> None:
+    """Make a packed tensor of its parameters, in host memory or through it.
+
+    Args:
+        formats: Of the model.
+        tensor: Which.
+        values: Its parameters on the CPU.
+        views: Arrays of the tensor, on any device.
+    """
+    on_host = all(view.device.type == "cpu" for view in views.values())
+    made = dict(views)
+    if not on_host:
+        made = {name: torch.empty_like(view, device="cpu") for name, view in views.items()}
+    formats[tensor.name].pack(tensor, values, made)
+    if not on_host:
+        for name, view in views.items():
+            view.copy_(made[name])
 
 
 class _Spending:
@@ -258,6 +293,27 @@ class CheckpointReader:
             with self._clock.phase("copy"):
                 stream.wait(stream.record())
         self._clock.add_bytes("read", sum(piece.num_bytes for piece in pieces))
+
+    def pack(
+        self,
+        formats: TensorFormats,
+        tensors: Iterable[tuple[TensorSpec, Mapping[str, torch.Tensor]]],
+        stored: Mapping[str, StoredTensor],
+    ) -> None:
+        """Make every packed tensor, one after the other.
+
+        Raises:
+            CheckpointError: A file cannot be read to its end, or its values cannot be packed.
+        """
+        for tensor, views in tensors:
+            parts = formats[tensor.name].parameters(tensor)
+            with self._clock.phase("read"):
+                values = {part.name: _values(stored[part.name]) for part in parts}
+            with self._clock.phase("convert"):
+                pack_tensor(formats, tensor, values, views)
+            num_bytes = sum(value.nbytes for value in values.values())
+            self._clock.add_bytes("read", num_bytes)
+            self._progress(num_bytes)
 
     def _staging(self, num_bytes: int, *, on_host: bool) -> HostBuffer:
         """Buffers that pieces are read into where they cannot be read into place."""

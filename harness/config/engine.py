@@ -7,6 +7,7 @@ from catalogue.files import expanded
 from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
+from engine.model.formats import plain
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
 from harness.config.peers import check_system
@@ -96,4 +97,4 @@ def check_settings(config: RunConfig) -> None:
     asked = with_model(config, sizes)
     resolve_max_model_len(asked, spec)
     # Only whether anything moves matters here, and that is the same in every dtype.
-    assign(spec, config.offload, resolve_dtype(asked, spec, "cuda"))
+    assign(spec, config.offload, plain(resolve_dtype(asked, spec, "cuda")))

@@ -14,7 +14,8 @@ from engine.asked.config import EngineConfig
 from engine.asked.request import FinishReason, Request, TokenEvent, check_request
 from engine.asked.sampling import SamplingParams
 from engine.errors import EngineError, RequestError
-from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.model.formats import FORMATS
+from engine.model.spec import ModelSpec
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.text.tokenizer import load_tokenizer
 from harness.config.peers import require_package
@@ -176,12 +177,12 @@ def _check(model: Any, spec: ModelSpec, dtype: str, host_modules: tuple[str, ...
         if id(param) in seen:
             continue
         seen.add(id(param))
-        size = param.numel() * DTYPE_BYTES[dtype]
+        size = param.nbytes
         if param.device.type == "meta":
             host += size
         else:
             resident += size
-    layer = sum(tensor.numel for tensor in spec.layer_tensors(0)) * DTYPE_BYTES[dtype]
+    layer = sum(map(FORMATS[dtype].num_bytes, spec.layer_tensors(0)))
     expected = len(host_modules) * layer
     if host != expected:
         raise EngineError(

@@ -6,6 +6,7 @@ from typing import Final
 
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError
+from engine.model.formats import FORMATS
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.sealed import GIB
 
@@ -28,18 +29,18 @@ class Sizes:
     @property
     def outer_bytes(self) -> int:
         """Weights outside of the decoder layers."""
-        return self._bytes(sum(tensor.numel for tensor in self.spec.outer_tensors()))
+        return sum(map(FORMATS[self.dtype].num_bytes, self.spec.outer_tensors()))
 
     @property
     def layer_bytes(self) -> int:
         """Weights of one decoder layer."""
-        return self._bytes(sum(tensor.numel for tensor in self.spec.layer_tensors(0)))
+        return sum(map(FORMATS[self.dtype].num_bytes, self.spec.layer_tensors(0)))
 
     @property
     def copy_bytes(self) -> int:
         """Room for the weight that is copied when it is needed: of the largest projection."""
-        largest = max(part.numel for tensor in self.spec.layer_tensors(0) for part in tensor.parts)
-        return self._bytes(2 * largest)
+        parts = (part for tensor in self.spec.layer_tensors(0) for part in tensor.parts)
+        return 2 * max(map(FORMATS[self.dtype].num_bytes, parts))
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """KV of so many tokens, and what their prefill holds for a while."""
@@ -47,11 +48,8 @@ class Sizes:
         kv = spec.kv_bytes_per_token(self.dtype)
         # torch.cat makes a layer's keys and values anew for each token.
         kv += kv // spec.num_hidden_layers
-        work = self._bytes(4 * spec.intermediate_size + 6 * spec.hidden_size)
+        work = (4 * spec.intermediate_size + 6 * spec.hidden_size) * DTYPE_BYTES[self.dtype]
         return num_tokens * (kv + work) + 6 * spec.vocab_size
-
-    def _bytes(self, count: int) -> int:
-        return count * DTYPE_BYTES[self.dtype]
 
 
 def host_layers(sizes: Sizes, config: EngineConfig) -> int:

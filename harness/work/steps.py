@@ -7,6 +7,7 @@ from statistics import mean, median
 from typing import Any, Final
 
 from engine.errors import RequestError
+from engine.model.formats import EMBEDDING
 from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
 from harness.config.measured import StepsScenario
 from harness.observe.link import LinkCounter
@@ -134,10 +135,8 @@ def measure_steps(
 def read_bytes(llm: Any) -> int:
     """Return the bytes of weights that a step reads: no embedding table, unless it is tied."""
     spec = llm.spec
-    head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
-    layers = spec.num_hidden_layers * sum(t.numel for t in spec.layer_tensors(0))
-    outer = sum(t.numel for t in spec.outer_tensors() if t.name in {head, "model.norm.weight"})
-    return int((layers + outer) * (spec.weight_bytes(llm.plan.dtype) // spec.num_parameters))
+    unread = None if spec.tie_word_embeddings else EMBEDDING
+    return int(llm.plan.formats.total_bytes(t for t in spec.tensors() if t.name != unread))
 
 
 def _output_tokens(batch: int, config: StepsScenario, plan: Any) -> int:

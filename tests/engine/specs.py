@@ -15,8 +15,9 @@ from engine.asked.offload import (
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
+from engine.model.formats import align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
-from engine.plan.memory import DeviceFacts, MemoryPlan, align
+from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
 
 GIB, MIB = 2**30, 2**20

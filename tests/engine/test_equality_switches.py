@@ -53,7 +53,7 @@ def test_control_a_tensor_read_in_place_against_its_placement_is_found(
     check_tables(llm)
     store = llm._engine.store
     name = llm.plan.offloaded_layers[0].offloaded.tensors[0].name
-    monkeypatch.setitem(store._outer, name, store._stored[name])
+    monkeypatch.setitem(store._outer, name, store._raw[name])
     with pytest.raises(AssertionError):
         check_tables(llm)
     llm.close()

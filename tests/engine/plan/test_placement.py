@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError
+from engine.model.formats import plain
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.policy import (
     Assignment,
@@ -98,13 +99,13 @@ def test_uva_takes_tensors_in_layer_order_and_overshoots_by_at_most_one() -> Non
     for count in range(1, len(first) + 1):
         exact = sum(sizes[:count])
         for budget, taken in ((exact, count), (exact - 1, count), (exact + 1, count + 1)):
-            found = assign_uva(spec, uva(budget / GIB), "float32")
+            found = assign_uva(spec, uva(budget / GIB), plain("float32"))
             names = [t.name for i in (0, 1) for t in spec.layer_tensors(i)]
             assert moved(found) == names[:taken]
 
 
 def test_uva_of_more_than_the_model_takes_every_layer_and_no_outer_tensor() -> None:
-    found = assign_uva(small_spec(), uva(100), "bfloat16")
+    found = assign_uva(small_spec(), uva(100), plain("bfloat16"))
     assert len(moved(found)) == 8 * len(small_spec().layer_tensors(0))
     assert moved_layers(found) == list(range(8))
     assert found.placements["model.embed_tokens.weight"] is Placement.RESIDENT
@@ -118,7 +119,7 @@ def test_uva_reaches_the_budget_with_as_few_tensors_as_possible(
     layers = [t for i in range(spec.num_hidden_layers) for t in spec.layer_tensors(i)]
     total = sum(tensor.numel for tensor in layers) * 2
     budget = total * share
-    found = assign_uva(spec, uva(budget / GIB), "bfloat16")
+    found = assign_uva(spec, uva(budget / GIB), plain("bfloat16"))
     names = moved(found)
     order = [t.name for t in layers]
     assert names == order[: len(names)]
@@ -134,17 +135,17 @@ def test_uva_reaches_the_budget_with_as_few_tensors_as_possible(
 
 def test_uva_that_ends_inside_a_product_takes_it_whole_and_says_so() -> None:
     spec = small_spec()
-    [note] = assign_uva(spec, uva(1 / GIB), "float32").notes
+    [note] = assign_uva(spec, uva(1 / GIB), plain("float32")).notes
     assert "the budget ends inside model.layers.0.self_attn.qkv_proj.weight" in note
     qkv = spec.layer_tensors(0)[0].numel * 4
-    assert assign_uva(spec, uva(qkv / GIB), "float32").notes == []
+    assert assign_uva(spec, uva(qkv / GIB), plain("float32")).notes == []
 
 
 def test_uva_selectors_choose_layers_and_outer_tensors() -> None:
-    found = assign_uva(small_spec(), uva(1, "down_proj", "lm_head"), "float32")
+    found = assign_uva(small_spec(), uva(1, "down_proj", "lm_head"), plain("float32"))
     expected = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(8)]
     assert sorted(moved(found)) == sorted([*expected, "lm_head.weight"])
-    found = assign_uva(small_spec(), uva(1 / GIB, "embed_tokens"), "float32")
+    found = assign_uva(small_spec(), uva(1 / GIB, "embed_tokens"), plain("float32"))
     assert moved(found) == ["model.embed_tokens.weight"]
 
 
@@ -152,7 +153,7 @@ def test_uva_selectors_do_not_reach_a_tied_embedding() -> None:
     tied = small_spec(tie_word_embeddings=True)
     for selector in ("embed_tokens", "lm_head"):
         with pytest.raises(ConfigError, match=selector):
-            assign_uva(tied, uva(1, selector), "float32")
+            assign_uva(tied, uva(1, selector), plain("float32"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_uva_selectors_do_not_reach_a_tied_embedding() -> None:
 )
 def test_uva_of_zero_bytes_is_refused(config: object) -> None:
     with pytest.raises(ConfigError, match=r"cpu_offload_gb.*nothing would move"):
-        assign_uva(small_spec(), config, "float32")  # type: ignore[arg-type]
+        assign_uva(small_spec(), config, plain("float32"))  # type: ignore[arg-type]
 
 
 def offload(backend: str = "auto", gb: float = 0, **fields: object) -> OffloadConfig:
@@ -175,18 +176,18 @@ def offload(backend: str = "auto", gb: float = 0, **fields: object) -> OffloadCo
 
 def test_the_backend_in_force_places_the_weights() -> None:
     spec = small_spec()
-    assert assign(spec, offload(), "float32") == assign_resident(spec)
+    assert assign(spec, offload(), plain("float32")) == assign_resident(spec)
     for config in (offload(gb=1), offload("uva", gb=1)):
-        assert assign(spec, config, "float32") == assign_uva(spec, uva(1), "float32")
+        assert assign(spec, config, plain("float32")) == assign_uva(spec, uva(1), plain("float32"))
     for config in (offload(offload_group_size=4), offload("prefetch", offload_group_size=4)):
-        assert assign(spec, config, "float32") == assign_prefetch(spec, prefetch(4))
+        assert assign(spec, config, plain("float32")) == assign_prefetch(spec, prefetch(4))
 
 
 def test_selectors_without_a_size_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cpu_offload_gb: .*cpu_offload_params set.*got 0"):
-        assign(small_spec(), offload(uva_params=["mlp"]), "float32")
+        assign(small_spec(), offload(uva_params=["mlp"]), plain("float32"))
     with pytest.raises(ConfigError, match=r"offload_params: expected offload_group_size >= 1"):
-        assign(small_spec(), offload(offload_params=["mlp"]), "float32")
+        assign(small_spec(), offload(offload_params=["mlp"]), plain("float32"))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_selectors_without_a_size_are_refused() -> None:
     ],
 )
 def test_fields_that_auto_does_not_use_are_noted(config: OffloadConfig, start: str) -> None:
-    note = assign(small_spec(), config, "float32").notes[-1]
+    note = assign(small_spec(), config, plain("float32")).notes[-1]
     assert note.startswith(f"{start}: ")
     assert "ignored" in note
 
@@ -223,7 +224,7 @@ def test_the_reference_moves_every_layer() -> None:
 def test_fallbacks() -> None:
     spec = small_spec()
     on_gpu = assign_resident(spec)
-    in_place = assign_uva(spec, uva(1, "mlp"), "float32")
+    in_place = assign_uva(spec, uva(1, "mlp"), plain("float32"))
     ahead = assign_prefetch(spec, prefetch(2))
 
     def places(assignment: Assignment, *, can_pin: bool, can_uva: bool) -> set[str]:

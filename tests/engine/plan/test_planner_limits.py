@@ -10,8 +10,9 @@ import pytest
 from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
+from engine.model.formats import align
 from engine.model.spec import ModelSpec
-from engine.plan.memory import DeviceFacts, align, resolve_dtype
+from engine.plan.memory import DeviceFacts, resolve_dtype
 from engine.plan.planner import plan_memory
 from tests.engine.specs import (
     CPU,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.spec import ParamSpec
+from engine.model.formats import ParamSpec
 from engine.weights.dummy import POOL_SIZE, STD, fill_dummy
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy, make_prompt, open_llm, write_config

@@ -21,7 +21,7 @@ from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice, LazyCopyStream
 from engine.errors import CheckpointError, PinningError
 from engine.model.checkpoint import StoredTensor, read_headers
-from engine.model.spec import ParamSpec
+from engine.model.formats import ParamSpec
 from engine.weights import reader
 from engine.weights.reader import CheckpointReader
 
