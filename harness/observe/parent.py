@@ -1,11 +1,47 @@
-"""A process that ends with its parent. Imports little: the sampler starts with it."""
+"""Processes of the project, which end with their parent. Imports little: they start with it."""
 
 import ctypes
 import os
 import signal
-from typing import Final
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import IO, Final
 
+from harness.folders import ROOT
+
+Stream = int | IO[bytes]
 _PR_SET_PDEATHSIG: Final = 1
+
+
+def start_child(
+    command: Sequence[str],
+    *,
+    stdin: int,
+    stdout: Stream,
+    stderr: Stream,
+    environ: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process that finds the project, in a session of its own: Ctrl-C does not reach it.
+
+    Args:
+        command: with its arguments; they name this process for `die_with_parent`.
+        stdin: as of subprocess.Popen.
+        stdout: likewise.
+        stderr: likewise.
+        environ: variables to add to this process's environment.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        env={**os.environ, **(environ or {}), "PYTHONPATH": os.pathsep.join(paths)},
+    )
 
 
 def die_with_parent(parent_pid: int) -> None:

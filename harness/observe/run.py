@@ -3,27 +3,22 @@
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from harness.folders import ROOT
-from harness.observe.gpu import Gpu, open_gpu
+from harness.observe.gpu import Gpu
 from harness.observe.link import payload_gb_s
+from harness.observe.parent import start_child
 from harness.observe.spool import write_parquet
 from harness.observe.window import (
-    LARGEST_SHARE,
     LEAST_ROWS,
     Span,
     Window,
     cost_warning,
-    cpu_share,
     facts,
     notes,
-    null_columns,
     peak_metrics,
     reasons,
     window_metrics,
@@ -51,18 +46,15 @@ class Sampler:
         self._process: subprocess.Popen[bytes] | None = None
         self.warnings: list[str] = []
         """What went wrong, once it was closed."""
-        paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         arguments = [str(run_dir), "--parent", str(os.getpid())]
         if gpu_uuid is not None:
             arguments += ["--gpu", gpu_uuid]
         try:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [*command, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C ends the workers; the sampler sees them end
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
         except OSError as error:
             self.warnings.append(f"telemetry: the sampler did not start: {error}.")
@@ -225,37 +217,3 @@ class Telemetry:
                 "telemetry: the sampler got nothing of the GPU from NVML, so its columns are null "
                 "and clocks, throttling, other processes and link were not judged."
             )
-
-
-def self_test(seconds: float, gpu_uuid: str | None) -> int:
-    """Sample this process for some seconds; print rows, cost and null columns.
-
-    Returns 0 when the sampler took at most LARGEST_SHARE of a core, 1 when more or no rows came.
-
-    Args:
-        seconds: how long, after the first row.
-        gpu_uuid: of a GPU; None: the first that CUDA would show.
-    """
-    gpu = open_gpu(gpu_uuid)
-    uuid = gpu.uuid if gpu is not None else None
-    with tempfile.TemporaryDirectory() as folder:
-        sampler = Sampler(Path(folder), uuid)
-        sampler.watch(os.getpid(), "self-test")
-        time.sleep(seconds + 1)
-        sampler.close()
-        table = read_telemetry(Path(folder))
-    lines = [f"warning: {text}" for text in sampler.warnings]
-    lines.append(f"GPU: {uuid or 'none'}")
-    share = cpu_share(table) if table is not None else None
-    if table is None or share is None:
-        lines.append("no rows")
-    else:
-        clock, took = table["clock_s"], sorted(table["took_s"])
-        lines += [
-            f"rows: {len(clock)}, {(len(clock) - 1) / (clock[-1] - clock[0]):.2f} a second",
-            f"reading a row: median {1e3 * took[len(took) // 2]:.2f} ms, most {1e3 * took[-1]:.2f}",
-            f"CPU share of the sampler: {100 * share:.2f} % of a core",
-            f"null columns: {', '.join(null_columns(table)) or 'none'}",
-        ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0 if share is not None and share <= LARGEST_SHARE else 1

@@ -20,7 +20,7 @@ from catalogue.checkpoint import ModelUnavailableError
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
-from harness.folders import ROOT
+from harness.observe.parent import start_child
 from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
 from harness.work.correctness import WrongTokensError
@@ -240,21 +240,19 @@ def start_worker(
         command: what runs the worker; the arguments are appended.
         environ: variables to add to this process's environment.
     """
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    variables = {**os.environ, **(environ or {}), "PYTHONPATH": os.pathsep.join(paths)}
+    variables = {**os.environ, **(environ or {})}
     let_threads_sleep(variables)
     variables["PYTHONUNBUFFERED"] = "1"  # a killed worker's last words reach the log
     arguments = ["--job", job, "--parent", str(os.getpid()), "--spawned-s", repr(time.monotonic())]
     with (run_dir / WORKER_LOG_NAME).open("ab") as log:
         log.write(f"--- {job}\n".encode())
         log.flush()
-        process = subprocess.Popen(
+        process = start_child(
             [*command, str(run_dir), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
-            env=variables,
+            environ=variables,
         )
     return WorkerProcess(process)
 
