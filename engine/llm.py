@@ -15,7 +15,7 @@ from engine.build import Engine, Progress, build_engine, read_model
 from engine.clock import LoadReport
 from engine.device.cuda import open_device
 from engine.errors import EngineError
-from engine.kv.eviction import Tier
+from engine.kv.pool import Tier
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory

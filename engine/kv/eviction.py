@@ -1,8 +1,8 @@
-"""Which block gives way to which, and the moves that save its content."""
+"""What every block is at the moment, and which one is evicted for another."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, count, islice
 from typing import Literal
@@ -10,16 +10,9 @@ from typing import Literal
 from engine.errors import EngineError
 from engine.kv.moves import MoveKind, MoveLedger
 
-
-class Clock:
-    """Counts arrivals, so that lists can be compared."""
-
-    def __init__(self) -> None:
-        self._ticks = count(1)
-
-    def tick(self) -> int:
-        """Return a number greater than all before."""
-        return next(self._ticks)
+Retain = Literal["demote", "drop", "forget"]
+"""What becomes of content without an owner: findable, and stored when its GPU block is taken;
+findable until its GPU block is taken; gone at once in both tiers."""
 
 
 class BlockList(OrderedDict[int, int]):
@@ -31,68 +24,14 @@ class BlockList(OrderedDict[int, int]):
         clock: Stamps arrivals; stamps of one clock can be compared.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Iterator[int]) -> None:
         super().__init__()
-        self._tick = clock.tick
+        self._clock = clock
 
     def push(self, block_id: int) -> None:
         """Append a block that is not in the list."""
         assert block_id not in self
-        self[block_id] = self._tick()
-
-    @property
-    def oldest(self) -> int:
-        """The block that came first; the list is not empty."""
-        return next(iter(self))
-
-
-Tier = Literal["gpu", "cpu"]
-"""Where a block lies."""
-Room = Literal["gpu", "either"]
-"""Where new blocks may come from; either: from the host tier what the GPU has not."""
-Retain = Literal["demote", "drop", "forget"]
-"""What becomes of content without an owner: findable, and stored when its GPU block is taken;
-findable until its GPU block is taken; gone at once in both tiers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest run of leading blocks that are findable now; changes nothing."""
-
-    keys: tuple[bytes, ...]
-    blocks: tuple[int, ...]
-    """One block for each key, of the GPU where both tiers have it."""
-    num_asked: int
-    """Blocks that could have been found."""
-    version: int
-    """Counts changes of what is findable; while it stays, so does this."""
-
-    def cut(self, num_blocks: int, *, missed: int) -> "Match":
-        """Return the first blocks of it, with so many that were asked for beside them."""
-        blocks = self.blocks[:num_blocks]
-        return Match(self.keys[:num_blocks], blocks, len(blocks) + missed, self.version)
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Blocks of a sequence that begins or goes on."""
-
-    blocks: list[int]
-    """Its block table: the blocks found."""
-    pending: frozenset[int]
-    """Moves in flight that bring this content; until they are complete it must not be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """Blocks of one tier by what they are; the four add up to the tier's size."""
-
-    owned: int
-    cached: int
-    """Without an owner, findable."""
-    free: int
-    in_transit: int
-    """Host blocks without an owner that a move in flight reads or writes."""
+        self[block_id] = next(self._clock)
 
 
 @dataclass(kw_only=True)
@@ -162,10 +101,6 @@ class PoolStats:
         """Found in the host tier."""
         return self.hits_loaded + self.hits_in_place
 
-    def as_dict(self) -> dict[str, int]:
-        """Return the counts by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
 
 class BlockStates:
     """Owners, keys and lists of all blocks, kept in agreement.
@@ -193,7 +128,7 @@ class BlockStates:
         self.cpu_index: dict[bytes, int] = {}
         self.num_owned_gpu = self.num_owned_cpu = 0
         self.num_gpu_changes = self.num_key_changes = 0
-        clock = Clock()
+        clock = count()
         self.gpu_free, self.gpu_idle = BlockList(clock), BlockList(clock)
         # Of the host tier: blocks that compute reaches, then the others.
         self.cpu_free = (BlockList(clock), BlockList(clock))

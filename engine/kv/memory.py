@@ -1,4 +1,4 @@
-"""KVCache: keys and values of all blocks on the device, a block's layers side by side."""
+"""The memory of KV blocks: KVCache on the device, HostBlocks of the host tier."""
 
 from collections.abc import Sequence
 

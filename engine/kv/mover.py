@@ -1,4 +1,4 @@
-"""BlockMover: executes moves of blocks between the tiers beside compute."""
+"""Moves of blocks between the tiers beside compute: BlockMover, HostTier, Transfers."""
 
 import contextlib
 from collections import deque

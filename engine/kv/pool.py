@@ -5,43 +5,122 @@ Block ids and decisions only; the moves that it decides are executed elsewhere.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Literal
 
 from engine.errors import EngineError
-from engine.kv.eviction import (
-    BlockStates,
-    Claim,
-    Match,
-    PoolStats,
-    Retain,
-    Room,
-    Tier,
-    TierUse,
-    Victims,
-)
+from engine.kv.eviction import BlockStates, PoolStats, Retain, Victims
 from engine.kv.moves import MoveBatch
 
+Tier = Literal["gpu", "cpu"]
+"""Where a block lies."""
+Room = Literal["gpu", "either"]
+"""Where new blocks may come from; either: from the host tier what the GPU has not."""
 
-class PoolView:
-    """Sizes, use and content of a pool.
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest run of leading blocks that are findable now; changes nothing."""
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    """One block for each key, of the GPU where both tiers have it."""
+    num_asked: int
+    """Blocks that could have been found."""
+    version: int
+    """Counts changes of what is findable; while it stays, so does this."""
+
+    def cut(self, num_blocks: int, *, missed: int) -> "Match":
+        """Return the first blocks of it, with so many that were asked for beside them."""
+        blocks = self.blocks[:num_blocks]
+        return Match(self.keys[:num_blocks], blocks, len(blocks) + missed, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Blocks of a sequence that begins or goes on."""
+
+    blocks: list[int]
+    """Its block table: the blocks found."""
+    pending: frozenset[int]
+    """Moves in flight that bring this content; until they are complete it must not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """Blocks of one tier by what they are; the four add up to the tier's size."""
+
+    owned: int
+    cached: int
+    """Without an owner, findable."""
+    free: int
+    in_transit: int
+    """Host blocks without an owner that a move in flight reads or writes."""
+
+
+class TieredBlockPool:
+    """Hands out blocks of both tiers, remembers full ones by key, and decides what is copied.
+
+    Ids 0 to num_gpu_blocks - 1 lie on the GPU, the next num_cpu_blocks in the host tier. A block
+    with a key is full and never written again, so content moves freely: a key names at most one
+    block of each tier. Of two equal blocks of one tier the first to be registered is findable, the
+    other stays private to its owners; their tables do not change.
+
+    Without an owner a block with a key stays findable until its block is needed: the one unused
+    for longest goes first, of one sequence the tail before the head. On the GPU its content is
+    then stored to the host tier, unless a copy is there. In the host tier copies of what is on
+    the GPU go before anything else: so both tiers together hold as much as they can, and what
+    was stored once is not stored again while there is room. A copy that was loaded stays behind
+    in this sense. No owned block, and none of the request being served, ever gives way.
+
+    Moves take time. A host block that one reads or writes is not handed out before `complete`. A
+    GPU block is, and the move that brings it new content, or the next step, waits for those that
+    still touch it. `decided_moves` are taken once for each step, after the compute of the step
+    before has been enqueued.
+
+    A method that raises has changed nothing.
 
     Args:
-        states: What every block is.
-        block_size: Tokens in a block.
-        window: Most tokens that its layers attend to; None: all.
+        num_gpu_blocks: Blocks on the GPU, at least 1.
+        num_cpu_blocks: Blocks of the host tier.
+        block_size: Tokens in a block, at least 1.
+        num_in_place: Host blocks that compute can read and write where they are, the first ones;
+            None: all. Sequences own no others.
+        window: Most tokens that its layers attend to, at least 1; None: all.
         block_bytes: Bytes of a block in these layers.
+
+    Raises:
+        EngineError: A size is out of bounds.
     """
 
     def __init__(
-        self, states: BlockStates, block_size: int, window: int | None, block_bytes: int
+        self,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        *,
+        num_in_place: int | None = None,
+        window: int | None = None,
+        block_bytes: int = 1,
     ) -> None:
-        self._states = states
-        self.block_size, self.window, self.block_bytes = block_size, window, block_bytes
-        self.num_gpu_blocks = states.num_gpu
-        self.num_cpu_blocks = states.num_cpu
-        self.num_in_place = states.num_in_place
+        in_place = num_cpu_blocks if num_in_place is None else num_in_place
+        is_sized = num_gpu_blocks >= 1 and block_size >= 1 and 0 <= in_place <= num_cpu_blocks
+        if not is_sized or (window is not None and window < 1):
+            raise EngineError(
+                "block pool: expected at least 1 GPU block of at least 1 token, 0 to "
+                "num_cpu_blocks blocks in place, and a window of at least 1 token or none, got "
+                f"{num_gpu_blocks} GPU blocks and {num_cpu_blocks} CPU blocks of {block_size} "
+                f"tokens, {in_place} in place, window={window}."
+            )
+        self.num_gpu_blocks, self.num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
+        self.num_blocks = num_gpu_blocks + num_cpu_blocks
+        self.num_in_place = in_place
         """Host blocks that compute can read and write where they are, the first ones."""
-        self.num_blocks = states.num_gpu + states.num_cpu
+        self.block_size, self.window, self.block_bytes = block_size, window, block_bytes
+        self.stats = PoolStats()
+        self._states = BlockStates(num_gpu_blocks, num_cpu_blocks, in_place)
+        self._victims = Victims(self._states, self.stats)
 
     @property
     def num_free(self) -> int:
@@ -114,64 +193,6 @@ class PoolView:
     def num_moves(self) -> int:
         """Moves that are not complete."""
         return self._states.ledger.num_in_flight
-
-
-class TieredBlockPool(PoolView):
-    """Hands out blocks of both tiers, remembers full ones by key, and decides what is copied.
-
-    Ids 0 to num_gpu_blocks - 1 lie on the GPU, the next num_cpu_blocks in the host tier. A block
-    with a key is full and never written again, so content moves freely: a key names at most one
-    block of each tier. Of two equal blocks of one tier the first to be registered is findable, the
-    other stays private to its owners; their tables do not change.
-
-    Without an owner a block with a key stays findable until its block is needed: the one unused
-    for longest goes first, of one sequence the tail before the head. On the GPU its content is
-    then stored to the host tier, unless a copy is there. In the host tier copies of what is on
-    the GPU go before anything else: so both tiers together hold as much as they can, and what
-    was stored once is not stored again while there is room. A copy that was loaded stays behind
-    in this sense. No owned block, and none of the request being served, ever gives way.
-
-    Moves take time. A host block that one reads or writes is not handed out before `complete`. A
-    GPU block is, and the move that brings it new content, or the next step, waits for those that
-    still touch it. `decided_moves` are taken once for each step, after the compute of the step
-    before has been enqueued.
-
-    A method that raises has changed nothing.
-
-    Args:
-        num_gpu_blocks: Blocks on the GPU, at least 1.
-        num_cpu_blocks: Blocks of the host tier.
-        block_size: Tokens in a block, at least 1.
-        num_in_place: Host blocks that compute can read and write where they are, the first ones;
-            None: all. Sequences own no others.
-        window: Most tokens that its layers attend to, at least 1; None: all.
-        block_bytes: Bytes of a block in these layers.
-
-    Raises:
-        EngineError: A size is out of bounds.
-    """
-
-    def __init__(
-        self,
-        num_gpu_blocks: int,
-        num_cpu_blocks: int,
-        block_size: int,
-        *,
-        num_in_place: int | None = None,
-        window: int | None = None,
-        block_bytes: int = 1,
-    ) -> None:
-        in_place = num_cpu_blocks if num_in_place is None else num_in_place
-        if num_gpu_blocks < 1 or block_size < 1 or not 0 <= in_place <= num_cpu_blocks:
-            raise EngineError(
-                "block pool: expected at least 1 GPU block of at least 1 token, and 0 to "
-                f"num_cpu_blocks blocks in place, got {num_gpu_blocks} GPU blocks and "
-                f"{num_cpu_blocks} CPU blocks of {block_size} tokens, {in_place} in place."
-            )
-        states = BlockStates(num_gpu_blocks, num_cpu_blocks, in_place)
-        super().__init__(states, block_size, window, block_bytes)
-        self.stats = PoolStats()
-        self._victims = Victims(self._states, self.stats)
 
     def allocate(self, n: int, room: Room = "gpu") -> list[int]:
         """Take `n` blocks, each with one owner, all or none; nothing is evicted in vain.

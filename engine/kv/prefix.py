@@ -1,8 +1,7 @@
-"""What blocks of sequences hold: their keys, what is found of them, and what is kept of them."""
+"""The prefix cache: names of full blocks, what is found by them, and what is kept."""
 
 import hashlib
 from array import array
-from collections import abc
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Literal
 
 from engine.asked.request import Sequence
 from engine.errors import EngineError
-from engine.kv.eviction import Match, Retain
-from engine.kv.pool import TieredBlockPool
+from engine.kv.eviction import Retain
+from engine.kv.pool import Match, TieredBlockPool
 from engine.plan.kv_memory import SwapRates
 
 DIGEST_BYTES = 32
@@ -35,7 +34,7 @@ class BlockHasher:
         EngineError: The block size is below 1.
     """
 
-    def __init__(self, identity: abc.Sequence[str], block_size: int) -> None:
+    def __init__(self, identity: SequenceOf[str], block_size: int) -> None:
         if block_size < 1:
             raise EngineError(f"block hasher: expected block_size of at least 1, got {block_size}.")
         self.block_size = block_size
@@ -58,7 +57,7 @@ class BlockHasher:
             digest.update(raw)
         return digest.digest()
 
-    def keys(self, parent: bytes, token_ids: abc.Sequence[int]) -> list[bytes]:
+    def keys(self, parent: bytes, token_ids: SequenceOf[int]) -> list[bytes]:
         """Return the keys of the full blocks that follow `parent`, in order.
 
         Args:
@@ -90,9 +89,7 @@ class KeyChain:
         self._root = hasher.root(salt)
         self.keys: list[bytes] = []
 
-    def extend(
-        self, tokens: Callable[[int, int], abc.Sequence[int]], num_tokens: int
-    ) -> list[bytes]:
+    def extend(self, tokens: Callable[[int, int], SequenceOf[int]], num_tokens: int) -> list[bytes]:
         """Add the keys of blocks that became full; return all keys.
 
         Args:
@@ -158,14 +155,13 @@ def num_expired(num_computed: int, window: int | None, block_size: int) -> int:
         window: Tokens that a token sees, itself included, at least 1.
         block_size: Tokens in a block.
     """
-    _check(window, block_size)
     if window is None:
         return 0
     return max(0, num_computed - window + 1) // block_size
 
 
 def usable_prefix(
-    cached: abc.Sequence[abc.Sequence[bool]], windows: abc.Sequence[int], block_size: int
+    cached: SequenceOf[SequenceOf[bool]], windows: SequenceOf[int], block_size: int
 ) -> int:
     """Return the longest prefix, in blocks, behind which a sequence can go on.
 
@@ -176,8 +172,6 @@ def usable_prefix(
             at the prefix's end need not be there.
         block_size: Tokens in a block.
     """
-    for window in windows:
-        _check(window, block_size)
     longest, missing = 0, [-1] * len(windows)
     for place, there in enumerate(zip(*cached, strict=True)):
         missing = [old if is_there else place for old, is_there in zip(missing, there, strict=True)]
@@ -188,14 +182,6 @@ def usable_prefix(
         ):
             longest = place + 1
     return longest
-
-
-def _check(window: int | None, block_size: int) -> None:
-    if block_size < 1 or (window is not None and window < 1):
-        raise EngineError(
-            f"window: expected a window and a block_size of at least 1, got {window} and "
-            f"{block_size}."
-        )
 
 
 PREPARE_TOKENS = 4096

@@ -1,4 +1,9 @@
-"""Use of the KV blocks of both tiers and what became of their content, as plain data."""
+"""BlockGroups: blocks of sequences in every group of layers, and how they are used.
+
+Each group has a cache, a pool and a block table a sequence of its own. A table keeps its length:
+position p lies in its entry p // block_size; entries whose blocks were given back are GONE, which
+nothing reads. All tables of a sequence have one length.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -7,8 +12,7 @@ from typing import Any, Literal
 
 from engine.asked.request import Sequence
 from engine.errors import EngineError
-from engine.kv.eviction import Room, Tier
-from engine.kv.pool import TieredBlockPool
+from engine.kv.pool import Tier, TieredBlockPool
 from engine.kv.prefix import BlockContent, Found, KVPolicy, num_expired
 from engine.plan.kv_memory import num_held
 from engine.plan.memory import MemoryPlan
@@ -180,12 +184,12 @@ class BlockGroups:
         if granted > 0:
             for pool, table in zip(self.pools, sequence.block_tables, strict=True):
                 # In rising order, so that neighbours can be copied as one.
-                table.extend(sorted(pool.allocate(count, _room(alone=alone))))
+                table.extend(sorted(pool.allocate(count, "either" if alone else "gpu")))
         return max(0, granted)
 
     def _most(self, *, alone: bool) -> int:
         """Blocks that every group can hand out."""
-        return min(pool.num_allocatable(_room(alone=alone)) for pool in self.pools)
+        return min(pool.num_allocatable("either" if alone else "gpu") for pool in self.pools)
 
     def find(self, sequence: Sequence) -> Found:
         """Find the leading blocks behind which a sequence can begin."""
@@ -296,7 +300,7 @@ class BlockGroups:
             EngineError: A pool is too small.
         """
         for pool, need in zip(self.pools, self.need(max_model_len), strict=True):
-            room = pool.num_allocatable(_room(alone=True))
+            room = pool.num_allocatable("either")
             if room >= need:
                 continue
             size, what = pool.block_size, f"one sequence of max_model_len={max_model_len} tokens"
@@ -309,10 +313,6 @@ class BlockGroups:
                 f"{tiers if host else ''} = {room * size}. Lower engine.max_model_len or give the "
                 "KV cache more blocks."
             )
-
-
-def _room(*, alone: bool) -> Room:
-    return "either" if alone else "gpu"
 
 
 def kv_stats(groups: BlockGroups) -> dict[str, Any]:
@@ -355,7 +355,7 @@ def _of_pool(pool: TieredBlockPool) -> dict[str, dict[str, int]]:
             "gpu_lost": stats.evicted_lost,
             "cpu": stats.evicted_cpu,
         },
-        "pool": stats.as_dict(),
+        "pool": asdict(stats),
     }
 
 

@@ -20,8 +20,8 @@ from engine.asked.request import (
     finish_reason,
 )
 from engine.errors import EngineError, RequestError
-from engine.kv.eviction import Tier
 from engine.kv.moves import MoveBatch
+from engine.kv.pool import Tier
 from engine.kv.sequences import BlockGroups, kv_stats
 from engine.schedule.admission import LONG_BLOCKS, Admission
 from engine.schedule.lookahead import Outlook, Stand

@@ -7,7 +7,7 @@ import torch
 
 from engine import LLM
 from engine.errors import EngineError
-from engine.kv import sequences as groups
+from engine.kv import sequences
 from engine.kv.eviction import Retain
 from engine.kv.prefix import num_expired
 from tests.engine.conftest import TinyModels
@@ -160,7 +160,7 @@ def test_blocks_behind_each_window_are_given_back_and_not_read(
         monkeypatch.setattr(pool, "free", poisoned)
     assert greedy(llm, [LONG], NEW) == masked([LONG], NEW)
     assert given_back == [34, 34, 34]
-    monkeypatch.setattr(groups, "num_expired", lambda *a: num_expired(*a) + (a[1] is not None))
+    monkeypatch.setattr(sequences, "num_expired", lambda *a: num_expired(*a) + (a[1] is not None))
     said = "expected finite logits|index out of range"  # poison, or a block that is gone
     with pytest.raises((EngineError, IndexError), match=said):
         greedy(llm, [LONG], NEW)

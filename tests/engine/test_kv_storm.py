@@ -15,7 +15,7 @@ from engine.errors import EngineError
 from engine.kv import mover
 from engine.kv.mover import BlockMover
 from engine.kv.moves import MoveBatch
-from engine.kv.pool import PoolView
+from engine.kv.pool import TieredBlockPool
 from engine.run import stages
 from engine.run.stages import PrefillStages
 from tests.engine.conftest import TinyModels
@@ -204,7 +204,7 @@ def steps_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def loads_told_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Sequences run while their blocks are still on the way."""
-    monkeypatch.setattr(PoolView, "is_pending", lambda self, move_ids: False)
+    monkeypatch.setattr(TieredBlockPool, "is_pending", lambda self, move_ids: False)
 
 
 def stages_not_waited_for(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -12,7 +12,7 @@ from engine.asked.kv import KVTransferConfig
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError, EngineError, PinningError
-from engine.kv import mover as host_tier
+from engine.kv import mover
 from engine.kv.memory import HostBlocks
 from engine.kv.mover import Transfers
 from engine.plan.kv_memory import ids_bytes
@@ -164,7 +164,7 @@ def test_a_build_that_fails_leaves_nothing_behind(
         return make(*args, **keywords)
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_tier, "HostBlocks", fail_at_the_second)
+        patch.setattr(mover, "HostBlocks", fail_at_the_second)
         with pytest.raises(CapacityError, match="tests say so"):
             open_llm(folder, max_model_len=256, **FEW)
     assert not opened

@@ -12,7 +12,7 @@ import torch
 
 from engine import LLM
 from engine.errors import EngineError
-from engine.kv import sequences as groups
+from engine.kv import sequences
 from engine.kv.eviction import Retain
 from engine.kv.prefix import num_expired
 from engine.plan.kv_memory import KVGroup
@@ -151,7 +151,7 @@ def test_blocks_behind_the_window_are_given_back_and_not_read(
     layers = VARIANTS[variant][1].get("num_hidden_layers", COMMON["num_hidden_layers"])
     assert sum(group["layers"] for group in groups_of_plan) == layers
     # The negative control: one block more than that is missed.
-    monkeypatch.setattr(groups, "num_expired", lambda *a: num_expired(*a) + 1)
+    monkeypatch.setattr(sequences, "num_expired", lambda *a: num_expired(*a) + 1)
     said = "expected finite logits|index out of range"  # poison, or a block that is gone
     with pytest.raises((EngineError, IndexError), match=said):
         greedy(llm, prompts, 30)

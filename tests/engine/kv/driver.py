@@ -1,6 +1,7 @@
 """Requests, aborts, swaps, resets and late moves, each with what must hold after it."""
 
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 
@@ -198,7 +199,7 @@ class Driver:
     def snapshot(self):
         ids = range(self.pool.num_blocks)
         owners = [(self.pool.ref_count(b), self.pool.key_of(b)) for b in ids]
-        return owners, self.pool.use("gpu"), self.pool.use("cpu"), self.pool.stats.as_dict()
+        return owners, self.pool.use("gpu"), self.pool.use("cpu"), asdict(self.pool.stats)
 
     def check(self):
         """Owners are the tables; every block is one thing; a key names one block of each tier."""

@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.kv import prefix as hashing
-from engine.kv import sequences as groups
+from engine.kv import prefix, sequences
 from engine.kv.prefix import BlockContent, num_expired
 from engine.plan.kv_memory import SwapRates
 from engine.schedule import turns as rounds
@@ -234,9 +233,9 @@ def spoiled(monkeypatch, fault):
     if fault == "a prefix is read before it has come":
         monkeypatch.setattr(BlockContent, "is_pending", lambda *_: False)
     if fault == "a salt is ignored":
-        monkeypatch.setattr(hashing.BlockHasher, "root", lambda *_: b"")
+        monkeypatch.setattr(prefix.BlockHasher, "root", lambda *_: b"")
     if fault == "blocks behind a window are given back too early":
-        monkeypatch.setattr(groups, "num_expired", lambda *a: num_expired(*a) + 1)
+        monkeypatch.setattr(sequences, "num_expired", lambda *a: num_expired(*a) + 1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.asked.request import Request, Sequence
 from engine.errors import EngineError
-from engine.kv import sequences as groups
+from engine.kv import sequences
 from engine.kv.pool import TieredBlockPool
 from engine.kv.prefix import num_expired
 from engine.kv.sequences import GONE, BlockGroups
@@ -127,7 +127,7 @@ def test_a_block_given_back_too_early_is_found(monkeypatch):
     limits = {"block_size": 2, "max_len": 20, "seqs": 1, "tokens": 6, "num_blocks": 10}
     load = limits, [request], []
     WindowWorld(load, (None, 5), 0).play()
-    monkeypatch.setattr(groups, "num_expired", lambda *a: num_expired(*a) + 1)
+    monkeypatch.setattr(sequences, "num_expired", lambda *a: num_expired(*a) + 1)
     with pytest.raises(AssertionError):
         WindowWorld(load, (None, 5), 0).play()
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import asdict
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -55,7 +56,7 @@ def test_long_runs_reach_everything():
             getattr(driver, name)()
             driver.check()
         driver.end()
-        reached.update(driver.pool.stats.as_dict())
+        reached.update(asdict(driver.pool.stats))
     for name in ("hits_unseen_gpu", "hits_unseen_cpu"):  # counted by who knows windows
         del reached[name]
     assert all(count > 30 for count in reached.values()), reached

@@ -21,6 +21,8 @@ def test_sizes_are_checked():
             TieredBlockPool(*sizes)
     with pytest.raises(EngineError, match="3 in place"):
         TieredBlockPool(1, 2, 4, num_in_place=3)
+    with pytest.raises(EngineError, match="window=0"):
+        TieredBlockPool(1, 0, 4, window=0)
 
 
 def test_without_keys_it_is_the_pool_of_one_tier():
