@@ -262,7 +262,7 @@ def test_a_local_config_without_a_dtype_is_planned_in_that_of_its_files(
     (tmp_path / "config.json").write_text(json.dumps(config))
     weights = {"model.norm.weight": np.zeros(9, np.uint16), "a": np.zeros(3, np.float32)}
     write_weights(tmp_path, weights)
-    found = found_of(composer, "+model=local", f"model.path={tmp_path}", "gpu=l4_24gb")
+    found = found_of(composer, "+model=local", f"model.path={quoted(tmp_path)}", "gpu=l4_24gb")
     assert {row.plan.dtype for row in found.rows if row.plan} == {"bfloat16"}
     assert "it counts as bfloat16, which most elements have (3 of float32)" in "\n".join(
         point_lines(found)

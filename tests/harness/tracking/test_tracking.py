@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from urllib.request import url2pathname
 
 import pytest
 
@@ -153,7 +154,9 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert metrics["ts/kv_gpu_used_gib"] > 0
     names = {item.path for item in client.list_artifacts(mirrored.info.run_id)}
     assert {"config.yaml", "result.json", "worker.log", "samples.jsonl"} <= names
-    artifact = Path(mirrored.info.artifact_uri.removeprefix("file://")) / "result.json"
+    artifact = (
+        Path(url2pathname(mirrored.info.artifact_uri.removeprefix("file://"))) / "result.json"
+    )
     assert artifact.read_bytes() == (tmp_path / "run" / "result.json").read_bytes()
 
 
@@ -288,7 +291,8 @@ def test_tracking_without_mlflow_is_a_warning(tmp_path, monkeypatch):
 
 def test_the_view_command_names_the_database(home):
     command = MlflowTracker(TrackingConfig(), home).view_command()
-    assert command == f"mlflow ui --backend-store-uri sqlite:///{home}/mlflow.db"
+    words = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{home}/mlflow.db"]
+    assert command == shlex.join(words)
     spaced = home / "my runs"
     command = MlflowTracker(TrackingConfig(), spaced).view_command()
     assert shlex.split(command)[-1] == f"sqlite:///{spaced}/mlflow.db"
