@@ -104,7 +104,7 @@ def test_points_fit_their_budgets_and_move_something(name):
         placed[point] = plan.placed_bytes()
         assert plan.kv_tokens >= 128
         if config.offload.backend != "none":
-            assign(config.model.spec, config.offload, plan.dtype)
+            assign(config.model.spec, config.offload, plan.formats)
     for point, places in placed.items():
         moved = sum(size for place, size in places.items() if place != "resident")
         assert (moved > 0) == ("resident" not in point and point != "full_qwen3")
