@@ -161,6 +161,15 @@ def describe_type(hint: Any) -> str:
     return words if inner is hint else f"{words} or null"
 
 
+def yaml_text(value: object) -> str:
+    """Return a value as a configuration file writes it."""
+    if isinstance(value, list | dict):
+        return str(value).replace("'", "")
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One field of a configuration class, which is all that declares a setting."""
@@ -231,6 +240,8 @@ def _docstrings(kind: type) -> dict[str, str]:
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
                 found[name] = " ".join(text.split())
+            case _:
+                pass
     return found
 
 

@@ -1,22 +1,24 @@
 """Compose conf/ and a command line's overrides into RunConfigs, all of them before any runs."""
 
 import copy
+import itertools
 import re
 import secrets
 import typing
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import create_config_search_path
+from hydra import initialize_config_dir
 from hydra.conf import HydraConf
-from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
@@ -40,7 +42,8 @@ from engine.errors import ConfigError, closest, did_you_mean
 from engine.sealed import describe_type, key_types, without_null
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
-from harness.config.schema import RunConfig, quote_sides
+from harness.config.schema import GROUPS, RunConfig
+from harness.config.source import SCHEME, keep_texts, quoted, register_source, split
 
 NAMED: Final = {
     "offload": ("none", "uva", "prefetch"),
@@ -105,20 +108,6 @@ def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, 
         "offload.uva.cpu_offload_gb": (f"{room:g}", "0"),
     }
     return {key: (value, undone) for key, (value, undone) in found.items() if value != undone}
-
-
-GROUPS: Final = (
-    "model",
-    "system",
-    "gpu",
-    "offload",
-    "kv",
-    "scenario",
-    "tracking",
-    "experiment",
-    "study",
-)
-"""Groups of files in conf/; each but experiment and study fills the node of its name."""
 
 
 def is_known_key(path: str, known: dict[str, Any]) -> bool:
@@ -371,6 +360,9 @@ def _check_form(override: Override) -> None:
 
 
 def _check_hydra_key(key: str, known: dict[str, Any]) -> None:
+    if key.startswith(("hydra.searchpath", "hydra.callbacks")):
+        hint = "" if "callbacks" in key else " Give --config-dir FOLDER."
+        raise ConfigError(f"{key}: expected no such setting, which has no effect here.{hint}")
     if key.startswith("hydra.sweeper.params"):
         raise ConfigError(f"{key}: give the values with -m key=a,b, or in an experiment.")
     if "/" not in key and not is_known_key(key, known):
@@ -390,14 +382,50 @@ def _spell(override: Override, known: dict[str, Any]) -> str:
     return f"{key}={value}"
 
 
+def _leaves(key: str, mapping: str) -> dict[str, str]:
+    """Return the overrides of single keys that a mapping such as {a:1,b:{c:2}} stands for."""
+    found: dict[str, str] = {}
+    for item in split(mapping.strip()[1:-1]):
+        name, _, value = item.strip().partition(":")
+        path, value = f"{key}.{name.strip()}", value.strip()
+        found |= _leaves(path, value) if value.startswith("{") else {path: f"{path}={value}"}
+    return found
+
+
+def expand(overrides: Sequence[Override]) -> list[list[str]]:
+    """Return the overrides of every point: each combination of the values given, as typed.
+
+    Of one key given twice the later one holds.
+    """
+    parser = OverridesParser.create()
+    values: dict[str, list[str]] = {}
+    for item in overrides:
+        key = item.get_key_element()
+        if item.is_sweep_override():
+            # A choice(...) has lost the quotes of its texts.
+            lines = (f"{key}={value}" for value in item.sweep_string_iterator())
+            values[key] = [keep_texts(line, parser) for line in lines]
+        else:
+            values[key] = [str(item.input_line)]
+    return [list(batch) for batch in itertools.product(*values.values())]
+
+
 def normalise(overrides: Sequence[Override]) -> list[str]:
     """Return the overrides in Hydra's spelling; of one key given twice, the later one.
 
     Appended groups get a +, other groups and known keys none. They stand first, model before
-    experiment, so that an experiment's own values win over the model's file.
+    experiment, so that an experiment's own values win over the model's file. Mappings given twice
+    for one node both count, key by key.
     """
     known = dict(key_types(RunConfig))
-    latest = {override.key_or_group: _spell(override, known) for override in overrides}
+    times = Counter(override.key_or_group for override in overrides)
+    latest: dict[str, str] = {}
+    for override in overrides:
+        key, line = override.key_or_group, _spell(override, known)
+        if times[key] > 1 and isinstance(override.value(), dict) and not is_free_key(key, known):
+            latest |= _leaves(*line.split("=", 1))
+        else:
+            latest[key] = line
     order = {name: place for place, name in enumerate(APPENDED_GROUPS)}
     return [latest[key] for key in sorted(latest, key=lambda key: order.get(key, len(order)))]
 
@@ -425,6 +453,8 @@ class Plan:
     points: list[Point]
     is_demo: bool
     """No model was chosen, so the demo model was taken."""
+    master: DictConfig
+    """What Hydra's launcher of a sweep is configured by; of a single point that point itself."""
 
 
 def _stamp() -> str:
@@ -446,6 +476,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("tightfit_stamp", _stamp, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("tightfit_default_size", _default_size, replace=True)
     OmegaConf.register_new_resolver("tightfit_sum", lambda *parts: sum(parts), replace=True)
+    register_source()
     setup_globals()
 
 
@@ -479,14 +510,12 @@ class Composer:
 
     def __init__(self, config_dir: Path | None = None) -> None:
         register()
-        search_path = create_config_search_path(str(CONF))
-        if config_dir is not None:
-            search_path.prepend(
-                provider="command-line",
-                path=f"file://{config_dir.resolve()}",
-                anchor=SearchPathQuery(provider="schema"),
-            )
-        self._loader = ConfigLoaderImpl(config_search_path=search_path)
+        with initialize_config_dir(str(CONF), job_name="harness", version_base="1.3"):
+            self._loader: ConfigLoader = GlobalHydra.instance().config_loader()
+        self._config_dir = None if config_dir is None else config_dir.resolve()
+        self._parser = OverridesParser.create()
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        """Of the plan at hand, by overrides: each is composed once."""
 
     def plan(
         self, typed: Sequence[str], *, multirun: bool = False, has_model: bool = False
@@ -502,8 +531,9 @@ class Composer:
             ConfigError: the first thing that is wrong, in any point.
         """
         parsed = self.parse(typed)
-        check_overrides(parsed, self._loader.get_group_options)
+        check_overrides(parsed, self.get_group_options)
         overrides = normalise(parsed)
+        self._composed.clear()
         try:
             return self._plan_model(overrides, multirun=multirun, has_model=has_model)
         except ConfigError:
@@ -517,7 +547,7 @@ class Composer:
         Raises:
             ConfigError: the first thing that is wrong.
         """
-        check_overrides(self.parse(typed), self._loader.get_group_options)
+        check_overrides(self.parse(typed), self.get_group_options)
 
     def parse(self, typed: Sequence[str]) -> list[Override]:
         """Return overrides as Hydra parses them.
@@ -525,20 +555,31 @@ class Composer:
         Raises:
             ConfigError: one is of another form.
         """
-        parser = OverridesParser.create(config_loader=self._loader)
-        parsed = []
-        for text in typed:
-            try:
-                parsed.extend(parser.parse_overrides([quote_sides(text)]))
-            except HydraException as error:
-                quoted = _quote_value(text)
-                if quoted is None:
-                    raise ConfigError(
-                        f"{text}: expected key=value or group=option. Quote a value that holds "
-                        "brackets, commas or spaces."
-                    ) from error
-                parsed.extend(parser.parse_overrides([quoted]))
-        return parsed
+        # Of the loader it asks for the names of a group's files alone.
+        parser = OverridesParser.create(config_loader=cast("ConfigLoader", self))
+        return [self._parse_one(text, parser) for text in typed]
+
+    def _parse_one(self, text: str, parser: OverridesParser) -> Override:
+        try:
+            return parser.parse_overrides([keep_texts(text, self._parser)])[0]
+        except HydraException as error:
+            key = text.partition("=")[0].lstrip("+")
+            if "=" in text and "@" not in key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", key):
+                raise unknown_key(key) from error
+            if (again := _quote_value(text)) is not None:
+                return parser.parse_overrides([again])[0]
+            raise ConfigError(
+                f"{text}: expected key=value or group=option. Quote a value that holds "
+                "brackets, commas or spaces."
+            ) from error
+
+    def get_group_options(
+        self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG
+    ) -> list[str]:
+        """Return the names of a group's files, those of the user's folder among them."""
+        folder = None if self._config_dir is None else self._config_dir / group_name
+        own = [] if folder is None else [path.stem for path in folder.glob("*.yaml")]
+        return sorted({*self._loader.get_group_options(group_name, results_filter), *own})
 
     def _plan_model(self, overrides: list[str], *, multirun: bool, has_model: bool) -> Plan:
         """Find the spelling of the model that composes: appended, or in an experiment's place."""
@@ -547,15 +588,18 @@ class Composer:
         if is_demo:
             overrides = [f"+model={DEMO_MODEL}", *overrides]
         try:
-            points, multirun = self._compose_all(overrides, multirun=multirun)
+            master, points, multirun = self._compose_all(overrides, multirun=multirun)
         except ConfigCompositionException as error:
             # Hydra's words for an experiment that chooses another model, or the same one.
             twice = ("Multiple values for model", "model appears more than once")
             if not any(text in str(error) for text in twice):
                 raise
             overrides = [item.removeprefix("+") if item in chosen else item for item in overrides]
-            points, multirun = self._compose_replaced(overrides, multirun=multirun)
-        return self._check_all(overrides, points, multirun=multirun, is_demo=is_demo)
+            master, points, multirun = self._compose_replaced(overrides, multirun=multirun)
+        checked = self._check_all(points, multirun=multirun)
+        return Plan(
+            overrides=overrides, multirun=multirun, points=checked, is_demo=is_demo, master=master
+        )
 
     def _chooses_model(self, overrides: list[str], *, multirun: bool) -> bool:
         """Return whether the experiment (or the sweep in it) or the study chooses a model."""
@@ -568,7 +612,7 @@ class Composer:
             master = self._load(lines, RunMode.MULTIRUN)
             swept = {str(key).lstrip("+") for key in master.hydra.sweeper.params or {}}
             return "model" in swept or "model" in master.hydra.runtime.choices
-        points, _ = self._compose_all(lines, multirun=multirun)
+        _, points, _ = self._compose_all(lines, multirun=multirun)
         have = ["model" in item[1].hydra.runtime.choices for item in points]
         if any(have) and not all(have):
             raise ConfigError(
@@ -579,7 +623,7 @@ class Composer:
 
     def _compose_replaced(
         self, overrides: list[str], *, multirun: bool
-    ) -> tuple[list[tuple[list[str], DictConfig]], bool]:
+    ) -> tuple[DictConfig, list[tuple[list[str], DictConfig]], bool]:
         try:
             return self._compose_all(overrides, multirun=multirun)
         except ConfigCompositionException as error:
@@ -598,12 +642,16 @@ class Composer:
             raise
 
     def _load_raw(self, overrides: list[str], mode: RunMode) -> DictConfig:
-        return self._loader.load_configuration(
-            config_name=CONFIG_NAME,
-            overrides=overrides,
-            run_mode=mode,
-            validate_sweep_overrides=False,
-        )
+        key = (mode.name, *overrides)
+        if key not in self._composed:
+            more = [] if self._config_dir is None else [f"{SCHEME}://{self._config_dir}"]
+            self._composed[key] = self._loader.load_configuration(
+                config_name=CONFIG_NAME,
+                overrides=[*overrides, *(f"hydra.searchpath=[{quoted(path)}]" for path in more)],
+                run_mode=mode,
+                validate_sweep_overrides=False,
+            )
+        return self._composed[key]
 
     def _check_parents(self, overrides: list[str]) -> None:
         """Refuse a value below a node that is null, which OmegaConf reports without its name."""
@@ -623,43 +671,50 @@ class Composer:
 
     def _compose_all(
         self, overrides: list[str], *, multirun: bool
-    ) -> tuple[list[tuple[list[str], DictConfig]], bool]:
-        several = [item for item in self.parse(overrides) if item.is_sweep_override()]
+    ) -> tuple[DictConfig, list[tuple[list[str], DictConfig]], bool]:
+        """Return what a launcher is configured by, every point with its overrides, and whether -m.
+
+        Interpolations are left as they are: each point resolves its own.
+        """
+        parsed = self.parse(overrides)
+        several = [item for item in parsed if item.is_sweep_override()]
         mode = RunMode.MULTIRUN if multirun or several else RunMode.RUN
         master = self._load(overrides, mode)
         _check_hydra(master)
         if not multirun and not several and master.hydra.mode != RunMode.MULTIRUN:
             _check_single(master)
-            return [(overrides, master)], False
+            return master, [(overrides, master)], False
         if not multirun and master.hydra.mode != RunMode.MULTIRUN:
             raise ConfigError(
                 f"{several[0].input_line}: several values make a sweep. Add -m, or quote the value "
                 "if the comma belongs to it."
             )
-        swept = master.hydra.sweeper.params or {}
+        swept = cast("dict[str, Any]", OmegaConf.to_container(master.hydra.sweeper)).get("params")
+        swept = swept or {}
         if "model" in swept and any(item.startswith("+model=") for item in overrides):
             raise ConfigError(
                 f"model: the experiment sweeps model={swept['model']} and makes no choice that "
                 "these replace, so they would run in the place of the model that was typed. Write "
                 "+model in its hydra.sweeper.params, or /model in its defaults list."
             )
-        params = [f"{key}={value}" for key, value in swept.items()]
-        task = params + list(master.hydra.overrides.task)
-        batches = BasicSweeper.split_arguments(self.parse(task), None)
-        own = list(master.hydra.overrides.hydra)
-        points = [(batch, self._load(own + batch, RunMode.RUN)) for batch in batches[0]]
+        own = [str(item.input_line) for item in parsed if is_hydra(item)]
+        params = self.parse([f"{key}={value}" for key, value in swept.items()])
+        batches = expand([*params, *(item for item in parsed if not is_hydra(item))])
+        folder = str(master.hydra.sweep.dir)
+        points = []
+        for batch in batches:
+            point = self._load([*own, *batch], RunMode.RUN)
+            OmegaConf.copy_cache(master, point)  # the same stamp in all of them
+            OmegaConf.update(point, "hydra.sweep.dir", folder)
+            points.append((batch, point))
+        OmegaConf.update(master, "hydra.sweep.dir", folder)
         if not swept:
             _check_left_out(points)
-        return points, True
+        return master, points, True
 
     def _check_all(
-        self,
-        overrides: list[str],
-        composed: list[tuple[list[str], DictConfig]],
-        *,
-        multirun: bool,
-        is_demo: bool,
-    ) -> Plan:
+        self, composed: list[tuple[list[str], DictConfig]], *, multirun: bool
+    ) -> list[Point]:
         points: list[Point] = []
         for own, config in composed:
             try:
@@ -671,7 +726,7 @@ class Composer:
             points.append(Point(overrides=own, composed=config, config=run, warnings=messages))
         if not points:
             raise ConfigError("sweep: expected at least one point, got none. Check the ranges.")
-        return Plan(overrides=overrides, multirun=multirun, points=points, is_demo=is_demo)
+        return points
 
 
 def _quote_value(text: str) -> str | None:

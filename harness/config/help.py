@@ -9,9 +9,8 @@ from typing import Final
 
 from catalogue.files import CONF, tightfit_home
 from engine.asked.keywords import keywords_of
-from engine.sealed import describe_type, settings
-from harness.config.compose import GROUPS
-from harness.config.schema import RunConfig
+from engine.sealed import describe_type, settings, yaml_text
+from harness.config.schema import GROUPS, RunConfig
 
 _USAGE: Final = """\
 usage: python -m harness [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
@@ -100,13 +99,6 @@ def settings_page() -> str:
     for node, rows in tables.items():
         lines += ["", f"## `{node}`" if node else "## The root", "", *_SETTINGS_HEAD, *rows]
     return "\n".join(lines) + "\n"
-
-
-def yaml_text(value: object) -> str:
-    """Return a value as a configuration file writes it."""
-    if isinstance(value, list | dict):
-        return str(value).replace("'", "")
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[call-overload]
 
 
 def _table(title: str, rows: dict[str, str]) -> Iterator[str]:

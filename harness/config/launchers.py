@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -68,12 +69,12 @@ def check_launcher(name: object) -> None:
         )
 
 
-def launch_arguments(launcher: str, given: list[str]) -> list[str]:
-    """Return Hydra arguments that a launcher needs beside those that were given."""
+def default_settings(launcher: str, given: Sequence[str]) -> dict[str, int]:
+    """Return settings of Hydra that a launcher needs beside those that were given."""
     key = "hydra.launcher.timeout_min"
     if launcher == "submitit_local" and not any(item.lstrip("+").startswith(key) for item in given):
-        return [f"{key}={LOCAL_JOB_MINUTES}"]
-    return []
+        return {key: LOCAL_JOB_MINUTES}
+    return {}
 
 
 def make_importable(environ: Any = os.environ) -> None:

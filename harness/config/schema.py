@@ -4,7 +4,6 @@ The classes are the schema of the YAML files in conf/: defaults live here (and i
 the files state choices.
 """
 
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -30,7 +29,6 @@ from harness.config.serve import (
 from harness.config.study import StudyConfig
 
 SIDES: Final = ("a", "b")
-_LIST: Final = re.compile(r"(\+{0,2}ab\.[ab])=\[(.*)\]", re.DOTALL)
 _MOST_PAIRS: Final = 1000
 """Each is two runs in fresh processes."""
 
@@ -69,30 +67,6 @@ class AbConfig(Sealed):
             side: a or b.
         """
         return list(self.a if side == "a" else self.b)
-
-
-def quote_sides(text: str) -> str:
-    """Return an override with the items of `ab.a=[x=1,y=2]` in quotes, others as they are.
-
-    Hydra's grammar takes no = within a list.
-    """
-    found = _LIST.fullmatch(text)
-    if found is None or "'" in text or '"' in text:
-        return text
-    items = ",".join(f"'{item.strip()}'" for item in _split(found[2]) if item.strip())
-    return f"{found[1]}=[{items}]"
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas that are in no brackets."""
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char in "[{(") - (char in "]})")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
 
 
 CLOCKS: Final = ("scripted", "real")
@@ -502,6 +476,20 @@ class TrackingConfig(Sealed):
             )
         if not self.experiment.strip():
             raise ConfigError("tracking.experiment: expected a name, got an empty text.")
+
+
+GROUPS: Final = (
+    "model",
+    "system",
+    "gpu",
+    "offload",
+    "kv",
+    "scenario",
+    "tracking",
+    "experiment",
+    "study",
+)
+"""Groups of files in conf/; each but experiment and study fills the node of its name."""
 
 
 @dataclass(kw_only=True)

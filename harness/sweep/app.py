@@ -6,27 +6,17 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import hydra
 from omegaconf import Container, OmegaConf
 
-from catalogue.files import CONF, tightfit_home
+from catalogue.files import tightfit_home
 from engine.errors import ConfigError
 from harness.config.cli_args import CommandLine
-from harness.config.compose import (
-    CONFIG_NAME,
-    DEMO_MODEL,
-    Composer,
-    Plan,
-    Point,
-    explain,
-    unknown_key,
-)
-from harness.config.launchers import BASIC, keep_gpus_visible, launch_arguments, make_importable
+from harness.config.compose import DEMO_MODEL, Composer, Plan, Point, explain, unknown_key
+from harness.config.launchers import BASIC, keep_gpus_visible, make_importable
 from harness.config.peers import require_package
 from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
 from harness.point.describe import point_name
@@ -42,6 +32,7 @@ from harness.studies.ab import check_comparisons
 from harness.studies.run import check_studies
 from harness.sweep.begun import FOLDER as POINTS_FOLDER
 from harness.sweep.begun import BegunPoints
+from harness.sweep.launch import ComposedPoints, launch
 from harness.sweep.task import PointTask, SweepPlan, failure_record
 from harness.sweep.track import sweep_lines
 from reports.record.record import RESULT_NAME, RecordError, RunRecord
@@ -181,8 +172,11 @@ class _Session:
         self._config_dir = config_dir
         self._hydra = plan.points[0].composed.hydra
         self._launcher = str(self._hydra.runtime.choices["hydra/launcher"])
+        self._points = ComposedPoints(points=plan.points)
         self._task = PointTask(
-            sweep=self._sweep_plan() if plan.multirun else None, config_dir=config_dir
+            points=self._points,
+            sweep=self._sweep_plan() if plan.multirun else None,
+            config_dir=config_dir,
         )
         self._is_shown = False
         """Whether a tracker may show the sweep although no point of it began."""
@@ -197,6 +191,7 @@ class _Session:
         sweep = self._task.sweep
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
+        records: list[tuple[Path, RunRecord]] | None = None
         interrupt: KeyboardInterrupt | None = None
         full: DiskFullError | None = None
         try:
@@ -210,7 +205,7 @@ class _Session:
         except DiskFullError as error:
             full = error
         with interrupt_afterwards(interrupt):
-            if interrupt is not None or full is not None:
+            if records is None:
                 records = self._interrupted(sweep)
             if sweep is not None:
                 self._finish_sweep(sweep, records, interrupted=interrupt is not None)
@@ -227,33 +222,19 @@ class _Session:
         make_importable()
         keep_gpus_visible(self._launcher)
         BegunPoints(sweep.folder).claim()
+        self._points.save(sweep.folder / POINTS_FOLDER)
         tracking = self._plan.points[0].config.tracking
         self._is_shown = True
         for text in begin_sweep(tracking, sweep.context(0)):
             _say(f"warning: {text}")
 
     def _launch(self) -> None:
-        start = hydra.main(version_base="1.3", config_path=str(CONF), config_name=CONFIG_NAME)
         try:
-            with _arguments(self._arguments()):
-                start(self._task)()
-        except SystemExit as error:
-            # A launcher gave up; the points that it started have records, or get one.
-            _say(f"warning: hydra/launcher={self._launcher} ended with exit code {error.code}.")
-
-    def _arguments(self) -> list[str]:
-        arguments = list(self._plan.overrides)
-        if self._plan.multirun:  # its folder is given below
-            key = "hydra.sweep.dir="
-            arguments = [item for item in arguments if not item.lstrip("+").startswith(key)]
-        arguments += launch_arguments(self._launcher, arguments)
-        sweep = self._task.sweep
-        if sweep is not None:
-            # Every process that a launcher starts composes anew, and must find the same folder.
-            arguments += [f"hydra.sweep.dir={_quoted(str(sweep.folder))}", "--multirun"]
-        if self._config_dir is not None:
-            arguments += ["--config-dir", str(self._config_dir.resolve())]
-        return arguments
+            launch(self._plan, self._points, self._task)
+        except Exception as error:  # noqa: BLE001  of a launcher, or of a folder that Hydra makes
+            # The points that it started have records, or get one.
+            what = f"{type(error).__name__}: {error}"
+            _say(f"warning: hydra/launcher={self._launcher} ended early ({what}).")
 
     def _sweep_plan(self) -> SweepPlan:
         folder = Path(str(self._hydra.sweep.dir)).resolve()
@@ -341,20 +322,3 @@ def _sweep_id(folder: Path) -> str:
         return folder.name
     suffix = f"-{secrets.token_hex(3)}"
     return re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII) + suffix
-
-
-def _quoted(text: str) -> str:
-    """Return a text as Hydra's parser takes it literally."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-@contextmanager
-def _arguments(values: Sequence[str]) -> Iterator[None]:
-    """Let Hydra, which reads sys.argv, see these arguments."""
-    before = sys.argv
-    sys.argv = [before[0], *values]
-    try:
-        yield
-    finally:
-        sys.argv = before

@@ -9,12 +9,13 @@ from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from harness.config.compose import register, to_run_config
+from harness.config.compose import Point
 from harness.config.schema import RunConfig, SweepContext
 from harness.point.describe import point_name
 from harness.point.full_disk import full_disk_ends, is_full, require_room
 from harness.point.streams import sigterm_as_interrupt
 from harness.sweep.begun import BegunPoints
+from harness.sweep.launch import ComposedPoints
 from reports.record.record import RESULT_NAME, RunRecord
 
 
@@ -46,6 +47,8 @@ class SweepPlan:
 class PointTask:
     """Runs one composed configuration; a point ends with a record whatever happens."""
 
+    points: ComposedPoints
+    """All of the command."""
     sweep: SweepPlan | None
     """None: a single point."""
     config_dir: Path | None = None
@@ -55,8 +58,8 @@ class PointTask:
     records: list[RunRecord] = field(default_factory=list)
     """Of the points that ended in this process, in order."""
 
-    def __call__(self, composed: DictConfig) -> None:
-        """Run the point that Hydra has composed.
+    def __call__(self, _: DictConfig) -> None:
+        """Run the point whose number Hydra's job has.
 
         Raises:
             DiskFullError: there is no room for its record, or none for what comes after it.
@@ -64,18 +67,19 @@ class PointTask:
         job = HydraConfig.get()
         with sigterm_as_interrupt(), full_disk_ends():
             require_room(Path(job.runtime.output_dir))
-            self._begin(composed, job)
+            self._begin(job)
             if self.sweep is not None and int(job.job.num) + 1 < self.sweep.total:
                 require_room(self.sweep.folder)  # Hydra writes before the next one is asked
 
-    def _begin(self, composed: DictConfig, job: HydraConf) -> None:
+    def _begin(self, job: HydraConf) -> None:
         folder = Path(job.runtime.output_dir)
-        config, _ = to_run_config(composed)
         self.folders.append(folder)
         if self.sweep is None:
-            self.records.append(self._run(job, config, folder, None, None))
+            self.records.append(self._run(self.points[0], folder, None, None))
             return
         index = int(job.job.num)
+        point = self.points[index]
+        config = point.config
         begun = BegunPoints(self.sweep.folder)
         if begun.is_stopped:
             return
@@ -83,7 +87,8 @@ class PointTask:
         config = config if config.rerun else replace(config, rerun="failed")
         reason = self._reason_to_skip(config, begun)
         with begun.ends_with_session():
-            record = self._run(job, config, folder, self.sweep.context(index), reason)
+            point = replace(point, config=config)
+            record = self._run(point, folder, self.sweep.context(index), reason)
         self.records.append(record)
 
     def _reason_to_skip(self, config: RunConfig, begun: BegunPoints) -> str | None:
@@ -102,15 +107,14 @@ class PointTask:
 
     def _run(
         self,
-        job: HydraConf,
-        config: RunConfig,
+        point: Point,
         folder: Path,
         sweep: SweepContext | None,
         reason: str | None,
     ) -> RunRecord:
         from harness.point.point import run_point, skip_point  # noqa: PLC0415  not for --cfg and errors
 
-        overrides = [str(item) for item in job.overrides.task]
+        config, overrides = point.config, point.overrides
         try:
             if reason is not None:
                 return skip_point(config, folder, overrides, sweep, reason=reason)
@@ -145,16 +149,12 @@ class PointTask:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what ran here: a process that a launcher starts has seen nothing."""
         return {
+            "points": self.points,
             "sweep": self.sweep,
             "config_dir": self.config_dir,
             "folders": [],
             "records": [],
         }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in a process that a launcher started, where nothing is registered yet."""
-        self.__dict__.update(state)
-        register()
 
 
 def failure_record(

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from engine.sealed import describe_type, key_types, settings
-from harness.config.compose import GROUPS
 from harness.config.help import GROUP_TITLES, key_rows, settings_page
-from harness.config.schema import RunConfig
+from harness.config.schema import GROUPS, RunConfig
 from tests.contracts.project import ROOT
 
 LIST = Path(__file__).with_name("config_keys.txt")
@@ -36,6 +35,8 @@ def test_the_page_of_settings_is_what_the_fields_say() -> None:
     """`python -m harness --settings > docs/settings.md` writes it anew."""
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert page == settings_page()
+    assert "| `seed` | `0` | an integer | `seed` | Seed of dummy weights" in page
+    assert "| `enforce_eager` | `false` | true or false |" in page
     assert "| `max_num_seqs` | `64` | an integer | `max_num_seqs` | Sequences that run" in page
 
 

@@ -12,10 +12,13 @@ from typing import Any, Final, NoReturn
 
 import yaml
 
+from catalogue.files import load_yaml, quote_texts
 from catalogue.models import describe
 from engine.errors import ConfigError, did_you_mean
+from engine.sealed import yaml_text
 from harness.config.compose import Composer
 from harness.config.schema import ScenarioConfig
+from harness.config.source import is_text
 from harness.studies.search.space import Space, default_space, parameter_of, space_of
 from reports.record.metrics import METRICS, metric_of
 
@@ -274,7 +277,7 @@ def _parser() -> _Parser:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = load_yaml(quote_texts(path.read_text(encoding="utf-8"), _is_text))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--file: expected a YAML file, got {path} ({error}).") from error
     if not isinstance(found, dict):
@@ -303,9 +306,19 @@ def _merged(typed: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
+def _is_text(path: str) -> bool:
+    """Whether a key of the file is a text: a search's name, or a text setting."""
+    if path.startswith("space."):
+        return is_text(path.removeprefix("space."))
+    return path == "name"
+
+
 def _spelled(value: object) -> str:
     """Return the values of a key in Hydra's syntax; a YAML list is a choice."""
-    return f"choice({','.join(map(str, value))})" if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        values = ",".join(map(yaml_text, value))
+        return values if len(value) > 1 else f"choice({values})"
+    return yaml_text(value)
 
 
 def _texts(name: str, value: object) -> list[str]:

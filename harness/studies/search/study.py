@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 
 from catalogue.files import read_json, tightfit_home
 from engine.errors import ConfigError
-from harness.config.compose import GROUPS, Composer
+from harness.config.compose import Composer
 from harness.config.peers import require_package
-from harness.config.schema import RunConfig, SweepContext, TrackingConfig
+from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
 from harness.forecast.skip import planned_shortage
 from harness.point.full_disk import is_full, require_room
 from harness.studies.search.request import Goal, SearchRequest, check_measured

@@ -10,8 +10,8 @@ from harness.config.launchers import (
     BASIC,
     LAUNCHERS,
     check_launcher,
+    default_settings,
     keep_gpus_visible,
-    launch_arguments,
     make_importable,
 )
 
@@ -45,9 +45,9 @@ def test_a_module_of_a_package_that_is_absent_is_not_installed():
 
 
 def test_local_jobs_may_take_longer_than_an_hour():
-    assert launch_arguments("submitit_local", []) == ["hydra.launcher.timeout_min=10080"]
-    assert launch_arguments("submitit_local", ["+hydra.launcher.timeout_min=5"]) == []
-    assert launch_arguments("submitit_slurm", []) == launch_arguments(BASIC, []) == []
+    assert default_settings("submitit_local", []) == {"hydra.launcher.timeout_min": 10080}
+    assert default_settings("submitit_local", ["+hydra.launcher.timeout_min=5"]) == {}
+    assert default_settings("submitit_slurm", []) == default_settings(BASIC, []) == {}
 
 
 def test_the_code_is_found_by_processes_that_start_elsewhere():

@@ -1,10 +1,12 @@
 """Sides of a comparison: how they are written, composed, and held to the same work."""
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from engine.errors import ConfigError
 from harness.config.compose import Composer
-from harness.config.schema import AbConfig, quote_sides
+from harness.config.schema import AbConfig
+from harness.config.source import keep_texts
 from harness.studies.ab import check_comparisons, compose_sides
 
 LINE = ["model=fake", "scenario=ab", "tracking=none"]
@@ -25,7 +27,7 @@ LINE = ["model=fake", "scenario=ab", "tracking=none"]
     ],
 )
 def test_items_need_no_quotes(typed, quoted):
-    assert quote_sides(typed) == quoted
+    assert keep_texts(typed, OverridesParser.create()) == quoted
 
 
 def point(*more):
