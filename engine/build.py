@@ -35,7 +35,7 @@ from engine.plan.planner import plan_memory
 from engine.plan.sizes import pad_batch
 from engine.run.core import EngineCore
 from engine.run.decoder import Decoder, LayerAttention, model_products, rotary_tables
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.run.sampler import Sampler
 from engine.run.stages import PrefillStages
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
@@ -63,7 +63,7 @@ class Engine:
     tier: HostTier
     """Of KV blocks; without any where there is none."""
     cache: KVCache
-    runner: ModelRunner
+    executor: DeviceExecutor
     core: EngineCore
     tokenizer: Any | None
     load_report: LoadReport
@@ -140,7 +140,7 @@ def build_engine(
     clock = PhaseClock()
     with clock.phase("plan"):
         model = read_model(config.model)
-        spec = model.spec
+        spec = model.spec.shard(rank=0, world_size=1)
         device = open_device(config.gpu.device)
         if plan is None:
             plan = plan_memory(config, spec, device.facts(), reference=reference)
@@ -161,19 +161,24 @@ def build_engine(
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device, tier.blocks)
             tier.connect(cache)
-            runner = _runner(spec, plan, device, store, cache)
-        _warm_up(runner, tier, plan, clock)
-        core = EngineCore(
-            plan,
-            runner,
-            Sampler(
+            sampler = Sampler(
                 spec.vocab_size,
                 device.torch_device,
                 max_rows=plan.max_num_seqs,
                 host_tensor=device.upload_buffer,
                 reach=device.reach if tier.movers else None,
-            ),
-            seed=config.engine.seed,
+            )
+            executor = DeviceExecutor(
+                [(device, plan)],
+                _decoder(spec, plan, device, store, cache),
+                sampler,
+                seed=config.engine.seed,
+                eos_token_ids=eos_ids,
+            )
+        _warm_up(executor, tier, plan, clock)
+        core = EngineCore(
+            plan,
+            executor,
             eos_token_ids=eos_ids,
             movers=tier.movers,
             identity=_identity(config, spec, plan),
@@ -187,7 +192,7 @@ def build_engine(
         store,
         tier,
         cache,
-        runner,
+        executor,
         core,
         tokenizer,
         clock.report(),
@@ -211,18 +216,18 @@ def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[
     )
 
 
-def _warm_up(runner: ModelRunner, tier: HostTier, plan: MemoryPlan, clock: PhaseClock) -> None:
+def _warm_up(executor: DeviceExecutor, tier: HostTier, plan: MemoryPlan, clock: PhaseClock) -> None:
     """Run a first step and capture graphs, compiling kernels on the way."""
     emulated = plan.facts.emulated
     with count_compile_time(enabled=not emulated) as compiled:
         with clock.phase("warm_up"):
             tier.warm_up()
             # A CPU has no kernels to compile; a GPU's largest step also sizes its allocator.
-            runner.warm_up(16 if emulated else plan.max_num_batched_tokens)
+            executor.warm_up(16 if emulated else plan.max_num_batched_tokens)
             clock.part("compile", compiled.take_s())
         if plan.use_graphs:
             with clock.phase("capture"):
-                runner.capture()
+                executor.capture()
                 clock.part("compile", compiled.take_s())
 
 
@@ -328,9 +333,9 @@ def _load(
     reader.pack(formats, packed, stored)
 
 
-def _runner(
+def _decoder(
     spec: ModelSpec, plan: MemoryPlan, device: Device, store: WeightStore, cache: KVCache
-) -> ModelRunner:
+) -> Decoder:
     workspace = ops.decode_workspace(
         pad_batch(plan.max_num_seqs),
         spec.num_attention_heads,
@@ -360,7 +365,7 @@ def _runner(
     )
     is_tiered = cache.host_layer(plan.kv.groups[0].layers[0]) is not None
     stages = PrefillStages(plan, spec, device, cache) if is_tiered else None
-    decoder = Decoder(
+    return Decoder(
         spec,
         store,
         cache,
@@ -371,4 +376,3 @@ def _runner(
         logits,
         stages,
     )
-    return ModelRunner(plan, decoder, device)

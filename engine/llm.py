@@ -45,8 +45,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "host_pageable_bytes": pageable,
         "pinned": pinned > 0,
         "attention": "triton paged" if is_cuda else "torch paged",
-        "graphs": engine.runner.captured_sizes,
-        "prefill_graphs": [list(shape) for shape in engine.runner.captured_prefills],
+        "graphs": engine.executor.captured_sizes,
+        "prefill_graphs": [list(shape) for shape in engine.executor.captured_prefills],
         "load_format": engine.config.model.load_format,
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_gpu_blocks,
@@ -72,8 +72,8 @@ def _kv(engine: Engine) -> dict[str, Any]:
         "num_gpu_blocks": sum(plan.kv.pools),
         "num_pinned_blocks": pinned,
         "num_pageable_blocks": pageable,
-        "in_place": engine.runner.is_tiered,
-        "stage_blocks": 0 if host is None or not engine.runner.is_tiered else host.stage_blocks,
+        "in_place": engine.executor.is_tiered,
+        "stage_blocks": 0 if host is None or not engine.executor.is_tiered else host.stage_blocks,
         "prefix_caching": plan.prefix_caching,
     }
 
@@ -287,7 +287,7 @@ class LLM:
             EngineError: There is no such graph, or the newest step launched was another one.
         """
         with self._alone():
-            self._live.core.runner.replay_only(size)
+            self._live.executor.replay_only(size)
 
     def has_unfinished(self) -> bool:
         """Whether a call of `step` has work: a request waits or runs, or its tokens are kept."""
@@ -304,14 +304,14 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the load."""
-        core = self._live.core
+        core, executor = self._live.core, self._live.executor
         first, *others = core.pools
         return {
             "steps": core.num_steps,
             "overlapped_steps": core.overlapped_steps,
-            "graph_steps": core.runner.graph_steps,
-            "h2d_bytes": core.runner.copied_bytes,
-            "in_place_bytes": core.runner.in_place_bytes,
+            "graph_steps": executor.graph_steps,
+            "h2d_bytes": executor.copied_bytes,
+            "in_place_bytes": executor.in_place_bytes,
             **{
                 name.removeprefix("num_"): value
                 for name, value in asdict(core.scheduler.stats).items()
@@ -333,8 +333,8 @@ class LLM:
         return {
             **found,
             "moved": asdict(engine.tier.moved()),
-            "in_place_bytes": engine.runner.kv_in_place_bytes,
-            "staged_prefill_bytes": engine.runner.staged_prefill_bytes,
+            "in_place_bytes": engine.executor.kv_in_place_bytes,
+            "staged_prefill_bytes": engine.executor.staged_prefill_bytes,
         }
 
     def reset_cache(self, tier: Tier | None = None) -> None:
@@ -387,7 +387,7 @@ class LLM:
     def _close(self) -> None:
         engine, self._engine = self._live, None
         engine.device.synchronize()
-        engine.runner.close()
+        engine.executor.close()
         engine.tier.stop()
         engine.cache.close()
         engine.tier.close()

@@ -1,10 +1,12 @@
 """What a user sends (Request), what the scheduler tracks (Sequence), and what comes back."""
 
 import math
+import operator
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import reduce
 from numbers import Integral
 from typing import Any, Final, Literal
 
@@ -81,8 +83,8 @@ class Sequence:
     """How often its blocks were taken away."""
     num_turns: int = 0
     """How often of those it gave way to one that had waited."""
-    cumulative_logprob: float = 0.0
-    """Sum of the log-probabilities of its output tokens."""
+    token_logprobs: list[float] = field(default_factory=list)
+    """The log-probability of each output token."""
     logprobs: list[dict[int, float]] | None = None
     """For each output token its own and the top log-probabilities, if asked for."""
 
@@ -90,6 +92,27 @@ class Sequence:
     def block_table(self) -> list[int]:
         """The block table of the first group of layers."""
         return self.block_tables[0] if self.block_tables else []
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of the log-probabilities of its output tokens, added in their order."""
+        return reduce(operator.add, self.token_logprobs, 0.0)
+
+    def append(self, token: "SampledToken") -> None:
+        """Take the next token of output."""
+        self.output_token_ids.append(token.token_id)
+        self.token_logprobs.append(token.logprob)
+        if token.top_logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.append(token.top_logprobs)
+
+    def cut(self, length: int) -> None:
+        """Drop the tokens of output beyond `length` tokens of prompt and output."""
+        keep = length - self.num_prompt_tokens
+        for values in (self.output_token_ids, self.token_logprobs, self.logprobs):
+            if values is not None:
+                del values[keep:]
 
     def drop_blocks(self) -> None:
         """Forget all blocks and what was computed in them."""

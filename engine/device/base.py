@@ -133,12 +133,12 @@ class Device(Protocol):
 class Mark(Protocol):
     """A point in the work of the compute stream."""
 
-    passed_s: float | None
-    """When the host first knew that the work before it is done, seconds of `time.perf_counter`;
-    None: it does not know."""
+    def wait(self) -> float:
+        """Block until the work before it is done.
 
-    def wait(self) -> None:
-        """Block until the work before it is done."""
+        Returns:
+            When the host first knew that, by this or by `is_done`: seconds of `time.perf_counter`.
+        """
 
     def is_done(self) -> bool:
         """Return whether the work before it is done, without waiting."""

@@ -87,10 +87,11 @@ class CPUMark:
     """A point in the work of the CPU, passed when it is made."""
 
     def __init__(self) -> None:
-        self.passed_s: float | None = perf_counter()
+        self._made_s = perf_counter()
 
-    def wait(self) -> None:
-        """Return at once."""
+    def wait(self) -> float:
+        """Return at once when it was made."""
+        return self._made_s
 
     def is_done(self) -> bool:
         """Return True: compute is done when its call returns."""

@@ -263,21 +263,22 @@ class CUDAMark:
     """An event on the stream that was current."""
 
     def __init__(self) -> None:
-        self.passed_s: float | None = None
+        self._passed_s: float | None = None
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         """Block until the event is done; other threads may run meanwhile."""
-        if self.passed_s is None:
+        if self._passed_s is None:
             self._event.synchronize()
-            self.passed_s = perf_counter()
+            self._passed_s = perf_counter()
+        return self._passed_s
 
     def is_done(self) -> bool:
         """Return whether the event is done, without waiting."""
-        if self.passed_s is None and self._event.query():  # type: ignore[no-untyped-call]
-            self.passed_s = perf_counter()
-        return self.passed_s is not None
+        if self._passed_s is None and self._event.query():  # type: ignore[no-untyped-call]
+            self._passed_s = perf_counter()
+        return self._passed_s is not None
 
 
 class CUDADevice:

@@ -244,6 +244,43 @@ class BlockGroups:
                 sequence.num_gone[group] = end
                 self.num_given_back += 1
 
+    def truncate(self, sequence: Sequence, num_tokens: int) -> int:
+        """Take computed tokens of a sequence back, and give back the blocks beyond the rest.
+
+        Args:
+            sequence: Has its content; no step that is planned runs it.
+            num_tokens: Leading tokens that remain computed, where others would not be harmed: a
+                block that is findable is never written again, and where a window's blocks before
+                them are gone the sequence begins anew.
+
+        Returns:
+            Leading tokens that remain computed, at most `num_tokens`.
+
+        Raises:
+            EngineError: It was computed less far, or its content is still on its way.
+        """
+        if num_tokens > sequence.num_computed or self.content.is_pending(sequence):
+            raise EngineError(
+                f"block groups: expected at most {sequence.num_computed} tokens of sequence "
+                f"{sequence.seq_id} to remain computed, all of them there, got {num_tokens}."
+            )
+        size = self.block_size
+        if num_tokens // size < sequence.num_named:
+            num_tokens -= num_tokens % size
+        parts = self.content.tables(sequence)
+        if any(num_expired(num_tokens, pool.window, size) < gone for pool, _, gone in parts):
+            num_tokens = 0
+        keep = -(-num_tokens // size)
+        for group, (pool, table, gone) in enumerate(parts):
+            pool.free(table[max(gone, keep) :], self.content.retain)
+            del table[keep:]
+            sequence.num_gone[group] = min(gone, keep)
+        sequence.num_named = min(sequence.num_named, num_tokens // size)
+        sequence.num_computed = num_tokens
+        sequence.table_version += 1
+        self.num_given_back += 1
+        return num_tokens
+
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
         """Take all blocks of a sequence away; return how it goes on later."""
         how = self.content.preempt(sequence)

@@ -257,6 +257,23 @@ class ModelSpec(Sealed):
         layer = sum(tensor.numel for tensor in self.layer_tensors(0))
         return layer * self.num_hidden_layers + sum(t.numel for t in self.outer_tensors())
 
+    def shard(self, rank: int, world_size: int) -> "ModelSpec":
+        """Return the sizes of the part of the model that one rank of several holds: of one, all.
+
+        Args:
+            rank: From 0 to world_size - 1.
+            world_size: Devices that the model is split over.
+
+        Raises:
+            ConfigError: There is more than one rank, or not this one.
+        """
+        if (rank, world_size) != (0, 1):
+            raise ConfigError(
+                f"shard: expected rank 0 of 1, got rank {rank} of {world_size}: a model is not "
+                "split over devices. Set tensor_parallel_size=1."
+            )
+        return self
+
     def weight_bytes(self, dtype: str | None = None) -> int:
         """Bytes of all parameters, were they plain, in `dtype` (default: the checkpoint's)."""
         num_bytes = FORMATS[dtype or self.dtype].num_bytes

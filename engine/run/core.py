@@ -1,20 +1,20 @@
-"""EngineCore: one step after another, from scheduler to runner to sampler and back."""
+"""EngineCore: one step after another, from scheduler to executor and back."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from engine.asked.request import SampledToken, TokenEvent
-from engine.device.base import Mark
-from engine.kv.mover import BlockMover, Transfers
 from engine.kv.sequences import BlockGroups
+from engine.kv.transfers import Transfers
 from engine.plan.memory import MemoryPlan
-from engine.run.executor import ModelRunner
-from engine.run.sampler import PendingTokens, Sampler, SampleRow
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from engine.schedule.step import StepPlan
+
+if TYPE_CHECKING:
+    from engine.kv.mover import BlockMover
 
 LONG_STEP_S: Final = 0.02
 """Of steps as long as this the keys of a prompt take little: 0.1 ms for 1,000 tokens (2 cores of a
@@ -48,21 +48,57 @@ class StepStats:
     there before the step behind it was launched, and on a CPU, which computes as it launches."""
 
 
+class Flight(Protocol):
+    """A step that is launched."""
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Weight bytes that it copies to the GPU."""
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Weight bytes that it reads in place."""
+
+    @property
+    def kv_in_place_bytes(self) -> int:
+        """Keys and values that it reads in place."""
+
+    @property
+    def used_graph(self) -> bool:
+        """Whether it runs as a graph."""
+
+    def is_done(self) -> bool:
+        """Return whether its tokens are on the host, without waiting."""
+
+    def wait(self) -> float:
+        """Block until they are; return when the host first knew that, in `perf_counter`'s time."""
+
+    def collect(self) -> Mapping[int, Sequence[SampledToken] | None]:
+        """Return its tokens by seq_id, once they are there; None where logits were unusable."""
+
+
+class Executor(Protocol):
+    """What runs steps, in the order in which they are launched."""
+
+    @property
+    def yields(self) -> tuple[int, int]:
+        """The least and the most tokens that come of a sequence that samples."""
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Enqueue all of a step behind what was launched before; two may be on their way."""
+
+    def settle(self) -> None:
+        """Block until all that is enqueued is done, also of a launch that failed."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _Launched:
     """A step that is launched and not collected."""
 
     plan: StepPlan
-    pending: PendingTokens | None
-    """Its tokens; None where it samples none."""
-    mark: Mark
-    """Behind all its work."""
+    flight: Flight
     begin_s: float
     launched_s: float
-    h2d_bytes: int
-    in_place_bytes: int
-    kv_in_place_bytes: int
-    used_graph: bool
     is_overlapped: bool
 
 
@@ -83,9 +119,7 @@ class EngineCore:
 
     Args:
         plan: The memory plan in force.
-        runner: Runs batches.
-        sampler: Chooses tokens.
-        seed: Keys the draws of requests without a seed.
+        executor: Runs steps.
         eos_token_ids: The model's end-of-sequence tokens.
         movers: Move blocks of each group of layers; none where there is no host tier.
         identity: What the values in a KV block depend on beside tokens.
@@ -94,12 +128,10 @@ class EngineCore:
     def __init__(
         self,
         plan: MemoryPlan,
-        runner: ModelRunner,
-        sampler: Sampler,
+        executor: Executor,
         *,
-        seed: int,
         eos_token_ids: frozenset[int],
-        movers: Sequence[BlockMover] = (),
+        movers: Sequence["BlockMover"] = (),
         identity: tuple[str, ...] = (),
     ) -> None:
         groups = BlockGroups.planned(plan, identity)
@@ -111,11 +143,12 @@ class EngineCore:
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 block_size=plan.block_size,
+                yields=executor.yields,
             ),
             groups,
         )
         self.transfers = Transfers(self.scheduler, movers)
-        self.runner = runner
+        self.executor = executor
         self.eos_token_ids = eos_token_ids
         self.last_step: StepStats | None = None
         """The newest step whose tokens were read."""
@@ -125,8 +158,7 @@ class EngineCore:
         """Those of them that were launched before the step before them was collected."""
         self.overlap = True
         """Launch a step before the one before it is collected; may change between steps."""
-        self._sampler, self._seed = sampler, seed
-        self._flight: _Flight | None = None
+        self._flight: _Launched | None = None
         self._is_torn = False
         self._end_s = 0.0
 
@@ -159,65 +191,29 @@ class EngineCore:
             behind = self._launch(self.scheduler.plan_ahead)
         return self._collect(self._flight, behind)
 
-    def _launch(self, make_plan: Callable[[], StepPlan | None]) -> _Flight | None:
+    def _launch(self, make_plan: Callable[[], StepPlan | None]) -> _Launched | None:
         """Plan a step and enqueue all of it; None if nothing is to be planned."""
-        runner, begin_s = self.runner, perf_counter()
-        before = (
-            runner.copied_bytes,
-            runner.in_place_bytes,
-            runner.graph_steps,
-            runner.kv_in_place_bytes,
-        )
-        num_planned = len(self.scheduler.planned)
+        begin_s, num_planned = perf_counter(), len(self.scheduler.planned)
         try:
             plan = make_plan()
             self.transfers.submit()
             if plan is None:
                 return None
-            logits = runner.execute(runner.prepare(plan, self._sampler.tokens))
-            pending = None
-            if plan.sampling:
-                rows = self._rows(plan)
-                pending = self._sampler.enqueue(logits[: len(rows)], rows)
-            return _Flight(
-                plan=plan,
-                pending=pending,
-                mark=runner.mark(),
-                begin_s=begin_s,
-                launched_s=perf_counter(),
-                h2d_bytes=runner.copied_bytes - before[0],
-                in_place_bytes=runner.in_place_bytes - before[1],
-                kv_in_place_bytes=runner.kv_in_place_bytes - before[3],
-                used_graph=runner.graph_steps > before[2],
-                is_overlapped=num_planned > 0,
-            )
+            flight = self.executor.launch(plan)
+            return _Launched(plan, flight, begin_s, perf_counter(), num_planned > 0)
         except BaseException:
             self._discard(num_planned)
             raise
 
-    def _rows(self, plan: StepPlan) -> list[SampleRow]:
-        return [
-            SampleRow.of(
-                item.sequence,
-                self._seed,
-                self.eos_token_ids,
-                num_unknown=int(item.token_row is not None),
-            )
-            for item in plan.sampling
-        ]
-
-    def _collect(self, flight: _Flight, behind: _Flight | None) -> list[TokenEvent]:
+    def _collect(self, step: _Launched, behind: _Launched | None) -> list[TokenEvent]:
         """Wait for the step in flight and commit it; `behind` is in flight then."""
-        begin_s = perf_counter()
+        begin_s, plan, flight = perf_counter(), step.plan, step.flight
         try:
-            self.transfers.enqueue_until(flight.mark)
-            while not flight.mark.is_done() and self.scheduler.prepare():
+            self.transfers.enqueue_until(flight)
+            while not flight.is_done() and self.scheduler.prepare():
                 pass
-            flight.mark.wait()
-            end_s = flight.mark.passed_s
-            assert end_s is not None
-            sampled = self._read(flight)
-            events = self.scheduler.commit(flight.plan, sampled, self.eos_token_ids)
+            end_s = flight.wait()
+            events = self.scheduler.commit(plan, flight.collect(), self.eos_token_ids)
         except BaseException:
             self._flight = None
             self._discard(0)
@@ -226,31 +222,23 @@ class EngineCore:
         for event in events:
             event.time_s = end_s
         self.num_steps += 1
-        self.overlapped_steps += flight.is_overlapped
+        self.overlapped_steps += step.is_overlapped
         self.last_step = StepStats(
-            num_prefill_tokens=sum(item.num_tokens for item in flight.plan.prefills),
-            num_decode_tokens=len(flight.plan.decodes),
-            num_prefills=len(flight.plan.prefills),
-            num_decodes=len(flight.plan.decodes),
+            num_prefill_tokens=sum(item.num_tokens for item in plan.prefills),
+            num_decode_tokens=len(plan.decodes),
+            num_prefills=len(plan.prefills),
+            num_decodes=len(plan.decodes),
             h2d_bytes=flight.h2d_bytes,
             in_place_bytes=flight.in_place_bytes,
             kv_in_place_bytes=flight.kv_in_place_bytes,
             used_graph=flight.used_graph,
-            duration_s=end_s - max(flight.begin_s, self._end_s),
-            is_overlapped=flight.is_overlapped,
-            launch_s=flight.launched_s - flight.begin_s,
+            duration_s=end_s - max(step.begin_s, self._end_s),
+            is_overlapped=step.is_overlapped,
+            launch_s=step.launched_s - step.begin_s,
             wait_s=max(0.0, end_s - begin_s),
         )
         self._end_s = end_s
         return events
-
-    def _read(self, flight: _Flight) -> dict[int, SampledToken | None]:
-        """Return the tokens of a step that ran, by seq_id; None where the logits were unusable."""
-        if flight.pending is None:
-            return {}
-        sequences = [item.sequence for item in flight.plan.sampling]
-        tokens = self._sampler.collect(flight.pending)
-        return {s.seq_id: token for s, token in zip(sequences, tokens, strict=True)}
 
     def _discard(self, num_kept: int) -> None:
         """Forget the newest plans but for `num_kept`, and wait for what is enqueued of them."""
@@ -260,4 +248,4 @@ class EngineCore:
         self._is_torn = num_kept > 0
         # The next step fills an input buffer again; what is enqueued must have read it.
         with contextlib.suppress(Exception):
-            self.runner.mark().wait()
+            self.executor.settle()

@@ -1,31 +1,138 @@
-"""ModelRunner: a StepPlan becomes a Batch of device tensors, and the Batch becomes logits."""
+"""DeviceExecutor: a StepPlan becomes a batch of device tensors, logits and tokens on the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from engine.asked.request import SampledToken
 from engine.device.base import Device, Mark
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import HOST_DECODES
 from engine.run.batch import Batch
 from engine.run.decoder import Decoder
 from engine.run.graphs import StepGraphs, StepShape
 from engine.run.inputs import BatchBuilder
+from engine.run.sampler import PendingTokens, Sampler, SampleRow
 from engine.schedule.step import StepPlan
 from kernels.sizes import MAX_SMALL_TOKENS
 
 
-class ModelRunner:
-    """Owns the input buffers and the graphs; decides nothing.
+@dataclass(frozen=True, slots=True)
+class DeviceFlight:
+    """A step that is enqueued on a device."""
 
-    Everything is only enqueued. A step may be prepared and executed while the one before it still
-    runs; the results of the one before that must have been waited for (`mark`).
+    seq_ids: tuple[int, ...]
+    """Of the sequences that sample."""
+    pending: PendingTokens | None
+    """Their tokens; None where none samples."""
+    mark: Mark
+    """Behind all its work."""
+    sampler: Sampler
+    h2d_bytes: int
+    in_place_bytes: int
+    kv_in_place_bytes: int
+    used_graph: bool
+
+    def is_done(self) -> bool:
+        """Return whether its tokens are on the host."""
+        return self.mark.is_done()
+
+    def wait(self) -> float:
+        """Block until they are; return when the host first knew that."""
+        return self.mark.wait()
+
+    def collect(self) -> dict[int, Sequence[SampledToken] | None]:
+        """Return its tokens by seq_id, once they are there; None where logits were unusable."""
+        if self.pending is None:
+            return {}
+        tokens = self.sampler.collect(self.pending)
+        return {
+            seq_id: None if token is None else (token,)
+            for seq_id, token in zip(self.seq_ids, tokens, strict=True)
+        }
+
+
+class DeviceExecutor:
+    """Executes steps on a device: owns the input buffers, the graphs and the sampler.
+
+    Everything is only enqueued. A step may be launched while the one before it still runs; the one
+    before that must have been waited for and collected.
+
+    Args:
+        ranks: The device and the plan of each rank that a step runs on; one.
+        decoder: The forward pass.
+        sampler: Chooses tokens.
+        seed: Keys the draws of requests without a seed.
+        eos_token_ids: The model's end-of-sequence tokens.
+
+    Raises:
+        ConfigError: There is not exactly one device.
     """
 
-    def __init__(self, plan: MemoryPlan, decoder: Decoder, device: Device) -> None:
-        self._plan, self._decoder, self._device = plan, decoder, device
-        self._batches = BatchBuilder(plan, device)
-        self._graphs = StepGraphs(decoder, device)
+    yields: Final = (1, 1)
+    """The least and the most tokens that come of a sequence that samples."""
+
+    def __init__(
+        self,
+        ranks: Sequence[tuple[Device, MemoryPlan]],
+        decoder: Decoder,
+        sampler: Sampler,
+        *,
+        seed: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        if len(ranks) != 1:
+            raise ConfigError(
+                f"executor: expected one device, got {len(ranks)}: a model is not split over "
+                "devices. Set tensor_parallel_size=1."
+            )
+        [(self._device, self._plan)] = ranks
+        self._decoder, self.sampler = decoder, sampler
+        self._seed, self._eos_token_ids = seed, eos_token_ids
+        self._batches = BatchBuilder(self._plan, self._device)
+        self._graphs = StepGraphs(decoder, self._device)
         self._newest: Mark | None = None
+
+    def launch(self, plan: StepPlan) -> DeviceFlight:
+        """Enqueue all of a step.
+
+        Args:
+            plan: What runs, behind what was launched before.
+
+        Stream: enqueued on the current stream; waits for nothing.
+        """
+        copied, in_place = self.copied_bytes, self.in_place_bytes
+        kv_in_place, graph_steps = self.kv_in_place_bytes, self.graph_steps
+        logits = self.execute(self.prepare(plan, self.sampler.tokens))
+        sampling, pending = plan.sampling, None
+        if sampling:
+            rows = [
+                SampleRow.of(
+                    item.sequence,
+                    self._seed,
+                    self._eos_token_ids,
+                    num_unknown=len(item.token_rows),
+                )
+                for item in sampling
+            ]
+            pending = self.sampler.enqueue(logits[: len(rows)], rows)
+        return DeviceFlight(
+            seq_ids=tuple([item.sequence.seq_id for item in sampling]),
+            pending=pending,
+            mark=self.mark(),
+            sampler=self.sampler,
+            h2d_bytes=self.copied_bytes - copied,
+            in_place_bytes=self.in_place_bytes - in_place,
+            kv_in_place_bytes=self.kv_in_place_bytes - kv_in_place,
+            used_graph=self.graph_steps > graph_steps,
+        )
+
+    def settle(self) -> None:
+        """Block until all that is enqueued is done, also of a launch that failed."""
+        self.mark().wait()
 
     def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
         """Fill the input buffers and enqueue their upload.

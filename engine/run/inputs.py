@@ -1,4 +1,4 @@
-"""Inputs of a step: laid side by side in pinned memory, sent to the device in one copy."""
+"""BatchBuilder: turn a StepPlan into device tensors, sent from pinned memory in one copy."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -547,10 +547,10 @@ class BatchBuilder:
         positions: list[int] = []
         for row, item in enumerate(decodes):
             sequence, position = item.sequence, item.start
-            if item.token_row is None:
-                inputs.ids.host[row] = sequence.last_token_id
+            if item.token_rows:
+                inputs.set_unknown(row, item.token_rows[0])
             else:
-                inputs.set_unknown(row, item.token_row)
+                inputs.ids.host[row] = sequence.last_token_id
             positions.append(position)
             inputs.set_table(row, sequence)
         count = len(decodes)

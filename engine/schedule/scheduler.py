@@ -6,6 +6,7 @@ Pure bookkeeping over block ids; tensors and devices are elsewhere.
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -41,6 +42,8 @@ class SchedulerConfig:
     """Most tokens of prompt and output."""
     block_size: int
     """Tokens in a KV block; the pool's."""
+    yields: tuple[int, int] = (1, 1)
+    """The least and the most tokens that a step may sample for a sequence."""
 
     def check(self, groups: BlockGroups) -> None:
         """Return if the limits agree with each other and with the pools.
@@ -60,6 +63,11 @@ class SchedulerConfig:
             raise EngineError(
                 f"max_num_batched_tokens: expected at least max_num_seqs={self.max_num_seqs}, got "
                 f"{self.max_num_batched_tokens}. Raise it or lower max_num_seqs."
+            )
+        if not 0 <= self.yields[0] <= self.yields[1] or not self.yields[1]:
+            raise EngineError(
+                "yields: expected a least number of tokens from 0 on and a most from 1 on, not "
+                f"below it, got {self.yields}."
             )
         if self.block_size != groups.block_size:
             raise EngineError(
@@ -201,12 +209,13 @@ class Queues:
         """Take blocks for what is to run, let others begin; return decodes and prefills."""
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
+        yields = self._config.yields
         for stand, want in wants:
             if stand.sequence.status is not SequenceStatus.RUNNING:
                 continue  # it was preempted for an older one
             granted = self._grow(stand, want)
             if granted:
-                (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
+                (decodes if stand.is_decode else prefills).append(stand.schedule(granted, yields))
         left = self._config.max_num_batched_tokens - len(decodes)
         left -= sum(item.num_tokens for item in prefills)
         is_busy = left < self._config.max_num_batched_tokens
@@ -216,7 +225,7 @@ class Queues:
             stand = outlook.stand(sequence)
             granted = self._grow(stand, min(left, stand.known - stand.computed))
             if granted:
-                (decodes if stand.is_decode else prefills).append(stand.schedule(granted))
+                (decodes if stand.is_decode else prefills).append(stand.schedule(granted, yields))
                 left -= granted
         self._is_turn = False
         self._groups.store_ahead(self._config.max_num_batched_tokens - left)
@@ -279,7 +288,7 @@ class Queues:
 class Scheduler:
     """First come, first served, over pools of KV blocks, one for each group of layers.
 
-    In a step each running sequence decodes one token; what the token budget leaves goes to
+    In a step each running sequence runs its newest token; what the token budget leaves goes to
     prefills, running ones first. Who may begin is said by `Admission`; blocks are taken chunk by
     chunk. A sequence whose prefix is on its way from the host tier is LOADING, and the others run.
     When a running sequence finds no free block on the GPU, the newest one loses its blocks and
@@ -372,18 +381,32 @@ class Scheduler:
         return aborted
 
     def finish(
-        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        *,
+        length: int | None = None,
     ) -> None:
-        """End a sequence and free its blocks; of one that ended already change the reasons only.
+        """End a sequence and free its blocks; one that ended already ends otherwise.
 
         For decisions made outside, such as a stop string in the decoded text. With reason error
         what its blocks held is forgotten.
+
+        Args:
+            sequence: Ends.
+            reason: Why.
+            stop_reason: The stop token or stop string, if one ended it.
+            length: Tokens of prompt and output that remain; None: all. A step that samples several
+                may go beyond the one that ends it.
 
         Raises:
             EngineError: The sequence was never added.
         """
         if not sequence.is_finished:
             self._release(sequence, is_bad=reason == "error")
+        if length is not None:
+            sequence.cut(length)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
@@ -419,8 +442,8 @@ class Scheduler:
         """Decide the step behind the plan in force, as if that had been committed.
 
         Sequences that the plan in force ends whatever it samples are left out; they keep their
-        place among the running ones until it is committed. Those that it may end are in; their
-        tokens are ignored then.
+        place among the running ones until it is committed. Likewise those of which it is not
+        certain how many tokens come. Those that it may end are in; their tokens are ignored then.
 
         Returns:
             The plan; None where that of now must be committed first: nothing would run, a running
@@ -440,7 +463,7 @@ class Scheduler:
         wants, lacking = self._queues.wants(outlook), 0
         for stand, want in wants:
             sequence = stand.sequence
-            if stand.token_row is not None and sequence.params.repetition_penalty != 1:
+            if stand.token_rows and sequence.params.repetition_penalty != 1:
                 return None
             lacking += self.groups.num_lacking(sequence, stand.computed + want)
         if lacking and not self.groups.have_room(lacking, alone=self._queues.is_alone):
@@ -518,16 +541,17 @@ class Scheduler:
     def commit(
         self,
         plan: StepPlan,
-        sampled: Mapping[int, SampledToken | None],
+        sampled: Mapping[int, SequenceOf[SampledToken] | None],
         eos_token_ids: Collection[int],
     ) -> list[TokenEvent]:
         """Record that a planned step ran, append its tokens and end sequences that are done.
 
         Args:
             plan: The plan in force, the oldest of two.
-            sampled: By seq_id the token of each sequence that samples, None where its logits were
-                unusable: its request fails. Those of sequences that ended since the plan was made
-                may be absent and are ignored.
+            sampled: By seq_id the tokens of each sequence that samples, in order and as many as
+                the part's `yields` allows; None where its logits were unusable: its request fails.
+                Those of sequences that ended since the plan was made may be absent and are
+                ignored, as are tokens beyond the one that ends a sequence.
             eos_token_ids: The model's end-of-sequence tokens.
 
         Returns:
@@ -535,17 +559,11 @@ class Scheduler:
             "error" for each unfinished sequence of a request that failed.
 
         Raises:
-            EngineError: It is not that plan, a token is missing, or one is for a sequence
-                that does not sample.
+            EngineError: It is not that plan, tokens are missing or are fewer or more than may come,
+                or some are for a sequence that does not sample.
         """
         self._check_plan(plan, newest=False)
-        open_ids = {i.sequence.seq_id for i in plan.sampling if not i.sequence.is_finished}
-        known_ids = {item.sequence.seq_id for item in plan.sampling}
-        if open_ids - sampled.keys() or sampled.keys() - known_ids:
-            raise EngineError(
-                f"scheduler: expected tokens for sequences {sorted(open_ids)} of step "
-                f"{plan.step}, got them for {sorted(sampled)}."
-            )
+        self._check_sampled(plan, sampled)
         self._plans.pop(0)
         self.stats.num_steps += 1
         self.stats.num_decode_tokens += len(plan.decodes)
@@ -554,15 +572,35 @@ class Scheduler:
         for item in plan.scheduled:
             if item.sequence.is_finished:
                 continue
-            token = sampled[item.sequence.seq_id] if item.samples else None
-            if item.samples and token is None:
+            tokens = sampled[item.sequence.seq_id] if item.samples else ()
+            if tokens is None:
                 events += self._fail(item.sequence)
                 continue
+            new = self._append(item.sequence, tokens, eos_token_ids)
             self._advance(item)
-            if token is not None:
-                events.append(self._append(item.sequence, token, eos_token_ids))
+            if new and (reason := new[-1].finish_reason) is not None:
+                self.finish(item.sequence, reason, new[-1].stop_reason)
+            events += new
         self._queues.prepare()
         return events
+
+    def _check_sampled(
+        self, plan: StepPlan, sampled: Mapping[int, SequenceOf[SampledToken] | None]
+    ) -> None:
+        items = {item.sequence.seq_id: item for item in plan.sampling}
+        open_ids = {i for i, item in items.items() if not item.sequence.is_finished}
+        if open_ids - sampled.keys() or sampled.keys() - items.keys():
+            raise EngineError(
+                f"scheduler: expected tokens for sequences {sorted(open_ids)} of step "
+                f"{plan.step}, got them for {sorted(sampled)}."
+            )
+        for seq_id, tokens in sampled.items():
+            least, most = items[seq_id].yields
+            if tokens is not None and not least <= len(tokens) <= most:
+                raise EngineError(
+                    f"scheduler: expected {least} to {most} tokens for sequence {seq_id} of step "
+                    f"{plan.step}, got {len(tokens)}."
+                )
 
     def _fail(self, failed: Sequence) -> list[TokenEvent]:
         """End a request of which a sequence has unusable logits; nothing of its content is kept."""
@@ -606,38 +644,48 @@ class Scheduler:
         self.stats.num_finished += 1
 
     def _advance(self, item: ScheduledSequence) -> None:
-        """Count a part as computed; name full blocks and give back what no later one sees."""
-        sequence = item.sequence
+        """Count a part as computed; name full blocks and give back what no later one sees.
+
+        The newest token is computed by the next step, also where none came of this one. What a
+        part has computed beyond that is given back.
+        """
+        sequence, stop = item.sequence, item.stop
+        if item.samples:
+            stop = min(stop, sequence.num_tokens - 1)
         again = min(item.stop, sequence.num_computed_peak) - item.start
         self.stats.num_recomputed_tokens += max(0, again)
-        sequence.num_computed = item.stop
-        sequence.num_computed_peak = max(sequence.num_computed_peak, item.stop)
+        sequence.num_computed = stop
+        sequence.num_computed_peak = max(sequence.num_computed_peak, stop)
         self.groups.advance(sequence)
+        if stop < item.stop:
+            self.groups.truncate(sequence, stop)
 
     def _append(
-        self, sequence: Sequence, token: SampledToken, eos_token_ids: Collection[int]
-    ) -> TokenEvent:
-        """Append a token, and end the sequence if it is done."""
-        sequence.output_token_ids.append(token.token_id)
-        sequence.cumulative_logprob += token.logprob
-        if token.top_logprobs is not None:
-            if sequence.logprobs is None:
-                sequence.logprobs = []
-            sequence.logprobs.append(token.top_logprobs)
-        limit = self.config.max_model_len
-        reason, stop_reason = finish_reason(sequence, token.token_id, eos_token_ids, limit)
-        if reason is not None:
-            self.finish(sequence, reason, stop_reason)
-        return TokenEvent(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_id=token.token_id,
-            position=sequence.num_tokens - 1,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            logprob=token.logprob,
-            top_logprobs=token.top_logprobs,
-        )
+        self,
+        sequence: Sequence,
+        tokens: SequenceOf[SampledToken],
+        eos_token_ids: Collection[int],
+    ) -> list[TokenEvent]:
+        """Append tokens up to one that ends the sequence; return an event for each."""
+        events, limit = [], self.config.max_model_len
+        for token in tokens:
+            sequence.append(token)
+            reason, stop_reason = finish_reason(sequence, token.token_id, eos_token_ids, limit)
+            events.append(
+                TokenEvent(
+                    request_id=sequence.request.request_id,
+                    index=sequence.index,
+                    token_id=token.token_id,
+                    position=sequence.num_tokens - 1,
+                    finish_reason=reason,
+                    stop_reason=stop_reason,
+                    logprob=token.logprob,
+                    top_logprobs=token.top_logprobs,
+                )
+            )
+            if reason is not None:
+                break
+        return events
 
     def _check_plan(self, plan: StepPlan, *, newest: bool) -> None:
         if not self._plans or plan is not self._plans[-1 if newest else 0]:

@@ -1,4 +1,4 @@
-"""StepPlan: what runs in one step of the engine. The scheduler makes it, the runner executes it."""
+"""StepPlan: what runs in one step of the engine. The scheduler makes it, the executor runs it."""
 
 from dataclasses import dataclass
 
@@ -17,11 +17,14 @@ class ScheduledSequence:
     num_tokens: int
     """How many tokens run, at least 1."""
     samples: bool
-    """Whether the part reaches the last known token, so that a new one is sampled."""
-    token_row: int | None = None
-    """Where the step before samples the one token that runs: its row among that step's `sampling`.
-    The token is read on the device, because the host does not know it when the step is prepared.
-    None: the host knows every token that runs."""
+    """Whether the part reaches the last known token, so that new ones are sampled."""
+    token_rows: range = range(0)
+    """Where the step before samples the tokens that run: their rows among all that it may sample,
+    of each of its `sampling` as many as `yields` allows. They are read on the device, because the
+    host does not know them when the step is prepared. Empty: the host knows every token that
+    runs."""
+    yields: tuple[int, int] = (1, 1)
+    """The least and the most tokens that come of it, where it samples."""
 
     @property
     def stop(self) -> int:
@@ -33,9 +36,9 @@ class ScheduledSequence:
         """The tokens that run, a new list.
 
         Raises:
-            EngineError: The step before samples them (`token_row` is set).
+            EngineError: The step before samples them (`token_rows`).
         """
-        if self.token_row is not None:
+        if self.token_rows:
             raise EngineError(
                 f"step plan: expected tokens that the host knows, got position {self.start} of "
                 f"sequence {self.sequence.seq_id}, which the step before samples. Read it on the "
@@ -62,7 +65,7 @@ class StepPlan:
 
     @property
     def sampling(self) -> tuple[ScheduledSequence, ...]:
-        """Those of `scheduled` that sample a token, in the same order."""
+        """Those of `scheduled` that sample tokens, in the same order."""
         return tuple(item for item in self.scheduled if item.samples)
 
     @property

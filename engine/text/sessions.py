@@ -1,4 +1,4 @@
-"""Sessions: from prompts to requests, and from token events to text and outputs."""
+"""Sessions: turn prompts into requests, and token events into text and outputs."""
 
 import re
 import signal
@@ -477,19 +477,24 @@ class Sessions:
         return list(prompt)
 
     def apply(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Decode new tokens, end sequences at stop strings, forget finished requests."""
-        found = [(event, self._open.get(event.request_id)) for event in events]
-        for event, session in found:
+        """Decode new tokens, end sequences at stop strings, forget finished requests.
+
+        Tokens of a step beyond a stop string are dropped.
+        """
+        found: list[tuple[TokenEvent, Session | None]] = []
+        for event in events:
+            session = self._open.get(event.request_id)
             if session is not None and event.finish_reason == "error":
                 session.error = str(event.stop_reason)
                 self._flush(session, event)
-            elif session is not None:
-                self._decode(session, event)
+            elif session is not None and not self._decode(session, event):
+                continue
+            found.append((event, session))
         # Only now: several answers of one request may end in the same step.
         for event, session in found:
             if session and all(sequence.is_finished for sequence in session.sequences):
                 self._open.pop(event.request_id, None)
-        return events
+        return [event for event, _ in found]
 
     def _flush(self, session: Session, event: TokenEvent) -> None:
         """Show what was held back of a sequence that ends without a token."""
@@ -498,11 +503,15 @@ class Sessions:
             event.text = decoder.finish()
             session.texts[event.index] += event.text
 
-    def _decode(self, session: Session, event: TokenEvent) -> None:
+    def _decode(self, session: Session, event: TokenEvent) -> bool:
+        """Take a token; return whether it counts: none does behind a stop string."""
         decoder = session.detokenizers[event.index]
         sequence = session.sequences[event.index]
         if decoder is None:
-            return
+            return True
+        has_stopped = decoder.stop_reason is not None
+        if has_stopped:
+            return False
         event.text = decoder.append(event.token_id)
         if event.finish_reason is not None:
             event.text += decoder.finish()
@@ -510,7 +519,8 @@ class Sessions:
         hit = decoder.stop_reason
         if hit is not None and event.finish_reason != "stop":
             event.finish_reason, event.stop_reason = "stop", hit
-            self.core.scheduler.finish(sequence, "stop", hit)
+            self.core.scheduler.finish(sequence, "stop", hit, length=event.position + 1)
+        return True
 
     def abort(self, request_id: str) -> None:
         """Drop a request, and what is kept of its tokens."""

@@ -91,7 +91,7 @@ class _Some(dict[StepShape, Any]):
 def some_eager(llm: LLM, share: float, seed: int = 0) -> Iterator[None]:
     """Let a share of decode steps that have a graph run eagerly instead."""
     assert llm._engine is not None
-    graphs = llm._engine.runner._graphs
+    graphs = llm._engine.executor._graphs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "captured", _Some(graphs.captured, 1 - share, seed))
         yield

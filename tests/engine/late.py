@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.run.inputs import Upload
 from engine.run.sampler import Sampler
 
@@ -40,16 +40,17 @@ class LateWork:
 class LateMark:
     def __init__(self, work: LateWork, stop: int) -> None:
         self._work, self._stop = work, stop
-        self.passed_s: float | None = None
+        self._passed_s: float | None = None
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         self._work.run(self._stop)
-        self.is_done()
+        assert self.is_done()
+        return self._passed_s or 0.0
 
     def is_done(self) -> bool:
-        if self.passed_s is None and self._work._done >= self._stop:
-            self.passed_s = perf_counter()
-        return self.passed_s is not None
+        if self._passed_s is None and self._work._done >= self._stop:
+            self._passed_s = perf_counter()
+        return self._passed_s is not None
 
 
 def make_late(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LateWork:
@@ -57,16 +58,16 @@ def make_late(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LateWork:
     work = LateWork()
     engine = llm._engine
     assert engine is not None
-    logits = engine.runner._decoder.logits
-    execute, upload, sample = ModelRunner.execute, Upload.run, Sampler._enqueue
+    logits = engine.executor._decoder.logits
+    execute, upload, sample = DeviceExecutor.execute, Upload.run, Sampler._enqueue
 
-    def execute_late(self: ModelRunner, batch: Any) -> Any:
+    def execute_late(self: DeviceExecutor, batch: Any) -> Any:
         work.put(partial(execute, self, batch))
         rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         return logits[:rows]
 
     monkeypatch.setattr(Upload, "run", lambda self: work.put(partial(upload, self)))
-    monkeypatch.setattr(ModelRunner, "execute", execute_late)
+    monkeypatch.setattr(DeviceExecutor, "execute", execute_late)
     monkeypatch.setattr(Sampler, "_enqueue", lambda *args: work.put(partial(sample, *args)))
     monkeypatch.setattr(engine.device, "mark", work.mark)
     monkeypatch.setattr(engine.device, "synchronize", lambda: work.mark().wait())

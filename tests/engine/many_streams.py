@@ -23,7 +23,7 @@ import torch
 
 from engine import LLM, build
 from engine.device.cpu import CPUDevice
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.run.inputs import Upload
 from engine.run.sampler import Sampler
 from tests.engine.two_streams import poison
@@ -192,17 +192,18 @@ class SimulatedDevice(CPUDevice):
 class _Mark:
     def __init__(self, event: Event, streams: ManyStreams) -> None:
         self._event, self._streams = event, streams
-        self.passed_s: float | None = None
+        self._passed_s: float | None = None
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         self._streams.until(self._event)
-        self.is_done()
+        assert self.is_done()
+        return self._passed_s or 0.0
 
     def is_done(self) -> bool:
         with self._streams.lock:
-            if self.passed_s is None and self._event.queue.done >= self._event.stop:
-                self.passed_s = perf_counter()
-        return self.passed_s is not None
+            if self._passed_s is None and self._event.queue.done >= self._event.stop:
+                self._passed_s = perf_counter()
+        return self._passed_s is not None
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,12 +217,12 @@ def on_many_streams(llm: LLM, policy: str, seed: int = 0) -> Iterator[ManyStream
     engine = llm._engine
     assert engine is not None
     assert isinstance(engine.device, SimulatedDevice)
-    streams, logits = engine.device.streams, engine.runner._decoder.logits
+    streams, logits = engine.device.streams, engine.executor._decoder.logits
     streams.drain()
     streams.start(policy, seed)
-    execute, upload, sample = ModelRunner.execute, Upload.run, Sampler._enqueue
+    execute, upload, sample = DeviceExecutor.execute, Upload.run, Sampler._enqueue
 
-    def execute_late(self: ModelRunner, batch: Any) -> Any:
+    def execute_late(self: DeviceExecutor, batch: Any) -> Any:
         streams.compute_work(partial(execute, self, batch))
         rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         return logits[:rows]
@@ -231,7 +232,7 @@ def on_many_streams(llm: LLM, policy: str, seed: int = 0) -> Iterator[ManyStream
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Upload, "run", lambda self: streams.compute_work(partial(upload, self)))
-        patch.setattr(ModelRunner, "execute", execute_late)
+        patch.setattr(DeviceExecutor, "execute", execute_late)
         patch.setattr(
             Sampler, "_enqueue", lambda *args: streams.compute_work(partial(sample, *args))
         )

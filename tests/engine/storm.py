@@ -11,7 +11,7 @@ import torch
 
 from engine import LLM
 from engine.device.cuda import CUDACopyStream
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.weights import store
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
@@ -61,7 +61,7 @@ def storm(delays: str, seed: int = 0, most_cycles: int = MOST_CYCLES) -> Iterato
         if chance.random() < share:
             torch.cuda._sleep(chance.randrange(most_cycles // 4, most_cycles))
 
-    acquire, release, execute = WeightStore.acquire, WeightStore.release, ModelRunner.execute
+    acquire, release, execute = WeightStore.acquire, WeightStore.release, DeviceExecutor.execute
     on_demand = OnDemandSlot.acquire
 
     def late_acquire(self: WeightStore, layer: int) -> Any:
@@ -73,7 +73,7 @@ def storm(delays: str, seed: int = 0, most_cycles: int = MOST_CYCLES) -> Iterato
         delay(of_compute)
         release(self, layer)
 
-    def late_execute(self: ModelRunner, batch: Any) -> torch.Tensor:
+    def late_execute(self: DeviceExecutor, batch: Any) -> torch.Tensor:
         if chance.random() < of_steps:
             torch.cuda._sleep(LAG_CYCLES)
         feed = self._decoder.weights._feed
@@ -92,7 +92,7 @@ def storm(delays: str, seed: int = 0, most_cycles: int = MOST_CYCLES) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightStore, "acquire", late_acquire)
         patch.setattr(WeightStore, "release", late_release)
-        patch.setattr(ModelRunner, "execute", late_execute)
+        patch.setattr(DeviceExecutor, "execute", late_execute)
         patch.setattr(OnDemandSlot, "acquire", poisoned_acquire)
         patch.setattr(store, "SlotRing", ring)
         yield

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from tests.engine.groups import with_blocks
 from tests.engine.placements import MAX_TOKENS, OFFLOADS, PROMPTS, Residents, copies
 from tests.tiny import greedy, greedy_params, make_prompt
@@ -98,7 +98,7 @@ def test_control_a_changed_weight_in_host_memory_changes_tokens(residents: Resid
 def test_control_a_wrong_block_in_the_table_changes_tokens(
     residents: Residents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def repeat(self: ModelRunner, batch: Any) -> None:
+    def repeat(self: DeviceExecutor, batch: Any) -> None:
         if batch.prefill_starts is None:
             [table] = batch.block_tables
             table[:, :2] = table[:, :2].flip(1)
@@ -106,7 +106,7 @@ def test_control_a_wrong_block_in_the_table_changes_tokens(
     llm = residents.open(5)
     llm._engine.cache.tensor.zero_()  # a wrong block may hold slots that nothing was written to
     expected = greedy(llm, PROMPTS[2:], 10)
-    patch_before(monkeypatch, ModelRunner, "execute", repeat)
+    patch_before(monkeypatch, DeviceExecutor, "execute", repeat)
     assert greedy(llm, PROMPTS[2:], 10) != expected
     llm.close()
 
@@ -128,9 +128,9 @@ def test_control_a_poisoned_block_changes_tokens(residents: Residents) -> None:
 def test_control_a_shifted_position_changes_tokens(
     residents: Residents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shift(self: ModelRunner, batch: Any) -> None:
+    def shift(self: DeviceExecutor, batch: Any) -> None:
         if batch.prefill_starts is None:
             batch.positions.sub_(1).clamp_(min=0)
 
-    patch_before(monkeypatch, ModelRunner, "execute", shift)
+    patch_before(monkeypatch, DeviceExecutor, "execute", shift)
     assert faulty_tokens(residents) != residents.tokens(5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.plan import planner
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.weights import dummy
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import with_blocks
@@ -163,9 +163,9 @@ def test_preemption_by_a_small_pool(
 def test_control_blocks_in_the_wrong_order_change_tokens(
     growths: Growths, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    expected, execute = growths.expected(dtype="float32"), ModelRunner.execute
+    expected, execute = growths.expected(dtype="float32"), DeviceExecutor.execute
 
-    def swap(self: ModelRunner, batch: Any) -> torch.Tensor:
+    def swap(self: DeviceExecutor, batch: Any) -> torch.Tensor:
         if batch.prefill_starts is None:
             [table] = batch.block_tables
             table[:, :2] = table[:, :2].flip(1)
@@ -173,7 +173,7 @@ def test_control_blocks_in_the_wrong_order_change_tokens(
 
     llm = growths.open(dtype="float32")
     llm._engine.cache.tensor.zero_()  # a wrong block may hold what nothing was written to
-    monkeypatch.setattr(ModelRunner, "execute", swap)
+    monkeypatch.setattr(DeviceExecutor, "execute", swap)
     with some_eager(llm, share):
         assert grow(llm, growths.prompts).tokens != expected.tokens
     llm.close()

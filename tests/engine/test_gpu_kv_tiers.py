@@ -13,7 +13,7 @@ from engine import LLM
 from engine.device.cuda import CUDACopyStream
 from engine.kv.mover import BlockMover
 from engine.kv.moves import MoveBatch
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from kernels.compile_time import count_compile_time
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
@@ -189,7 +189,7 @@ def test_without_in_place_reads_and_without_pinning(
 def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> Iterator[None]:
     """Let copies and steps lag at random; what a copy will write is NaN before it."""
     chance = random.Random(f"{copies} {compute}")
-    copy, run, execute = CUDACopyStream.copy, CUDACopyStream.run, ModelRunner.execute
+    copy, run, execute = CUDACopyStream.copy, CUDACopyStream.run, DeviceExecutor.execute
 
     def delay(share: float) -> None:
         if chance.random() < share:
@@ -214,7 +214,7 @@ def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> It
             delay(copies)
         run(self, work)
 
-    def late_execute(self: ModelRunner, batch: Any) -> torch.Tensor:
+    def late_execute(self: DeviceExecutor, batch: Any) -> torch.Tensor:
         delay(compute)
         return execute(self, batch)
 
@@ -222,7 +222,7 @@ def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> It
         patch.setattr(CUDACopyStream, "copy", late_copy)
         patch.setattr(CUDACopyStream, "copy_all", late_copies)
         patch.setattr(CUDACopyStream, "run", late_run)
-        patch.setattr(ModelRunner, "execute", late_execute)
+        patch.setattr(DeviceExecutor, "execute", late_execute)
         yield
 
 

@@ -209,7 +209,7 @@ def loads_told_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def stages_not_waited_for(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Attention does not wait for the copies into its buffer."""
-    stream = llm._engine.runner._decoder.stages._stream  # type: ignore[union-attr]
+    stream = llm._engine.executor._decoder.stages._stream  # type: ignore[union-attr]
     monkeypatch.setattr(stream, "compute_after", lambda event: None)
 
 

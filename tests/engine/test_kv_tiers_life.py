@@ -14,7 +14,7 @@ from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError, EngineError, PinningError
 from engine.kv import mover
 from engine.kv.memory import HostBlocks
-from engine.kv.mover import Transfers
+from engine.kv.transfers import Transfers
 from engine.plan.kv_memory import ids_bytes
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain
@@ -214,7 +214,7 @@ def test_a_step_that_fails_is_planned_again(
     target: Any = {
         "submit": engine.core.transfers,
         "move": engine.tier.movers[0],
-    }.get(where, engine.runner)
+    }.get(where, engine.executor)
     name = "_enqueue" if where == "move" else where
     run = getattr(target, name)
 

@@ -65,7 +65,7 @@ def test_generate_works_after_an_exception(
     llm: LLM, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, where: str, kind: type
 ) -> None:
     core = llm._engine.core
-    owner = core.runner if where in {"execute", "prepare"} else core._sampler
+    owner = core.executor if where in {"execute", "prepare"} else core.executor.sampler
     method, calls = getattr(owner, where), []
 
     def fail_once(*args: Any) -> Any:
@@ -105,7 +105,7 @@ def test_a_graph_finds_its_layers_after_a_failure(
 ) -> None:
     """A graph cannot repair the slots itself: it begins with layer s in slot s."""
     engine = open_llm(tiny.folder("llama"), offload_group_size=1)
-    runner, store = engine._engine.runner, engine._engine.store
+    runner, store = engine._engine.executor, engine._engine.store
     held = []
 
     class Replay:
@@ -140,7 +140,7 @@ def test_a_step_that_fails_can_be_repeated(
     for prompt in PROMPTS:
         llm.add_request(prompt, greedy_params(6))
     tokens: dict[str, list[int]] = {}
-    runner = llm._engine.core.runner
+    runner = llm._engine.core.executor
     execute = runner.execute
     for _ in range(5):
         with monkeypatch.context() as patched:

@@ -15,7 +15,7 @@ from engine import LLM
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig
 from engine.plan import planner
 from engine.plan.policy import Placement, assign_prefetch
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 from tests.engine.faults import heedless, leave_stale, or_poison, skip_wait
@@ -342,15 +342,15 @@ def test_control_a_read_beyond_the_last_key_changes_tokens(
 ) -> None:
     """Nothing but poison lies there."""
     llm = residents.open(LAYERS)
-    execute = ModelRunner.execute
+    execute = DeviceExecutor.execute
     with on_two_streams(llm, "any order") as streams:
 
-        def read_on(self: ModelRunner, batch: Any) -> torch.Tensor:
+        def read_on(self: DeviceExecutor, batch: Any) -> torch.Tensor:
             if batch.prefill_starts is None:
                 streams.compute(lambda: batch.seq_lens.add_(batch.seq_lens > 0))
             return execute(self, batch)
 
-        monkeypatch.setattr(ModelRunner, "execute", read_on)
+        monkeypatch.setattr(DeviceExecutor, "execute", read_on)
         assert or_poison(lambda: greedy(llm, PROMPTS, MAX_TOKENS)) is None
     llm.close()
 

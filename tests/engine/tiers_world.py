@@ -4,6 +4,7 @@ Steps run when they are launched. A move runs when a step must wait for it, when
 or when it is told to. What attention would read is compared with what the tokens say.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Tiers:
     prefix_caching: bool = True
     swap_rates: SwapRates | None = None
     recompute_token_s: float = 0.0
+    yields: tuple[int, int] = (1, 1)
 
     def make(self, *, exact: bool = False) -> Scheduler:
         """Return a scheduler of these sizes; unless exact with room for one sequence at least."""
@@ -71,6 +73,7 @@ class Tiers:
             max_num_batched_tokens=self.tokens,
             max_model_len=self.max_len,
             block_size=self.block_size,
+            yields=self.yields,
         )
         policy = KVPolicy(
             prefix_caching=self.prefix_caching,
@@ -85,7 +88,7 @@ class Launched:
     """A step that ran."""
 
     plan: Any
-    sampled: list[int]
+    sampled: list[list[int]]
 
 
 class World:
@@ -106,6 +109,9 @@ class World:
         self.tables: dict[tuple[int, int, int], list[int]] = {}
         self.in_flight: Launched | None = None
         self.seen = Counter()
+        self.chance = random.Random(0)
+        self.truncated: set[int] = set()
+        """Sequences whose computed tokens were taken back."""
         self.stride = 1
         """Of the positions that a step reads, one in so many is checked."""
 
@@ -244,8 +250,11 @@ class World:
         """Commit the step in flight."""
         flight, self.in_flight = self.in_flight, None
         sampled = {
-            item.sequence.seq_id: SampledToken(token, -1.0)
-            for item, token in zip(flight.plan.sampling, flight.sampled, strict=True)
+            item.sequence.seq_id: [
+                SampledToken(token, -1.0)
+                for token in tokens[: self.chance.randint(*self.tiers.yields)]
+            ]
+            for item, tokens in zip(flight.plan.sampling, flight.sampled, strict=True)
         }
         self.scheduler.commit(flight.plan, sampled, {EOS})
 
@@ -265,7 +274,20 @@ class World:
                     assert held == self.value(item.sequence, position), (
                         f"group {group}: position {position} of sequence {item.sequence.seq_id}"
                     )
-        return Launched(plan, [self.token(i.sequence, i.stop) for i in plan.sampling])
+        most = self.tiers.yields[1]
+        return Launched(
+            plan,
+            [[self.token(i.sequence, i.stop + n) for n in range(most)] for i in plan.sampling],
+        )
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take computed tokens back of a sequence that is in no plan."""
+        before = sequence.num_computed
+        stays = self.groups.truncate(sequence, num_tokens)
+        assert stays == sequence.num_computed <= num_tokens <= before
+        assert {len(table) for table in sequence.block_tables} == {-(-stays // self.size)}
+        self.truncated.add(sequence.seq_id)
+        self.seen["truncated"] += 1
 
     def place(self, group: int, sequence: Sequence, position: int) -> tuple[int, int]:
         """Return block and offset of a position."""
@@ -285,13 +307,19 @@ class World:
         for item in items:
             s, part = item.sequence, earlier.get(item.sequence.seq_id)
             assert item.start == (s.num_computed if part is None else part.stop)
-            known = s.num_tokens + (part is not None and part.samples)
+            known = s.num_tokens
+            if part is not None and part.samples:
+                assert tiers.yields[0] == tiers.yields[1]
+                known += tiers.yields[1]
             assert item.samples is (item.stop == known)
             assert item.stop <= min(known, s.max_length(tiers.max_len) - 1)
-            assert (item.token_row is not None) is (part is not None and part.samples)
-            if item.token_row is not None:
+            assert bool(item.token_rows) is (part is not None and part.samples)
+            if item.token_rows:
                 assert s.params.repetition_penalty == 1
-                assert before.plan.sampling[item.token_row].sequence is s
+                width = tiers.yields[1]
+                assert {before.plan.sampling[row // width].sequence for row in item.token_rows} == {
+                    s
+                }
             elif self.stride == 1:
                 assert item.token_ids == [self.expected(s, p) for p in range(item.start, item.stop)]
 
@@ -334,6 +362,10 @@ class World:
                 contents.setdefault(block, set()).add((place, self.value(s, last)))
             start = s.num_computed - s.num_computed % self.size
             gone = min(len(table), num_expired(start, pool.window, self.size))
+            if s.seq_id in self.truncated and pool.window is not None:
+                # What was behind the window stays so, but nothing that it sees again.
+                gone = s.num_gone[group]
+                assert gone <= num_expired(s.num_computed, pool.window, self.size)
             assert table == [GONE] * gone + live
             assert s.num_gone[group] == gone
             key = s.seq_id, s.table_version, group

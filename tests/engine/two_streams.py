@@ -199,9 +199,10 @@ class _Mark:
             self.passed_s = perf_counter()
         return self.passed_s is not None
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         self.streams.run(self.stop)
-        self.is_done()
+        assert self.is_done()
+        return self.passed_s or 0.0
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def run(scheduler):
     plan = scheduler.plan_step()
     complete(scheduler, take(scheduler))
     if plan is not None:
-        tokens = {item.sequence.seq_id: SampledToken(7, 0.0) for item in plan.sampling}
+        tokens = {item.sequence.seq_id: [SampledToken(7, 0.0)] for item in plan.sampling}
         scheduler.commit(plan, tokens, ())
 
 

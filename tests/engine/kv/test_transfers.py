@@ -11,9 +11,10 @@ from engine.device.cpu import CPUDevice
 from engine.errors import EngineError
 from engine.kv import mover as mover_module
 from engine.kv.memory import HostBlocks
-from engine.kv.mover import BlockMover, Transfers
+from engine.kv.mover import BlockMover
 from engine.kv.moves import Move, MoveBatch
 from engine.kv.pool import TieredBlockPool
+from engine.kv.transfers import Transfers
 
 NONE = MoveBatch((), frozenset())
 
@@ -199,7 +200,7 @@ def test_an_interrupt_of_a_submission_loses_no_moves_wherever_it_comes():
             pool.register(block_id, bytes([block_id]))
         pool.swap_out(table, [bytes([block_id]) for block_id in table])
         transfers = Transfers(pool, [mover])
-        with interrupt_at(number, {"Transfers", "moves.py", "pool.py"}) as is_cut:
+        with interrupt_at(number, {"transfers.py", "moves.py", "pool.py"}) as is_cut:
             transfers.submit()
         transfers.poll()
         transfers.drain()

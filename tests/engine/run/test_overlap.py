@@ -13,7 +13,7 @@ from engine.device import cpu
 from engine.errors import EngineError
 from engine.run import core
 from engine.run.core import StepStats
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.run.graphs import StepShape
 from engine.run.inputs import Upload
 from engine.weights.store import WeightStore
@@ -124,7 +124,7 @@ def overlapped_tokens(llm: LLM) -> list[list[int]]:
 
 def stale_ids(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The newest token that the host knows runs again."""
-    inputs = llm._engine.runner._batches.inputs
+    inputs = llm._engine.executor._batches.inputs
     scheduler = llm._engine.core.scheduler
 
     def set_stale(place: int, token_row: int) -> None:
@@ -147,7 +147,7 @@ def wrong_rows(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def tokens_overwritten(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Tokens of the step before that are read once another has sampled."""
-    sampler = llm._engine.core._sampler
+    sampler = llm._engine.core.executor.sampler
     enqueue = sampler.enqueue
 
     def enqueue_and_wipe(*args: Any) -> Any:
@@ -159,7 +159,7 @@ def tokens_overwritten(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 
 def one_host_table(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    sampler = llm._engine.core._sampler
+    sampler = llm._engine.core.executor.sampler
     sampler._hosts = sampler._targets = sampler._hosts[:1]
 
 
@@ -184,7 +184,7 @@ def test_control_one_buffer_of_inputs_changes_tokens_where_the_device_is_late(
             for index, prompt in enumerate(PROMPTS[:3]):
                 llm.add_request(prompt, greedy_params(9), str(index))
             tokens = {event.request_id: [event.token_id] for event in llm.step()}
-            inputs = llm._engine.runner._batches.inputs
+            inputs = llm._engine.executor._batches.inputs
             inputs._hosts = inputs._hosts[:num_buffers]
             inputs._arrays = inputs._arrays[:num_buffers]
             found = or_poison(lambda: list(drain(llm, tokens).values()))  # noqa: B023
@@ -221,13 +221,13 @@ def test_a_token_comes_with_its_own_step_where_launching_computes(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     clock = Clock(monkeypatch)
-    execute = ModelRunner.execute
+    execute = DeviceExecutor.execute
 
-    def execute_slowly(self: ModelRunner, batch: Any) -> Any:
+    def execute_slowly(self: DeviceExecutor, batch: Any) -> Any:
         clock.now_s += 7.0 if batch.num_tokens > 1 else 2.0
         return execute(self, batch)
 
-    monkeypatch.setattr(ModelRunner, "execute", execute_slowly)
+    monkeypatch.setattr(DeviceExecutor, "execute", execute_slowly)
     llm = open_llm(tiny.folder("llama"))
     llm._engine.core.overlap = overlap
     begin_s = clock.now_s
@@ -248,16 +248,17 @@ def test_a_token_comes_with_its_own_step_where_launching_is_slow(
     class Mark:
         def __init__(self) -> None:
             self.end_s = clock.now_s + 0.5
-            self.passed_s: float | None = None
+            self.passed_s = 0.0
 
-        def wait(self) -> None:
+        def wait(self) -> float:
             clock.now_s = max(clock.now_s, self.end_s)
-            self.is_done()
+            assert self.is_done()
+            return self.passed_s
 
         def is_done(self) -> bool:
-            if self.passed_s is None and clock.now_s >= self.end_s:
+            if not self.passed_s and clock.now_s >= self.end_s:
                 self.passed_s = clock.now_s
-            return self.passed_s is not None
+            return self.passed_s > 0
 
     release = WeightStore.release
 
@@ -306,7 +307,7 @@ def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
         def replay(self) -> None:
             replays.append(1)
 
-    runner = llm._engine.runner
+    runner = llm._engine.executor
     with pytest.raises(EngineError, match=r"one of \[\], got 2"):
         llm.replay_only(2)
     for prompt in PROMPTS[1:3]:

@@ -73,7 +73,7 @@ def test_a_launch_that_fails_leaves_the_step_in_flight(
     if late:
         make_late(llm, monkeypatch)
     core = llm._engine.core
-    owner = core._sampler if where == "enqueue" else core.runner
+    owner = core.executor.sampler if where == "enqueue" else core.executor
     method = getattr(owner, where)
     for index, prompt in enumerate(PROMPTS[:3]):
         llm.add_request(prompt, greedy_params(7), str(index))
@@ -135,7 +135,7 @@ def test_unusable_logits_of_a_sequence_that_ended_harm_nobody(llm: LLM, tiny: Ti
     tokens: dict[str, list[int]] = {}
     for event in llm.step():
         tokens.setdefault(event.request_id, []).append(event.token_id)
-    core._flight.pending.table[0, 1] = math.nan
+    core._flight.flight.pending.table[0, 1] = math.nan
     llm.abort("a")
     del tokens["a"]
     assert drain(llm, tokens) == {"b": tiny.greedy("llama", PROMPTS[1:2], 7)[0]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.run.executor import ModelRunner
+from engine.run.executor import DeviceExecutor
 from engine.run.inputs import Upload
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain
@@ -24,13 +24,13 @@ LAG_CYCLES = 10_000_000
 @pytest.fixture
 def lag(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the device begin each step late."""
-    execute = ModelRunner.execute
+    execute = DeviceExecutor.execute
 
-    def execute_late(self: ModelRunner, batch: Any) -> Any:
+    def execute_late(self: DeviceExecutor, batch: Any) -> Any:
         torch.cuda._sleep(LAG_CYCLES)
         return execute(self, batch)
 
-    monkeypatch.setattr(ModelRunner, "execute", execute_late)
+    monkeypatch.setattr(DeviceExecutor, "execute", execute_late)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_control_one_buffer_of_inputs_changes_tokens(tiny: TinyModels, late_uplo
         for index, prompt in enumerate(PROMPTS[:3]):
             llm.add_request(prompt, greedy_params(9), str(index))
         tokens = {event.request_id: [event.token_id] for event in llm.step()}
-        inputs = llm._engine.runner._batches.inputs
+        inputs = llm._engine.executor._batches.inputs
         inputs._hosts = inputs._hosts[:num_buffers]
         inputs._arrays = inputs._arrays[:num_buffers]
         found = list(drain(llm, tokens).values())

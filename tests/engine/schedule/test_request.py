@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from engine.asked.request import Request, Sequence, check_request
+from engine.asked.request import Request, SampledToken, Sequence, check_request
 from engine.asked.sampling import SamplingParams
 from engine.errors import EngineError, RequestError
 
@@ -82,11 +82,19 @@ def test_sequence_views():
 
 def test_completion_is_a_snapshot():
     sequence = Sequence(seq_id=3, request=request([5]), index=1)
-    sequence.output_token_ids.append(2)
-    sequence.logprobs = [{2: -0.5}]
-    sequence.cumulative_logprob = -0.5
+    sequence.append(SampledToken(2, -0.5, {2: -0.5}))
     out = sequence.completion("x")
-    sequence.output_token_ids.append(4)
-    sequence.logprobs.append({4: -1.0})
+    sequence.append(SampledToken(4, -1.0, {4: -1.0}))
     assert (out.index, out.text, out.token_ids, out.finish_reason) == (1, "x", [2], None)
     assert (out.cumulative_logprob, out.logprobs) == (-0.5, [{2: -0.5}])
+
+
+def test_tokens_beyond_a_length_are_dropped_with_all_that_is_known_of_them():
+    sequence = Sequence(seq_id=0, request=request([5, 6]))
+    for token_id, logprob in ((2, -0.1), (3, -0.2), (4, -0.7)):
+        sequence.append(SampledToken(token_id, logprob, {token_id: logprob}))
+    assert sequence.cumulative_logprob == 0.0 - 0.1 - 0.2 - 0.7
+    sequence.cut(4)
+    assert (sequence.num_tokens, sequence.output_token_ids) == (4, [2, 3])
+    assert sequence.cumulative_logprob == 0.0 - 0.1 - 0.2
+    assert sequence.logprobs == [{2: -0.1}, {3: -0.2}]

@@ -36,7 +36,7 @@ def make_sequence(seq_id, length, *, request_id=None, index=0, **params):
 
 def tokens_for(plan, token_id=7):
     return {
-        item.sequence.seq_id: SampledToken(token_id, -0.5, None)
+        item.sequence.seq_id: [SampledToken(token_id, -0.5, None)]
         for item in plan.sampling
         if not item.sequence.is_finished
     }
@@ -276,7 +276,7 @@ def test_logprobs_are_kept():
     scheduler.add(sequence)
     plan = scheduler.plan_step()
     top = {7: -0.5, 3: -0.25}
-    events = scheduler.commit(plan, {0: SampledToken(7, -0.5, top)}, ())
+    events = scheduler.commit(plan, {0: [SampledToken(7, -0.5, top)]}, ())
     assert sequence.logprobs == [top]
     assert events[0].top_logprobs == top
 
@@ -291,7 +291,7 @@ def test_commit_wants_the_plan_in_force_and_exactly_its_tokens():
         EngineError, match=r"expected tokens for sequences \[0\].*got them for \[\]"
     ):
         scheduler.commit(plan, {}, ())
-    token = SampledToken(7, 0.0)
+    token = [SampledToken(7, 0.0)]
     with pytest.raises(EngineError, match=r"\[0, 4\]"):
         scheduler.commit(plan, {0: token, 4: token}, ())
     scheduler.commit(plan, {0: token}, ())

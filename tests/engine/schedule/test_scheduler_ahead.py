@@ -27,9 +27,9 @@ def test_a_decode_runs_behind_its_prefill_with_a_token_of_the_device():
     ahead = scheduler.plan_ahead()
     assert shape(now) == ([], [(0, 0, 3, True), (1, 0, 4, True)])
     assert shape(ahead) == ([0, 1], [])
-    assert [(i.start, i.token_row, i.samples) for i in ahead.decodes] == [
-        (3, 0, True),
-        (4, 1, True),
+    assert [(i.start, i.token_rows, i.samples) for i in ahead.decodes] == [
+        (3, range(1), True),
+        (4, range(1, 2), True),
     ]
     assert (now.step, ahead.step) == (0, 1)
     assert scheduler.planned == (now, ahead)
@@ -39,7 +39,7 @@ def test_a_decode_runs_behind_its_prefill_with_a_token_of_the_device():
         _ = ahead.decodes[0].token_ids
     commit(scheduler, now, 8)
     third = scheduler.plan_ahead()
-    assert [(i.start, i.token_row) for i in third.decodes] == [(4, 0), (5, 1)]
+    assert [(i.start, *i.token_rows) for i in third.decodes] == [(4, 0), (5, 1)]
     commit(scheduler, ahead, 9)
     assert scheduler.plan_ahead() is None
     events = commit(scheduler, third, 10)
@@ -57,7 +57,7 @@ def test_chunks_of_a_prompt_are_known_to_the_host():
     for _ in range(3):
         ahead = scheduler.plan_ahead()
         shapes.append(shape(ahead))
-        assert plan.scheduled[0].token_row is None
+        assert not plan.scheduled[0].token_rows
         commit(scheduler, plan)
         plan = ahead
     assert shapes == [
@@ -66,7 +66,7 @@ def test_chunks_of_a_prompt_are_known_to_the_host():
         ([], [(0, 8, 2, True)]),
         ([0], []),
     ]
-    assert plan.decodes[0].token_row == 0
+    assert plan.decodes[0].token_rows == range(1)
 
 
 def test_rows_are_those_of_the_sampling_sequences():
@@ -79,10 +79,10 @@ def test_rows_are_those_of_the_sampling_sequences():
     assert shape(now) == ([0], [(1, 0, 7, False)])
     ahead = scheduler.plan_ahead()
     assert shape(ahead) == ([0], [(1, 7, 1, True), (2, 0, 2, True)])
-    assert [item.token_row for item in ahead.scheduled] == [0, None, None]
+    assert [[*item.token_rows] for item in ahead.scheduled] == [[0], [], []]
     commit(scheduler, now)
     third = scheduler.plan_ahead()
-    assert [(i.sequence.seq_id, i.token_row) for i in third.decodes] == [(0, 0), (1, 1), (2, 2)]
+    assert [(i.sequence.seq_id, *i.token_rows) for i in third.decodes] == [(0, 0), (1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 1}, {"max_tokens": None}])
@@ -122,7 +122,7 @@ def test_a_sequence_that_ends_unforeseen_is_ignored_behind():
     assert [e.finish_reason for e in scheduler.commit(now, tokens, {EOS})] == ["stop", None]
     assert not ahead.is_dead
     third = scheduler.plan_ahead()
-    assert [(i.sequence.seq_id, i.token_row) for i in third.decodes] == [(1, 1)]
+    assert [(i.sequence.seq_id, *i.token_rows) for i in third.decodes] == [(1, 1)]
     both = {0: tokens_for(now)[1], **tokens_for(ahead)}
     assert [e.request_id for e in scheduler.commit(ahead, both, {EOS})] == ["r1"]
     assert ended.output_token_ids == [EOS]

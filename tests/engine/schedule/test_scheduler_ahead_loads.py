@@ -1,5 +1,6 @@
 """Random loads with steps planned ahead, checked against a model of a device that runs in order."""
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ def loads(draw):
         "seqs": seqs,
         "tokens": draw(st.integers(seqs, 12)),
         "num_blocks": -(-max_len // block_size) + draw(st.integers(0, 8)),
+        "yields": draw(st.sampled_from([(1, 1), (1, 1), (0, 1), (0, 3), (1, 3), (2, 2), (3, 3)])),
     }
     requests = draw(
         st.lists(
@@ -56,8 +58,8 @@ def loads(draw):
 @dataclass
 class Launched:
     plan: Any
-    sampled: list[int]
-    """The device's tokens by row."""
+    sampled: list[list[int]]
+    """The device's tokens of each sequence that samples."""
 
 
 class World:
@@ -71,6 +73,7 @@ class World:
             max_num_batched_tokens=limits["tokens"],
             max_model_len=limits["max_len"],
             block_size=self.size,
+            yields=limits["yields"],
         )
         pool = TieredBlockPool(limits["num_blocks"], 0, self.size)
         self.scheduler = Scheduler(config, make_groups(config, pool))
@@ -81,6 +84,7 @@ class World:
         self.sequences = []
         self.in_flight = None
         self.num_ahead = self.num_dead = 0
+        self.chance = random.Random(limits["seqs"])
 
     def play(self):
         now = 0
@@ -138,16 +142,21 @@ class World:
                 for s in self.sequences
                 if (s.request.request_id, s.index) == (token.request_id, token.index)
             )
+            length = token.position + 1
             stop_after = self.specs[sequence.seq_id]["stop_after"]
-            if sequence.num_output_tokens == stop_after and not sequence.is_finished:
-                scheduler.finish(sequence, "stop", "xy")
+            is_there = length - sequence.num_prompt_tokens == stop_after
+            if is_there and token.finish_reason is None:
+                scheduler.finish(sequence, "stop", "xy", length=length)
         self.in_flight = behind
 
     def collect(self):
         flight, self.in_flight = self.in_flight, None
         sampled = {
-            item.sequence.seq_id: SampledToken(token, -1.0)
-            for item, token in zip(flight.plan.sampling, flight.sampled, strict=True)
+            item.sequence.seq_id: [
+                SampledToken(token, -1.0)
+                for token in tokens[: self.chance.randint(*self.limits["yields"])]
+            ]
+            for item, tokens in zip(flight.plan.sampling, flight.sampled, strict=True)
         }
         return self.scheduler.commit(flight.plan, sampled, {EOS})
 
@@ -161,12 +170,8 @@ class World:
         self.check(plan, before)
         for item in plan.scheduled:
             s = item.sequence
-            if item.token_row is None:
-                tokens = item.token_ids
-            else:
-                assert item.num_tokens == 1
-                assert before.plan.sampling[item.token_row].sequence is s
-                tokens = [before.sampled[item.token_row]]
+            tokens = self.tokens_on_device(item, before) or item.token_ids
+            assert len(tokens) == item.num_tokens
             for position, token in enumerate(tokens, start=item.start):
                 assert token == self.expected(s, position)
                 self.memory[self.slot(s, position)] = (s.seq_id, position, token)
@@ -175,7 +180,24 @@ class World:
             for position in range(item.stop):
                 expected = (s.seq_id, position, self.expected(s, position))
                 assert self.memory[self.slot(s, position)] == expected
-        return Launched(plan, [self.token(i.sequence, i.stop) for i in plan.sampling])
+        return Launched(plan, self.sample(plan))
+
+    def sample(self, plan):
+        """As many tokens of each sequence as may come."""
+        most = self.limits["yields"][1]
+        return [[self.token(i.sequence, i.stop + n) for n in range(most)] for i in plan.sampling]
+
+    def tokens_on_device(self, item, before):
+        """What the step before has sampled in the rows of a part."""
+        if not item.token_rows:
+            return []
+        flat = [
+            (part.sequence, token)
+            for part, tokens in zip(before.plan.sampling, before.sampled, strict=True)
+            for token in tokens
+        ]
+        assert all(flat[row][0] is item.sequence for row in item.token_rows)
+        return [flat[row][1] for row in item.token_rows]
 
     def expected(self, sequence, position):
         if position < sequence.num_prompt_tokens:
@@ -197,11 +219,15 @@ class World:
             s = item.sequence
             part = earlier.get(s.seq_id)
             assert item.start == (s.num_computed if part is None else part.stop)
-            known = s.num_tokens + (part is not None and part.samples)
+            known = s.num_tokens
+            if part is not None and part.samples:
+                least, most = self.limits["yields"]
+                assert least == most, "nobody knows where it stands"
+                known += most
             assert item.samples is (item.stop == known)
             assert item.stop <= min(known, s.max_length(self.limits["max_len"]) - 1)
-            assert (item.token_row is not None) is (part is not None and part.samples)
-            if item.token_row is not None:
+            assert bool(item.token_rows) is (part is not None and part.samples)
+            if item.token_rows:
                 assert s.params.repetition_penalty == 1
 
     def check_pool(self):

@@ -87,7 +87,7 @@ class World:
                 self.check(plan)
                 self.run(plan)
                 sampled = {
-                    item.sequence.seq_id: SampledToken(self.token(item.sequence), -1.0)
+                    item.sequence.seq_id: [SampledToken(self.token(item.sequence), -1.0)]
                     for item in plan.sampling
                 }
                 self.abort(now, between=True)

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.asked.request import SequenceStatus
 from engine.kv import prefix, sequences
 from engine.kv.prefix import BlockContent, num_expired
 from engine.plan.kv_memory import SwapRates
@@ -29,7 +30,9 @@ WEIGHTS = {
     "step_alone": 0.7,
     "reset": 0.2,
     "evict": 0.3,
+    "truncate": 0.7,
 }
+YIELDS = ((1, 1), (1, 1), (1, 1), (0, 1), (0, 3), (1, 3), (2, 2))
 
 
 def draw_tiers(choose):
@@ -52,6 +55,7 @@ def draw_tiers(choose):
         prefix_caching=choose((True, True, False)),
         swap_rates=choose((None, None, RATES)),
         recompute_token_s=choose((0.5, 2.0)),
+        yields=choose(YIELDS),
     )
 
 
@@ -104,6 +108,16 @@ class Driver:
         if self.world.sequences:
             sequence = self.choose(self.world.sequences)
             self.world.scheduler.abort(sequence.request.request_id)
+
+    def truncate(self):
+        """Take tokens back of a sequence, with no step on its way that runs it."""
+        world = self.world
+        world.step(ahead=False)
+        running = [s for s in world.scheduler.running if s.status is SequenceStatus.RUNNING]
+        if running:
+            sequence = self.choose(running)
+            less = self.choose((0, 1, 1, 2, 3, 5, 9, 30))
+            world.truncate(sequence, max(0, sequence.num_computed - less))
 
     def reset(self):
         self.world.scheduler.reset_cache(self.choose((None, "gpu", "cpu")))

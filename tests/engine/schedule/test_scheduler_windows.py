@@ -27,6 +27,7 @@ class WindowWorld(World):
             max_num_batched_tokens=limits["tokens"],
             max_model_len=limits["max_len"],
             block_size=self.size,
+            yields=limits["yields"],
         )
         self.pools = []
         for window in windows:
@@ -39,8 +40,7 @@ class WindowWorld(World):
     def launch(self, plan, before):
         self.check(plan, before)
         for item in plan.scheduled:
-            if item.token_row is not None:
-                assert before.plan.sampling[item.token_row].sequence is item.sequence
+            self.tokens_on_device(item, before)
         for group, pool in enumerate(self.pools):
             for item in plan.scheduled:
                 for position in range(item.start, item.stop):
@@ -53,7 +53,7 @@ class WindowWorld(World):
                 for position in range(first, item.stop):
                     held = self.memory[self.place(group, item.sequence, position)]
                     assert held == (item.sequence.seq_id, position)
-        return Launched(plan, [self.token(i.sequence, i.stop) for i in plan.sampling])
+        return Launched(plan, self.sample(plan))
 
     def place(self, group, sequence, position):
         block = sequence.block_tables[group][position // self.size]
@@ -125,6 +125,7 @@ def test_a_block_given_back_too_early_is_found(monkeypatch):
         "penalty": 1.0,
     }
     limits = {"block_size": 2, "max_len": 20, "seqs": 1, "tokens": 6, "num_blocks": 10}
+    limits["yields"] = 1, 1
     load = limits, [request], []
     WindowWorld(load, (None, 5), 0).play()
     monkeypatch.setattr(sequences, "num_expired", lambda *a: num_expired(*a) + 1)
