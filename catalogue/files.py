@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,28 +86,34 @@ def load_yaml(text: str) -> Any:
 def quote_texts(text: str, is_text: Callable[[str], bool]) -> str:
     """Return a YAML document with quotes around the values of text settings: 1.10 stays 1.10.
 
+    Nothing else of it changes; what is no YAML is left for its loader to refuse.
+
     Args:
-        text: the document; its comments are left out of what is returned.
+        text: the document.
         is_text: whether the setting at a dotted path is a text or a list of texts.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
     """
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is None:
+    try:
+        root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
         return text
-    _quote(root, "", is_text)
-    return str(yaml.serialize(root, Dumper=yaml.SafeDumper, allow_unicode=True))
+    found = {node.start_mark.index: node for node in _texts(root, "", is_text)}
+    for start in sorted(found, reverse=True):
+        value = str(found[start].value).replace("'", "''")
+        text = f"{text[:start]}'{value}'{text[found[start].end_mark.index :]}"
+    return text
 
 
-def _quote(node: yaml.Node, path: str, is_text: Callable[[str], bool]) -> None:
+def _texts(
+    node: yaml.Node | None, path: str, is_text: Callable[[str], bool]
+) -> Iterator[yaml.ScalarNode]:
+    """Yield the values of text settings that have no quotes, but for null."""
     match node:
         case yaml.MappingNode():
             for key, value in node.value:
-                name = str(key.value)
-                _quote(value, f"{path}.{name}" if path else name, is_text)
+                yield from _texts(value, f"{path}.{key.value}" if path else str(key.value), is_text)
         case yaml.SequenceNode():
             for item in node.value:
-                _quote(item, path, is_text)
-        case yaml.ScalarNode(style=None) if not node.tag.endswith(":null") and is_text(path):
-            node.tag, node.style = "tag:yaml.org,2002:str", "'"
+                yield from _texts(item, path, is_text)
+        case yaml.ScalarNode(style=style) if not style and is_text(path):
+            if not node.tag.endswith(":null"):
+                yield node

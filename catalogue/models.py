@@ -46,7 +46,7 @@ def find(model: str, config_dir: Path | None = None) -> Model:
 
     Args:
         model: as the user wrote it; what exists as a folder or a file is taken as that.
-        config_dir: a folder of the user's, whose model/ has files too; they come first.
+        config_dir: a folder of the user's, whose model/ has files beside those of conf/.
 
     Raises:
         ConfigError: there is no such model, or its file is unusable.
@@ -153,7 +153,7 @@ def _check_folder(model: Model, folder: Path) -> Path:
 
 
 def _files(config_dir: Path | None) -> dict[str, Path]:
-    folders = [CONF] if config_dir is None else [CONF, config_dir]
+    folders = [CONF] if config_dir is None else [config_dir, CONF]
     return {
         path.stem: path for folder in folders for path in sorted((folder / "model").glob("*.yaml"))
     }

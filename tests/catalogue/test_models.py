@@ -104,7 +104,7 @@ def test_a_hub_id_is_that_of_an_entry_or_a_model_of_its_own() -> None:
     assert model.source == ModelSource(kind="hub", repo="some-org/some.Model-1", revision="main")
 
 
-def test_files_of_the_user_come_first(tmp_path: Path) -> None:
+def test_files_of_the_user_stand_beside_those_of_conf(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "glass.yaml").write_text(f"name: glass\npath: {tmp_path}\n")
@@ -116,7 +116,7 @@ def test_files_of_the_user_come_first(tmp_path: Path) -> None:
     )
     (folder / "typo.yaml").write_text("name: typo\nsource: {kind: hub, repoo: a/b}\n")
     (folder / "broken.yaml").write_text("name: [\n")
-    assert find("glass", tmp_path).path == str(tmp_path)
+    assert find("glass", tmp_path) == find("glass")  # as Hydra composes it
     mine = find("mine", tmp_path)
     assert (mine.name, mine.source.revision) == ("2024_11", "81e5034")
     assert describe(mine).spec.rms_norm_eps == 1e-5

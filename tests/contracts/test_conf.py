@@ -234,3 +234,8 @@ def test_the_7b_case_compares_all_ways_on_a_16_gb_card(composer: Composer) -> No
     assert [item.config.offload.backend for item in plan.points] == ["none", "uva", "prefetch"]
     assert {item.config.model.name for item in plan.points} == {"olmo7b"}
     assert {item.config.gpu.name for item in plan.points} == {"rtx4080_16gb"}
+
+
+def test_what_runs_when_nothing_is_chosen_states_no_default_again() -> None:
+    file = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    assert set(file) == {"defaults", "hydra"}
