@@ -29,13 +29,13 @@ from engine.plan.memory import (
 )
 from engine.plan.policy import (
     Assignment,
-    Placement,
     assign,
     assign_layers_on_demand,
     assign_resident,
     assign_spread,
 )
 from engine.plan.times import CONTEXT_TOKENS, Rates, Shape, decode_step_s, rates_for, shape_of
+from engine.plan.units import PREFETCH, RESIDENT
 from engine.sealed import GIB
 
 
@@ -666,7 +666,7 @@ def _offload_room(plan: MemoryPlan, asked: Asked) -> list[str]:
     if asked.config.offload.backend != "uva" or asked.config.planner.choose:
         return []
     placed = plan.placed_bytes()
-    moved = sum(placed.values()) - placed[Placement.RESIDENT.value]
+    moved = sum(placed.values()) - placed[RESIDENT.name]
     room = asked.config.offload.uva.cpu_offload_gb
     if moved >= room * GIB:
         return []
@@ -678,15 +678,14 @@ def _offload_room(plan: MemoryPlan, asked: Asked) -> list[str]:
 
 def _slots(plan: MemoryPlan, asked: Asked, rates: Rates) -> list[str]:
     """Slots of prefetch beyond those that make a step shorter."""
-    is_prefetch = any(x.placement is Placement.PREFETCH for x in plan.offloaded_layers)
-    if not is_prefetch or plan.num_slots <= 2 or asked.config.planner.choose:
+    if not plan.units_of(PREFETCH) or plan.num_slots <= 2 or asked.config.planner.choose:
         return []
     shape = shape_of(plan, asked.spec)
     now = _steps_s(shape, rates)
     enough = next(
         slots
         for slots in range(2, plan.num_slots + 1)
-        if _is_near(_steps_s(replace(shape, num_slots=slots), rates), now)
+        if _is_near(_steps_s(_with_slots(shape, slots), rates), now)
     )
     saved = (plan.num_slots - enough) * plan.slot_bytes
     if saved < WORTH_SAYING * plan.gpu_budget_bytes:
@@ -696,6 +695,10 @@ def _slots(plan: MemoryPlan, asked: Asked, rates: Rates) -> list[str]:
         f"{enough - 1} would leave {saved / GIB:.2f} GiB more for the KV cache, and a decode step "
         f"would take as long (predicted; {rates.source})."
     ]
+
+
+def _with_slots(shape: Shape, count: int) -> Shape:
+    return replace(shape, moved=tuple(replace(found, num_slots=count) for found in shape.moved))
 
 
 def _steps_s(shape: Shape, rates: Rates) -> tuple[float, float]:
@@ -730,7 +733,7 @@ def _budget(plan: MemoryPlan) -> list[str]:
     if left < plan.block_bytes or left < min(
         plan.formats.num_bytes(tensor)
         for layer in plan.offloaded_layers
-        for tensor in layer.offloaded.tensors
+        for tensor in layer.offloaded_tensors
     ):
         return []
     return [

@@ -25,9 +25,18 @@ from engine.plan.memory import (
     served,
     step_blocks,
 )
-from engine.plan.policy import Assignment, Placement, assign_resident, spread_layers
+from engine.plan.policy import Assignment, assign_resident, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
-from engine.plan.times import CONTEXT_TOKENS, Rates, Shape, decode_step_s, shape_of, step_s
+from engine.plan.times import (
+    CONTEXT_TOKENS,
+    Moved,
+    Rates,
+    Shape,
+    decode_step_s,
+    shape_of,
+    step_s,
+)
+from engine.plan.units import ON_DEMAND, PREFETCH, UVA, Residence
 from engine.sealed import GIB
 
 TIE: Final = 0.002
@@ -113,7 +122,7 @@ def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict
 def label_of(
     taken: list[tuple[str, ...]],
     outer: tuple[str, ...],
-    kind: Placement,
+    kind: Residence,
     slots: int,
     name: str,
 ) -> str:
@@ -122,7 +131,7 @@ def label_of(
     Args:
         taken: Of each layer, the products that are in host memory.
         outer: Tensors outside the layers that are read in place.
-        kind: Placement of what is taken.
+        kind: Residence of what is taken.
         slots: That it is copied into.
         name: Of the granule.
     """
@@ -133,16 +142,11 @@ def label_of(
     count = sum(1 for items in taken if items)
     if count:
         what = f"{count} layers" if name == "whole layers" else f"{name} of {count} layers"
-        how = {
-            Placement.PREFETCH: f"copied ahead, {slots} slots",
-            Placement.UVA: "read in place",
-            Placement.ON_DEMAND: "copied on demand",
-        }[kind]
         used = [items for items in taken if items]
         if used[-1] != used[0]:
             names = [item.split(".")[-2] for item in used[-1]]
             what += f" (of the last: {', '.join(names)})"
-        parts.append(f"{what} {how}")
+        parts.append(f"{what} {kind.label(slots)}")
     return "; ".join(parts)
 
 
@@ -312,14 +316,14 @@ class Chooser:
     def _candidates(self, targets: list[int]) -> Iterator[Candidate]:
         """Yield what makes room for so many KV blocks each, every placement once."""
         facts, seen = self._asked.facts, set()
-        kinds = [Placement.ON_DEMAND]
+        kinds = [ON_DEMAND]
         if facts.can_pin:
-            kinds = [Placement.PREFETCH, *([Placement.UVA] if facts.can_uva else [])]
+            kinds = [PREFETCH, *([UVA] if facts.can_uva else [])]
         for blocks in targets:
             for outer in self._outer_options():
                 found = False
                 for kind in kinds:
-                    for lookahead in (1, 2) if kind is Placement.PREFETCH else (1,):
+                    for lookahead in (1, 2) if kind is PREFETCH else (1,):
                         for name in GRANULES:
                             item = self._candidate(blocks, outer, kind, lookahead, name)
                             found |= item is not None and self._has_room(item)
@@ -356,7 +360,7 @@ class Chooser:
         return [(EMBEDDING,), (EMBEDDING, HEAD)]
 
     def _candidate(
-        self, blocks: int, outer: tuple[str, ...], kind: Placement, lookahead: int, name: str
+        self, blocks: int, outer: tuple[str, ...], kind: Residence, lookahead: int, name: str
     ) -> Candidate | None:
         """Return the least offload of one sort that leaves the blocks free, or None."""
         plan, tier = self.resident, self._tier
@@ -398,11 +402,10 @@ class Chooser:
             room = least + tier.in_place_bytes(room)
         return room + 2 * tier.layer_bytes
 
-    def _num_slots(self, kind: Placement, lookahead: int) -> int:
+    def _num_slots(self, kind: Residence, lookahead: int) -> int:
         settings = self._asked.config.engine
-        if kind is Placement.UVA:
-            return 2 if settings.uva_stage_tokens <= settings.max_num_batched_tokens else 0
-        return lookahead + 1 if kind is Placement.PREFETCH else 1
+        stages = settings.uva_stage_tokens <= settings.max_num_batched_tokens
+        return kind.num_slots(self._layers, lookahead=lookahead, stages=stages)
 
     def _choose_layers(self, need: int, name: str, slots: int) -> list[tuple[str, ...]] | None:
         """Return what is taken of each layer so that `need` bytes are freed beside the slots."""
@@ -440,7 +443,7 @@ class Chooser:
         self,
         sizes: list[int],
         outer: tuple[str, ...],
-        kind: Placement,
+        kind: Residence,
         slots: int,
         kv: KVSizes,
     ) -> Shape:
@@ -452,10 +455,8 @@ class Chooser:
             resident_bytes=tuple(
                 whole - size for whole, size in zip(base.resident_bytes, sizes, strict=True)
             ),
-            offloaded_bytes=tuple(sizes),
-            placement=kind if any(sizes) else Placement.RESIDENT,
-            num_slots=slots,
-            stage_tokens=threshold if kind is Placement.UVA and slots else None,
+            moved=(Moved(kind, tuple(sizes), slots),) if any(sizes) else (),
+            stage_tokens=threshold if kind.reads_in_place and slots else None,
             head_bytes=base.head_bytes - head,
             head_in_place_bytes=head,
             embed_row_bytes=self._row_bytes if EMBEDDING in outer else 0,
@@ -466,10 +467,10 @@ class Chooser:
         )
 
     def _assignment(
-        self, taken: list[tuple[str, ...]], outer: tuple[str, ...], kind: Placement, lookahead: int
+        self, taken: list[tuple[str, ...]], outer: tuple[str, ...], kind: Residence, lookahead: int
     ) -> Assignment:
         facts = self._asked.facts
-        placements = self.resident.placements | dict.fromkeys(outer, Placement.UVA)
+        placements = self.resident.placements | dict.fromkeys(outer, UVA)
         for layer, items in enumerate(taken):
             for item in items:
                 placements[f"model.layers.{layer}.{item}"] = kind

@@ -11,7 +11,7 @@ from engine.errors import CapacityError, ConfigError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.kv_memory import HostKVPlan, HostTierSizes, KVSizes, host_tier_sizes, kv_sizes
-from engine.plan.policy import Assignment, Placement, fall_back
+from engine.plan.policy import Assignment, fall_back
 from engine.plan.sizes import (
     HOST_DECODES,
     MAX_LOAD_THREADS,
@@ -25,6 +25,7 @@ from engine.plan.sizes import (
     runtime_bytes,
     tokenizer_bytes,
 )
+from engine.plan.units import RESIDENCES, RESIDENT, UVA, LayerPlan, Residence, Slab, Slots, Unit
 from engine.sealed import GIB
 
 UNKNOWN_HOST_BYTES = 2**50
@@ -77,35 +78,6 @@ class DeviceFacts:
         return self.kind == "cpu"
 
 
-@dataclass(frozen=True)
-class Slab:
-    """Tensors laid out one after another, aligned."""
-
-    tensors: tuple[TensorSpec, ...]
-    offsets: tuple[int, ...]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, tensors: list[TensorSpec], formats: TensorFormats) -> "Slab":
-        """Lay the tensors out in order."""
-        offsets, total = [], 0
-        for tensor in tensors:
-            offsets.append(total)
-            total += align(formats.num_bytes(tensor))
-        return cls(tuple(tensors), tuple(offsets), total)
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """One layer's resident slab and offloaded slab."""
-
-    index: int
-    resident: Slab
-    offloaded: Slab
-    placement: Placement
-    """Of the offloaded slab; RESIDENT where it is empty."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Placement of every tensor, KV blocks, and every other byte on each side."""
@@ -113,14 +85,13 @@ class MemoryPlan:
     dtype: str
     """That is computed in."""
     formats: TensorFormats = field(repr=False)
-    placements: dict[str, Placement]
+    placements: dict[str, Residence]
     layers: tuple[LayerPlan, ...]
     outer_resident: Slab
     outer_offloaded: Slab
     lookahead: int
-    num_slots: int
-    """Slots on the GPU that offloaded layers are copied into (prefetch, on demand, staging)."""
-    slot_bytes: int
+    slots: tuple[Slots, ...]
+    """What units are copied into, of each offloaded residence in use (staging included)."""
     outer_slot_bytes: int
     """Scratch for tensors outside the layers that are copied on demand."""
     stage_tokens: int | None
@@ -203,20 +174,35 @@ class MemoryPlan:
 
     def placed_bytes(self) -> dict[str, int]:
         """Weight bytes by placement."""
-        totals = {place.value: 0 for place in Placement}
-        slabs = [(layer.offloaded, layer.placement) for layer in self.layers]
-        slabs += [(layer.resident, Placement.RESIDENT) for layer in self.layers]
-        for slab, place in slabs:
-            totals[place.value] += self.formats.total_bytes(slab.tensors)
+        totals = {place.name: 0 for place in RESIDENCES}
+        for layer in self.layers:
+            totals[RESIDENT.name] += self.formats.total_bytes(layer.resident.tensors)
+            for unit in layer.units:
+                totals[unit.residence.name] += self.formats.total_bytes(unit.slab.tensors)
         for slab in (self.outer_resident, self.outer_offloaded):
             for tensor in slab.tensors:
-                totals[self.placements[tensor.name].value] += self.formats.num_bytes(tensor)
+                totals[self.placements[tensor.name].name] += self.formats.num_bytes(tensor)
         return totals
 
     @property
     def offloaded_layers(self) -> tuple[LayerPlan, ...]:
-        """Layers with an offloaded slab, in order."""
-        return tuple(layer for layer in self.layers if layer.offloaded.num_bytes)
+        """Layers with units in host memory, in order."""
+        return tuple(layer for layer in self.layers if layer.units)
+
+    def units_of(self, residence: Residence) -> tuple[Unit, ...]:
+        """Return the units of one residence, in the order of their layers."""
+        units = (unit for layer in self.layers for unit in layer.units)
+        return tuple(unit for unit in units if unit.residence is residence)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots on the GPU that units are copied into."""
+        return sum(slots.count for slots in self.slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the largest unit, and so of a slot where all units have one residence."""
+        return max((slots.num_bytes for slots in self.slots), default=0)
 
     def moved_per_step(self, num_decodes: int = 1) -> tuple[int, int]:
         """Return weight bytes that cross the link in one decode step: copied, and read in place.
@@ -231,17 +217,16 @@ class MemoryPlan:
         is_staged = self.stage_tokens is not None and rows >= self.stage_tokens
         copied = read = 0
         for tensor in self.outer_offloaded.tensors:
-            if self.placements[tensor.name] is Placement.ON_DEMAND:
+            if not self.placements[tensor.name].reads_in_place:
                 copied += self.formats.num_bytes(tensor)
             elif tensor.name != EMBEDDING:
                 read += self.formats.num_bytes(tensor)
-        num_layers, slots = len(self.offloaded_layers), self.num_slots
-        for k, layer in enumerate(self.offloaded_layers):
-            if layer.placement is Placement.UVA and not is_staged:
-                read += self.formats.total_bytes(layer.offloaded.tensors)
-            elif layer.placement is Placement.ON_DEMAND or k % slots + slots < num_layers:
-                copied += layer.offloaded.num_bytes
-            # A layer that has a slot to itself stays there.
+        for slots in self.slots:
+            kind = slots.residence
+            moved = kind.link_bytes(
+                self.units_of(kind), self.formats, slots.count, is_staged=is_staged
+            )
+            copied, read = copied + moved[0], read + moved[1]
         return copied, read
 
     def bytes_per_step(self) -> int:
@@ -362,25 +347,25 @@ class WeightLayout:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of offloaded slabs."""
-        return sum(x.offloaded.num_bytes for x in self.layers) + self.outer_offloaded.num_bytes
+        return sum(x.offloaded_bytes for x in self.layers) + self.outer_offloaded.num_bytes
 
 
 def lay_out(spec: ModelSpec, assignment: Assignment, formats: TensorFormats) -> WeightLayout:
-    """Lay every tensor out in a resident or an offloaded slab."""
+    """Lay every tensor out: those of a layer together by their residence."""
     places = assignment.placements
     layers = []
     for index in range(spec.num_hidden_layers):
-        resident: list[TensorSpec] = []
-        moved: list[TensorSpec] = []
+        slabs: dict[Residence, list[TensorSpec]] = {kind: [] for kind in RESIDENCES}
         for tensor in spec.layer_tensors(index):
-            (resident if places[tensor.name] is Placement.RESIDENT else moved).append(tensor)
-        place = places[moved[0].name] if moved else Placement.RESIDENT
-        layers.append(LayerPlan(index, Slab.of(resident, formats), Slab.of(moved, formats), place))
+            slabs[places[tensor.name]].append(tensor)
+        resident = Slab.of(slabs.pop(RESIDENT), formats)
+        units = tuple(Unit(kind, Slab.of(held, formats)) for kind, held in slabs.items() if held)
+        layers.append(LayerPlan(index, resident, units))
     outer = spec.outer_tensors()
     return WeightLayout(
         tuple(layers),
-        Slab.of([t for t in outer if places[t.name] is Placement.RESIDENT], formats),
-        Slab.of([t for t in outer if places[t.name] is not Placement.RESIDENT], formats),
+        Slab.of([t for t in outer if not places[t.name].is_offloaded], formats),
+        Slab.of([t for t in outer if places[t.name].is_offloaded], formats),
     )
 
 
@@ -466,7 +451,8 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     config, spec, facts, dtype = asked.config, asked.spec, asked.facts, asked.dtype
     settings, size = config.engine, DTYPE_BYTES[dtype]
     layout = lay_out(spec, assignment, asked.formats)
-    slots, slot_bytes, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
+    slots, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
+    slot_bytes = {found.residence: found.count * found.num_bytes for found in slots}
     sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
     budget = gpu_budget_bytes(config, facts)
     notes = list(assignment.notes)
@@ -478,14 +464,14 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     prefills: tuple[tuple[int, int], ...] = ()
     if sizes:
         prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
-    offloads = any(layer.offloaded.num_bytes for layer in layout.layers)
+    offloads = any(layer.units for layer in layout.layers)
     captured = prefills if use_graphs and not offloads else ()
     decodes = sizes if use_graphs else ()
     captured_pool, graph_nodes = captured_bytes(spec, facts.kind, decodes, captured, size)
     items = {
         "weights": layout.resident_bytes,
-        "prefetch_slots": 0 if stage is not None else slots * slot_bytes,
-        "staging_slots": (slots * slot_bytes if stage is not None else 0) + outer_slot,
+        "prefetch_slots": sum(size for kind, size in slot_bytes.items() if kind is not UVA),
+        "staging_slots": slot_bytes.get(UVA, 0) + outer_slot,
         "activations": activation_bytes(spec, settings, size, asked.max_model_len) + captured_pool,
         "logits": logits_bytes(spec, settings, size),
         "graphs": graph_nodes,
@@ -526,8 +512,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         outer_resident=layout.outer_resident,
         outer_offloaded=layout.outer_offloaded,
         lookahead=assignment.lookahead,
-        num_slots=slots,
-        slot_bytes=slot_bytes,
+        slots=slots,
         outer_slot_bytes=outer_slot,
         stage_tokens=stage,
         block_size=config.kv.block_size,
@@ -721,25 +706,26 @@ def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
 
 def _slots(
     layout: WeightLayout, assignment: Assignment, config: EngineConfig, formats: TensorFormats
-) -> tuple[int, int, int, int | None]:
-    """Return slots, bytes of one, bytes of the outer scratch, and the staging threshold."""
-    moved = [layer for layer in layout.layers if layer.offloaded.num_bytes]
-    slot_bytes = max((layer.offloaded.num_bytes for layer in moved), default=0)
+) -> tuple[tuple[Slots, ...], int, int | None]:
+    """Return the slots of units, bytes of the outer scratch, and the staging threshold."""
+    units: dict[Residence, list[Unit]] = {}
+    for layer in layout.layers:
+        for unit in layer.units:
+            units.setdefault(unit.residence, []).append(unit)
     outer = [
         align(formats.num_bytes(tensor))
         for tensor in layout.outer_offloaded.tensors
-        if assignment.placements[tensor.name] is Placement.ON_DEMAND
+        if not assignment.placements[tensor.name].reads_in_place
     ]
-    kinds = {layer.placement for layer in moved}
-    stage = None
-    if not moved:
-        return 0, 0, max(outer, default=0), None
-    if Placement.UVA in kinds:
-        threshold = config.engine.uva_stage_tokens
-        stage = threshold if threshold <= config.engine.max_num_batched_tokens else None
-        count = min(2, len(moved)) if stage is not None else 0
-    elif Placement.PREFETCH in kinds:
-        count = min(assignment.lookahead + 1, len(moved))
-    else:
-        count = 1
-    return count, slot_bytes, max(outer, default=0), stage
+    threshold = config.engine.uva_stage_tokens
+    stages = threshold <= config.engine.max_num_batched_tokens
+    slots = tuple(
+        Slots(
+            kind,
+            kind.num_slots(len(found), lookahead=assignment.lookahead, stages=stages),
+            max(unit.slab.num_bytes for unit in found),
+        )
+        for kind, found in units.items()
+    )
+    stage = threshold if stages and any(kind.reads_in_place for kind in units) else None
+    return slots, max(outer, default=0), stage

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import ModelSpec
+from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENT, UVA, Residence
 
 
 def matches(selector: str, name: str) -> bool:
@@ -65,24 +65,11 @@ def widened(tensors: Iterable[TensorSpec], selectors: Sequence[str]) -> list[str
     return found
 
 
-class Placement(StrEnum):
-    """Where one tensor lives and how it reaches the compute."""
-
-    RESIDENT = "resident"
-    """In GPU memory."""
-    UVA = "uva"
-    """In pinned host memory, read in place (staged through slots in large steps)."""
-    PREFETCH = "prefetch"
-    """In pinned host memory, copied ahead into a slot."""
-    ON_DEMAND = "on_demand"
-    """In host memory, copied when its layer runs."""
-
-
 @dataclass(frozen=True)
 class Assignment:
-    """A placement for every tensor, and what a reader of the record must know about it."""
+    """A residence for every tensor, and what a reader of the record must know about it."""
 
-    placements: dict[str, Placement]
+    placements: dict[str, Residence]
     lookahead: int = 1
     """Offloaded layers that are copied ahead (prefetch)."""
     notes: list[str] = field(default_factory=list)
@@ -132,7 +119,7 @@ def _unused_notes(config: OffloadConfig) -> list[str]:
 
 def assign_resident(spec: ModelSpec) -> Assignment:
     """Place everything on the GPU."""
-    return Assignment({tensor.name: Placement.RESIDENT for tensor in spec.tensors()})
+    return Assignment({tensor.name: RESIDENT for tensor in spec.tensors()})
 
 
 def assign_layers_on_demand(spec: ModelSpec) -> Assignment:
@@ -140,7 +127,7 @@ def assign_layers_on_demand(spec: ModelSpec) -> Assignment:
     placements = assign_resident(spec).placements
     for layer in range(spec.num_hidden_layers):
         for tensor in spec.layer_tensors(layer):
-            placements[tensor.name] = Placement.ON_DEMAND
+            placements[tensor.name] = ON_DEMAND
     return Assignment(placements, notes=["reference: every layer is copied on demand"])
 
 
@@ -174,7 +161,7 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
     for tensor in candidates:
         if taken >= budget:
             break
-        placements[tensor.name] = Placement.UVA
+        placements[tensor.name] = UVA
         taken += formats.num_bytes(tensor)
         last = tensor
     notes = _widened_notes(setting, candidates, selectors)
@@ -215,7 +202,7 @@ def assign_prefetch(spec: ModelSpec, config: OffloadConfig) -> Assignment:
             "would move. Change one of the three."
         )
     placements = assign_resident(spec).placements
-    placements |= {tensor.name: Placement.PREFETCH for tensor in tensors}
+    placements |= {tensor.name: PREFETCH for tensor in tensors}
     notes = _widened_notes(setting, tensors, selectors)
     return Assignment(placements, lookahead=node.offload_prefetch_step, notes=notes)
 
@@ -234,7 +221,7 @@ def assign_spread(spec: ModelSpec, num_layers: int) -> Assignment:
     placements = assign_resident(spec).placements
     for layer in spread_layers(spec.num_hidden_layers, num_layers):
         for tensor in spec.layer_tensors(layer):
-            placements[tensor.name] = Placement.PREFETCH
+            placements[tensor.name] = PREFETCH
     return Assignment(placements)
 
 
@@ -250,25 +237,20 @@ def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: s
     Returns:
         The assignment that can be served.
     """
-    lost = set()
-    if not can_pin:
-        lost = {Placement.UVA, Placement.PREFETCH}
-    elif not can_uva:
-        lost = {Placement.UVA}
-    changed = {name for name, place in assignment.placements.items() if place in lost}
+    served = {
+        name: place.served(can_pin=can_pin, can_uva=can_uva)
+        for name, place in assignment.placements.items()
+    }
+    changed = [name for name, place in assignment.placements.items() if served[name] is not place]
     if not changed:
         return assignment
-    kinds = sorted({assignment.placements[name].value for name in changed})
+    kinds = sorted({assignment.placements[name].name for name in changed})
     memory = "pinned" if can_pin else "pageable"
     note = (
         f"fallback: {', '.join(kinds)} is not possible ({reason}); {len(changed)} tensors are "
         f"copied on demand from {memory} host memory."
     )
-    placements = {
-        name: Placement.ON_DEMAND if name in changed else place
-        for name, place in assignment.placements.items()
-    }
-    return Assignment(placements, assignment.lookahead, [*assignment.notes, note])
+    return Assignment(served, assignment.lookahead, [*assignment.notes, note])
 
 
 def _is_tied_embedding(spec: ModelSpec, tensor: TensorSpec) -> bool:

@@ -12,8 +12,8 @@ from engine.model.formats import EMBEDDING
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.kv_memory import HostKVPlan, KVSizes, SwapRates
 from engine.plan.memory import DeviceFacts, MemoryPlan
-from engine.plan.policy import Placement
 from engine.plan.sizes import padded_prefill
+from engine.plan.units import Feed, Residence, Slots, moving
 from kernels.sizes import MAX_SMALL_TOKENS
 
 
@@ -292,17 +292,24 @@ PREFILL_TOKENS: Final = 2048
 """Prompt of the predicted prefill (less where max_model_len is)."""
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of layers that have one residence in host memory."""
+
+    residence: Residence
+    sizes: tuple[int, ...]
+    """Bytes in each layer; 0: none."""
+    num_slots: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What the times of a plan depend on; bytes are those of the plan's formats."""
 
     resident_bytes: tuple[int, ...]
     """Of each layer, in GPU memory."""
-    offloaded_bytes: tuple[int, ...]
-    """Of each layer, in host memory."""
-    placement: Placement
-    """Of the offloaded layers."""
-    num_slots: int
+    moved: tuple[Moved, ...]
+    """What lies in host memory, by residence."""
     stage_tokens: int | None
     head_bytes: int
     """Outside the layers, read from GPU memory by every step."""
@@ -338,7 +345,7 @@ class Shape:
     @property
     def total_offloaded_bytes(self) -> int:
         """Bytes of offloaded layers."""
-        return sum(self.offloaded_bytes)
+        return sum(sum(found.sizes) for found in self.moved)
 
     def concurrency(self, tokens: float) -> int:
         """Sequences of that many tokens that run at once, at least 1."""
@@ -364,21 +371,18 @@ class Shape:
 def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
     """Return what the times of a plan depend on."""
     size, formats = DTYPE_BYTES[plan.dtype], plan.formats
-    kinds = {layer.placement for layer in plan.offloaded_layers}
     outer = {t.name: formats.num_bytes(t) for t in spec.outer_tensors()}
     row_bytes = formats[EMBEDDING].row_bytes(spec.outer_tensors()[0])
     places = plan.placements
     read = [name for name in outer if spec.tie_word_embeddings or name != EMBEDDING]
     return Shape(
         resident_bytes=tuple(layer.resident.num_bytes for layer in plan.layers),
-        offloaded_bytes=tuple(layer.offloaded.num_bytes for layer in plan.layers),
-        placement=kinds.pop() if kinds else Placement.RESIDENT,
-        num_slots=plan.num_slots,
+        moved=tuple(_moved(plan, slots) for slots in plan.slots),
         stage_tokens=plan.stage_tokens,
-        head_bytes=sum(outer[n] for n in read if places[n] is not Placement.UVA),
-        head_in_place_bytes=sum(outer[n] for n in read if places[n] is Placement.UVA),
-        outer_copied_bytes=sum(outer[n] for n in outer if places[n] is Placement.ON_DEMAND),
-        embed_row_bytes=row_bytes if places[EMBEDDING] is Placement.UVA else 0,
+        head_bytes=sum(outer[n] for n in read if not places[n].reads_in_place),
+        head_in_place_bytes=sum(outer[n] for n in read if places[n].reads_in_place),
+        outer_copied_bytes=sum(outer[n] for n in outer if _is_copied(places[n])),
+        embed_row_bytes=row_bytes if places[EMBEDDING].reads_in_place else 0,
         layer_params=sum(t.numel for t in spec.layer_tensors(0)),
         head_params=spec.vocab_size * spec.hidden_size,
         q_size=spec.q_size,
@@ -397,6 +401,20 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
         pinned_kv_bytes=plan.host_items.get("pinned_kv", 0),
         reads_files=plan.reads_files,
     )
+
+
+def _moved(plan: MemoryPlan, slots: Slots) -> Moved:
+    sizes = [0] * len(plan.layers)
+    for layer in plan.layers:
+        for unit in layer.units:
+            if unit.residence is slots.residence:
+                sizes[layer.index] = unit.slab.num_bytes
+    return Moved(slots.residence, tuple(sizes), slots.count)
+
+
+def _is_copied(place: Residence) -> bool:
+    """Whether a tensor outside the layers is copied by every step."""
+    return place.is_offloaded and not place.reads_in_place
 
 
 def _in_first_group(plan: MemoryPlan) -> tuple[bool, ...]:
@@ -446,7 +464,7 @@ def step_s(
     matrix_rate = _matrix_rate(shape, rates)
     seen = before + prefill / (2 * max(1, rows or 1))
     hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
-    in_place = _reads_in_place(shape, tokens)
+    is_staged = shape.stage_tokens is not None and tokens >= shape.stage_tokens
     tiles, reads = math.ceil(tokens / IN_PLACE_TILE_ROWS), _reads(shape, rates, tokens)
     is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
     # Products of few rows read while they compute; those of libraries hide little of their reads.
@@ -454,7 +472,7 @@ def step_s(
     both: Callable[[float, float], float] = max if is_small else operator.add
 
     @cache
-    def layer_s(resident: int, offloaded: int, limit: int, is_first: bool) -> tuple[float, float]:
+    def layer_s(from_gpu: int, in_place: int, limit: int, is_first: bool) -> tuple[float, float]:
         """The time of a layer, and of it what KV in host memory holds the link."""
         attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
         kv_tokens = decodes * min(context, limit)
@@ -464,17 +482,15 @@ def step_s(
             staged = shape.beyond_gpu(min(before + prefill, limit)) if prefill else 0.0
         kv_s = (kv_tokens - far) * shape.kv_layer_bytes / (KV_SHARE * hbm_rate)
         far_s, staged_s = (count * shape.kv_layer_bytes / place_rate for count in (far, staged))
-        from_gpu = resident if in_place else resident + offloaded
         read = reads * from_gpu / (WEIGHT_SHARE * hbm_rate)
-        read += reads * offloaded * tiles / place_rate if in_place else 0.0
+        read += reads * in_place * tiles / place_rate if in_place else 0.0
         seconds = both(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
         seconds += sequences * rates.sequence_overhead_s
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         return seconds, far_s + staged_s
 
     kinds = zip(
-        shape.resident_bytes,
-        shape.offloaded_bytes,
+        *_read_bytes(shape, is_staged=is_staged),
         shape.kv_limits,
         shape.in_place_layers,
         strict=True,
@@ -484,7 +500,7 @@ def step_s(
     after = _outside_s(shape, rates, tokens, sequences)
     launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
     seconds = _run(
-        shape, rates, compute, after, in_place=in_place, kv_link_s=kv_link_s, launch_s=launch_s
+        shape, rates, compute, after, is_staged=is_staged, kv_link_s=kv_link_s, launch_s=launch_s
     )
     return seconds + rates.step_overhead_s
 
@@ -495,37 +511,48 @@ def _run(
     compute: list[float],
     after_s: float,
     *,
-    in_place: bool,
+    is_staged: bool,
     kv_link_s: float,
     launch_s: float,
 ) -> float:
-    """Layers, copies and launches together."""
+    """Layers, copies and launches together; copies ahead of several residences share a ring."""
     alone = [0.0] * len(compute)
-    if in_place or shape.placement is Placement.RESIDENT:
-        return ring_s(compute, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
     link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
-    sizes, overhead = shape.offloaded_bytes, rates.copy_overhead_s
-    copies = [size / link + overhead if size else 0.0 for size in sizes]
-    if shape.placement is Placement.ON_DEMAND:
+    ahead: list[tuple[Moved, list[float]]] = []
+    for found in shape.moved:
+        feed = found.residence.feed(is_staged=is_staged)
+        if feed is Feed.DIRECT:
+            continue
+        copies = [size / link + rates.copy_overhead_s if size else 0.0 for size in found.sizes]
+        if feed is Feed.AHEAD:
+            ahead.append((found, copies))
+            continue
         if not shape.is_pinned:  # the host waits for each copy, and launches nothing meanwhile
             compute, launch_s = [max(seconds, launch_s) for seconds in compute], 0.0
-        one_stream = list(map(operator.add, compute, copies))
-        return ring_s(one_stream, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
-    wrap, slots = shape.placement is Placement.PREFETCH, shape.num_slots
-    moved = [seconds for seconds in copies if seconds]
-    # A layer that has a slot to itself stays there.
-    streamed = sum(s for k, s in enumerate(moved) if k % slots + slots < len(moved))
+        compute = list(map(operator.add, compute, copies))
+    if not ahead:
+        return ring_s(compute, alone, 1, wrap=False, after_s=after_s, launch_s=launch_s)
+    streamed = sum(sum(moving(list(filter(None, c)), m.num_slots)) for m, c in ahead)
     if rates.is_cpu:
         return sum(compute) + streamed + after_s
+    copies = [sum(seconds) for seconds in zip(*(copies for _, copies in ahead), strict=True)]
+    slots = min(found.num_slots for found, _ in ahead)
+    wrap = all(found.residence.wraps for found, _ in ahead)
     seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s, launch_s=launch_s)
     # The link carries all of it, one after the other.
     shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9) + kv_link_s
     return max(seconds, streamed + shared) if shared else seconds
 
 
-def _reads_in_place(shape: Shape, tokens: int) -> bool:
-    staged = shape.stage_tokens is not None and tokens >= shape.stage_tokens
-    return shape.placement is Placement.UVA and not staged
+def _read_bytes(shape: Shape, *, is_staged: bool) -> tuple[list[int], list[int]]:
+    """Return the bytes of each layer that products read from GPU memory, and in place."""
+    from_gpu, in_place = list(shape.resident_bytes), [0] * len(shape.resident_bytes)
+    for found in shape.moved:
+        is_direct = found.residence.feed(is_staged=is_staged) is Feed.DIRECT
+        target = in_place if is_direct else from_gpu
+        for layer, size in enumerate(found.sizes):
+            target[layer] += size
+    return from_gpu, in_place
 
 
 def _reads(shape: Shape, rates: Rates, rows: int) -> float:
@@ -581,12 +608,8 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
 
 
 def first_token_s(shape: Shape, rates: Rates, tokens: int) -> float:
-    """Return the time until the first token of a prompt that comes alone is there.
-
-    It is collected once the next step is launched, which on a CPU is to run it.
-    """
-    seconds = prefill_s(shape, rates, tokens)
-    return seconds + (decode_step_s(shape, rates, 1, tokens) if rates.is_cpu else 0.0)
+    """Return the time until the first token of a prompt that comes alone is there."""
+    return prefill_s(shape, rates, tokens)
 
 
 def load_s(shape: Shape, rates: Rates) -> float:

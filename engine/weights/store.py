@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
 
 from engine.device.base import Device, HostBuffer
 from engine.model.formats import EMBEDDING, ParamSpec, TensorSpec
-from engine.plan.memory import LayerPlan, MemoryPlan, Slab
-from engine.plan.policy import Placement
-from engine.weights.ring import LayerFeed, OnDemandSlot, SlotRing
+from engine.plan.memory import MemoryPlan
+from engine.plan.units import LayerPlan, Residence, Slab, Slots, Unit
+from engine.weights.residence import Held, HeldUnits, Operands, hold
 
 
 class WeightStore:
@@ -27,36 +28,33 @@ class WeightStore:
         resident, host = self._resident_buffer, self._host_buffer.tensor
         self._raw: dict[str, torch.Tensor] = {}
         """Bytes of every tensor by name."""
-        self._layer_sources: dict[int, torch.Tensor] = {}
-        self._layer_bytes: dict[int, int] = {}
+        sources: dict[Residence, list[torch.Tensor]] = {found.residence: [] for found in plan.slots}
+        """The host slabs of each residence's units."""
         at_gpu = at_host = 0
         for layer in plan.layers:
             self._raw |= _cut(plan, layer.resident, resident, at_gpu)
-            self._raw |= _cut(plan, layer.offloaded, host, at_host)
-            self._layer_sources[layer.index] = host[at_host : at_host + layer.offloaded.num_bytes]
-            self._layer_bytes[layer.index] = plan.formats.total_bytes(layer.offloaded.tensors)
             at_gpu += layer.resident.num_bytes
-            at_host += layer.offloaded.num_bytes
+            for unit in layer.units:
+                self._raw |= _cut(plan, unit.slab, host, at_host)
+                source = host[at_host : at_host + unit.slab.num_bytes]
+                sources[unit.residence].append(source)
+                at_host += unit.slab.num_bytes
         self._raw |= _cut(plan, plan.outer_resident, resident, at_gpu)
         self._raw |= _cut(plan, plan.outer_offloaded, host, at_host)
-        self._slots = [device.empty(plan.slot_bytes) for _ in range(plan.num_slots)]
         self._outer_slot = device.empty(plan.outer_slot_bytes) if plan.outer_slot_bytes else None
-        self._order = {layer.index: k for k, layer in enumerate(plan.offloaded_layers)}
-        self._feed = self._build_feed()
-        self._is_uva = any(x.placement is Placement.UVA for x in plan.offloaded_layers)
-        self._uses_feed = False
-        self._direct = [self._direct_operands(layer) for layer in plan.layers]
-        self._slotted = [self._slotted_operands(layer) for layer in plan.layers]
+        self.held = {slots.residence: self._hold(slots, sources) for slots in plan.slots}
+        """The units of each offloaded residence."""
+        self._parts = self._unit_numbers()
+        self._operands = [self._layer_operands(layer) for layer in plan.layers]
         self._outer = self._outer_operands()
         self._scratch = self._scratch_operands()
         self._outer_copied_bytes = 0
-        self.in_place_bytes = 0
-        """Weight bytes that steps read in place from host memory so far."""
+        self._outer_read_bytes = 0
 
     def _allocate(self) -> tuple[torch.Tensor, HostBuffer]:
         layers = self.plan.layers
         gpu = sum(x.resident.num_bytes for x in layers) + self.plan.outer_resident.num_bytes
-        host = sum(x.offloaded.num_bytes for x in layers) + self.plan.outer_offloaded.num_bytes
+        host = sum(x.offloaded_bytes for x in layers) + self.plan.outer_offloaded.num_bytes
         buffer = self._device.host_buffer(host, pin=self.plan.pin and host > 0)
         return self._device.empty(gpu), buffer
 
@@ -83,41 +81,56 @@ class WeightStore:
         reached = {n: self._device.in_place(self._host_buffer, v) for n, v in views.items()}
         return self.plan.formats[tensor.name].operand(reached)
 
-    def _build_feed(self) -> LayerFeed | None:
-        layers = self.plan.offloaded_layers
-        if not layers or not self._slots:
-            return None
-        sources = [self._layer_sources[layer.index] for layer in layers]
-        if layers[0].placement is Placement.ON_DEMAND:
-            return OnDemandSlot(self._slots[0], sources)
-        wrap = layers[0].placement is Placement.PREFETCH
-        return SlotRing(self._device.copy_stream(), self._slots, sources, wrap=wrap)
+    def _hold(self, slots: Slots, sources: Mapping[Residence, list[torch.Tensor]]) -> HeldUnits:
+        """Return the units of one residence with their slots."""
+        kind = slots.residence
+        memory = [self._device.empty(slots.num_bytes) for _ in range(slots.count)]
+        units = [
+            Held(
+                source=source,
+                num_bytes=self.plan.formats.total_bytes(unit.slab.tensors),
+                in_place={_short(t.name): self._in_place(t) for t in unit.slab.tensors}
+                if kind.reads_in_place
+                else None,
+                copied=[self._copied(unit, slot) for slot in memory],
+            )
+            for unit, source in zip(self.plan.units_of(kind), sources[kind], strict=True)
+        ]
+        return hold(units, slots, memory, self._device)
 
-    def _direct_operands(self, layer: LayerPlan) -> dict[str, Any] | None:
-        """Tensors of a layer that needs no copy: resident, or read in place."""
-        if layer.offloaded.num_bytes and layer.placement is not Placement.UVA:
-            return None
-        found = {_short(t.name): self._stored(t) for t in layer.resident.tensors}
-        return found | {_short(t.name): self._in_place(t) for t in layer.offloaded.tensors}
+    def _copied(self, unit: Unit, slot: torch.Tensor) -> dict[str, Any]:
+        """Return what products take of a unit that was copied into a slot."""
+        raws = _cut(self.plan, unit.slab, slot, 0)
+        return {_short(t.name): self._operand(t, raws[t.name]) for t in unit.slab.tensors}
 
-    def _slotted_operands(self, layer: LayerPlan) -> list[dict[str, Any]]:
-        """Tensors of an offloaded layer for each slot that it may be copied into."""
-        if layer.index not in self._order or not self._slots:
-            return []
+    def _unit_numbers(self) -> list[list[tuple[HeldUnits, int]]]:
+        """Return of each layer its units: who holds them, and their number there."""
+        counts = dict.fromkeys(self.held, 0)
+        parts = []
+        for layer in self.plan.layers:
+            found = []
+            for unit in layer.units:
+                found.append((self.held[unit.residence], counts[unit.residence]))
+                counts[unit.residence] += 1
+            parts.append(found)
+        return parts
+
+    def _layer_operands(self, layer: LayerPlan) -> dict[tuple[int, ...], Operands]:
+        """Return a layer's tensors for each combination of places that its units may be in."""
         resident = {_short(t.name): self._stored(t) for t in layer.resident.tensors}
-        found = []
-        for slot in self._slots:
-            raws = _cut(self.plan, layer.offloaded, slot, 0)
-            copied = {
-                _short(t.name): self._operand(t, raws[t.name]) for t in layer.offloaded.tensors
-            }
-            found.append(resident | copied)
+        places = [units.places(k) for units, k in self._parts[layer.index]]
+        found = {}
+        for numbers in product(*(range(len(each)) for each in places)):
+            merged = dict(resident)
+            for each, number in zip(places, numbers, strict=True):
+                merged |= each[number]
+            found[numbers] = merged
         return found
 
     def _outer_operands(self) -> dict[str, Any]:
         found = {t.name: self._stored(t) for t in self.plan.outer_resident.tensors}
         for tensor in self.plan.outer_offloaded.tensors:
-            if self.plan.placements[tensor.name] is Placement.UVA:
+            if self.plan.placements[tensor.name].reads_in_place:
                 found[tensor.name] = self._in_place(tensor)
         return found
 
@@ -128,7 +141,7 @@ class WeightStore:
         found = {}
         for tensor in self.plan.outer_offloaded.tensors:
             target = self._outer_slot[: self._raw[tensor.name].numel()]
-            if self.plan.placements[tensor.name] is Placement.ON_DEMAND:
+            if not self.plan.placements[tensor.name].reads_in_place:
                 found[tensor.name] = target, self._operand(tensor, target)
         return found
 
@@ -151,18 +164,16 @@ class WeightStore:
     def _tensor_specs(self) -> Iterator[TensorSpec]:
         for layer in self.plan.layers:
             yield from layer.resident.tensors
-            yield from layer.offloaded.tensors
+            yield from layer.offloaded_tensors
         yield from self.plan.outer_resident.tensors
         yield from self.plan.outer_offloaded.tensors
 
     def begin_step(self, num_tokens: int) -> None:
         """Decide between in-place reads and staging, and start the first copies."""
         stage = self.plan.stage_tokens
-        self._uses_feed = self._feed is not None and (
-            not self._is_uva or (stage is not None and num_tokens >= stage)
-        )
-        if self._feed is not None and self._uses_feed:
-            self._feed.begin_step()
+        is_staged = stage is not None and num_tokens >= stage
+        for units in self.held.values():
+            units.begin_step(is_staged=is_staged)
 
     def acquire(self, layer: int) -> Mapping[str, Any]:
         """Return a layer's tensors by short name; the compute stream may read them.
@@ -171,25 +182,18 @@ class WeightStore:
         checkpoint without `model.layers.N.`, joined products as `self_attn.qkv_proj` and
         `mlp.gate_up_proj`.
         """
-        k = self._order.get(layer)
-        if k is not None and self._feed is not None and self._uses_feed:
-            return self._slotted[layer][self._feed.acquire(k)]
-        direct = self._direct[layer]
-        assert direct is not None, f"layer {layer} has no direct views"
-        if k is not None:
-            self.in_place_bytes += self._layer_bytes[layer]
-        return direct
+        numbers = tuple([units.acquire(k) for units, k in self._parts[layer]])
+        return self._operands[layer][numbers]
 
     def release(self, layer: int) -> None:
         """Say that the layer's last use in this step is enqueued."""
-        k = self._order.get(layer)
-        if k is not None and self._feed is not None and self._uses_feed:
-            self._feed.release(k)
+        for units, k in self._parts[layer]:
+            units.release(k)
 
     def end_step(self) -> None:
         """Join the copies to the compute stream."""
-        if self._feed is not None and self._uses_feed:
-            self._feed.end_step()
+        for units in self.held.values():
+            units.end_step()
 
     def outer(self, name: str) -> Any:
         """Return a tensor outside the layers, copied on demand where it lies off the GPU."""
@@ -198,14 +202,19 @@ class WeightStore:
             target, found = self._scratch[name]
             target.copy_(self._raw[name], non_blocking=True)
             self._outer_copied_bytes += target.numel()
-        elif self.plan.placements[name] is Placement.UVA and name != EMBEDDING:
-            self.in_place_bytes += self._raw[name].numel()
+        elif self.plan.placements[name].reads_in_place and name != EMBEDDING:
+            self._outer_read_bytes += self._raw[name].numel()
         return found
 
     @property
     def copied_bytes(self) -> int:
         """Bytes enqueued host to device since the load."""
-        return self._outer_copied_bytes + (self._feed.copied_bytes if self._feed else 0)
+        return self._outer_copied_bytes + sum(units.copied_bytes for units in self.held.values())
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Weight bytes that steps read in place from host memory so far."""
+        return self._outer_read_bytes + sum(units.in_place_bytes for units in self.held.values())
 
     def host_bytes(self) -> tuple[int, int]:
         """Return pinned and pageable host bytes held."""
@@ -218,8 +227,8 @@ class WeightStore:
 
     def close(self) -> None:
         """Release every view, then the slabs."""
-        self._direct, self._slotted, self._outer, self._scratch, self._raw = [], [], {}, {}, {}
-        self._layer_sources, self._feed, self._slots, self._outer_slot = {}, None, [], None
+        self._operands, self._parts, self.held = [], [], {}
+        self._outer, self._scratch, self._raw, self._outer_slot = {}, {}, {}, None
         self._resident_buffer = torch.empty(0)
         self._host_buffer.close()
 

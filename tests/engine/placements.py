@@ -35,7 +35,7 @@ def check_decode_bytes(llm: LLM, prompt: list[int]) -> None:
     """Every decode step moves what the plan says, copied or read in place."""
     plan = llm.plan
     staged = plan.stage_tokens == 1
-    copied = sum(layer.offloaded.num_bytes for layer in plan.offloaded_layers)
+    copied = sum(layer.offloaded_bytes for layer in plan.offloaded_layers)
     llm.add_request(prompt, greedy_params(4))
     while llm.has_unfinished():
         llm.step()

@@ -158,7 +158,11 @@ def plan_olmo(memory_gib: float = 15.99, **changes: Any) -> MemoryPlan:
 def check_plan(plan: MemoryPlan, spec: ModelSpec) -> None:
     """Every tensor has a place, every byte is counted once, and all of it fits."""
     assert set(plan.placements) == {tensor.name for tensor in spec.tensors()}
-    slabs = [slab for layer in plan.layers for slab in (layer.resident, layer.offloaded)]
+    slabs = [
+        slab
+        for layer in plan.layers
+        for slab in (layer.resident, *(unit.slab for unit in layer.units))
+    ]
     slabs += [plan.outer_resident, plan.outer_offloaded]
     names = [tensor.name for slab in slabs for tensor in slab.tensors]
     assert sorted(names) == sorted(plan.placements)
@@ -181,10 +185,10 @@ def check_plan(plan: MemoryPlan, spec: ModelSpec) -> None:
     assert plan.gpu_items["weights"] == resident + plan.outer_resident.num_bytes
     slots = plan.num_slots * plan.slot_bytes + plan.outer_slot_bytes
     assert plan.gpu_items["prefetch_slots"] + plan.gpu_items["staging_slots"] == slots
-    offloaded = sum(layer.offloaded.num_bytes for layer in plan.layers)
+    offloaded = sum(layer.offloaded_bytes for layer in plan.layers)
     name = "pinned_weights" if plan.pin else "pageable_weights"
     assert plan.host_items[name] == offloaded + plan.outer_offloaded.num_bytes
-    assert plan.slot_bytes == max((x.offloaded.num_bytes for x in plan.layers), default=0) or (
+    assert plan.slot_bytes == max((x.offloaded_bytes for x in plan.layers), default=0) or (
         plan.num_slots == 0
     )
 

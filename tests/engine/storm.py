@@ -15,6 +15,7 @@ from engine.run.executor import DeviceExecutor
 from engine.weights import store
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
+from tests.engine.feeds import feeds
 from tests.engine.two_streams import poison, poison_freed_blocks
 
 DELAYS = {
@@ -76,8 +77,8 @@ def storm(delays: str, seed: int = 0, most_cycles: int = MOST_CYCLES) -> Iterato
     def late_execute(self: DeviceExecutor, batch: Any) -> torch.Tensor:
         if chance.random() < of_steps:
             torch.cuda._sleep(LAG_CYCLES)
-        feed = self._decoder.weights._feed
-        if isinstance(feed, SlotRing):
+        rings = [feed for feed in feeds(self._decoder.weights) if isinstance(feed, SlotRing)]
+        for feed in rings:
             with torch.cuda.stream(feed._stream._copies._stream):  # type: ignore[attr-defined]
                 delay(of_copies)
         return execute(self, batch)

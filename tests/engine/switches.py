@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from engine import LLM
-from engine.plan.policy import Placement
+from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENCES, RESIDENT, UVA, Residence
 
 PREFIX = "TIGHTFIT_DISABLE_"
 SWITCHES = [(), ("UVA",), ("PIN_MEMORY",), ("UVA", "PIN_MEMORY")]
@@ -24,25 +24,25 @@ BACKENDS: dict[str, dict[str, Any]] = {
 MIXED = "embedding in place beside prefetch"
 
 
-def asked(backend: str) -> set[Placement]:
+def asked(backend: str) -> set[Residence]:
     """Return the placements outside the GPU that a backend asks for."""
     if backend == "resident":
         return set()
     if backend == MIXED:
-        return {Placement.UVA, Placement.PREFETCH}
-    return {Placement.UVA if backend.startswith("uva") else Placement.PREFETCH}
+        return {UVA, PREFETCH}
+    return {UVA if backend.startswith("uva") else PREFETCH}
 
 
 def check_record(llm: LLM, switches: tuple[str, ...], backend: str) -> None:
     """The record says what is really used, and why; tables hold what they may."""
-    lost: set[Placement] = {Placement.UVA} if "UVA" in switches else set()
+    lost: set[Residence] = {UVA} if "UVA" in switches else set()
     if "PIN_MEMORY" in switches:
-        lost = {Placement.UVA, Placement.PREFETCH}
+        lost = {UVA, PREFETCH}
     wanted = asked(backend)
-    used = {Placement.ON_DEMAND if place in lost else place for place in wanted}
+    used = {ON_DEMAND if place in lost else place for place in wanted}
     effective, memory = llm.effective(), llm.memory()
-    placed = {Placement(name) for name, size in effective["placement_bytes"].items() if size}
-    assert placed - {Placement.RESIDENT} == used
+    placed = {place for place in RESIDENCES if effective["placement_bytes"][place.name]}
+    assert placed - {RESIDENT} == used
     pinned, pageable = memory["host_pinned_bytes"], memory["host_pageable_bytes"]
     assert (effective["host_pinned_bytes"], effective["host_pageable_bytes"]) == (pinned, pageable)
     is_pinned = "PIN_MEMORY" not in switches
@@ -53,7 +53,7 @@ def check_record(llm: LLM, switches: tuple[str, ...], backend: str) -> None:
 
 
 def check_fallbacks(
-    fallbacks: list[str], switches: tuple[str, ...], changed: set[Placement]
+    fallbacks: list[str], switches: tuple[str, ...], changed: set[Residence]
 ) -> None:
     """Every placement that changed is named with the switch, and nothing else is."""
     moved = [note for note in fallbacks if "on demand" in note]
@@ -62,8 +62,8 @@ def check_fallbacks(
         memory = "pageable" if "PIN_MEMORY" in switches else "pinned"
         assert f"copied on demand from {memory} host memory" in note
         assert any(f"{PREFIX}{switch} is set" in note for switch in switches)
-        for place in Placement:
-            assert (place.value in note.split("(")[0]) is (place in changed)
+        for place in RESIDENCES:
+            assert (place.name in note.split("(")[0]) is (place in changed)
     others = [note for note in fallbacks if note not in moved]
     assert all("without graphs" in note for note in others)
     assert not others or changed
@@ -76,13 +76,14 @@ def check_tables(llm: LLM) -> None:
     host = store._host_buffer.tensor
     start, stop = host.data_ptr(), host.data_ptr() + host.numel()
     tables: dict[str, torch.Tensor] = dict(store._outer)
-    for layer, direct in enumerate(store._direct):
-        for at, found in enumerate([direct or {}, *store._slotted[layer]]):
-            tables |= {f"model.layers.{layer}.{name} {at}": x for name, x in found.items()}
+    for layer, places in enumerate(store._operands):
+        for at, found in places.items():
+            key = f" {'-'.join(map(str, at))}"
+            tables |= {f"model.layers.{layer}.{name}{key}": x for name, x in found.items()}
     device = llm._engine.device.torch_device
     assert {tensor.device for tensor in tables.values()} == {device}
     in_place = {name for name, x in tables.items() if start <= x.data_ptr() < stop}
-    expected = {name for name, place in plan.placements.items() if place is Placement.UVA}
+    expected = {name for name, place in plan.placements.items() if place is UVA}
     assert {name.split()[0] for name in in_place} == expected
-    assert all(name.endswith(" 0") or name in store._outer for name in in_place)
+    assert all(name.endswith((" ", " 0")) or name in store._outer for name in in_place)
     assert store._host_buffer.pinned or not in_place

@@ -52,7 +52,7 @@ def test_control_a_tensor_read_in_place_against_its_placement_is_found(
     llm = residents.open(LAYERS, offload_group_size=2)
     check_tables(llm)
     store = llm._engine.store
-    name = llm.plan.offloaded_layers[0].offloaded.tensors[0].name
+    name = llm.plan.offloaded_layers[0].offloaded_tensors[0].name
     monkeypatch.setitem(store._outer, name, store._raw[name])
     with pytest.raises(AssertionError):
         check_tables(llm)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.plan import planner
+from engine.plan.units import UVA
 from engine.run.executor import DeviceExecutor
 from engine.weights import dummy
 from tests.engine.conftest import TinyModels
@@ -109,7 +110,7 @@ def test_an_embedding_in_place_beside_copied_layers(
     expected = growths.expected(dtype=dtype)
     monkeypatch.setattr(planner, "assign", lambda spec, *_: mixed(spec, outer, count, lookahead))
     llm = growths.open(dtype=dtype)
-    assert all(llm.plan.placements[name] == "uva" for name in outer)
+    assert all(llm.plan.placements[name] is UVA for name in outer)
     assert llm.plan.placed_bytes()["prefetch"] > 0
     for share in (0.0, 0.5):
         with some_eager(llm, share):

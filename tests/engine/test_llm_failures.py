@@ -13,6 +13,7 @@ from engine.asked.offload import OffloadWarning, UVAOffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.run.graphs import StepShape
 from tests.engine.conftest import TinyModels
+from tests.engine.feeds import only_feed
 from tests.tiny import add_tokenizer, greedy, greedy_params, make_prompt, open_llm, write_config
 
 GIB = 2**30
@@ -106,11 +107,11 @@ def test_a_graph_finds_its_layers_after_a_failure(
     """A graph cannot repair the slots itself: it begins with layer s in slot s."""
     engine = open_llm(tiny.folder("llama"), offload_group_size=1)
     runner, store = engine._engine.executor, engine._engine.store
-    held = []
+    feed, held = only_feed(store), []
 
     class Replay:
         def replay(self) -> None:
-            held.append((list(store._feed._held), list(store._feed._pending)))
+            held.append((list(feed._held), list(feed._pending)))
 
     acquire, calls = store.acquire, []
 
@@ -126,7 +127,7 @@ def test_a_graph_finds_its_layers_after_a_failure(
     calls += [0, 0, 0, 0]
     with pytest.raises(RuntimeError, match="tests say so"):
         engine.step()
-    assert store._feed._held != [0, 1]
+    assert feed._held != [0, 1]
     runner._graphs.captured[StepShape(1)] = (Replay(), 0, 0)
     engine.step()  # the tokens of the step in flight
     engine.step()

@@ -14,7 +14,8 @@ import torch
 from engine import LLM
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig
 from engine.plan import planner
-from engine.plan.policy import Placement, assign_prefetch
+from engine.plan.policy import assign_prefetch
+from engine.plan.units import PREFETCH
 from engine.run.executor import DeviceExecutor
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
@@ -68,7 +69,7 @@ def distinct_splits(most: int) -> Iterator[tuple[int, int, int, int]]:
                 offload_group_size=group, offload_num_in_group=num, offload_prefetch_step=step
             )
             found = assign_prefetch(_spec(n), OffloadConfig(prefetch=node))
-            moved = [name for name, p in found.placements.items() if p is Placement.PREFETCH]
+            moved = [name for name, p in found.placements.items() if p is PREFETCH]
             layers = frozenset(int(name.split(".")[2]) for name in moved)
             key = (n, layers, min(step + 1, len(layers)))
             if key not in seen:
@@ -134,7 +135,7 @@ def test_layers_of_different_sizes_share_slots(residents: Residents) -> None:
     for name in ("layers of different sizes", "different sizes, three slots"):
         llm = residents.open(LAYERS, **ODD[name])
         plan = llm.plan
-        sizes = [layer.offloaded.num_bytes for layer in plan.offloaded_layers]
+        sizes = [layer.offloaded_bytes for layer in plan.offloaded_layers]
         assert len(set(sizes)) >= 3
         assert len(sizes) > plan.num_slots
         assert plan.slot_bytes == max(sizes)

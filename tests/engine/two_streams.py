@@ -27,6 +27,7 @@ from engine.run.inputs import Upload
 from engine.run.sampler import Sampler
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
+from tests.engine.feeds import feeds, numbers
 
 POLICIES: dict[str, dict[str, int]] = {
     "copies late": {"compute": 1, "poison": 0, "copy": 0},
@@ -224,11 +225,13 @@ def on_two_streams(llm: LLM, policy: str, seed: int = 0) -> Iterator[TwoStreams]
         patch.setattr(OnDemandSlot, "acquire", lambda self, k: 0)
         patch.setattr(engine.device, "mark", lambda: _Mark(streams, streams.num_enqueued))
         patch.setattr(engine.device, "synchronize", streams.drain)
-        for slot in store._slots:
-            poison(slot)
-        if isinstance(store._feed, SlotRing):
-            patch.setattr(store._feed, "_stream", streams)
-            store._feed._held[:] = [None] * len(store._feed._held)
+        for units in store.held.values():
+            for slot in units.slots:
+                poison(slot)
+        for feed in feeds(store):
+            if isinstance(feed, SlotRing):
+                patch.setattr(feed, "_stream", streams)
+                feed._held[:] = [None] * len(feed._held)
         engine.cache.tensor.fill_(torch.nan)
         poison_freed_blocks(patch, llm, streams.compute)
         yield streams
@@ -278,9 +281,10 @@ class _LatePass:
                 raise _NotEnqueuedError
             needs, weights = self._weights[layer]
             streams.pause(needs)
-            if isinstance(store._feed, OnDemandSlot) and layer in store._order:
-                poison(store._feed._slot)
-                self._copy(store._feed, store._order[layer])
+            for feed, k in numbers(store, layer):
+                if isinstance(feed, OnDemandSlot):
+                    poison(feed._slot)
+                    self._copy(feed, k)
             return weights
 
         with pytest.MonkeyPatch.context() as patch, suppress(_NotEnqueuedError):

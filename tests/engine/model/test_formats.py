@@ -15,7 +15,7 @@ from engine.device.cuda import open_device
 from engine.errors import CheckpointError, ConfigError
 from engine.model.formats import FORMATS, Format, ParamSpec, TensorSpec, align, plain
 from engine.plan.planner import plan_memory
-from engine.plan.policy import Placement
+from engine.plan.units import UVA
 from tests.engine.codes12 import Codes12, restore
 from tests.engine.specs import small_spec
 from tests.tiny import greedy, hf_model, make_config, make_prompt, open_llm, save
@@ -131,12 +131,12 @@ def test_tokens_equal_those_of_bf16_wherever_weights_lie(
     spec = build.read_model(make_config(folder).model).spec
     llm = open_formats(folder, matrices(spec, names), **PLACES[place])
     assert greedy(llm, PROMPTS, 6) == expected
-    store, slab = llm._engine.store, llm.plan.layers[1].offloaded
+    store, moved = llm._engine.store, llm.plan.layers[1].offloaded_bytes
     assert store.host_bytes()[0] == llm.plan.host_items["pinned_weights"]
-    assert bool(slab.num_bytes) is (place != "resident")
+    assert bool(moved) is (place != "resident")
     if place in {"prefetch", "staged", "on demand"}:
         assert store.copied_bytes > 0
-        assert store.copied_bytes % slab.num_bytes == 0
+        assert store.copied_bytes % moved == 0
     llm.close()
 
 
@@ -177,10 +177,10 @@ def test_a_plan_counts_the_bytes_of_every_format(names: tuple[str, ...]) -> None
         == spec.weight_bytes("bfloat16") - usual.placed_bytes()["resident"]
     )
     # The budget of uva is in bytes, so it takes more of what is smaller.
-    moved = [name for name, found in plan.placements.items() if found is Placement.UVA]
+    moved = [name for name, found in plan.placements.items() if found is UVA]
     assert sum(sizes[name] for name in moved[:-1]) < 0.001 * 2**30 <= sum(sizes[n] for n in moved)
     largest = max(
-        sum(align(sizes[t.name]) for t in layer.offloaded.tensors) for layer in plan.layers
+        sum(align(sizes[t.name]) for t in layer.offloaded_tensors) for layer in plan.layers
     )
     assert plan.slot_bytes == largest
     assert plan.to_dict()["formats"] == dict.fromkeys(formats, "codes12")

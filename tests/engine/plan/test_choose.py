@@ -17,7 +17,8 @@ from engine.errors import CapacityError, ConfigError
 from engine.model.spec import ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
-from engine.plan.policy import Placement, spread_layers
+from engine.plan.policy import spread_layers
+from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENT, UVA
 from tests.engine.specs import (
     CPU,
     GIB,
@@ -95,7 +96,7 @@ def test_olmo_7b_on_16_gib_takes_less_of_the_link_than_uva_for_the_same_kv() -> 
     plan = choose(OLMO_7B, 16, kv_tokens=by_hand.kv_tokens, **OLMO)
     assert plan.kv_tokens >= by_hand.kv_tokens
     assert plan.bytes_per_step() < by_hand.bytes_per_step()
-    assert plan.placements[EMBED] is Placement.UVA
+    assert plan.placements[EMBED] is UVA
     assert step_ms(plan) < 0.95 * float((by_hand.predicted or {})["decode_step_ms"])
 
 
@@ -131,8 +132,8 @@ def test_room_for_kv_that_is_asked_for() -> None:
 
 def test_olmo_7b_for_one_sequence() -> None:
     plan = choose(OLMO_7B, 16, **OLMO)
-    assert plan.placements[EMBED] is Placement.UVA
-    assert plan.placements["lm_head.weight"] is Placement.RESIDENT
+    assert plan.placements[EMBED] is UVA
+    assert plan.placements["lm_head.weight"] is RESIDENT
     assert 4096 <= plan.kv_tokens < 4096 + 400
     layers = [layer.index for layer in plan.offloaded_layers]
     gaps = [b - a for a, b in pairwise(layers)]
@@ -165,7 +166,7 @@ def test_a_candidates_figures_are_those_of_its_plan() -> None:
         row = plan.choice["candidates"][0]
         assert row["decode_step_ms"] == pytest.approx(step_ms(plan), rel=0.005)
         assert row["kv_tokens"] == pytest.approx(plan.kv_tokens, rel=0.1)
-        offloaded = sum(layer.offloaded.num_bytes for layer in plan.layers)
+        offloaded = sum(layer.offloaded_bytes for layer in plan.layers)
         assert row["host_gib"] * GIB == offloaded + plan.outer_offloaded.num_bytes
 
 
@@ -212,7 +213,7 @@ def test_over_20_gb_on_4_gb_run_with_nearly_all_off_or_are_refused_with_reasons(
     assert spec.weight_bytes() > 20e9
     plan = choose(spec, 4, max_model_len=512, max_num_seqs=4)
     assert len(plan.offloaded_layers) >= 38
-    assert plan.placements["lm_head.weight"] is Placement.UVA
+    assert plan.placements["lm_head.weight"] is UVA
     with pytest.raises(CapacityError) as error:
         choose(spec, 2, max_model_len=512, max_num_seqs=4)
     assert "available KV cache memory: -" in str(error.value)
@@ -227,16 +228,16 @@ def test_a_tied_table_stays_on_the_gpu() -> None:
     spec = conf_spec("llama32_3b")
     assert spec.tie_word_embeddings
     plan = choose(spec, 6, max_model_len=4096)
-    assert plan.placements[EMBED] is Placement.RESIDENT
+    assert plan.placements[EMBED] is RESIDENT
     assert plan.offloaded_layers
 
 
 def test_machines_without_in_place_reads_or_pinning() -> None:
     no_uva = choose(OLMO_7B, 15, replace(H200, **NO_UVA), max_model_len=2048)
-    assert no_uva.placements[EMBED] is Placement.RESIDENT
-    assert {layer.placement for layer in no_uva.offloaded_layers} == {Placement.PREFETCH}
+    assert no_uva.placements[EMBED] is RESIDENT
+    assert {unit.residence for layer in no_uva.layers for unit in layer.units} == {PREFETCH}
     no_pin = choose(OLMO_7B, 15, replace(H200, **NO_PIN), max_model_len=2048)
-    assert {layer.placement for layer in no_pin.offloaded_layers} == {Placement.ON_DEMAND}
+    assert {unit.residence for layer in no_pin.layers for unit in layer.units} == {ON_DEMAND}
     assert not no_pin.use_graphs
     for plan in (no_uva, no_pin):
         assert any(note.startswith("fallback: ") for note in plan.notes)

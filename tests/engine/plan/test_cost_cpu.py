@@ -15,7 +15,7 @@ def test_copies_of_a_cpu_take_their_time_beside_compute(offload: Any) -> None:
     shape, rates = shape_of(plan, small_spec()), replace(cpu_rates(), copy_overhead_s=0.0)
     free = replace(rates, h2d_gb_s=1e9)
     slots = plan.num_slots
-    moved = [layer.offloaded.num_bytes for layer in plan.offloaded_layers]
+    moved = [layer.offloaded_bytes for layer in plan.offloaded_layers]
     again = sum(n for k, n in enumerate(moved) if k % slots + slots < len(moved))
     assert (again == 0) == (len(moved) == 3)  # which have a slot each, and stay there
     for tokens in (1, 70):

@@ -12,7 +12,6 @@ from engine.model.formats import plain
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.policy import (
     Assignment,
-    Placement,
     assign,
     assign_layers_on_demand,
     assign_prefetch,
@@ -21,14 +20,13 @@ from engine.plan.policy import (
     assign_uva,
     fall_back,
 )
+from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENT
 from tests.engine.specs import GIB, model_specs, prefetch, small_spec, uva
 
 
 def moved(assignment: Assignment) -> list[str]:
     """Names that are not resident, in the order of the model."""
-    return [
-        name for name, place in assignment.placements.items() if place is not Placement.RESIDENT
-    ]
+    return [name for name, place in assignment.placements.items() if place is not RESIDENT]
 
 
 def moved_layers(assignment: Assignment) -> list[int]:
@@ -43,7 +41,7 @@ def moved_bytes(spec: ModelSpec, assignment: Assignment, dtype: str) -> int:
 def test_groups_of_eight_with_two_offload_their_last_two() -> None:
     found = assign_prefetch(small_spec(num_hidden_layers=27), prefetch(8, 2))
     assert moved_layers(found) == [6, 7, 14, 15, 22, 23]
-    assert {found.placements[name] for name in moved(found)} == {Placement.PREFETCH}
+    assert {found.placements[name] for name in moved(found)} == {PREFETCH}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def test_uva_of_more_than_the_model_takes_every_layer_and_no_outer_tensor() -> N
     found = assign_uva(small_spec(), uva(100), plain("bfloat16"))
     assert len(moved(found)) == 8 * len(small_spec().layer_tensors(0))
     assert moved_layers(found) == list(range(8))
-    assert found.placements["model.embed_tokens.weight"] is Placement.RESIDENT
+    assert found.placements["model.embed_tokens.weight"] is RESIDENT
 
 
 @settings(deadline=None)
@@ -218,7 +216,7 @@ def test_spread_takes_whole_layers_evenly(count: int) -> None:
 def test_the_reference_moves_every_layer() -> None:
     found = assign_layers_on_demand(small_spec())
     assert moved_layers(found) == list(range(8))
-    assert {found.placements[name] for name in moved(found)} == {Placement.ON_DEMAND}
+    assert {found.placements[name] for name in moved(found)} == {ON_DEMAND}
 
 
 def test_fallbacks() -> None:
@@ -231,7 +229,7 @@ def test_fallbacks() -> None:
         found = fall_back(assignment, can_pin=can_pin, can_uva=can_uva, reason="because")
         changed = found.notes != assignment.notes
         assert changed is any("because" in note for note in found.notes)
-        return {place.value for place in found.placements.values()}
+        return {place.name for place in found.placements.values()}
 
     assert places(on_gpu, can_pin=False, can_uva=False) == {"resident"}
     assert places(in_place, can_pin=True, can_uva=True) == {"resident", "uva"}

@@ -63,7 +63,7 @@ def test_olmo_7b_prefetch_moves_twenty_layers_a_step() -> None:
     plan = plan_olmo(offload=prefetch(8, 5, 2))
     layers = [layer.index for layer in plan.offloaded_layers]
     assert layers == [i for i in range(32) if i % 8 >= 3]
-    layer_bytes = plan.layers[3].offloaded.num_bytes
+    layer_bytes = plan.layers[3].offloaded_bytes
     assert (plan.num_slots, plan.slot_bytes) == (3, layer_bytes)
     assert plan.bytes_per_step() == 20 * layer_bytes
 
@@ -175,7 +175,7 @@ def test_plans_of_every_placement_account_for_all(
     plan = plan_memory(config, spec, facts)
     check_plan(plan, spec)
     num_moved = len(plan.offloaded_layers)
-    kind = plan.offloaded_layers[0].placement.value if num_moved else "resident"
+    kind = plan.offloaded_layers[0].units[0].residence.name if num_moved else "resident"
     expected = {
         "resident": 0,
         "uva": min(2, num_moved),
@@ -183,7 +183,7 @@ def test_plans_of_every_placement_account_for_all(
         "on_demand": 1,
     }
     assert plan.num_slots == expected[kind]
-    assert {layer.placement.value for layer in plan.offloaded_layers} <= {kind}
+    assert {unit.residence.name for layer in plan.layers for unit in layer.units} <= {kind}
 
 
 @pytest.mark.parametrize("kind", ["uva", "prefetch"])

@@ -1,0 +1,244 @@
+"""Units of weights and their residences: where each lives, how it reaches the compute. No torch.
+
+A unit moves as a whole: what one layer has in one residence. A layer may hold several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final, TypeVar
+
+from typing_extensions import override
+
+from engine.model.formats import TensorFormats, TensorSpec, align
+
+Size = TypeVar("Size", int, float)
+
+
+class Feed(Enum):
+    """How a step brings units to where products read them."""
+
+    DIRECT = auto()
+    """Products read them where they lie."""
+    AHEAD = auto()
+    """A stream of its own copies them into slots before their layer runs."""
+    ON_COMPUTE = auto()
+    """They are copied into a slot in line with the compute."""
+
+
+class Residence:
+    """Where units live and how they reach the compute: one class a kind, one object of each."""
+
+    name: str
+    """As records call it."""
+    is_offloaded = True
+    """Units lie in host memory."""
+    reads_in_place = False
+    """Products read host memory, unless a step stages the units."""
+    wraps = False
+    """Slots are refilled for the next step, where units are copied ahead."""
+
+    def __repr__(self) -> str:
+        """Return the name."""
+        return self.name
+
+    def feed(self, *, is_staged: bool) -> Feed:
+        """Return how a step brings units to the products.
+
+        Args:
+            is_staged: The step has so many tokens that units read in place are staged.
+        """
+        raise NotImplementedError
+
+    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
+        """Return the slots on the GPU that so many units are copied into.
+
+        Args:
+            num_units: At least 1.
+            lookahead: Units that are copied ahead.
+            stages: Some steps stage units that are read in place.
+        """
+        raise NotImplementedError
+
+    def served(self, *, can_pin: bool, can_uva: bool) -> "Residence":
+        """Return the residence that a machine can serve in place of this one."""
+        raise NotImplementedError
+
+    def label(self, num_slots: int) -> str:
+        """Return how units reach the compute, in words."""
+        raise NotImplementedError
+
+    def link_bytes(
+        self, units: Sequence["Unit"], formats: TensorFormats, num_slots: int, *, is_staged: bool
+    ) -> tuple[int, int]:
+        """Return bytes that cross the link in a step: copied, and read in place."""
+        match self.feed(is_staged=is_staged):
+            case Feed.DIRECT if not self.is_offloaded:
+                return 0, 0
+            case Feed.DIRECT:
+                return 0, sum(formats.total_bytes(unit.slab.tensors) for unit in units)
+            case Feed.ON_COMPUTE:
+                return sum(unit.slab.num_bytes for unit in units), 0
+        # A unit that has a slot to itself stays there.
+        sizes = [unit.slab.num_bytes for unit in units]
+        return sum(moving(sizes, num_slots)), 0
+
+
+def moving(sizes: Sequence[Size], num_slots: int) -> list[Size]:
+    """Return those of units in order that are copied every step: they share their slot."""
+    shared = enumerate(sizes)
+    return [size for k, size in shared if k % num_slots + num_slots < len(sizes)]
+
+
+class Resident(Residence):
+    """In GPU memory."""
+
+    name = "resident"
+    is_offloaded = False
+
+    @override
+    def feed(self, *, is_staged: bool) -> Feed:
+        return Feed.DIRECT
+
+    @override
+    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
+        return 0
+
+    @override
+    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
+        return self
+
+    @override
+    def label(self, num_slots: int) -> str:
+        return "in GPU memory"
+
+
+class InPlace(Residence):
+    """In pinned host memory, read in place; steps of many tokens stage it through slots."""
+
+    name = "uva"
+    reads_in_place = True
+
+    @override
+    def feed(self, *, is_staged: bool) -> Feed:
+        return Feed.AHEAD if is_staged else Feed.DIRECT
+
+    @override
+    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
+        return min(2, num_units) if stages else 0
+
+    @override
+    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
+        return self if can_pin and can_uva else ON_DEMAND
+
+    @override
+    def label(self, num_slots: int) -> str:
+        return "read in place"
+
+
+class CopiedAhead(Residence):
+    """In pinned host memory, copied ahead into a ring of slots."""
+
+    name = "prefetch"
+    wraps = True
+
+    @override
+    def feed(self, *, is_staged: bool) -> Feed:
+        return Feed.AHEAD
+
+    @override
+    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
+        return min(lookahead + 1, num_units)
+
+    @override
+    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
+        return self if can_pin else ON_DEMAND
+
+    @override
+    def label(self, num_slots: int) -> str:
+        return f"copied ahead, {num_slots} slots"
+
+
+class OnDemand(Residence):
+    """In host memory, pinned or pageable, copied when its layer runs."""
+
+    name = "on_demand"
+
+    @override
+    def feed(self, *, is_staged: bool) -> Feed:
+        return Feed.ON_COMPUTE
+
+    @override
+    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
+        return 1
+
+    @override
+    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
+        return self
+
+    @override
+    def label(self, num_slots: int) -> str:
+        return "copied on demand"
+
+
+RESIDENT: Final = Resident()
+UVA: Final = InPlace()
+PREFETCH: Final = CopiedAhead()
+ON_DEMAND: Final = OnDemand()
+RESIDENCES: Final[tuple[Residence, ...]] = (RESIDENT, UVA, PREFETCH, ON_DEMAND)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Tensors laid out one after another, aligned."""
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: list[TensorSpec], formats: TensorFormats) -> "Slab":
+        """Lay the tensors out in order."""
+        offsets, total = [], 0
+        for tensor in tensors:
+            offsets.append(total)
+            total += align(formats.num_bytes(tensor))
+        return cls(tuple(tensors), tuple(offsets), total)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one layer has in one offloaded residence."""
+
+    residence: Residence
+    slab: Slab
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots on the GPU that units of one residence are copied into."""
+
+    residence: Residence
+    count: int
+    num_bytes: int
+    """Of each: the largest unit."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer: its tensors in GPU memory, and its units in host memory."""
+
+    index: int
+    resident: Slab
+    units: tuple[Unit, ...] = ()
+    """At most one of each residence, in the order of RESIDENCES."""
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of its units."""
+        return sum(unit.slab.num_bytes for unit in self.units)
+
+    @property
+    def offloaded_tensors(self) -> tuple[TensorSpec, ...]:
+        """Tensors of its units."""
+        return tuple(tensor for unit in self.units for tensor in unit.slab.tensors)
