@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from engine.errors import ConfigError
-from harness.config.cli_args import parse_command_line
+from harness.config.cli_args import CommandLine, parse_command_line
 from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
 from harness.point.full_disk import DiskFullError, full_disk_ends
 from harness.point.streams import outlive_readers
@@ -15,13 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m harness` with the given arguments; return its exit code."""
     try:
         line = parse_command_line(sys.argv[1:] if argv is None else argv)
-        if line.help or line.settings:
-            from harness.config.help import help_text, settings_page  # noqa: PLC0415  only here
-
-            sys.stdout.write(help_text(line.config_dir) if line.help else settings_page())
-            return EXIT_OK
-        if line.version:
-            sys.stdout.write(f"tightfit {_version()}\n")
+        printed = _printed(line)
+        if printed is not None:
+            sys.stdout.write(printed)
             return EXIT_OK
         from harness.sweep.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
 
@@ -35,6 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_NOT_ALL_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _printed(line: CommandLine) -> str | None:
+    """Return what an option prints instead of a run; None without one."""
+    if line.help or line.settings:
+        from harness.config.help import help_text, settings_page  # noqa: PLC0415  only here
+
+        return help_text(line.config_dir) if line.help else settings_page()
+    if line.choosing:
+        from harness.forecast.choosing import page  # noqa: PLC0415  only here
+
+        return page()
+    return f"tightfit {_version()}\n" if line.version else None
 
 
 def _version() -> str:

@@ -22,6 +22,7 @@ class CommandLine:
     help: bool = False
     version: bool = False
     settings: bool = False
+    choosing: bool = False
     """Print every key with its default, type and meaning."""
     cfg: str | None = None
     """Print the composed configuration (job, hydra or all) instead of running."""
@@ -51,6 +52,7 @@ def _build_parser() -> _Parser:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--settings", action="store_true")
+    parser.add_argument("--choosing", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-c", "--cfg", choices=CFG_CHOICES)
     parser.add_argument("-p", "--package")

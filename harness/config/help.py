@@ -49,6 +49,7 @@ OPTIONS: Final = {
     "--resolve": "with --cfg: print values in the place of ${...}",
     "--config-dir FOLDER": "look for files there too: FOLDER/model/mine.yaml is model=mine",
     "--settings": "print every key with its default, type and meaning (docs/settings.md)",
+    "--choosing": "print what every model needs on cards of usual sizes (docs/choosing.md)",
     "--version": "print the version",
     "-h, --help": "print this",
 }

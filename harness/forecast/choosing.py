@@ -1,12 +1,6 @@
-"""Write docs/choosing.md: what every model of conf/ needs on cards of usual sizes.
+"""The page docs/choosing.md: what every model of conf/ needs on cards of usual sizes."""
 
-`python -m harness.forecast.choosing [FILE]`; without a file the text is printed.
-"""
-
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Final
 
 import yaml
@@ -19,7 +13,6 @@ from engine.model.spec import ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.sealed import GIB
-from reports.record.record import write_text_atomic
 from reports.record.text import number
 
 SIZES_GB: Final = {
@@ -40,20 +33,8 @@ PUBLISHED_16_GB: Final = ((5e9, "none"), (9e9, "8 GB"), (1e15, "12 GB or more"))
 HOST_BYTES: Final = 2**50
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the page, or write it to the file that is named."""
-    parser = argparse.ArgumentParser(prog="python -m harness.forecast.choosing")
-    parser.add_argument("file", type=Path, nargs="?", help="to write; without it, print the page")
-    file, text = parser.parse_args(arguments).file, page()
-    if file is not None:
-        write_text_atomic(file, text)
-    else:
-        sys.stdout.write(text)
-    return 0
-
-
 def page() -> str:
-    """Return the page."""
+    """Return the page, as `python -m harness --choosing` prints it."""
     return "\n".join([*_head(), *_sizes_table(), *_advice_table()]) + "\n"
 
 
@@ -135,7 +116,7 @@ def _head() -> Iterator[str]:
     yield from (
         "# What to offload",
         "",
-        "Written by `python -m harness.forecast.choosing docs/choosing.md`; every figure is",
+        "Written by `python -m harness --choosing`; every figure is",
         "predicted from sizes and data sheets, none is measured. bfloat16, sequences of",
         f"{LENGTH} tokens (less where the model ends before), room for {SEQUENCES} of them,",
         "0.9 of the card. Your own case: `python -m harness +model=... gpu=... mode=plan`.",
@@ -201,7 +182,3 @@ def _advice_row(name: str) -> str:
             host = _host_gib(plan)
             cells += [f"{host:.1f}" if host else "none", number(_tokens_s(plan))]
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

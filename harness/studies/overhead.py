@@ -27,8 +27,8 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
             tables += ["", f"{result.title}: {words}:", "", *grid(head, _rows(figures))]
         elif result.record is not None and result.record.status == "ok":
             metrics = result.record.metrics
-            names = ("latency/ttft_ms/mean", "latency/tpot_ms/mean", "latency/itl_ms/max")
-            names += ("serve/schedule_lag_ms/mean", "serve/sent_requests_s")
+            names = ["latency/ttft_ms/mean", "latency/tpot_ms/mean", "latency/itl_ms/max"]
+            names += ["serve/schedule_lag_ms/mean", "serve/sent_requests_s"]
             rows = [
                 (name, "n/a" if metrics.get(name) is None else number(metrics[name]))
                 for name in names

@@ -221,12 +221,13 @@ def engine_table(found: Found) -> list[str]:
 
 def touched_s(build: Figures) -> float:
     """Return the seconds in which host memory was made present and registered."""
-    return sum(build["phases"].get(name, 0.0) for name in ("touch", "pin"))
+    return float(sum(build["phases"].get(name, 0.0) for name in ("touch", "pin")))
 
 
 def ready_s(build: Figures) -> float:
     """Return the seconds until the weights were ready."""
-    return touched_s(build) + sum(build["phases"].get(k, 0.0) for k in ("allocate", "convert"))
+    others = (build["phases"].get(name, 0.0) for name in ("allocate", "convert"))
+    return touched_s(build) + float(sum(others))
 
 
 def rate_table(found: Found) -> list[str]:

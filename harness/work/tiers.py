@@ -257,8 +257,8 @@ def measure_parked(tiers: Tiers, work: TiersScenario) -> Figures:
     tiers.mark()
     far = _turns(tiers, chats, own[:count], work.turn_output)
     rose = tiers.rose()
-    names = ("moved.loaded_bytes", "moved.stored_bytes")
-    names = ("prefix.hits_cpu_tokens", "prefix.missed_tokens", *names)
+    names = ["moved.loaded_bytes", "moved.stored_bytes"]
+    names += ["prefix.hits_cpu_tokens", "prefix.missed_tokens"]
     return {
         "resident_turn_s": median(near[1:] or near),
         "parked_turn_s": mean(far),
@@ -326,8 +326,8 @@ def measure_turns(tiers: Tiers, work: TiersScenario) -> Figures:
             owners[tiers.send(history[number], work.chat_output).request_id] = number
     wall_s = tiers.clock() - begin_s
     rose = tiers.rose()
-    names = ("prefix.hits_gpu_tokens", "prefix.hits_cpu_tokens", "prefix.missed_tokens")
-    names = (*names, "moved.loaded_bytes", "moved.stored_bytes", "preemptions")
+    names = ["prefix.hits_gpu_tokens", "prefix.hits_cpu_tokens", "prefix.missed_tokens"]
+    names += ["moved.loaded_bytes", "moved.stored_bytes", "preemptions"]
     return {
         "wall_s": wall_s,
         "output_tokens": num_tokens,
