@@ -46,7 +46,7 @@ def _rows(kv: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def _group_name(groups: Sequence[Mapping[str, Any]], index: int) -> str:
-    """Which layers, where there are two kinds."""
+    """Which layers, where they are of several kinds."""
     if len(groups) == 1:
         return ""
     group = groups[index]
