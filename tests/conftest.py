@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -51,6 +52,14 @@ def pytest_configure() -> None:
     for number, handler in defaults.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """Return a folder whose name wants quoting, as a user's may."""
+    folder = tmp_path / "a b [c]{d}"
+    folder.mkdir()
+    return folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
