@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.observe.student import student_t
 from harness.work.schedule import plan_requests
 from harness.work.serve import judge
 from harness.work.times import ServedRequest, has_passed, serving_metrics
@@ -36,7 +37,11 @@ def test_a_run_is_as_long_as_it_is_printed(begin_s):
     def took(seconds):
         served = [request(index, begin_s + index * seconds) for index in range(2)]
         config = serve(num_requests=2, min_duration_s=0.3)
-        return [r for r in judge(config, plan_requests(config), served).reasons if "took" in r]
+        return [
+            r
+            for r in judge(config, plan_requests(config), served, student_t).reasons
+            if "took" in r
+        ]
 
     assert took(0.3) == took(0.29996) == []
     assert "took 0.2999 s where min_duration_s=0.3 was asked" in took(0.2999)[0]
