@@ -12,7 +12,7 @@ import torch
 from engine import LLM
 from engine.device.cuda import CUDACopyStream
 from engine.run.executor import DeviceExecutor
-from engine.weights import store
+from engine.weights import residence
 from engine.weights.ring import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 from tests.engine.feeds import feeds
@@ -95,7 +95,7 @@ def storm(delays: str, seed: int = 0, most_cycles: int = MOST_CYCLES) -> Iterato
         patch.setattr(WeightStore, "release", late_release)
         patch.setattr(DeviceExecutor, "execute", late_execute)
         patch.setattr(OnDemandSlot, "acquire", poisoned_acquire)
-        patch.setattr(store, "SlotRing", ring)
+        patch.setattr(residence, "SlotRing", ring)
         yield
 
 
