@@ -1,28 +1,19 @@
 """A comparison, from its two compositions to its record."""
 
-import re
-import secrets
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from catalogue.files import tightfit_home
 from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan
 from harness.config.peers import require_package
-from harness.config.schema import SIDES, AbConfig, RunConfig, SweepContext
-from harness.folders import plain, write_yaml
+from harness.config.schema import SIDES, AbConfig, RunConfig
 from harness.point.show import build_report
-from harness.point.streams import interrupt_afterwards
 from harness.studies.ab_ratios import Step, comparison, is_needed, result_lines, steps
-from harness.tracking.base import SweepFacts
-from harness.tracking.mlflow import open_tracker
-from reports.record.record import RESULT_NAME, RunRecord
+from harness.studies.series import RunOne, Series, Verdict
+from reports.record.record import RunRecord
 
 SAME_WORK: Final = ("scenario", "model", "tracking")
 """Nodes that both sides must have the same; what answers, and with which memory, may differ."""
@@ -140,7 +131,6 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 RUNS: Final = "runs"
 """Folder of the runs of both sides, below the comparison's own."""
-RunOne = Callable[[RunConfig, Path, Sequence[str], SweepContext], RunRecord]
 
 
 def run_ab(
@@ -167,106 +157,65 @@ def run_ab(
     if config.ab is None:
         raise ValueError("run_ab: expected a configuration with ab, got none.")
     sides = compose_sides(config.ab, overrides, config_dir)
-    return _Comparison(config, config.ab, run_dir.resolve(), list(overrides), sides).run(run_one)
+    return _Comparison(config, config.ab, run_dir, overrides, sides).run(run_one)
 
 
-class _Comparison:
+class _Comparison(Series):
     def __init__(
         self,
         config: RunConfig,
         ab: AbConfig,
         run_dir: Path,
-        overrides: list[str],
+        overrides: Sequence[str],
         sides: tuple[Side, Side],
     ) -> None:
-        self._config, self._ab, self._run_dir = config, ab, run_dir
-        self._overrides, self._sides = overrides, {side.name: side for side in sides}
-        self._started = datetime.now(UTC).astimezone()
-        self._begin_s = time.monotonic()
-        suffix = secrets.token_hex(3)
-        self._run_id = f"{self._started:%Y%m%d-%H%M%S}-{suffix}"
-        name = re.sub(r"[^\w.-]", "_", run_dir.name, flags=re.ASCII)
+        self._steps = list(steps(ab))
+        super().__init__(config, run_dir, overrides, kind="ab", total=len(self._steps))
+        self._ab, self._sides = ab, {side.name: side for side in sides}
         shared = set(sides[0].overrides) & set(sides[1].overrides)
-        self._sweep = SweepContext(
-            sweep_id=f"ab-{name}-{suffix}",
-            folder=run_dir,
-            index=0,
-            total=len(list(steps(ab))),
-            shared=tuple(item for item in sides[0].overrides if item in shared),
-        )
+        self._shared = [item for item in sides[0].overrides if item in shared]
         self._done: list[tuple[Step, RunRecord]] = []
         self._folders: list[str] = []
 
-    def run(self, run_one: RunOne) -> RunRecord:
-        """Run what can still say something, in order; see run_ab."""
-        interrupt: KeyboardInterrupt | None = None
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        write_yaml(self._run_dir / "config.yaml", self._config.to_dict())
-        write_yaml(self._run_dir / "overrides.yaml", self._overrides)
-        try:
-            for step in steps(self._ab):
-                if is_needed(step, self._done):
-                    self._run_step(step, run_one)
-        except KeyboardInterrupt as error:
-            interrupt = error
-        with interrupt_afterwards(interrupt):
-            record = self._finish(is_interrupted=interrupt is not None)
-            sys.stdout.write("\n".join(result_lines(record, self._run_dir)) + "\n")
-        return record
-
-    def _run_step(self, step: Step, run_one: RunOne) -> None:
-        number = len(self._done)
-        folder = Path(RUNS, f"{number:02d}-{step.label}")
-        side = self._sides[step.side]
-        sys.stderr.write(f"ab: run {number + 1} of {self._sweep.total} at most: {step.label}\n")
-        record = run_one(
-            replace(side.config, rerun="all"),
-            self._run_dir / folder,
-            side.overrides,
-            replace(self._sweep, index=number, label=step.label),
-        )
-        self._done.append((step, record))
-        self._folders.append(str(folder))
-
-    def _finish(self, *, is_interrupted: bool) -> RunRecord:
-        """Write the record, then what is made from it; their troubles become warnings of it."""
-        record = self._record(is_interrupted=is_interrupted)
-        path = self._run_dir / RESULT_NAME
-        record.write(path)
-        warnings = [] if is_interrupted else build_report(self._run_dir)
-        tracker = open_tracker(self._config.tracking, tightfit_home())
-        tracker.finish_sweep(
-            SweepFacts(
-                context=self._sweep,
-                status={"ok": "ok", "killed": "killed"}.get(record.status, "failed"),
-                counts=dict(Counter(found.status for _, found in self._done)),
-                metrics=record.metrics,
+    def run_points(self, run_one: RunOne) -> None:
+        """Run what can still say something, in order."""
+        for step in self._steps:
+            if not is_needed(step, self._done):
+                continue
+            folder, side = Path(RUNS, f"{len(self._done):02d}-{step.label}"), self._sides[step.side]
+            sys.stderr.write(
+                f"ab: run {len(self._done) + 1} of {len(self._steps)} at most: {step.label}\n"
             )
-        )
-        warnings += tracker.warnings
-        if warnings:
-            told = [*record.effective["warnings"], *warnings]
-            record = replace(record, effective=record.effective | {"warnings": told})
-            record.write(path)
-        return record
+            record = self.run_point(
+                run_one,
+                replace(side.config, rerun="all"),
+                folder,
+                side.overrides,
+                label=step.label,
+                shared=self._shared,
+            )
+            self._done.append((step, record))
+            self._folders.append(str(folder))
 
-    def _record(self, *, is_interrupted: bool) -> RunRecord:
+    def judge(self, *, is_interrupted: bool) -> Verdict:
+        """Return status, ratios and what speaks against them."""
         found = comparison(self._ab, self._done, self._folders, is_interrupted=is_interrupted)
-        first = self._done[0][1] if self._done else None
-        environment: dict[str, Any] = dict(first.environment) if first is not None else {}
-        return RunRecord(
-            run_id=self._run_id,
-            name=f"ab: {' '.join(self._ab.a) or 'as is'} against {' '.join(self._ab.b) or 'as is'}",
+        sides = (" ".join(own) or "as is" for own in (self._ab.a, self._ab.b))
+        return Verdict(
+            name=f"ab: {' against '.join(sides)}",
             status=found.status,
             error=found.error,
             valid=found.valid,
             reasons=found.reasons,
-            started_at=self._started.isoformat(timespec="seconds"),
-            duration_s=time.monotonic() - self._begin_s,
-            config=plain(self._config.to_dict()),
-            overrides=self._overrides,
-            environment=environment,
-            effective={"warnings": [], "notes": found.notes},
-            metrics=plain(found.metrics),
-            samples={"ab": plain(found.sample)},
+            notes=found.notes,
+            metrics=found.metrics,
+            samples={"ab": found.sample},
         )
+
+    def publish(self) -> list[str]:
+        """Make the page."""
+        return build_report(self.run_dir)
+
+    def lines(self, record: RunRecord) -> list[str]:
+        """Return the ratios as lines of text."""
+        return result_lines(record, self.run_dir)

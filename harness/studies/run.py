@@ -1,31 +1,24 @@
 """A study, from its composition to its record: points in order, rows, and the documents' tables."""
 
 import re
-import secrets
 import shlex
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from catalogue.files import CONF, tightfit_home
+from catalogue.files import CONF
 from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan
 from harness.config.peers import require_package
-from harness.config.schema import RunConfig, SweepContext
+from harness.config.schema import RunConfig
 from harness.config.study import StudyPoint
-from harness.folders import plain, write_yaml
-from harness.point.streams import interrupt_afterwards
 from harness.studies import bench, bench_kv, overhead, validate
 from harness.studies.document import check_document, write_section
+from harness.studies.series import RunOne, Series, Verdict
 from harness.studies.table import Found, Judged, Result
-from harness.tracking.base import SweepFacts
-from harness.tracking.mlflow import open_tracker
-from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
+from reports.record.record import RunRecord, write_text_atomic
 
 ROOT: Final = CONF.parent
 POINTS: Final = "points"
@@ -38,7 +31,7 @@ SAME_SHAPE: Final = (
     *(f"scenario.steps.{k}" for k in ("batches", "steps", "counter_s")),
 )
 """Overrides that targets in seconds survive."""
-SAME: Final = ("git", "driver", "host", "gpu", "torch")
+SAME: Final = ("git", "driver", "host", "gpu.uuid", "torch")
 """Facts of the environment that all points of a study share."""
 JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
     "bench": bench.judge,
@@ -47,7 +40,6 @@ JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
     "validate": validate.judge,
     "validate_grid": validate.judge_grid,
 }
-RunOne = Callable[[RunConfig, Path, Sequence[str], SweepContext], RunRecord]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,53 +131,29 @@ def run_study(
         ConfigError: a point cannot be composed.
         KeyboardInterrupt: Ctrl-C; the record of what ran until then is written.
     """
-    return _Study(config, run_dir.resolve(), list(overrides), config_dir).run(run_one)
+    return _Study(config, run_dir, overrides, config_dir).run(run_one)
 
 
-class _Study:
+class _Study(Series):
     def __init__(
-        self, config: RunConfig, run_dir: Path, overrides: list[str], config_dir: Path | None
+        self, config: RunConfig, run_dir: Path, overrides: Sequence[str], config_dir: Path | None
     ) -> None:
         assert config.study is not None
-        self._config, self._study, self._run_dir = config, config.study, run_dir
-        self._overrides, self._composer = overrides, Composer(config_dir)
-        self._started = datetime.now(UTC).astimezone()
-        self._begin_s = time.monotonic()
-        suffix = secrets.token_hex(3)
-        self._run_id = f"{self._started:%Y%m%d-%H%M%S}-{suffix}"
-        name = re.sub(r"[^\w.-]", "_", run_dir.name, flags=re.ASCII)
-        self._sweep = SweepContext(
-            sweep_id=f"{self._study.name}-{name}-{suffix}",
-            folder=run_dir,
-            index=0,
-            total=len(self._study.chosen),
-            shared=tuple(overrides),
-            began_s=time.time(),
-        )
+        self._study, self._composer = config.study, Composer(config_dir)
+        name, total = self._study.name, len(self._study.chosen)
+        super().__init__(config, run_dir, overrides, kind=name, total=total)
         self._found: dict[str, Result] = {}
+        self._section, self._headline = "", ""
 
-    def run(self, run_one: RunOne) -> RunRecord:
-        """Run the points in order; see run_study."""
-        interrupt: KeyboardInterrupt | None = None
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        write_yaml(self._run_dir / "config.yaml", self._config.to_dict())
-        write_yaml(self._run_dir / "overrides.yaml", self._overrides)
-        try:
-            for index, name in enumerate(self._study.chosen):
-                title = self._study.points[name].title or name
-                sys.stderr.write(
-                    f"{self._study.name}: {index + 1} of {self._sweep.total}: {title}\n"
-                )
-                self._found[name] = self._run_point(name, index, title, run_one)
-        except KeyboardInterrupt as error:
-            interrupt = error
-        with interrupt_afterwards():
-            record = self._finish(is_interrupted=interrupt is not None)
-        if interrupt is not None:
-            raise interrupt
-        return record
+    def run_points(self, run_one: RunOne) -> None:
+        """Run the points in order."""
+        for number, name in enumerate(self._study.chosen, start=1):
+            title = self._study.points[name].title or name
+            total = len(self._study.chosen)
+            sys.stderr.write(f"{self._study.name}: {number} of {total}: {title}\n")
+            self._found[name] = self._run_point(name, title, run_one)
 
-    def _run_point(self, name: str, index: int, title: str, run_one: RunOne) -> Result:
+    def _run_point(self, name: str, title: str, run_one: RunOne) -> Result:
         point = self._study.points[name]
         taken = []
         for setting, (source, path, factor) in point.sources().items():
@@ -195,121 +163,95 @@ class _Study:
                 return Result(title=title, record=None, why=why)
             taken.append(f"{setting}={value if factor == 1 else value * factor}")
         point = replace(point, overrides=[*point.overrides, *taken])
-        planned = compose_point(self._composer, name, point, _base(self._overrides))
-        record = run_one(
-            replace(planned.config, rerun=self._config.rerun or "all"),
-            self._run_dir / POINTS / name,
+        planned = compose_point(self._composer, name, point, _base(self.overrides))
+        record = self.run_point(
+            run_one,
+            replace(planned.config, rerun=self.config.rerun or "all"),
+            Path(POINTS, name),
             planned.overrides,
-            replace(self._sweep, index=index, label=name, shared=tuple(planned.overrides)),
+            label=name,
+            shared=planned.overrides,
         )
         return Result(title=title, record=record)
 
     def _value(self, source: str, path: str) -> Any:
         """Return what stands at a path of a point's record; None where nothing does."""
         record = self._found[source].record
-        value = plain(record.__dict__) if record is not None else None
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return None if record is None else _at(vars(record), path)
 
-    def _finish(self, *, is_interrupted: bool) -> RunRecord:
-        """Judge the points, write record, table and documents, and tell the tracker."""
-        records = [result.record for result in self._found.values() if result.record is not None]
-        environment = records[0].environment if records else {}
-        is_emulated = any(record.environment.get("emulated") is not False for record in records)
-        card = None if is_emulated else (environment.get("gpu") or {}).get("name")
-        changes = changes_of(self._overrides, self._study.rows)
+    @property
+    def _card(self) -> str | None:
+        """Name of the GPU; None where figures are emulated."""
+        environments = [record.environment for record in self.records]
+        if not environments or any(found.get("emulated") is not False for found in environments):
+            return None
+        name: str | None = (environments[0].get("gpu") or {}).get("name")
+        return name
+
+    def judge(self, *, is_interrupted: bool) -> Verdict:
+        """Return what was missed, and what is not there although it was asked for."""
+        changes = changes_of(self.overrides, self._study.rows)
         judged = JUDGES[self._study.judge](
-            self._found,
-            card=card,
-            is_default=not [item for item in changes if not keeps_shape(item)],
+            self._found, card=self._card, is_default=all(map(keeps_shape, changes))
         )
-        if card is None:
+        if self._card is None:
             judged = judged.without_targets()
         faults = [*differing(self._found), *(f"missed: {what}" for what in judged.missed)]
         faults += judged.lacks
-        section = judged.section(self._about(environment, card))
-        record = self._record(judged, faults, environment, is_interrupted=is_interrupted)
-        record.write(self._run_dir / RESULT_NAME)
-        write_text_atomic(self._run_dir / TABLE_NAME, section)
-        sys.stdout.write(f"\n{section}\nrun folder  {self._run_dir}\n")
-        tracker = open_tracker(self._config.tracking, tightfit_home())
-        tracker.finish_sweep(
-            SweepFacts(
-                context=self._sweep,
-                status={"ok": "ok", "killed": "killed"}.get(record.status, "failed"),
-                counts=dict(Counter(found.status for found in records)),
-            )
-        )
-        if not is_interrupted:
-            self._write_documents(judged, section, card, changes)
-        return record
-
-    def _write_documents(
-        self, judged: Judged, section: str, card: str | None, changes: Sequence[str]
-    ) -> None:
-        """Rewrite the marked sections where everything ran as usual; else say why not."""
-        files = {self._study.output: section, self._study.readme: "\n".join(judged.headline)}
-        why = ", ".join(changes)
-        if card is None:
-            why = "figures are emulated"
-        elif differing(self._found):
-            why = "its points ran in different surroundings"
-        for file, text in files.items():
-            if file is None:
-                continue
-            if why or not text:
-                sys.stderr.write(f"{self._study.name}: {file} stays as it is: {why or 'no rows'}\n")
-                continue
-            write_section(ROOT / file, text, self._study.name)
-            sys.stderr.write(f"{self._study.name}: the table stands in {file}\n")
-
-    def _record(
-        self,
-        judged: Judged,
-        faults: list[str],
-        environment: Mapping[str, Any],
-        *,
-        is_interrupted: bool,
-    ) -> RunRecord:
+        self._section = judged.section(self._about())
+        self._headline = "\n".join(judged.headline)
+        write_text_atomic(self.run_dir / TABLE_NAME, self._section)
         error = None
         if is_interrupted or faults:
             message = "interrupted" if is_interrupted else f"{len(faults)} faults: {faults[0]}"
             kind = "Interrupted" if is_interrupted else "NotAllMet"
             error = {"type": kind, "message": message, "phase": None, "traceback": None}
-        return RunRecord(
-            run_id=self._run_id,
+        points = [
+            {
+                "name": name,
+                "title": result.title,
+                "folder": f"{POINTS}/{name}",
+                "run_id": result.record and result.record.run_id,
+                "status": result.record.status if result.record else "skipped",
+            }
+            for name, result in self._found.items()
+        ]
+        return Verdict(
             name=f"study {self._study.name}",
             status="killed" if is_interrupted else "failed" if faults else "ok",
             error=error,
-            valid=not faults and not is_interrupted,
+            valid=error is None,
             reasons=faults,
-            started_at=self._started.isoformat(timespec="seconds"),
-            duration_s=time.monotonic() - self._begin_s,
-            config=plain(self._config.to_dict()),
-            overrides=self._overrides,
-            environment=dict(environment),
-            effective={"warnings": [], "notes": []},
-            samples={
-                "study": {
-                    "rows": [plain(row.__dict__) for row in judged.rows],
-                    "points": [
-                        {
-                            "name": name,
-                            "title": result.title,
-                            "folder": f"{POINTS}/{name}",
-                            "run_id": result.record and result.record.run_id,
-                            "status": result.record.status if result.record else "skipped",
-                        }
-                        for name, result in self._found.items()
-                    ],
-                }
-            },
+            samples={"study": {"rows": [asdict(row) for row in judged.rows], "points": points}},
         )
 
-    def _about(self, environment: Mapping[str, Any], card: str | None) -> str:
+    def publish(self) -> list[str]:
+        """Rewrite the marked sections where everything ran as usual; else say why not."""
+        why = ", ".join(changes_of(self.overrides, self._study.rows))
+        if self._card is None:
+            why = "figures are emulated"
+        elif differing(self._found):
+            why = "its points ran in different surroundings"
+        files = {self._study.output: self._section, self._study.readme: self._headline}
+        for file, text in files.items():
+            if file is None:
+                continue
+            words = f"stays as it is: {why or 'no rows'}"
+            if text and not why:
+                write_section(ROOT / file, text, self._study.name)
+                words = "has the table"
+            sys.stderr.write(f"{self._study.name}: {file} {words}\n")
+        return []
+
+    def lines(self, record: RunRecord) -> list[str]:
+        """Return the tables."""
+        return ["", self._section, f"{record.name}: {record.status}, in {self.run_dir}"]
+
+    def _about(self) -> str:
         """Return what ran, where and when."""
-        command = shlex.join(["python", "-m", "harness", *self._overrides])
+        environment = self.records[0].environment if self.records else {}
+        card = self._card
+        command = shlex.join(["python", "-m", "harness", *self.overrides])
         git = environment.get("git") or {}
         commit = f"commit {git['sha'][:12]}" if git.get("sha") else "no commit"
         triton = (environment.get("packages") or {}).get("triton")
@@ -320,7 +262,7 @@ class _Study:
             f"torch {environment.get('torch')}",
             f"triton {triton}" if triton else "no triton",
             f"{commit}{' with changes' if git.get('dirty') else ''}",
-            f"{self._started:%Y-%m-%d}",
+            f"{self.started:%Y-%m-%d}",
         ]
         text = f"`{command}` on {', '.join(filter(None, parts))}."
         if card is None:
@@ -328,12 +270,19 @@ class _Study:
         return f"{text} Random weights, clocks not locked, medians."
 
 
+def _at(value: Any, path: str) -> Any:
+    """Return what stands at a dotted path; None where nothing does."""
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def differing(found: Found) -> list[str]:
     """Return in words which facts of the surroundings are not the same for all points."""
     records = [result.record for result in found.values() if result.record is not None]
     lines = []
     for fact in SAME:
-        values = [str(plain(record.environment.get(fact))) for record in records]
+        values = [str(_at(record.environment, fact)) for record in records]
         if len(set(values)) > 1:
             lines.append(
                 f"{fact}: expected the same for all points, got {' and '.join(sorted({*values}))}."
