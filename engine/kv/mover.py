@@ -248,9 +248,12 @@ class BlockMover:
         done: list[int] = []
         for queue in self._under_way.values():
             while queue and queue[0][0].is_done():
-                done += queue.popleft()[1]
+                point, ids = queue.popleft()
+                # Not those that were enqueued once more after an interrupt.
+                done += [move_id for move_id in ids if self._points.get(move_id) is point]
         for move_id in done:
             del self._points[move_id]
+            self._queued.pop(move_id, None)
         return done
 
     def wait(self, move_ids: Iterable[int]) -> None:
@@ -406,8 +409,8 @@ class BlockMover:
 
     def _note(self, queue: str, point: _Point, moves: list[Move]) -> None:
         ids = [move.move_id for move in moves]
-        self._under_way.setdefault(queue, deque()).append((point, ids))
         self._points.update(dict.fromkeys(ids, point))
+        self._under_way.setdefault(queue, deque()).append((point, ids))
         for move_id in ids:  # at once, so that what fails after them does not enqueue them again
             del self._queued[move_id]
 

@@ -200,7 +200,7 @@ def test_an_interrupt_of_a_submission_loses_no_moves_wherever_it_comes():
             pool.register(block_id, bytes([block_id]))
         pool.swap_out(table, [bytes([block_id]) for block_id in table])
         transfers = Transfers(pool, [mover])
-        with interrupt_at(number, {"transfers.py", "moves.py", "pool.py"}) as is_cut:
+        with interrupt_at(number, {"transfers.py", "moves.py", "pool.py", "mover.py"}) as is_cut:
             transfers.submit()
         transfers.poll()
         transfers.drain()
