@@ -7,7 +7,7 @@ enough. Pure arithmetic, no torch.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -32,6 +32,7 @@ from engine.plan.times import (
     Moved,
     Rates,
     Shape,
+    asked_rates,
     decode_step_s,
     shape_of,
     step_s,
@@ -101,7 +102,13 @@ class Candidate:
 
 
 def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict[str, Any]:
-    """Return what was chosen and why as plain data; the first candidate is the choice."""
+    """Return what was chosen and why as plain data; the first candidate is the choice.
+
+    Without candidates nothing is moved.
+    """
+    if not candidates:
+        why = "it fits the GPU budget"
+        return {"objective": objective, "chosen": NOTHING, "why": why, "candidates": []}
     best = candidates[0]
     what = {
         "latency": "the shortest decode step at batch 1",
@@ -176,13 +183,12 @@ class Chooser:
     """Enumerates candidates for one question.
 
     Args:
-        asked: Model, budget and limits.
-        rates: Of the machine that the plan is for.
+        asked: Model, budget, limits and machine.
     """
 
-    def __init__(self, asked: Asked, rates: Rates) -> None:
+    def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._rates = rates
+        self._rates = asked_rates(asked)
         self._spec = asked.spec
         self._layers = asked.spec.num_hidden_layers
         self._tensors = {
@@ -250,8 +256,11 @@ class Chooser:
         return shape_of(self.resident, self._spec)
 
     def best(self) -> tuple[MemoryPlan, list[Candidate]] | None:
-        """Return the plan of the best candidate that fits, and it and all behind it, in order."""
-        return next(self.ranked(), None)
+        """Return the plan of the best candidate that fits, and it and all behind it, in order.
+
+        Where everything stays on the GPU there are no candidates.
+        """
+        return (self.resident, []) if self.moves_nothing else next(self.ranked(), None)
 
     def ranked(self) -> Iterator[tuple[MemoryPlan, list[Candidate]]]:
         """Yield plans that fit, the best first, each with its candidate and all behind it."""
@@ -316,7 +325,7 @@ class Chooser:
     def _candidates(self, targets: list[int]) -> Iterator[Candidate]:
         """Yield what makes room for so many KV blocks each, every placement once."""
         facts, seen = self._asked.facts, set()
-        kinds = [ON_DEMAND]
+        kinds: list[Residence] = [ON_DEMAND]
         if facts.can_pin:
             kinds = [PREFETCH, *([UVA] if facts.can_uva else [])]
         for blocks in targets:
@@ -486,14 +495,3 @@ class Chooser:
                 "the layers stays in GPU memory."
             )
         return Assignment(placements, lookahead, notes)
-
-
-def largest(low: int, high: int, is_good: Callable[[int], bool]) -> int | None:
-    """Return the largest number from low to high for which a falling condition holds."""
-    if high < low or not is_good(low):
-        return None
-    bad = high + 1
-    while bad - low > 1:
-        middle = (low + bad) // 2
-        low, bad = (middle, bad) if is_good(middle) else (low, middle)
-    return low

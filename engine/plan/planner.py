@@ -15,14 +15,12 @@ from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     choose_fields,
     host_refusal,
-    least_swap_space,
     refusal,
-    spread_bytes,
     spread_that_fits,
     waste_notes,
-    with_swap_space,
+    with_least_swap_space,
 )
-from engine.plan.choose import NOTHING, Chooser, record_of
+from engine.plan.choose import Chooser, record_of
 from engine.plan.memory import (
     Asked,
     DeviceFacts,
@@ -46,12 +44,12 @@ from engine.plan.times import (
     CONTEXT_TOKENS,
     PREFILL_TOKENS,
     Rates,
+    asked_rates,
     decode_step_s,
     first_token_s,
     load_s,
     predict_host_kv,
     prefill_s,
-    rates_for,
     shape_of,
     with_rates,
 )
@@ -119,11 +117,9 @@ def plan_memory(
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: It does not fit; the message says what would.
     """
-    asked, rates, notes = _ask(
-        config, spec, facts, reference=reference, tensor_formats=tensor_formats
-    )
+    asked, notes = _ask(config, spec, facts, reference=reference, tensor_formats=tensor_formats)
     asked.formats.check(spec.tensors())
-    return _finished(_plan(asked, rates), asked, rates, notes)
+    return _finished(_plan(asked), asked, notes)
 
 
 def plan_candidates(
@@ -143,15 +139,15 @@ def plan_candidates(
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: Nothing fits; the message says what would.
     """
-    asked, rates, notes = _ask(config, spec, facts, reference=False)
-    first = _finished(_plan(asked, rates), asked, rates, notes)
-    chooser = Chooser(asked, rates)
+    asked, notes = _ask(config, spec, facts, reference=False)
+    first = _finished(_plan(asked), asked, notes)
+    chooser, rates = Chooser(asked), asked_rates(asked)
     if chooser.moves_nothing:
         return [first]
     objective, found = config.planner.objective, []
     for plan, candidates in islice(chooser.ranked(), count):
         chosen = replace(plan, choice=record_of(chooser.fitting(candidates), objective, rates))
-        found.append(_finished(chosen, asked, rates, notes))
+        found.append(_finished(chosen, asked, notes))
     return [first, *found[1:]]
 
 
@@ -162,27 +158,19 @@ def _ask(
     *,
     reference: bool,
     tensor_formats: Mapping[str, Format] = NO_FORMATS,
-) -> tuple[Asked, Rates, list[str]]:
-    """Resolve what is asked; return the rates and what to note beside it."""
-    notes: list[str] = []
+) -> tuple[Asked, list[str]]:
+    """Resolve what is asked; return what to note beside it."""
     if config.gpu.host_gib is not None:
         most = int(config.gpu.host_gib * GIB)
         facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
-    if not reference:
-        config, notes = choose_fields(config, spec, facts, tensor_formats)
-    asked = Asked(
-        config,
-        spec,
-        facts,
-        resolve_dtype(config, spec, facts.kind),
-        resolve_max_model_len(config, spec),
-        reference,
-        tensor_formats,
-    )
-    return asked, rates_for(config.gpu, facts, config.measured_rates), notes
+    dtype, length = resolve_dtype(config, spec, facts.kind), resolve_max_model_len(config, spec)
+    asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats)
+    chosen, notes = choose_fields(asked)
+    return replace(asked, config=chosen, max_model_len=resolve_max_model_len(chosen, spec)), notes
 
 
-def _finished(plan: MemoryPlan, asked: Asked, rates: Rates, notes: list[str]) -> MemoryPlan:
+def _finished(plan: MemoryPlan, asked: Asked, notes: list[str]) -> MemoryPlan:
+    rates = asked_rates(asked)
     if plan.host_kv is not None:
         plan = replace(plan, host_kv=with_rates(plan, asked.spec, rates))
     predicted = predict(plan, asked.spec, rates) | {
@@ -210,22 +198,21 @@ def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
     return good
 
 
-def _plan(asked: Asked, rates: Rates) -> MemoryPlan:
-    config, spec = asked.config, asked.spec
+def _plan(asked: Asked) -> MemoryPlan:
+    config, spec, rates = asked.config, asked.spec, asked_rates(asked)
     if asked.reference:
         return _fit(asked, assign_layers_on_demand(spec))
     backend = config.offload.backend
     assignment = assign(spec, config.offload, asked.formats)
     if config.planner.choose:
-        plan = _plan_chosen(asked, rates)
+        plan = _plan_chosen(asked)
         backend = "auto"
     elif takes_swap_space(asked):
-        return _plan_with_swap_space(asked, assignment.notes, rates)
+        plan = _plan_with_swap_space(asked, assignment.notes)
     else:
         plan = _fit(asked, served(asked, assignment))
-    notes: list[str] = []
     needless = _not_needed(asked, plan, rates) if backend in {"uva", "prefetch"} else []
-    notes += needless or waste_notes(plan, asked, rates)
+    notes = needless or waste_notes(plan, asked, rates)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -251,9 +238,9 @@ def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
     ]
 
 
-def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
+def _plan_chosen(asked: Asked) -> MemoryPlan:
     """The placement that the planner chooses: everything on the GPU, or the best that fits."""
-    chooser, objective = Chooser(asked, rates), asked.config.planner.objective
+    chooser = Chooser(asked)
     wanted, most = asked.config.planner.kv_tokens or 0, chooser.most_kv_tokens
     if wanted > most:
         raise ConfigError(
@@ -261,37 +248,30 @@ def _plan_chosen(asked: Asked, rates: Rates) -> MemoryPlan:
             f"{asked.config.engine.max_num_seqs} sequences of {asked.max_model_len} can use, got "
             f"{wanted}. Lower it, or raise engine.max_num_seqs."
         )
-    if chooser.moves_nothing:
-        record = {
-            "objective": objective,
-            "chosen": NOTHING,
-            "why": "it fits the GPU budget",
-            "candidates": [],
-        }
-        return replace(chooser.resident, choice=record)
     found = chooser.best()
     if found is None:
         raise CapacityError(refusal(chooser.resident, asked), chooser.resident.to_dict())
     plan, candidates = found
-    record = record_of(chooser.fitting(candidates), objective, rates)
-    return replace(plan, choice=record)
+    objective, fitting = asked.config.planner.objective, chooser.fitting(candidates)
+    return replace(plan, choice=record_of(fitting, objective, asked_rates(asked)))
 
 
-def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> MemoryPlan:
+def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
     """Offload as few layers, spread evenly, as make it fit; the rest of swap_space is KV blocks."""
     layers, size = asked.spec.num_hidden_layers, asked.config.kv.swap_space
-    count = spread_that_fits(asked, int(size * GIB))
+    count = spread_that_fits(asked)
     if count is None:
         plan = build_plan(asked, assign_resident(asked.spec))
         text = f"{refusal(plan, asked)} kv.swap_space={size:g} GiB"
-        enough = least_swap_space(asked)
+        enough = with_least_swap_space(asked)
         if enough is None:
             text += " does not help: it does not fit with every layer in host memory either."
         else:
-            count = spread_that_fits(with_swap_space(asked, enough), int(enough * GIB)) or 0
+            count = spread_that_fits(enough) or 0
+            moved = build_plan(enough, served(enough, assign_spread(asked.spec, count)))
             text += (
-                f" is not enough: {enough:g} would be, for {count} of {layers} layers, "
-                f"{spread_bytes(asked, count) / GIB:.3f} GiB, and KV blocks."
+                f" is not enough: {enough.config.kv.swap_space:g} would be, for {count} of {layers}"
+                f" layers, {moved.swap_weights_bytes / GIB:.3f} GiB, and KV blocks."
             )
         raise CapacityError(text, plan.to_dict())
     plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
@@ -302,8 +282,7 @@ def _plan_with_swap_space(asked: Asked, notes: list[str], rates: Rates) -> Memor
         f"host memory; the rest holds {blocks[0]} KV blocks ({plan.kv.num_bytes(blocks) / GIB:.2f} "
         "GiB)."
     )
-    waste = waste_notes(plan, asked, rates)
-    return replace(plan, notes=(*plan.notes, *notes, note, *waste))
+    return replace(plan, notes=(*plan.notes, *notes, note))
 
 
 def _fit(asked: Asked, assignment: Assignment) -> MemoryPlan:

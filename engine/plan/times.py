@@ -11,7 +11,7 @@ from engine.asked.config import GPUConfig
 from engine.model.formats import EMBEDDING
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.kv_memory import HostKVPlan, KVSizes, SwapRates
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
 from engine.plan.sizes import padded_prefill
 from engine.plan.units import Feed, Residence, Slots, moving
 from kernels.sizes import MAX_SMALL_TOKENS
@@ -275,6 +275,11 @@ def rates_for(
     else:
         rates = sheet_rates(UNKNOWN_CARD, f"assumed: no sheet of {facts.name} is known")
     return rates.measured(probe) if probe else rates
+
+
+def asked_rates(asked: Asked) -> Rates:
+    """Return the rates of the machine that is asked about."""
+    return rates_for(asked.config.gpu, asked.facts, asked.config.measured_rates)
 
 
 def _sheet(gpu: GPUConfig) -> Sheet:

@@ -11,7 +11,6 @@ from engine.model.spec import ModelSpec
 from engine.plan.choose import Chooser
 from engine.plan.memory import Asked
 from engine.plan.planner import plan_memory
-from engine.plan.times import rates_for
 from tests.engine.plan.test_choose import ask, choose, conf_spec, step_ms
 from tests.engine.specs import GIB, H200, NO_PIN, NO_UVA, OLMO_7B, check_plan, model_specs
 
@@ -103,10 +102,7 @@ def test_what_fits_is_known_without_a_plan_of_each(
     )
     facts = replace(H200, host_available_bytes=int(weights * host_share) + 3 * GIB, **gaps)
     length = spec.max_position_embeddings
-    chooser = Chooser(
-        Asked(config, spec, facts, spec.dtype, length, reference=False),
-        rates_for(config.gpu, facts),
-    )
+    chooser = Chooser(Asked(config, spec, facts, spec.dtype, length, reference=False))
     ranked = list(chooser._candidates(chooser._block_targets(objective)))
     planned = [item for item in ranked if chooser._is_enough(chooser._plan_of(item))]
     assert chooser.fitting(ranked) == planned
