@@ -196,6 +196,7 @@ class _Study(Series):
         )
         if self._card is None:
             judged = judged.without_targets()
+        judged = replace(judged, remarks=[*judged.remarks, *_doubts(self._found)])
         faults = [*differing(self._found), *(f"missed: {what}" for what in judged.missed)]
         faults += judged.lacks
         self._section = judged.section(self._about())
@@ -275,6 +276,16 @@ def _at(value: Any, path: str) -> Any:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def _doubts(found: Found) -> list[str]:
+    """Return in words what the points' own records say against their figures."""
+    return [
+        f"{result.title}: not valid: {reason}"
+        for result in found.values()
+        if result.record is not None and result.record.valid is False
+        for reason in result.record.reasons
+    ]
 
 
 def differing(found: Found) -> list[str]:

@@ -129,6 +129,8 @@ class Judged:
     """Lines of Markdown below the rows."""
     headline: list[str] = field(default_factory=list)
     """Likewise, of the few figures that matter most."""
+    remarks: list[str] = field(default_factory=list)
+    """What a reader should know of the points; the figures stand."""
     lacks: list[str] = field(default_factory=list)
     """Figures that are not there although they were asked for."""
 
@@ -154,6 +156,8 @@ class Judged:
                 *grid(("what", "measured", "share or ratio", "target", ""), self._cells()),
             ]
         lines += self.tables
+        for text in self.remarks:
+            lines += ["", text]
         for text in self.lacks:
             lines += ["", text]
         return "\n".join(lines) + "\n"

@@ -33,6 +33,10 @@ def measure_bare(config: BareScenario, engine: EngineConfig, gpu: Gpu | None) ->
                 found[part] = _attention(device)
             case _:
                 found[part] = _rates(device, gpu)
+    if gpu is not None:
+        import torch  # noqa: PLC0415  takes seconds
+
+        torch.cuda.empty_cache()  # no part of an engine's peak
     return found
 
 

@@ -255,6 +255,12 @@ def test_points_that_fail_and_other_tokens_are_faults(tmp_path, capsys):
     assert any("**not equal** to the resident engine's in uva" in text for text in record.reasons)
 
 
+def test_doubts_of_a_point_stand_below_the_table(tmp_path, capsys):
+    doubt = {"valid": False, "reasons": ["gpu: its clock was throttled."]}
+    study(tmp_path, "study.rows=[prefetch]", run_one=fake_run(prefetch=doubt))
+    assert "prefetch 8/5/2: not valid: gpu: its clock was throttled." in capsys.readouterr().out
+
+
 def test_an_interrupt_leaves_a_record(tmp_path, documents):
     with pytest.raises(KeyboardInterrupt):
         study(tmp_path, run_one=fake_run(uva=None))
