@@ -15,7 +15,6 @@ from engine.plan.choose import Chooser
 from engine.plan.memory import (
     Asked,
     MemoryPlan,
-    asked_kv_sizes,
     build_plan,
     fits,
     gpu_budget_bytes,
@@ -94,7 +93,7 @@ def auto_fits(asked: Asked) -> bool:
 
 def spread_that_fits(asked: Asked) -> int | None:
     """Return the fewest layers, spread evenly over kv.swap_space, with which KV has room."""
-    layer_bytes = lay_out(asked.spec, assign_spread(asked.spec, 1), asked.formats).offloaded_bytes
+    layer_bytes = lay_out(asked, assign_spread(asked.spec, 1)).offloaded_bytes
     room = int(asked.config.kv.swap_space * GIB)
     for count in range(min(asked.spec.num_hidden_layers, room // layer_bytes) + 1):
         if has_kv_room(build_plan(asked, served(asked, assign_spread(asked.spec, count)))):
@@ -108,7 +107,7 @@ def with_least_swap_space(asked: Asked) -> Asked | None:
     def at(hundredths: int) -> Asked:
         return changed(asked, "kv", swap_space=hundredths / 100)
 
-    kv_bytes = asked_kv_sizes(asked).sequence_bytes(asked.max_model_len)
+    kv_bytes = asked.kv.sequence_bytes(asked.max_model_len)
     most = math.ceil(100 * (asked.formats.total_bytes(asked.spec.tensors()) + kv_bytes) / GIB)
     found = least(1, most, lambda size: spread_that_fits(at(size)) is not None)
     return None if found is None else at(found)
@@ -238,7 +237,7 @@ class Setting:
     high: int
     step: int = 1
     parts: int = 1
-    """Of one, where steps are smaller than it."""
+    """Steps in one, where they are smaller than it."""
     is_least: bool = False
     """The least that fits is wanted, else the greatest."""
     test: Callable[[Asked], bool] = would_fit

@@ -8,13 +8,12 @@ enough. Pure arithmetic, no torch.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import Any, Final
 
 from engine.model.formats import EMBEDDING, HEAD, align
-from engine.plan.kv_memory import KVSizes
 from engine.plan.memory import (
     Asked,
     MemoryPlan,
@@ -29,7 +28,6 @@ from engine.plan.policy import Assignment, assign_resident, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.plan.times import (
     CONTEXT_TOKENS,
-    Moved,
     Rates,
     Shape,
     asked_rates,
@@ -54,12 +52,26 @@ class Candidate:
     """One placement; its times are predicted when they are asked for."""
 
     label: str
+    asked: Asked
     assignment: Assignment
-    shape: Shape
-    host_bytes: int
     rates: Rates
     context_tokens: int
-    """Of the sequence whose decode step counts."""
+    """Length of the sequence whose decode step counts."""
+
+    @cached_property
+    def plan(self) -> MemoryPlan:
+        """The plan of this placement, which may not fit."""
+        return build_plan(self.asked, served(self.asked, self.assignment))
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What its times depend on."""
+        return shape_of(self.plan, self.asked.spec)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of weights in host memory."""
+        return self.plan.host_items["pinned_weights" if self.plan.pin else "pageable_weights"]
 
     @cached_property
     def decode_s(self) -> float:
@@ -174,7 +186,7 @@ GRANULES: Final = {
 }
 """What is taken of a layer; nothing named: all of it."""
 NEAR: Final = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.35, 1.5, 1.75)
-"""Of the KV blocks of the best candidate for a queue, where better ones are looked for."""
+"""Shares of the best candidate's KV blocks at which better ones for a queue are looked for."""
 NUM_CLOSE: Final = 12
 """Candidates for a queue whose steps are counted one by one."""
 
@@ -198,9 +210,8 @@ class Chooser:
         """Bytes that taking a tensor of a layer frees, of whichever layer."""
         outer = asked.spec.outer_tensors()
         self._outer = {tensor.name: align(asked.formats.num_bytes(tensor)) for tensor in outer}
-        self._row_bytes = asked.formats[EMBEDDING].row_bytes(outer[0])
         self.resident = build_plan(asked, assign_resident(asked.spec))
-        self._tier = asked_tier(asked, self.resident.kv, 0)
+        self._tier = asked_tier(asked, 0)
         self._prefill_graphs = prefill_graph_bytes(asked, self.resident)
 
     @cached_property
@@ -251,10 +262,6 @@ class Chooser:
         found = self._candidates(self._block_targets("latency"))
         return self.resident_fits or any(map(self._fits, found))
 
-    @cached_property
-    def _base(self) -> Shape:
-        return shape_of(self.resident, self._spec)
-
     def best(self) -> tuple[MemoryPlan, list[Candidate]] | None:
         """Return the plan of the best candidate that fits, and it and all behind it, in order.
 
@@ -266,7 +273,11 @@ class Chooser:
         """Yield plans that fit, the best first, each with its candidate and all behind it."""
         objective = self._asked.config.planner.objective
         is_queue = objective == "throughput"
-        nothing = [self._nothing()] if is_queue and self.resident_fits else []
+        nothing = (
+            [self._named(NOTHING, assign_resident(self._spec))]
+            if is_queue and self.resident_fits
+            else []
+        )
         ranked = self._in_order([*nothing, *self._candidates(self._block_targets(objective))])
         if is_queue:
             best = next((x for x in ranked if x.label != NOTHING), None)  # all of them fit
@@ -276,19 +287,19 @@ class Chooser:
         if nothing and ranked[0].queue_s * GAIN > nothing[0].queue_s:
             ranked = [*nothing, *(item for item in ranked if item.label != NOTHING)]
         for index, candidate in enumerate(ranked):
-            plan = self._plan_of(candidate)
-            if self._is_enough(plan):
-                yield plan, ranked[index:]
+            if self._fits(candidate):
+                yield candidate.plan, ranked[index:]
 
-    def _nothing(self) -> Candidate:
-        """Return the candidate that moves nothing."""
+    def _named(self, label: str, assignment: Assignment) -> Candidate:
+        context = self._asked.max_model_len
+        if self._asked.config.planner.objective != "context":
+            context = min(CONTEXT_TOKENS, context)
         return Candidate(
-            label=NOTHING,
-            assignment=assign_resident(self._spec),
-            shape=self._base,
-            host_bytes=0,
+            label=label,
+            asked=self._asked,
+            assignment=assignment,
             rates=self._rates,
-            context_tokens=min(CONTEXT_TOKENS, self._asked.max_model_len),
+            context_tokens=context,
         )
 
     def _in_order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -305,22 +316,10 @@ class Chooser:
         return [item for item in candidates if self._fits(item)]
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether its plan would be enough, without laying out its tensors where that is known."""
-        resident, shape = self.resident, candidate.shape
-        if not resident.pin or resident.facts.emulated:
-            return self._is_enough(self._plan_of(candidate))  # more changes than what is moved
-        plan = replace(
-            resident,
-            kv=shape.kv,
-            host_items=resident.host_items | {"pinned_weights": candidate.host_bytes},
-        )
-        return self._is_enough(plan)
+        return self._is_enough(candidate.plan)
 
     def _has_room(self, candidate: Candidate) -> bool:
-        return candidate.shape.kv.pools[0] >= self._fewest_blocks
-
-    def _plan_of(self, candidate: Candidate) -> MemoryPlan:
-        return build_plan(self._asked, served(self._asked, candidate.assignment))
+        return candidate.plan.num_gpu_blocks >= self._fewest_blocks
 
     def _candidates(self, targets: list[int]) -> Iterator[Candidate]:
         """Yield what makes room for so many KV blocks each, every placement once."""
@@ -358,7 +357,7 @@ class Chooser:
 
     def _near(self, best: Candidate) -> list[int]:
         """KV blocks around those of a candidate, to look at more closely."""
-        blocks, least = best.shape.kv.pools[0], self._least_blocks
+        blocks, least = best.plan.num_gpu_blocks, self._least_blocks
         useful = self.resident.kv.useful[0]
         return sorted({max(least, min(int(share * blocks), useful)) for share in NEAR})
 
@@ -372,34 +371,20 @@ class Chooser:
         self, blocks: int, outer: tuple[str, ...], kind: Residence, lookahead: int, name: str
     ) -> Candidate | None:
         """Return the least offload of one sort that leaves the blocks free, or None."""
-        plan, tier = self.resident, self._tier
+        plan = self.resident
         other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
         if "kv_stages" in plan.gpu_items:
             other -= plan.gpu_items["kv_stages"] + self._tier.graph_bytes
         freed = sum(self._outer[item] for item in outer)
         need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
         if need > 0:  # steps with prompts are captured only where no layer is moved
-            other -= self._prefill_graphs
             need = max(1, need - self._prefill_graphs)
         taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
         if taken is None:
             return None
-        sizes = [sum(self._tensors[item] for item in items) for items in taken]
-        slots = min(self._num_slots(kind, lookahead), sum(1 for size in sizes if size))
-        moved = sum(sizes)
-        left = plan.gpu_budget_bytes - other + freed + moved - slots * max(sizes)
-        shape = self._shape(sizes, outer, kind, slots, tier.share_out(plan.kv, left))
-        context = self._asked.max_model_len
-        if self._asked.config.planner.objective != "context":
-            context = min(CONTEXT_TOKENS, context)
-        return Candidate(
-            label=label_of(taken, outer, kind, slots, name),
-            assignment=self._assignment(taken, outer, kind, lookahead),
-            shape=shape,
-            host_bytes=moved + freed,
-            rates=self._rates,
-            context_tokens=context,
-        )
+        slots = min(self._num_slots(kind, lookahead), sum(1 for items in taken if items))
+        label = label_of(taken, outer, kind, slots, name)
+        return self._named(label, self._assignment(taken, outer, kind, lookahead))
 
     def _room(self, blocks: int) -> int:
         """Bytes on the GPU with which there are so many blocks, and stages where they are few."""
@@ -447,33 +432,6 @@ class Chooser:
         enough = [items for items in options if sizes[items] >= least]
         part = min(enough, key=sizes.__getitem__, default=whole)
         return whole if len(part) == len(products) else part
-
-    def _shape(
-        self,
-        sizes: list[int],
-        outer: tuple[str, ...],
-        kind: Residence,
-        slots: int,
-        kv: KVSizes,
-    ) -> Shape:
-        base = self._base
-        head = self._outer.get(HEAD, 0) if HEAD in outer else 0
-        threshold = self._asked.config.engine.uva_stage_tokens
-        return replace(
-            base,
-            resident_bytes=tuple(
-                whole - size for whole, size in zip(base.resident_bytes, sizes, strict=True)
-            ),
-            moved=(Moved(kind, tuple(sizes), slots),) if any(sizes) else (),
-            stage_tokens=threshold if kind.reads_in_place and slots else None,
-            head_bytes=base.head_bytes - head,
-            head_in_place_bytes=head,
-            embed_row_bytes=self._row_bytes if EMBEDDING in outer else 0,
-            uses_graphs=base.uses_graphs and self._asked.facts.can_pin,
-            captured_prefills=() if any(sizes) else base.captured_prefills,
-            is_pinned=self._asked.facts.can_pin,
-            kv=kv,
-        )
 
     def _assignment(
         self, taken: list[tuple[str, ...]], outer: tuple[str, ...], kind: Residence, lookahead: int

@@ -42,7 +42,7 @@ class DeviceFacts:
     total_bytes: int
     """Memory of the card (CPU: what may serve as an emulated card)."""
     free_bytes: int
-    """Of it, free now."""
+    """What is free of it now."""
     host_available_bytes: int
     """Host memory that can be taken: the least of free memory and cgroup limit."""
     can_pin: bool = True
@@ -106,7 +106,7 @@ class MemoryPlan:
     prefill_sizes: tuple[tuple[int, int], ...] = ()
     """Decode rows and tokens of prompts that steps with prompts are padded to, where they fit."""
     captured_prefills: tuple[tuple[int, int], ...] = ()
-    """Those of `prefill_sizes` that run as graphs: none where layers are offloaded. Where many are
+    """The `prefill_sizes` that run as graphs: none where layers are offloaded. Where many are
     the link takes longer than the launches; where few are more would have to be, for the room that
     graphs take, which costs every decode step (docs/performance.md, Predictions)."""
     use_graphs: bool
@@ -123,7 +123,7 @@ class MemoryPlan:
     swap_space_bytes: int = 0
     """Asked for; first for weights where no offload is set, the rest for KV blocks."""
     swap_weights_bytes: int = 0
-    """Of it, what weights take."""
+    """What weights take of swap_space."""
     host_kv: HostKVPlan | None = None
     """None: all KV blocks lie on the GPU."""
     prefix_caching: bool = False
@@ -350,22 +350,13 @@ class WeightLayout:
         return sum(x.offloaded_bytes for x in self.layers) + self.outer_offloaded.num_bytes
 
 
-def lay_out(spec: ModelSpec, assignment: Assignment, formats: TensorFormats) -> WeightLayout:
+def lay_out(asked: "Asked", assignment: Assignment) -> WeightLayout:
     """Lay every tensor out: those of a layer together by their residence."""
-    places = assignment.placements
-    layers = []
-    for index in range(spec.num_hidden_layers):
-        slabs: dict[Residence, list[TensorSpec]] = {kind: [] for kind in RESIDENCES}
-        for tensor in spec.layer_tensors(index):
-            slabs[places[tensor.name]].append(tensor)
-        resident = Slab.of(slabs.pop(RESIDENT), formats)
-        units = tuple(Unit(kind, Slab.of(held, formats)) for kind, held in slabs.items() if held)
-        layers.append(LayerPlan(index, resident, units))
-    outer = spec.outer_tensors()
+    places, outer = assignment.placements, asked.spec.outer_tensors()
     return WeightLayout(
-        tuple(layers),
-        Slab.of([t for t in outer if not places[t.name].is_offloaded], formats),
-        Slab.of([t for t in outer if places[t.name].is_offloaded], formats),
+        tuple(asked.layer_plan(index, places) for index in range(asked.spec.num_hidden_layers)),
+        Slab.of([t for t in outer if not places[t.name].is_offloaded], asked.formats),
+        Slab.of([t for t in outer if places[t.name].is_offloaded], asked.formats),
     )
 
 
@@ -386,12 +377,58 @@ class Asked:
     max_model_len: int
     reference: bool
     tensor_formats: Mapping[str, Format] = field(default_factory=dict)
-    """Of tensors that are kept in another format than that of the dtype, by name."""
+    """Formats of tensors that are kept in another than that of the dtype, by name."""
 
     @cached_property
     def formats(self) -> TensorFormats:
         """The format of every tensor."""
         return TensorFormats(FORMATS[self.dtype], self.tensor_formats)
+
+    # What no placement changes is found once, for all plans that are made from this.
+
+    @cached_property
+    def kv(self) -> KVSizes:
+        """What sequences and blocks take."""
+        settings = self.config.engine
+        return kv_sizes(
+            self.spec,
+            self.dtype,
+            windows=resolve_windows(self.config, self.spec, self.max_model_len),
+            block_size=self.config.kv.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            step_tokens=settings.max_num_batched_tokens,
+            keeps_idle=self.config.kv.enable_prefix_caching,
+        )
+
+    @cached_property
+    def step_bytes(self) -> tuple[int, int]:
+        """GPU bytes of a step's activations, and of its logits."""
+        settings, size = self.config.engine, DTYPE_BYTES[self.dtype]
+        activations = activation_bytes(self.spec, settings, size, self.max_model_len)
+        return activations, logits_bytes(self.spec, settings, size)
+
+    @cached_property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Decode batches that steps are padded to; on a CPU none."""
+        return () if self.facts.emulated else graph_sizes(self.config.engine.max_num_seqs)
+
+    @cached_property
+    def _layer_plans(self) -> dict[tuple[int, tuple[Residence, ...]], LayerPlan]:
+        return {}
+
+    def layer_plan(self, index: int, places: Mapping[str, Residence]) -> LayerPlan:
+        """Return a layer's tensors, laid out together by their residence."""
+        tensors, known = self.spec.layer_tensors(index), self._layer_plans
+        key = index, tuple([places[tensor.name] for tensor in tensors])
+        if key not in known:
+            slabs: dict[Residence, list[TensorSpec]] = {kind: [] for kind in RESIDENCES}
+            for tensor, place in zip(tensors, key[1], strict=True):
+                slabs[place].append(tensor)
+            resident = Slab.of(slabs.pop(RESIDENT), self.formats)
+            held = {kind: Slab.of(found, self.formats) for kind, found in slabs.items() if found}
+            known[key] = LayerPlan(index, resident, tuple(map(Unit, held, held.values())))
+        return known[key]
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec, kind: str) -> str:
@@ -450,10 +487,10 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     """Account for every byte; the KV cache takes what is left."""
     config, spec, facts, dtype = asked.config, asked.spec, asked.facts, asked.dtype
     settings, size = config.engine, DTYPE_BYTES[dtype]
-    layout = lay_out(spec, assignment, asked.formats)
+    layout = lay_out(asked, assignment)
     slots, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
     slot_bytes = {found.residence: found.count * found.num_bytes for found in slots}
-    sizes = () if facts.emulated else graph_sizes(settings.max_num_seqs)
+    sizes, (activations, logits) = asked.graph_sizes, asked.step_bytes
     budget = gpu_budget_bytes(config, facts)
     notes = list(assignment.notes)
     use_graphs = bool(_captured_decodes(asked))
@@ -472,13 +509,13 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         "weights": layout.resident_bytes,
         "prefetch_slots": sum(size for kind, size in slot_bytes.items() if kind is not UVA),
         "staging_slots": slot_bytes.get(UVA, 0) + outer_slot,
-        "activations": activation_bytes(spec, settings, size, asked.max_model_len) + captured_pool,
-        "logits": logits_bytes(spec, settings, size),
+        "activations": activations + captured_pool,
+        "logits": logits,
         "graphs": graph_nodes,
         "runtime": runtime_bytes(facts.kind),
     }
-    kv = asked_kv_sizes(asked)
-    tier = asked_tier(asked, kv, layout.offloaded_bytes)
+    kv = asked.kv
+    tier = asked_tier(asked, layout.offloaded_bytes)
     if tier.num_blocks:
         items["kv_moves"] = tier.ids_bytes
     room = budget - sum(items.values())
@@ -551,26 +588,11 @@ def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
     return with_prompts - without
 
 
-def asked_kv_sizes(asked: Asked) -> KVSizes:
-    """Return what sequences and blocks take."""
-    settings = asked.config.engine
-    return kv_sizes(
-        asked.spec,
-        asked.dtype,
-        windows=resolve_windows(asked.config, asked.spec, asked.max_model_len),
-        block_size=asked.config.kv.block_size,
-        max_model_len=asked.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        step_tokens=settings.max_num_batched_tokens,
-        keeps_idle=asked.config.kv.enable_prefix_caching,
-    )
-
-
-def asked_tier(asked: Asked, kv: KVSizes, offloaded_bytes: int) -> HostTierSizes:
+def asked_tier(asked: Asked, offloaded_bytes: int) -> HostTierSizes:
     """Return the host tier that is asked for, beside so many bytes of weights in host memory."""
     tier = host_tier_sizes(
         asked.config.kv,
-        kv,
+        asked.kv,
         moved_bytes=_swap_weights_bytes(asked, offloaded_bytes),
         can_pin=asked.facts.can_pin,
         can_uva=asked.facts.can_uva,
@@ -586,9 +608,8 @@ def asked_tier(asked: Asked, kv: KVSizes, offloaded_bytes: int) -> HostTierSizes
 
 def _captured_decodes(asked: Asked) -> tuple[int, ...]:
     """Decode batches that run as graphs where memory can be pinned; on a CPU none."""
-    settings = asked.config.engine
-    is_eager = asked.facts.emulated or settings.enforce_eager or asked.reference
-    return () if is_eager else graph_sizes(settings.max_num_seqs)
+    is_eager = asked.config.engine.enforce_eager or asked.reference
+    return () if is_eager else asked.graph_sizes
 
 
 def step_blocks(kv: KVSizes) -> int:

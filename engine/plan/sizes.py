@@ -13,7 +13,7 @@ HOST_DECODES = 8
 """Largest decode batch that is captured once more for blocks in the host tier: only sequences that
 exceed the GPU's room own such blocks, and few of them run at once."""
 WORKSPACE_BYTES = 32 * MIB
-"""Of cuBLAS, for each stream that calls it (Hopper)."""
+"""Workspace of cuBLAS for each stream that calls it (Hopper)."""
 PREFILL_SEQUENCES = 4
 """Prompts whose parts a captured step holds at most."""
 PREFILL_TOKENS = (16, 64, 256)

@@ -169,7 +169,7 @@ class Rates:
     eager_layer_overhead_s: float = EAGER_LAYER_OVERHEAD_S
     step_overhead_s: float = STEP_OVERHEAD_S
     sequence_overhead_s: float = 0.0
-    """Of one layer for each sequence of a step, beside bytes: a CPU takes one after another."""
+    """Time of a layer for each sequence of a step, beside bytes: a CPU takes one after another."""
     is_cpu: bool = False
     """Products of few rows read their weight first, copies run in the thread that computes, and a
     step is over when it was launched: its launches are in layer_overhead_s."""
@@ -312,7 +312,7 @@ class Shape:
     """What the times of a plan depend on; bytes are those of the plan's formats."""
 
     resident_bytes: tuple[int, ...]
-    """Of each layer, in GPU memory."""
+    """Bytes of each layer in GPU memory."""
     moved: tuple[Moved, ...]
     """What lies in host memory, by residence."""
     stage_tokens: int | None
@@ -369,7 +369,7 @@ class Shape:
         return self.kv.groups[0].num_in_place
 
     def beyond_gpu(self, tokens: float) -> float:
-        """Of so many tokens of one layer of the first group, those that lie in host memory."""
+        """Return how many of so many tokens lie in host memory, in a layer of the first group."""
         return min(self.in_place_blocks * self.block_size, max(0.0, tokens - self.kv_tokens))
 
 

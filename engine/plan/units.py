@@ -221,7 +221,7 @@ class Slots:
     residence: Residence
     count: int
     num_bytes: int
-    """Of each: the largest unit."""
+    """Size of each: the largest unit."""
 
 
 @dataclass(frozen=True)

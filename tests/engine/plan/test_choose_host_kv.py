@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
-from engine.plan.choose import Chooser
-from engine.plan.memory import Asked
 from engine.plan.planner import plan_memory
 from tests.engine.plan.test_choose import ask, choose, conf_spec, step_ms
 from tests.engine.specs import GIB, H200, NO_PIN, NO_UVA, OLMO_7B, check_plan, model_specs
@@ -41,9 +39,7 @@ def test_choices_beside_a_host_tier_are_planned_as_they_were_ranked(
     check_plan(plan, spec)
     assert plan.choice is not None
     if plan.choice["candidates"]:
-        # Without pinned memory there are no graphs, which the ranking does not know.
-        ranked = plan.choice["candidates"][0]["kv_tokens"]
-        assert ranked == plan.kv_tokens or (ranked < plan.kv_tokens and not plan.pin)
+        assert plan.choice["candidates"][0]["kv_tokens"] == plan.kv_tokens
         assert plan.choice["candidates"][0]["label"] == plan.choice["chosen"]
     # Of a sequence the GPU holds 256 tokens, or all.
     assert plan.kv_tokens >= min(plan.max_model_len, 256)
@@ -72,37 +68,3 @@ def test_kv_leaves_the_gpu_where_weights_in_its_place_cost_more() -> None:
     assert 256 < chosen.kv_tokens < 512
     assert wanted.kv_tokens >= 2048
     assert step_ms(wanted) > 1.5 * step_ms(chosen)
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    spec=model_specs(),
-    share=st.floats(0.3, 1.1),
-    blocks=st.sampled_from([0, 0, 300, 2000]),
-    host_share=st.sampled_from([0.4, 0.8, 3.0]),
-    objective=st.sampled_from(["latency", "throughput"]),
-    gaps=st.sampled_from([{}, NO_UVA, NO_PIN]),
-)
-def test_what_fits_is_known_without_a_plan_of_each(
-    spec: ModelSpec,
-    share: float,
-    blocks: int,
-    host_share: float,
-    objective: str,
-    gaps: dict[str, Any],
-) -> None:
-    weights = spec.weight_bytes()
-    config = ask(
-        spec,
-        weights / GIB * share + 1.3,
-        objective=objective,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        kv={"num_cpu_blocks": blocks},
-    )
-    facts = replace(H200, host_available_bytes=int(weights * host_share) + 3 * GIB, **gaps)
-    length = spec.max_position_embeddings
-    chooser = Chooser(Asked(config, spec, facts, spec.dtype, length, reference=False))
-    ranked = list(chooser._candidates(chooser._block_targets(objective)))
-    planned = [item for item in ranked if chooser._is_enough(chooser._plan_of(item))]
-    assert chooser.fitting(ranked) == planned

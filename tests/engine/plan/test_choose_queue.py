@@ -57,7 +57,7 @@ def test_what_is_moved_is_worth_it(name: str) -> None:
         if plan.placements == without.placements:
             continue
         moved += 1
-        assert queue_s(plan) * GAIN < queue_s(without) * 1.02  # chosen by figures before a plan
+        assert queue_s(plan) * GAIN <= queue_s(without)
         assert plan.kv_tokens > without.kv_tokens
     assert moved < 4  # with twice the weights' memory there is nothing to gain
 
@@ -77,7 +77,7 @@ def test_machines_that_cannot_pin_or_read_in_place() -> None:
     for facts in (replace(H200, **NO_UVA), replace(H200, **NO_PIN), CPU):
         plan = choose(spec, 17, facts, objective="throughput", dtype="bfloat16", **QUEUE)
         rows = (plan.choice or {})["candidates"]
-        assert rows[0]["kv_tokens"] == pytest.approx(plan.kv_tokens, rel=0.1)
+        assert rows[0]["kv_tokens"] == plan.kv_tokens
 
 
 def test_what_moves_nothing_is_counted_as_its_plan() -> None:
