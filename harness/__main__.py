@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _printed(line: CommandLine) -> str | None:
     """Return what an option prints instead of a run; None without one."""
     if line.help or line.settings:
-        from harness.config.help import help_text, settings_page  # noqa: PLC0415  only here
+        from harness.config.cli_args import help_text, settings_page  # noqa: PLC0415  only here
 
         return help_text(line.config_dir) if line.help else settings_page()
     if line.choosing:

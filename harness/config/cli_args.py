@@ -1,12 +1,18 @@
-"""The command line of `python -m harness`: options here, everything else is an override."""
+"""The command line of `python -m harness`, and its help."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
+from catalogue.files import CONF, tightfit_home
+from engine.asked.keywords import keywords_of
 from engine.errors import ConfigError, closest
+from engine.sealed import describe_type, settings, yaml_text
+from harness.config.schema import GROUPS, RunConfig
 
 CFG_CHOICES = ("job", "hydra", "all")
 
@@ -82,3 +88,146 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
             f"command line: expected a folder for --config-dir, found none at {typed.config_dir}."
         )
     return typed
+
+
+_USAGE: Final = """\
+usage: python -m harness [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
+
+Composes one configuration, builds the engine from it, runs the scenario in a process of its own
+and records what was measured. -m runs every combination of several values, one after another.
+model=x, +model=x and ++model=x are the same; of one key given twice, the later one holds.
+"""
+_WIDTH: Final = 100
+_EXAMPLES: Final = """\
+examples:
+  python -m harness                                        the demo model, whatever hardware is here
+  python -m harness +model=olmo7b offload=uva              a 7B model, 8 GiB of it in host memory
+  python -m harness +model=olmo7b gpu=rtx4080_16gb offload=auto   the best placement is chosen
+  python -m harness +model=olmo7b model.load_format=dummy  random weights, no download
+  python -m harness -m offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb
+  python -m harness +experiment=smoke                      a file that holds all choices
+  python -m harness +model=olmo7b --cfg job                what a run would be asked, no run
+  python -m harness --config-dir ~/mine +model=mine        your files beside those of conf/
+"""
+_SETTINGS_TITLE: Final = """\
+# Settings
+
+Every key of a configuration, as `python -m harness --settings` prints it. The engine's keys are
+keywords of `tightfit.LLM` too, under the names in the fourth column."""
+_SETTINGS_HEAD: Final = ("| key | default | type | keyword | meaning |", "|---|---|---|---|---|")
+_CODES: Final = """\
+exit codes:
+  0 every point is ok    2 the configuration is wrong, nothing was loaded
+  3 some point is not    130 interrupted
+"""
+OPTIONS: Final = {
+    "-m, --multirun": "sweep: run every combination of the values given with commas",
+    "--cfg job|hydra|all": "print the composed configuration and stop",
+    "--package KEY": "with --cfg: print this part only, such as engine or scenario.latency",
+    "--resolve": "with --cfg: print values in the place of ${...}",
+    "--config-dir FOLDER": "look for files there too: FOLDER/model/mine.yaml is model=mine",
+    "--settings": "print every key with its default, type and meaning (docs/settings.md)",
+    "--choosing": "print what every model needs on cards of usual sizes (docs/choosing.md)",
+    "--version": "print the version",
+    "-h, --help": "print this",
+}
+GROUP_TITLES: Final = {
+    "model": "what runs (none chosen: the demo model smollm2_135m)",
+    "system": "what answers the requests: this project's engine or a peer",
+    "gpu": "on which card's memory; a budget that is enforced on the hardware that is here",
+    "offload": "which weights live in host memory",
+    "kv": "the KV cache; kv.cpu_gib, num_cpu_blocks or swap_space sizes its part in host memory",
+    "scenario": "what is measured",
+    "tracking": "where runs are mirrored to",
+    "experiment": "files that hold all choices of one question",
+    "study": "points that are run one after another and held against limits",
+}
+
+
+def key_rows() -> dict[str, str]:
+    """Return the keys that no file chooses, with their defaults and meanings, as the schema says.
+
+    A node that has no group of files is one row, with its keys.
+    """
+    rows = {}
+    for found in settings(RunConfig):
+        if "." in found.path or found.path in GROUPS:
+            continue
+        if found.node is None:
+            rows[f"{found.path}={yaml_text(found.default)}"] = found.help
+        else:
+            keys = ", ".join(item.name for item in fields(found.node))
+            rows[f"{found.path}.*"] = f"{found.help} Keys: {keys}."
+    return rows
+
+
+def settings_page() -> str:
+    """Return docs/settings.md: every key of a configuration, with default, type and meaning."""
+    keywords = {found.path: name for name, found in keywords_of().items()}
+    tables: dict[str, list[str]] = {}
+    for found in settings(RunConfig):
+        if found.node is not None:
+            continue
+        node, _, name = found.path.rpartition(".")
+        default = "" if found.default is MISSING else f"`{yaml_text(found.default)}`"
+        keyword = f"`{keywords[found.path]}`" if found.path in keywords else ""
+        words = found.help.replace("|", "\\|")
+        cells = (f"`{name}`", default, describe_type(found.hint), keyword, words)
+        tables.setdefault(node, []).append(f"| {' | '.join(cells)} |")
+    lines = [_SETTINGS_TITLE]
+    for node, rows in tables.items():
+        lines += ["", f"## `{node}`" if node else "## The root", "", *_SETTINGS_HEAD, *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, rows: dict[str, str]) -> Iterator[str]:
+    yield f"{title}:"
+    width = max(len(name) for name in rows) + 2
+    for name, text in rows.items():
+        lines = textwrap.wrap(text, _WIDTH - width - 2) or [""]
+        yield f"  {name:<{width}}{lines[0]}".rstrip()
+        yield from (" " * (width + 2) + line for line in lines[1:])
+    yield ""
+
+
+def _first_sentence(path: Path) -> str:
+    """Return the first sentence of the comment at the top of a file."""
+    words = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line.startswith("#"):
+            break
+        if "@package" not in line:
+            words += line.removeprefix("#").split()
+    text = " ".join(words).removeprefix("Question: ")
+    sentence = re.match(r".+?[.?](?=\s|$)", text)
+    return sentence[0] if sentence else text
+
+
+def help_text(config_dir: Path | None = None) -> str:
+    """Return the help.
+
+    Args:
+        config_dir: A folder of the user's.
+    """
+    lines = [_USAGE, *_table("options", OPTIONS)]
+    folders = [CONF] if config_dir is None else [CONF, config_dir]
+    for group, title in GROUP_TITLES.items():
+        files = {
+            path.stem: path
+            for folder in reversed(folders)
+            for path in sorted((folder / group).glob("*.yaml"))
+        }
+        rows = {name: _first_sentence(path) for name, path in sorted(files.items())}
+        if rows:
+            lines += _table(f"{group}=, {title}", rows)
+    lines += _table("keys (--settings lists all of them)", key_rows())
+    lines += [
+        "files:",
+        f"  database, runs and models are in {tightfit_home()}",
+        "  (TIGHTFIT_HOME sets it; default: tightfit in the user's data folder,",
+        "  ~/.local/share/tightfit)",
+        "",
+        _EXAMPLES,
+        _CODES.rstrip(),
+    ]
+    return "\n".join(lines) + "\n"

@@ -15,7 +15,6 @@ from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
-from harness.config.measured import BareScenario, OverheadScenario, StepsScenario, TiersScenario
 from harness.config.serve import (
     MOST_LENGTH,
     MOST_REQUESTS,
@@ -26,7 +25,13 @@ from harness.config.serve import (
     check_repeats,
     check_size,
 )
-from harness.config.study import StudyConfig
+from harness.config.study import (
+    BareScenario,
+    OverheadScenario,
+    StepsScenario,
+    StudyConfig,
+    TiersScenario,
+)
 
 SIDES: Final = ("a", "b")
 _MOST_PAIRS: Final = 1000

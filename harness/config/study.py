@@ -1,11 +1,188 @@
-"""StudyConfig: points that are run one after another and judged together. Imports no torch."""
+"""Settings of studies, and of the scenario parts that only they measure. Imports no torch."""
 
+import math
 import re
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice
+from engine.sealed import Sealed, check_choice, check_number
+from harness.config.serve import MOST_LENGTH, MOST_REQUESTS, MOST_S, check_counts
+
+TIERS_PARTS: Final = (
+    "fits",
+    "ttft",
+    "itl",
+    "shared",
+    "parked",
+    "rounds",
+    "turns",
+    "long",
+    "streamed",
+)
+BARE_PARTS: Final = ("moves", "attention", "rates")
+
+
+def _check_list(name: str, values: list[int], high: int) -> None:
+    for value in values:
+        check_number(name, value, low=1, high=high, integer=True)
+
+
+@dataclass(kw_only=True)
+class StepsScenario(Sealed):
+    """Single steps: decodes of set batches, prefills, and short prompts one after another."""
+
+    batches: list[int] = field(default_factory=list)
+    """Sequences that decode at once, one batch after another."""
+    prompt_tokens: int = 128
+    """Of prompts before a decode."""
+    steps: int = 22
+    """Decode steps that are timed of each batch."""
+    prefills: list[int] = field(default_factory=list)
+    """Prompts that are prefilled at once, one number after another."""
+    prefill_tokens: int = 2048
+    """Of these prompts."""
+    chunks: list[int] = field(default_factory=list)
+    """Lengths of prompts that are prefilled alone, one after another."""
+    counter_s: float = 0.0
+    """Seconds of decode beside NVML's counter of the link."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds or nothing is measured."""
+        node = "scenario.steps"
+        check_counts(node, self, {"prompt_tokens": 1, "steps": 1, "prefill_tokens": 1}, MOST_LENGTH)
+        for name in ("batches", "prefills"):
+            _check_list(f"{node}.{name}", getattr(self, name), MOST_REQUESTS)
+        _check_list(f"{node}.chunks", self.chunks, MOST_LENGTH)
+        check_number(f"{node}.counter_s", self.counter_s, low=0, high=MOST_S)
+        if not (self.batches or self.prefills or self.chunks or self.counter_s):
+            raise ConfigError(
+                "scenario.steps: expected batches, prefills, chunks or counter_s, got none. Set "
+                "one, or scenario.steps=null."
+            )
+
+
+@dataclass(kw_only=True)
+class TiersScenario(Sealed):
+    """A KV cache over two tiers: what is kept, found, moved, read in place. Lengths in tokens."""
+
+    parts: list[str] = field(default_factory=list)
+    """fits | ttft | itl | shared | parked | rounds | turns | long | streamed; empty: none."""
+    scale: float = 1.0
+    """Factor of all lengths and counts below but `steps`, each then at least 2."""
+    prefix_tokens: int = 8192
+    """Of the prefix whose first token is timed."""
+    own_tokens: int = 32
+    """Behind a prefix, or new in a turn."""
+    shared_tokens: int = 10_000
+    """Of the prefix that many requests share."""
+    shared_requests: int = 50
+    """That share it."""
+    shared_output: int = 128
+    """Output of each."""
+    fit_requests: int = 32
+    """That fit the GPU together."""
+    fit_prompt: int = 512
+    """Prompt of each."""
+    fit_output: int = 128
+    """Output of each."""
+    rounds_output: int = 512
+    """Of each of the sequences that together exceed the GPU's room."""
+    rounds_fill: int = 10
+    """So many of them fill the GPU's room."""
+    rounds_excess: float = 1.3
+    """All of them together, in multiples of the GPU's room."""
+    parked_tokens: int = 4000
+    """Of a conversation before its timed turn."""
+    parked_excess: float = 52_000 / 39_344
+    """All conversations together, in multiples of the GPU's room."""
+    turn_output: int = 128
+    """Output of a turn."""
+    conversations: int = 64
+    """That run at once."""
+    turns: int = 8
+    """Of each."""
+    chat_input: int = 384
+    """New tokens of each turn of these conversations."""
+    chat_output: int = 64
+    """Output of each turn."""
+    running: int = 8
+    """Sequences that decode while a prefix loads."""
+    loads: int = 100
+    """Of that prefix."""
+    alone_steps: int = 700
+    """Their steps without a load."""
+    beyond: list[float] = field(default_factory=lambda: [1.3, 3.0])
+    """Length of one sequence in multiples of the GPU's room; the longest that there is stands for
+    the last of them."""
+    streamed_tokens: int = 34_000
+    """Of one sequence beyond the GPU's room, where weights are streamed too."""
+    steps: int = 22
+    """Decode steps that are timed."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        node = "scenario.tiers"
+        least = {item.name: 1 for item in fields(self) if item.type is int}
+        check_counts(node, self, least, MOST_LENGTH)
+        for name in ("scale", "rounds_excess", "parked_excess"):
+            check_number(f"{node}.{name}", getattr(self, name), low=0, low_open=True)
+        for value in self.beyond:
+            check_number(f"{node}.beyond", value, low=1)
+        if not self.beyond:
+            raise ConfigError(f"{node}.beyond: expected some lengths, got none.")
+        for part in self.parts:
+            check_choice(f"{node}.parts", part, TIERS_PARTS)
+
+    def scaled(self) -> "TiersScenario":
+        """Return the work with `scale` applied."""
+        numbers: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.scale != 1:
+            numbers |= {
+                name: max(2, round(value * self.scale))
+                for name, value in numbers.items()
+                if isinstance(value, int) and name != "steps"
+            }
+        return TiersScenario(**numbers | {"scale": 1.0})
+
+    @property
+    def rounds_sequences(self) -> int:
+        """Sequences that exceed the GPU's room together."""
+        return math.ceil(self.rounds_excess * self.rounds_fill)
+
+
+@dataclass(kw_only=True)
+class BareScenario(Sealed):
+    """What is measured without an engine."""
+
+    parts: list[str] = field(default_factory=list)
+    """moves (of KV blocks) | attention (decode attention alone) | rates (all that plans use, kept
+    for this machine); empty: none."""
+
+    def check(self) -> None:
+        """Raise ConfigError for an unknown part."""
+        for part in self.parts:
+            check_choice("scenario.bare.parts", part, BARE_PARTS)
+
+
+@dataclass(kw_only=True)
+class OverheadScenario(Sealed):
+    """What the harness itself takes, with model=fake: scenarios against a bare loop in turn."""
+
+    num_requests: int = 64
+    """Of each measurement."""
+    prompt_tokens: int = 16
+    """Of each request."""
+    output_tokens: int = 64
+    """Of each request; they are measured with one token too."""
+    repeats: int = 5
+    """Of each figure."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        least = {"num_requests": 1, "prompt_tokens": 1, "output_tokens": 2, "repeats": 2}
+        check_counts("scenario.overhead", self, least, MOST_LENGTH)
+
 
 _SOURCE: Final = re.compile(r"(\w+):([\w./]+)(?:\*(\d+(?:\.\d+)?))?")
 JUDGES: Final = ("bench", "bench_kv", "overhead", "validate", "validate_grid")

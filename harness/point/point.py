@@ -15,8 +15,7 @@ from catalogue.checkpoint import identify
 from catalogue.files import expanded, read_json, tightfit_home
 from catalogue.models import fetch
 from engine.asked.config import EngineConfig
-from harness.config.engine import engine_config, reference_config
-from harness.config.peers import require_package
+from harness.config.engine import engine_config, reference_config, require_package
 from harness.config.schema import RunConfig, SweepContext, SystemConfig
 from harness.folders import plain, write_yaml
 from harness.observe.environment import collect

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan
-from harness.config.peers import require_package
+from harness.config.engine import require_package
 from harness.config.schema import SIDES, AbConfig, RunConfig
 from harness.point.show import build_report
 from harness.studies.ab_ratios import Step, comparison, is_needed, result_lines, steps

@@ -18,7 +18,7 @@ from engine.model.formats import FORMATS
 from engine.model.spec import ModelSpec
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.text.tokenizer import load_tokenizer
-from harness.config.peers import require_package
+from harness.config.engine import require_package
 from harness.systems.accelerate_plan import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import (
     PeerLoad,

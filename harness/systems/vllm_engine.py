@@ -38,7 +38,7 @@ def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str,
     Settings that are left at what means "as vLLM does" are left out.
 
     Args:
-        config: what is asked; harness.config.peers has refused what has no counterpart.
+        config: what is asked; harness.config.engine has refused what has no counterpart.
         folder: with config.json, and weights unless they are random.
         share: of the card's memory that the budget is.
     """

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from engine.asked.config import EngineConfig
 from engine.plan.memory import resolve_dtype
-from harness.config.measured import BareScenario
+from harness.config.study import BareScenario
 from harness.observe.gpu import Gpu
 from harness.observe.machine_rates import write_rates
 from reports.record.text import number

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Final
 
 from engine.asked.sampling import SamplingParams
-from harness.config.measured import OverheadScenario
 from harness.config.serve import Arrivals, Lengths, ServeScenario
+from harness.config.study import OverheadScenario
 from harness.observe.statistics import Interval, Quantile, interval
 from harness.work.drive import Clock, Engine, OnEnd, OnProgress
 from harness.work.offline import engine_prompts, measure_latency, measure_throughput

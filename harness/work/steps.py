@@ -9,7 +9,7 @@ from typing import Any, Final
 from engine.errors import RequestError
 from engine.model.formats import EMBEDDING
 from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
-from harness.config.measured import StepsScenario
+from harness.config.study import StepsScenario
 from harness.observe.link import LinkCounter
 from harness.work.drive import Clock, DrivenStep, Driver
 from harness.work.offline import engine_prompts

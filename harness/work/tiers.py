@@ -9,7 +9,7 @@ from statistics import mean, median
 from types import MappingProxyType
 from typing import Any, Final
 
-from harness.config.measured import TiersScenario
+from harness.config.study import TiersScenario
 from harness.work.drive import Clock
 from harness.work.kv import Counts, counts, since
 from harness.work.steps import SETTLE_STEPS, DecodeGaps, Figures, Sender

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.__main__ import main
-from harness.studies.search.request import parse_request
+from harness.studies.search_request import parse_request
 from tests.contracts.project import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from engine.sealed import describe_type, key_types, settings
-from harness.config.help import GROUP_TITLES, key_rows, settings_page
+from harness.config.cli_args import GROUP_TITLES, key_rows, settings_page
 from harness.config.schema import GROUPS, RunConfig
 from tests.contracts.project import ROOT
 

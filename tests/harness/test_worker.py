@@ -9,10 +9,9 @@ from harness.folders import plain
 from harness.observe.gpu import Gpu
 from harness.observe.student import t_table
 from harness.point.process import WorkerJob, read_job
-from harness.point.state import StateWriter
 from harness.work.correctness import read_reference
 from harness.work.prompts import PromptRow
-from harness.worker import Work
+from harness.worker import StateWriter, Work
 from tests.harness.cases import SPEC, load_only, scenario
 from tests.harness.fakes import GIB, PLAN, FakeClock, Script, fake_door
 

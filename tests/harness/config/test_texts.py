@@ -12,7 +12,7 @@ from engine.sealed import settings, without_null
 from harness.config.compose import Composer, Plan
 from harness.config.schema import RunConfig
 from harness.config.source import is_text, keep_texts, split
-from harness.studies.search.request import parse_request
+from harness.studies.search_request import parse_request
 
 TEXTS = ("2024_11_29", "1.10", "81e5034", "007", "true", "1e5", "inf", "0x10")
 

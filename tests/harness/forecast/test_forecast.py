@@ -16,8 +16,8 @@ from harness.__main__ import main
 from harness.config.compose import Composer
 from harness.forecast import machine
 from harness.forecast.rows import Forecast, forecast
-from harness.forecast.view import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
 from harness.point.show import capacity_lines
+from harness.sweep.plan import CSV_COLUMNS, csv_row, point_lines, shown, sweep_table
 from tests.contracts.project import ROOT
 from tests.harness.cases import quoted
 

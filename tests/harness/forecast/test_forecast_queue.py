@@ -6,7 +6,7 @@ import pytest
 
 from harness.config.compose import Composer
 from harness.forecast.rows import FOR_QUEUE, Forecast, forecast
-from harness.forecast.view import point_lines
+from harness.sweep.plan import point_lines
 
 NEARLY_FULL = ("+model=mistral_7b", "gpu=rtx4080_16gb", "gpu.memory_gib=16.9")
 QUEUE = "planner.objective=throughput"

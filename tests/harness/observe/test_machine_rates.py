@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from harness.config.compose import Composer
-from harness.config.measured import BareScenario
+from harness.config.study import BareScenario
 from harness.forecast import machine
 from harness.forecast.rows import Forecast, forecast
-from harness.forecast.view import point_lines
 from harness.observe import machine_rates
 from harness.observe.machine_rates import Probed, rates_path, read_rates, write_rates
+from harness.sweep.plan import point_lines
 from harness.systems import door
 from harness.work.bare import measure_bare, rates_note
 from tests.engine.specs import configuration, small_spec

@@ -8,7 +8,7 @@ import pytest
 
 from harness.point.progress import LiveView
 from harness.point.show import capacity_lines
-from harness.point.state import StateWriter
+from harness.worker import StateWriter
 
 
 def test_a_write_that_failed_is_raised_by_the_next_report(tmp_path):

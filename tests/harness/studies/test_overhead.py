@@ -4,8 +4,8 @@ import pytest
 
 from engine.asked.config import EngineConfig, EngineSettings, ModelConfig
 from engine.errors import ConfigError
-from harness.config.measured import OverheadScenario
 from harness.config.schema import FakeScript
+from harness.config.study import OverheadScenario
 from harness.observe.student import t_table
 from harness.point.process import WorkerJob
 from harness.studies.overhead import judge

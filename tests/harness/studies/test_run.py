@@ -12,8 +12,16 @@ from harness.config.cli_args import parse_command_line
 from harness.config.compose import Composer
 from harness.config.study import StudyConfig, StudyPoint
 from harness.studies import run as studies
-from harness.studies.document import check_document, marks, write_section
-from harness.studies.run import changes_of, check_studies, compose_points, keeps_shape, run_study
+from harness.studies.run import (
+    changes_of,
+    check_document,
+    check_studies,
+    compose_points,
+    keeps_shape,
+    marks,
+    run_study,
+    write_section,
+)
 from harness.sweep.app import run as run_line
 from reports.record.record import RunRecord
 from tests.harness.studies.examples import case, decode

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import ConfigError, RequestError
-from harness.config.measured import StepsScenario
+from harness.config.study import StepsScenario
 from harness.work import steps
 from harness.work.steps import Sender, decode, measure_steps
 from tests.harness.studies.kv_engine import Clock

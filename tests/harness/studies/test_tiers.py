@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import ConfigError
-from harness.config.measured import TIERS_PARTS, TiersScenario
+from harness.config.study import TIERS_PARTS, TiersScenario
 from harness.work.kv import counts, since
 from harness.work.tiers import PARTS, Tiers, measure_tiers
 from tests.harness.studies.kv_engine import BLOCK, Clock, TieredLLM

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from harness.point.streams import sigterm_as_interrupt
-from harness.sweep import begun as module
-from harness.sweep.begun import BegunPoints, Owner
+from harness.sweep import launch as module
+from harness.sweep.launch import BegunPoints, Owner
 from reports.record.record import RESULT_NAME, RunRecord
 
 SLEEP = "import signal, sys; print('ready', flush=True); signal.pause()"

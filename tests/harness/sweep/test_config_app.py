@@ -18,7 +18,7 @@ from harness.config.schema import RunConfig, SweepContext
 from harness.point import point
 from harness.sweep import app
 from harness.sweep import track as sweep
-from harness.sweep.begun import BegunPoints
+from harness.sweep.launch import BegunPoints
 from reports.record.record import RunRecord
 
 

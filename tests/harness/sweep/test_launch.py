@@ -120,6 +120,6 @@ def test_points_with_the_same_overrides_are_counted_apart(asked: list[Any]) -> N
 
 def test_batches_of_a_sweep(asked: list[Any], tmp_path: Path) -> None:
     line = ["model=glass", "tracking=none", "engine.seed=1,2,3", "hydra.sweeper.max_batch_size=2"]
-    assert main([*line, f"hydra.sweep.dir={tmp_path / 's'}", "-m"]) == 0
+    assert main([*line, f"hydra.sweep.dir='{tmp_path / 's'}'", "-m"]) == 0
     assert [context.index for *_, context in asked] == [0, 1, 2]
     assert (tmp_path / "s" / "multirun.yaml").is_file()

@@ -12,7 +12,7 @@ import pytest
 
 from catalogue.files import read_json
 from harness.observe.host import process_memory
-from harness.sweep.begun import BegunPoints
+from harness.sweep.launch import BegunPoints
 from reports.record.record import RESULT_NAME, RunRecord
 from tests.harness.cases import quoted
 

@@ -8,11 +8,11 @@ from engine.model.spec import ModelSpec
 from engine.sealed import GIB
 from harness.__main__ import main
 from harness.config.compose import Composer
-from harness.config.peers import check_system
+from harness.config.engine import check_system
 from harness.config.schema import SystemConfig
 from harness.errors import EXIT_BAD_CONFIG
 from harness.point.point import Attempt, Findings
-from harness.studies.search.study import TrialRunner
+from harness.studies.search import TrialRunner
 from harness.systems.accelerate_plan import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import agree, config_json
 from harness.systems.vllm_engine import check_arguments, vllm_arguments
@@ -212,7 +212,7 @@ def test_nothing_in_common_is_a_reason_and_unknown_ids_are_not_compared():
 
 @pytest.mark.parametrize("kind", SYSTEMS)
 def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monkeypatch):
-    monkeypatch.setattr("harness.config.peers.find_spec", lambda _: None)
+    monkeypatch.setattr("harness.config.engine.find_spec", lambda _: None)
     config = run_config(system=SYSTEMS[kind])
     with pytest.raises(ConfigError, match=f"system={kind}: expected the package"):
         Attempt(config, None, Findings()).prepare()
@@ -226,7 +226,7 @@ def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monk
     ],
 )
 def test_an_absent_package_is_told_before_any_point_begins(words, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("harness.config.peers.find_spec", lambda _: None)
+    monkeypatch.setattr("harness.config.engine.find_spec", lambda _: None)
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
     assert main(["+model=smollm2_135m", "tracking=none", *words]) == EXIT_BAD_CONFIG
     said = capsys.readouterr().err
@@ -235,7 +235,7 @@ def test_an_absent_package_is_told_before_any_point_begins(words, monkeypatch, t
 
 
 def test_a_search_tells_an_absent_package_before_its_trials(monkeypatch):
-    monkeypatch.setattr("harness.config.peers.find_spec", lambda _: None)
+    monkeypatch.setattr("harness.config.engine.find_spec", lambda _: None)
     runner = TrialRunner(Composer(), ["+model=glass", "system=accelerate"], goal=None)
     with pytest.raises(ConfigError, match="expected the package accelerate"):
         runner.check_goal([])

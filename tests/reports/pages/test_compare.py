@@ -5,10 +5,7 @@ import csv
 import pytest
 
 from reports.__main__ import main
-from reports.compare import (
-    check_alike,
-    ratio,
-)
+from reports.compare import check_alike, ratio
 from reports.pages.compare import compare_page
 from reports.pages.write import write_compare_report
 from reports.record.record import RecordError

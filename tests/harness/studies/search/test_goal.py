@@ -1,8 +1,8 @@
 import pytest
 
 from engine.errors import ConfigError
-from harness.studies.search.request import check_measured, parse_constraint, parse_goal
-from harness.studies.search.study import judge
+from harness.studies.search import judge
+from harness.studies.search_request import check_measured, parse_constraint, parse_goal
 from reports.record.record import RunRecord
 from tests.harness.cases import load_only, scenario
 

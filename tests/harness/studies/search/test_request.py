@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import ConfigError
-from harness.studies.search.request import parse_request
+from harness.studies.search_request import parse_request
 
 GOAL = ["--maximize", "throughput/output_tok_s"]
 

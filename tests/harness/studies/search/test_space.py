@@ -2,7 +2,7 @@ import pytest
 
 from engine.errors import ConfigError
 from harness.config.compose import Composer
-from harness.studies.search.space import (
+from harness.studies.search_space import (
     Parameter,
     Space,
     beside,

@@ -19,7 +19,7 @@ from engine.sealed import yaml_text
 from harness.config.compose import Composer
 from harness.config.schema import ScenarioConfig
 from harness.config.source import is_text
-from harness.studies.search.space import Space, default_space, parameter_of, space_of
+from harness.studies.search_space import Space, default_space, parameter_of, space_of
 from reports.record.metrics import METRICS, metric_of
 
 _EXPRESSION: Final = re.compile(r"\s*(\S+?)\s*(<=|>=)\s*(\S+)\s*")

@@ -13,9 +13,7 @@ from harness.config.schema import RunConfig, SweepContext
 from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
 from harness.point.full_disk import DiskFullError, full_disk_ends, require_writable
 from harness.point.streams import interrupt_afterwards, outlive_readers, sigterm_as_interrupt
-from harness.studies.search.request import HELP, SearchRequest, parse_request
-from harness.studies.search.space import Proposal, overrides_of
-from harness.studies.search.study import (
+from harness.studies.search import (
     Outcome,
     Study,
     TrialRunner,
@@ -25,6 +23,8 @@ from harness.studies.search.study import (
     searches_folder,
     write_best,
 )
+from harness.studies.search_request import HELP, SearchRequest, parse_request
+from harness.studies.search_space import Proposal, overrides_of
 from reports.record.record import write_text_atomic
 from reports.record.text import number
 

@@ -1,4 +1,4 @@
-"""The trials of one search in an Optuna study that outlives the process."""
+"""Run the trials of a search in an Optuna study that outlives the process."""
 
 import json
 import logging
@@ -20,12 +20,12 @@ from omegaconf import OmegaConf
 from catalogue.files import read_json, tightfit_home
 from engine.errors import ConfigError
 from harness.config.compose import Composer
-from harness.config.peers import require_package
+from harness.config.engine import require_package
 from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
 from harness.forecast.skip import planned_shortage
 from harness.point.full_disk import is_full, require_room
-from harness.studies.search.request import Goal, SearchRequest, check_measured
-from harness.studies.search.space import Proposal, beside, overrides_of
+from harness.studies.search_request import Goal, SearchRequest, check_measured
+from harness.studies.search_space import Proposal, beside, overrides_of
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
 
 NAME: Final = "best"

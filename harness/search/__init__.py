@@ -1,1 +1,0 @@
-"""Finds offload settings for an objective under constraints, with Optuna."""

@@ -1,1 +1,0 @@
-"""Points that Optuna proposes."""
