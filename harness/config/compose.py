@@ -1,6 +1,7 @@
 """Compose conf/ and a command line's overrides into RunConfigs, all of them before any runs."""
 
 import copy
+import functools
 import itertools
 import re
 import secrets
@@ -42,6 +43,7 @@ from engine.errors import ConfigError, closest, did_you_mean
 from engine.sealed import describe_type, key_types, without_null
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
+from harness.config.loader import Loader
 from harness.config.schema import GROUPS, RunConfig
 from harness.config.source import SCHEME, keep_texts, quoted, register_source, split
 
@@ -505,13 +507,19 @@ def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
     return config, list(dict.fromkeys(messages))
 
 
+@functools.cache
+def _loader() -> Loader:
+    """Return the loader of conf/; one a process, so that its files are read once."""
+    with initialize_config_dir(str(CONF), job_name="harness", version_base="1.3"):
+        return Loader(GlobalHydra.instance().config_loader().get_search_path())
+
+
 class Composer:
     """Hydra's composition of conf/ and a user's folder; runs nothing and writes nothing."""
 
     def __init__(self, config_dir: Path | None = None) -> None:
         register()
-        with initialize_config_dir(str(CONF), job_name="harness", version_base="1.3"):
-            self._loader: ConfigLoader = GlobalHydra.instance().config_loader()
+        self._loader = _loader()
         self._config_dir = None if config_dir is None else config_dir.resolve()
         self._parser = OverridesParser.create()
         self._composed: dict[tuple[str, ...], DictConfig] = {}

@@ -74,6 +74,11 @@ class TextSource(ConfigSource):
             header=header,
         )
 
+    def stamp(self, config_path: str) -> tuple[int, int]:
+        """Return what changes with a file's content: its time in nanoseconds and its bytes."""
+        found = self._file(config_path).stat()
+        return found.st_mtime_ns, found.st_size
+
     def _file(self, config_path: str) -> Path:
         return Path(self.path, self._normalize_file_name(config_path))
 

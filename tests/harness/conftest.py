@@ -1,11 +1,13 @@
-"""Clocks that begin as on machines that have been up for long, or have not."""
+"""Clocks that begin as on machines that have been up for long, or have not; cheap workers."""
 
 from functools import partial
 
 import pytest
 
+from harness.observe.parent import start_child
 from harness.systems.fake import ScriptedClock
 from tests.harness import fakes
+from tests.harness.forked import fork_child
 from tests.harness.work import virtual
 
 STARTS_S = (0.0, 1e3, 1e6, 1e7)
@@ -23,3 +25,15 @@ def clock_start_s(request, monkeypatch):
     monkeypatch.setattr(fakes, "BEGIN_S", start_s)
     monkeypatch.setattr(virtual, "BEGIN_S", start_s)
     return start_s
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Have workers of the fake engine begin as forks of this process, not as new interpreters."""
+    monkeypatch.setattr("harness.point.process.start_child", fork_child)
+
+
+@pytest.fixture
+def interpreted_workers(monkeypatch):
+    """Have them begin as the product has them, where that is what a test is about."""
+    monkeypatch.setattr("harness.point.process.start_child", start_child)

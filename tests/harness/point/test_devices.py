@@ -113,7 +113,9 @@ def test_points_on_the_cpu_and_on_a_server_run_one_after_another(tmp_path, no_wa
 
 
 @pytest.mark.parametrize(("label", "uuid"), [("", "GPU-2"), ("ab1-a", "GPU-0")])
-def test_the_record_names_the_gpu_that_was_taken(tmp_path, monkeypatch, label, uuid):
+def test_the_record_names_the_gpu_that_was_taken(
+    forked_workers, tmp_path, monkeypatch, label, uuid
+):
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(point, "build_report", lambda folder: [])
     config = replace(CONFIG, scenario=scenario(correctness=UNCHECKED, throughput=None))

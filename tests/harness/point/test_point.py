@@ -21,6 +21,7 @@ from tests.harness.cases import SPEC, fake_command, load_only, run_config, scena
 from tests.harness.fakes import PLAN, Script
 
 UNCHECKED = CorrectnessConfig(enabled=False)
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def run(tmp_path, config=None, name="run", **script):
     return record
 
 
-def test_a_whole_point(tmp_path, capsys):
+def test_a_whole_point(interpreted_workers, tmp_path, capsys):
     parts = scenario(load=LoadScenario(cold_starts=1, warm_starts=2))
     record = run(tmp_path, run_config(scenario=parts), prefill_s=0.5, decode_s=0.125)
     assert record.status == "ok"
@@ -176,7 +177,7 @@ def test_a_sigkill_with_a_raised_counter_is_oom(tmp_path, monkeypatch):
     assert "resident set had reached" in record.error["message"]
 
 
-def test_a_worker_that_hangs_times_out_and_leaves_its_stack(tmp_path):
+def test_a_worker_that_hangs_times_out_and_leaves_its_stack(interpreted_workers, tmp_path):
     config = run_config(scenario=scenario(correctness=UNCHECKED), timeout_s=4)
     record = run(tmp_path, config, fail_at="step", failure="hang")
     assert (record.status, record.error["type"]) == ("timeout", "Timeout")
@@ -185,7 +186,9 @@ def test_a_worker_that_hangs_times_out_and_leaves_its_stack(tmp_path):
     assert not _alive(tmp_path / "run")
 
 
-def test_a_worker_that_does_nothing_is_stopped_without_a_limit_for_the_point(tmp_path):
+def test_a_worker_that_does_nothing_is_stopped_without_a_limit_for_the_point(
+    interpreted_workers, tmp_path
+):
     config = run_config(scenario=scenario(correctness=UNCHECKED), silence_s=3)
     record = run(tmp_path, config, fail_at="step", failure="hang")
     assert (record.status, record.error["type"]) == ("timeout", "Silence")

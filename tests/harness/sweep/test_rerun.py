@@ -13,6 +13,8 @@ from reports.record.record import RESULT_NAME, RunRecord
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 ENVIRONMENT = {
     "gpu": {"name": "card", "memory_bytes": 16, "uuid": "GPU-1"},
     "driver": "1",
