@@ -24,6 +24,7 @@ from harness.studies.run import (
 )
 from harness.sweep.app import run as run_line
 from reports.record.record import RunRecord
+from tests.harness.cases import quoted
 from tests.harness.studies.examples import case, decode
 
 HERE = {"emulated": False, "gpu": {"name": "NVIDIA H200"}, "git": {"sha": "a" * 40}}
@@ -299,7 +300,7 @@ def test_a_study_runs_its_points_in_workers(tmp_path, capsys):
         *("scenario.steps.prefill_tokens=16", "scenario.steps.steps=4"),
         *("scenario.steps.counter_s=0.05", "engine.max_num_batched_tokens=64"),
         *("engine.max_num_seqs=2", "engine.max_model_len=128"),
-        f"hydra.run.dir={tmp_path / 'run'}",
+        f"hydra.run.dir={quoted(tmp_path / 'run')}",
     ]
     assert run_line(parse_command_line(line)) == 0
     record = RunRecord.read(tmp_path / "run" / "result.json")

@@ -147,13 +147,13 @@ def test_what_a_killed_sweep_leaves_is_mended_and_not_run_again(environ, tmp_pat
 
     first = tmp_path / "first"
     words = ["model.fake.fail=none,hang", "tracking=mlflow"]
-    process = start(environ, tmp_path, *words, f"hydra.sweep.dir={first}")
+    process = start(environ, tmp_path, *words, f"hydra.sweep.dir={quoted(first)}")
     wait_for(lambda: hanging_worker(first / "1"), process)
     worker = hanging_worker(first / "1")
     process.kill()
     process.wait()
     second = tmp_path / "second"
-    done = run(environ, *words, "timeout_s=1", f"hydra.sweep.dir={second}")
+    done = run(environ, *words, "timeout_s=1", f"hydra.sweep.dir={quoted(second)}")
     assert done.returncode == 3, done.stderr
     wait_for_end(worker)
     assert statuses(first) == {"0": "ok"}
