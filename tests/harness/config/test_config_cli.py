@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
 
 from catalogue.files import CONF
 from engine.errors import ConfigError
+from harness.__main__ import main
 from harness.config.cli_args import parse_command_line
 
 ROOT = CONF.parent
@@ -26,6 +29,27 @@ def harness(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Run the command as `harness` does, but in this process."""
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Done:
+        code = main(list(words))
+        return Done(code, *capsys.readouterr())
+
+    return run
 
 
 def test_options_may_stand_anywhere() -> None:
@@ -92,32 +116,41 @@ def test_cfg_prints_yaml_and_the_notice_goes_to_stderr(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
-def test_cfg_of_a_sweep_prints_every_point(tmp_path: Path) -> None:
+def test_cfg_of_a_sweep_prints_every_point(here: Callable[..., Done]) -> None:
     words = ["+model=glass", "-m", "offload=none,uva", "--cfg", "job", "--package", "offload"]
-    done = harness(tmp_path, *words)
+    done = here(*words)
     assert done.stderr == ""
     backends = [node["offload_backend"] for node in yaml.safe_load_all(done.stdout)]
     assert backends == ["auto", "uva"]
 
 
-def test_a_part_that_is_null_can_be_printed(tmp_path: Path) -> None:
-    done = harness(tmp_path, "model=glass", "--cfg", "job", "--package", "timeout_s")
+def test_a_part_that_is_null_can_be_printed(here: Callable[..., Done]) -> None:
+    done = here("model=glass", "--cfg", "job", "--package", "timeout_s")
     assert (done.returncode, done.stdout) == (0, "null\n")
+
+
+def test_a_process_that_is_refused_says_one_line_and_has_exit_code_2(tmp_path: Path) -> None:
+    done = harness(tmp_path, "+modell=olmo7b")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "Did you mean model?" in line
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["+modell=olmo7b"], "Did you mean model?"),
         (["--nosuch"], "unknown option --nosuch"),
         (["--cfg", "job", "--package", "engin"], "Did you mean engine?"),
         (["offload.uva.cpu_offload_gb=-1"], "expected a number >= 0"),
     ],
 )
 def test_a_refusal_is_one_line_and_exit_code_2(
-    words: list[str], message: str, tmp_path: Path
+    words: list[str], message: str, tmp_path: Path, here: Callable[..., Done]
 ) -> None:
-    done = harness(tmp_path, *words)
+    done = here(*words)
     assert done.returncode == 2
     assert done.stdout == ""
     line = done.stderr.splitlines()[-1]
@@ -127,9 +160,9 @@ def test_a_refusal_is_one_line_and_exit_code_2(
     assert not (tmp_path / "home").exists()
 
 
-def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path, here: Callable[..., Done]) -> None:
     (tmp_path / "home").write_text("a file")
-    done = harness(tmp_path, "model=glass")
+    done = here("model=glass")
     assert done.returncode == 2
     assert "TIGHTFIT_HOME" in done.stderr
     assert "Traceback" not in done.stderr

@@ -262,7 +262,7 @@ def test_a_title_breaks_behind_its_commas_and_is_escaped(tmp_path):
 
 
 def test_telemetry_that_cannot_be_read_is_named(tmp_path):
-    folder = write_run(ok_record(), tmp_path / "run")
+    folder = write_run(ok_record(plan=None, metrics={}, samples={}), tmp_path / "run")
     (folder / "telemetry.parquet").write_bytes(b"no table")
     write_report(folder)
     assert "No figure shows the run over time: " in read_html(folder).words
