@@ -3,7 +3,7 @@
 import contextlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,10 +42,8 @@ from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.dummy import fill_dummy
 from engine.weights.reader import CheckpointReader, pack_tensor
 from engine.weights.store import WeightStore
-from kernels import ops
-from kernels.compile_time import count_compile_time
+from kernels.arguments import decode_workspace, prefill_workspace
 from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES
-from kernels.workspace import prefill_workspace
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""
@@ -336,7 +334,7 @@ def _load(
 def _decoder(
     spec: ModelSpec, plan: MemoryPlan, device: Device, store: WeightStore, cache: KVCache
 ) -> Decoder:
-    workspace = ops.decode_workspace(
+    workspace = decode_workspace(
         pad_batch(plan.max_num_seqs),
         spec.num_attention_heads,
         spec.head_dim,
@@ -376,3 +374,56 @@ def _decoder(
         logits,
         stages,
     )
+
+
+class CompileTime:
+    """Counts kernels and the time of compiling them."""
+
+    def __init__(self) -> None:
+        self._microseconds = 0
+        self.num_kernels = 0
+        """Kernels compiled since counting began; those found in Triton's cache are not."""
+
+    def add(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        """Count one kernel; Triton calls this."""
+        self._microseconds += times.total
+        self.num_kernels += not cache_hit
+
+    def take_s(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._microseconds = self._microseconds / 1e6, 0
+        return seconds
+
+
+@contextlib.contextmanager
+def count_compile_time(*, enabled: bool) -> Iterator[CompileTime]:
+    """Count while open; zero where nothing compiles or this Triton does not tell (before 3.4).
+
+    Args:
+        enabled: Whether Triton runs at all; it is imported only then.
+    """
+    counted = CompileTime()
+    compilation = _compilation_knobs() if enabled else None
+    if compilation is None:
+        yield counted
+        return
+    before = compilation.listener
+
+    def listen(**facts: Any) -> None:
+        counted.add(**facts)
+        if before is not None:
+            before(**facts)
+
+    compilation.listener = listen
+    try:
+        yield counted
+    finally:
+        compilation.listener = before
+
+
+def _compilation_knobs() -> Any:
+    try:
+        from triton import knobs  # noqa: PLC0415  not on every machine
+    except ImportError:
+        return None
+    return knobs.compilation if hasattr(knobs.compilation, "listener") else None

@@ -26,10 +26,20 @@ from typing import Final
 
 import torch
 
-from kernels import ops
-from kernels.host_cache import HostCache
-from kernels.ref import activation, attention, block_copy, linear, norm, prefill, rotary_write_kv
-from kernels.workspace import prefill_workspace
+from kernels.arguments import (
+    AttentionCall,
+    DecodeWorkspace,
+    HostCache,
+    PrefillPart,
+    decode_workspace,
+    prefill_state,
+    prefill_workspace,
+)
+from kernels.ops import attention, kv, linear, norm
+from kernels.ref import attention as ref_attention
+from kernels.ref import kv as ref_kv
+from kernels.ref import linear as ref_linear
+from kernels.ref import norm as ref_norm
 
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
@@ -206,20 +216,20 @@ def full(num_seqs: int, seq_len: int, device: torch.device) -> torch.Tensor:
     return torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device)
 
 
-def _workspace(num_seqs: int, seq_len: int, device: torch.device) -> ops.DecodeWorkspace:
-    return ops.decode_workspace(num_seqs, HEADS, HEAD_SIZE, seq_len + BLOCK, device)
+def _workspace(num_seqs: int, seq_len: int, device: torch.device) -> DecodeWorkspace:
+    return decode_workspace(num_seqs, HEADS, HEAD_SIZE, seq_len + BLOCK, device)
 
 
 def _norms(op: str, num_moved: int, device: torch.device) -> Iterator[Case]:
     x, weight = randn((16384, HIDDEN), device), randn((HIDDEN,), device)
     arguments = (x, weight) if op == "rms_norm" else (x, torch.zeros_like(x), weight)
-    run, twin = (partial(getattr(module, op), *arguments, 1e-6) for module in (ops, norm))
+    run, twin = (partial(getattr(module, op), *arguments, 1e-6) for module in (norm, ref_norm))
     yield Case(f"{op} 16384 x 4096", run, num_moved * x.nbytes, twin)
 
 
 def _activations(op: str, device: torch.device) -> Iterator[Case]:
     gate_up = randn((8192, 2 * FEED_FORWARD), device)
-    run, twin = (partial(getattr(module, op), gate_up) for module in (ops, activation))
+    run, twin = (partial(getattr(module, op), gate_up) for module in (linear, ref_linear))
     yield Case(f"{op} 8192 x 2 x 14336", run, gate_up.nbytes * 3 // 2, twin)
 
 
@@ -241,7 +251,7 @@ def _rotary(device: torch.device) -> Iterator[Case]:
         weights = [None if size is None else randn((size,), device) for size in sizes]
         run, twin = (
             partial(module.rotary_write_kv_, q, k, v, *weights, 1e-6, *tail)
-            for module in (ops, rotary_write_kv)
+            for module in (kv, ref_kv)
         )
         name = f"rotary_write_kv_ 16384 tokens, 32 + 8 heads x 128, {kind}"
         yield Case(name, run, 2 * fused.nbytes + cos_sin.nbytes, twin)
@@ -251,19 +261,20 @@ def _decode(device: torch.device) -> Iterator[Case]:
     for num_seqs, seq_len in ((32, 4096), (1, 4096), (64, 512)):
         cache, tables = paged(num_seqs, seq_len, device)
         q = randn((num_seqs, HEADS, HEAD_SIZE), device)
-        arguments = (q, cache[:, 0], cache[:, 1], tables, full(num_seqs, seq_len, device), SCALE)
-        out, workspace = torch.empty_like(q), _workspace(num_seqs, seq_len, device)
+        call = AttentionCall(
+            *(q, cache[:, 0], cache[:, 1], tables, full(num_seqs, seq_len, device), SCALE),
+            out=torch.empty_like(q),
+        )
         yield Case(
             f"paged_decode_attention {num_seqs} x {seq_len} keys, 32/8 heads x 128",
             partial(
-                ops.paged_decode_attention,
-                *arguments,
+                attention.paged_decode_attention,
+                call,
                 max_seq_len=seq_len,
-                out=out,
-                workspace=workspace,
+                workspace=_workspace(num_seqs, seq_len, device),
             ),
             num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes,
-            partial(attention.paged_decode_attention, *arguments, out=out),
+            partial(ref_attention.paged_decode_attention, call),
         )
 
 
@@ -284,21 +295,20 @@ def _prefill(device: torch.device) -> Iterator[Case]:
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * num_queries
         q = randn((num_seqs * num_queries, HEADS, HEAD_SIZE), device)
         lens = full(num_seqs, seq_len, device)
-        arguments = (q, cache[:, 0], cache[:, 1], tables, starts, lens, SCALE)
-        out = torch.empty_like(q)
+        call = AttentionCall(
+            *(q, cache[:, 0], cache[:, 1], tables, lens, SCALE), out=torch.empty_like(q)
+        )
         run = partial(
-            ops.paged_prefill_attention,
-            *arguments,
+            attention.paged_prefill_attention,
+            *(call, starts),
             max_query_len=num_queries,
-            out=out,
             workspace=prefill_workspace(len(q), HEADS, HEAD_SIZE, seq_len, device),
         )
         if num_parts is not None:
             run = partial(
                 prefill_attention.paged_prefill_attention,
-                *arguments,
+                *(call, starts),
                 max_query_len=num_queries,
-                out=out,
                 num_parts=num_parts,
             )
         pairs = num_seqs * num_queries * (2 * seq_len - num_queries + 1) // 2
@@ -307,7 +317,7 @@ def _prefill(device: torch.device) -> Iterator[Case]:
             f"paged_prefill_attention {words}{f', {num_parts} parts' if num_parts else ''}",
             run,
             num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes,
-            partial(prefill.paged_prefill_attention, *arguments, out=out),
+            partial(ref_attention.paged_prefill_attention, call, starts),
             num_flops=4 * pairs * HEADS * HEAD_SIZE,
         )
 
@@ -319,29 +329,26 @@ def _prefill_part(device: torch.device) -> Iterator[Case]:
     tables[:, : len(cache) // 2] += len(cache)
     starts = torch.tensor([0, num_queries], dtype=torch.int32, device=device)
     q = randn((num_queries, HEADS, HEAD_SIZE), device)
-    out, state = torch.empty_like(q), ops.prefill_state(num_queries, HEADS, HEAD_SIZE, device)
+    state = prefill_state(num_queries, HEADS, HEAD_SIZE, device)
     lens, num_parts = full(1, seq_len, device), seq_len // part_keys
-    arguments = (q, cache[:, 0], cache[:, 1], tables, starts, lens, SCALE)
+    call = AttentionCall(
+        *(q, cache[:, 0], cache[:, 1], tables, lens, SCALE),
+        out=torch.empty_like(q),
+        host=HostCache(cache[:, 0], cache[:, 1]),
+    )
 
     def run(attend: Callable[..., None], **options: int) -> None:
         for begin in range(0, seq_len, part_keys):
-            attend(
-                *arguments,
-                stage=HostCache(cache[:, 0], cache[:, 1]),
-                begin_key=begin,
-                end_key=begin + part_keys,
-                state=state,
-                is_last=begin + part_keys == seq_len,
-                out=out,
-                **options,
-            )
+            end = begin + part_keys
+            part = PrefillPart(begin, end, is_last=end == seq_len, state=state)
+            attend(call, starts, part, **options)
 
     state_bytes = state.row_max.nbytes + state.row_sum.nbytes + state.acc.nbytes
     yield Case(
         f"paged_prefill_part {num_queries} queries of {seq_len} tokens in {num_parts} parts",
-        lambda: run(ops.paged_prefill_part, max_query_len=num_queries),
+        lambda: run(attention.paged_prefill_part, max_query_len=num_queries),
         seq_len * TOKEN_BYTES + (num_parts + 1) * q.nbytes + 2 * (num_parts - 1) * state_bytes,
-        lambda: run(prefill.paged_prefill_part),
+        lambda: run(ref_attention.paged_prefill_part),
         num_flops=2 * num_queries * (2 * seq_len - num_queries + 1) * HEADS * HEAD_SIZE,
     )
 
@@ -350,13 +357,13 @@ def _copy_blocks(device: torch.device) -> Iterator[Case]:
     src = torch.zeros((1024, 2**16), dtype=torch.int32, device=device)
     ids = torch.randperm(1024, device=device)
     arguments = (torch.empty_like(src), src, ids, ids)
-    run, twin = (partial(module.copy_blocks, *arguments) for module in (ops, block_copy))
+    run, twin = (partial(module.copy_blocks, *arguments) for module in (kv, ref_kv))
     yield Case("copy_blocks 1024 x 256 KiB", run, 2 * src.nbytes, twin)
 
 
 def _embedding(device: torch.device) -> Iterator[Case]:
     table, ids = randn((VOCAB, HIDDEN), device), torch.randint(0, VOCAB, (16384,), device=device)
-    run, twin = (partial(module.embedding, ids, table) for module in (ops, linear))
+    run, twin = (partial(module.embedding, ids, table) for module in (linear, ref_linear))
     yield Case("embedding 16384 of 128256 rows x 4096", run, 4 * len(ids) * HIDDEN, twin)
 
 
@@ -367,15 +374,15 @@ _PRODUCTS: Final = (
 
 
 def _linear(device: torch.device) -> Iterator[Case]:
-    workspace = ops.decode_workspace(1, 1, HEAD_SIZE, 1, device)
+    workspace = decode_workspace(1, 1, HEAD_SIZE, 1, device)
 
     def run(x: torch.Tensor, weights: torch.Tensor) -> None:
         for weight in weights:
-            ops.linear(x, weight, workspace=workspace)
+            linear.linear(x, weight, workspace=workspace)
 
     def twin(x: torch.Tensor, weights: torch.Tensor) -> None:
         for weight in weights:
-            linear.linear(x, weight)
+            ref_linear.linear(x, weight)
 
     for num_tokens, size_in, size_out in _PRODUCTS:
         # As many weights as exceed the card's cache, each read once a call.
@@ -397,7 +404,7 @@ def _gated(op: str, batches: tuple[int, ...], device: torch.device) -> Iterator[
     weight = randn((2 * FEED_FORWARD, HIDDEN), device)
     for num_tokens in batches:
         x = randn((num_tokens, HIDDEN), device)
-        run, twin = (partial(getattr(module, op), x, weight) for module in (ops, linear))
+        run, twin = (partial(getattr(module, op), x, weight) for module in (linear, ref_linear))
         yield Case(
             f"{op} {num_tokens} x 4096 by 4096 x 2 x {FEED_FORWARD}",
             run,
@@ -437,7 +444,7 @@ class TieredSequence:
     host: torch.Tensor
     table: torch.Tensor
     q: torch.Tensor
-    workspace: ops.DecodeWorkspace
+    workspace: DecodeWorkspace
 
     @classmethod
     def draw(
@@ -458,12 +465,13 @@ class TieredSequence:
     def attend(self, table: torch.Tensor, lens: torch.Tensor, out: torch.Tensor) -> None:
         """Attend in all layers; the last layer's result stays in out."""
         for layer in range(self.gpu.shape[1]):
-            ops.paged_decode_attention(
+            call = AttentionCall(
                 *(self.q, self.gpu[:, layer, 0], self.gpu[:, layer, 1], table, lens, SCALE),
-                max_seq_len=table.shape[1] * BLOCK,
                 out=out,
-                workspace=self.workspace,
                 host=HostCache(self.host[:, layer, 0], self.host[:, layer, 1]),
+            )
+            attention.paged_decode_attention(
+                call, max_seq_len=table.shape[1] * BLOCK, workspace=self.workspace
             )
 
     def has_bits_of_one_tier(self, table: torch.Tensor) -> bool:
@@ -472,11 +480,11 @@ class TieredSequence:
         out, expected = torch.empty_like(self.q), torch.empty_like(self.q)
         lens = full(1, table.shape[1] * BLOCK, table.device)
         self.attend(table, lens, out)
-        ops.paged_decode_attention(
-            *(self.q, one_tier[:, 0], one_tier[:, 1], table, lens, SCALE),
-            max_seq_len=table.shape[1] * BLOCK,
-            out=expected,
-            workspace=self.workspace,
+        call = AttentionCall(
+            self.q, one_tier[:, 0], one_tier[:, 1], table, lens, SCALE, out=expected
+        )
+        attention.paged_decode_attention(
+            call, max_seq_len=table.shape[1] * BLOCK, workspace=self.workspace
         )
         return torch.equal(out, expected)
 
@@ -510,17 +518,23 @@ def _tier_cost(device: torch.device) -> Iterator[Case]:
         cache, tables = paged(num_seqs, seq_len, device)
         blocks = host_tensor((16, *cache.shape[1:]), DTYPE)
         q = randn((num_seqs, HEADS, HEAD_SIZE), device)
-        attend = partial(
-            ops.paged_decode_attention,
+        call = AttentionCall(
             *(q, cache[:, 0], cache[:, 1], tables, full(num_seqs, seq_len, device), SCALE),
-            max_seq_len=seq_len,
             out=torch.empty_like(q),
+        )
+        attend = partial(
+            attention.paged_decode_attention,
+            max_seq_len=seq_len,
             workspace=_workspace(num_seqs, seq_len, device),
         )
         num_bytes = num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes
-        case = Case(f"decode attention, {num_seqs} x {seq_len} keys, one tier", attend, num_bytes)
+        case = Case(
+            f"decode attention, {num_seqs} x {seq_len} keys, one tier",
+            partial(attend, call),
+            num_bytes,
+        )
         yield case
-        run = partial(attend, host=HostCache(blocks[:, 0], blocks[:, 1]))
+        run = partial(attend, replace(call, host=HostCache(blocks[:, 0], blocks[:, 1])))
         yield replace(case, name=case.name.replace("one", "two"), run=run, beside=case)
 
 

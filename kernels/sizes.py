@@ -51,7 +51,7 @@ def decode_num_counters(num_seqs: int, num_heads: int) -> int:
 
 
 def decode_workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_seq_len: int) -> int:
-    """Return the bytes that kernels.ops.decode_workspace allocates for the same arguments.
+    """Return the bytes that kernels.arguments.decode_workspace allocates for the same arguments.
 
     Args:
         num_seqs: sequences in a step at most.
@@ -65,7 +65,7 @@ def decode_workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_seq
 
 
 def prefill_state_bytes(num_tokens: int, num_heads: int, head_dim: int) -> int:
-    """Return the bytes that kernels.ops.prefill_state allocates for the same arguments.
+    """Return the bytes that kernels.arguments.prefill_state allocates for the same arguments.
 
     Args:
         num_tokens: queries of a call at most.
@@ -115,7 +115,7 @@ def prefill_partial_rows(num_queries: int, num_heads: int, head_dim: int, max_se
 def prefill_workspace_bytes(
     num_queries: int, num_heads: int, head_dim: int, max_seq_len: int
 ) -> int:
-    """Return the bytes that kernels.workspace.prefill_workspace allocates for the same arguments.
+    """Return the bytes that kernels.arguments.prefill_workspace allocates for the same arguments.
 
     Args:
         num_queries: queries of a call at most.

@@ -7,7 +7,7 @@ import torch
 from engine.device.base import TORCH_DTYPES, Device, HostBuffer
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
-from kernels.host_cache import HostCache
+from kernels.arguments import HostCache
 
 
 class HostBlocks:

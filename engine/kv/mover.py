@@ -16,7 +16,7 @@ from engine.kv.memory import HostBlocks, KVCache
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.plan.kv_memory import DMA_RUN_BYTES, ID_SLOTS, piece_moves, staging_blocks
 from engine.plan.memory import MemoryPlan
-from kernels import ops
+from kernels.ops import kv
 
 Pair = tuple[int, int]
 """A block on the GPU, a block of the pageable part."""
@@ -154,7 +154,7 @@ class _IdSlots:
         self._array[slot, 0, :count] = dst_ids
         self._array[slot, 1, :count] = src_ids
         self._stream.copy(ids, host)
-        self._stream.run(partial(ops.copy_blocks, dst, src, ids[0, :count], ids[1, :count]))
+        self._stream.run(partial(kv.copy_blocks, dst, src, ids[0, :count], ids[1, :count]))
         self._users[slot] = _StreamPoint(self._stream)
 
 

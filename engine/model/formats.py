@@ -72,7 +72,7 @@ class View:
 
 
 class Products(NamedTuple):
-    """The operators that take a tensor in one format; signatures as in kernels.ops."""
+    """The operators that take a tensor in one format; signatures as in kernels.ops.linear."""
 
     linear: Callable[..., Any]
     linear_silu_mul: Callable[..., Any]
@@ -102,7 +102,7 @@ class Format(ABC):
 
     @abstractmethod
     def products(self, ops: Any) -> Products:
-        """Return its products among the operators of kernels.ops; asked for once, when built."""
+        """Return its products among those of kernels.ops.linear; asked for once, when built."""
 
     def row_bytes(self, tensor: TensorSpec) -> int:
         """Bytes that one row is read from."""

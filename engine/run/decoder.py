@@ -5,7 +5,7 @@ T tokens, N query heads, K KV heads, H head size, D hidden.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +17,8 @@ from engine.model.spec import ModelSpec
 from engine.run.batch import Batch
 from engine.run.stages import PrefillStages
 from engine.weights.store import WeightStore
-from kernels import ops
-from kernels.workspace import DecodeWorkspace, PrefillWorkspace
+from kernels.arguments import AttentionCall, DecodeWorkspace, PrefillWorkspace
+from kernels.ops import attention, kv, linear, norm
 
 Weights = Mapping[str, Any]
 """A layer's tensors, each as the products of its format take it."""
@@ -63,7 +63,7 @@ def model_products(spec: ModelSpec, formats: TensorFormats) -> ModelProducts:
 
     def layer(index: int) -> LayerProducts:
         def of(name: str) -> Products:
-            return formats[f"model.layers.{index}.{name}.weight"].products(ops)
+            return formats[f"model.layers.{index}.{name}.weight"].products(linear)
 
         gated = of("mlp.gate_up_proj")
         return LayerProducts(
@@ -74,9 +74,9 @@ def model_products(spec: ModelSpec, formats: TensorFormats) -> ModelProducts:
         )
 
     return ModelProducts(
-        formats[EMBEDDING].products(ops).embedding,
+        formats[EMBEDDING].products(linear).embedding,
         tuple(map(layer, range(spec.num_hidden_layers))),
-        formats[EMBEDDING if spec.tie_word_embeddings else HEAD].products(ops).linear,
+        formats[EMBEDDING if spec.tie_word_embeddings else HEAD].products(linear).linear,
     )
 
 
@@ -136,12 +136,12 @@ class Decoder:
             hidden = hidden.index_select(0, batch.logits_rows)
             if residual is not None:
                 residual = residual.index_select(0, batch.logits_rows)
-        norm = self.weights.outer("model.norm.weight")
+        weight = self.weights.outer("model.norm.weight")
         eps, offset = self.spec.rms_norm_eps, self.spec.architecture.norm_offset
         if residual is None:
-            hidden = ops.rms_norm(hidden, norm, eps, offset)
+            hidden = norm.rms_norm(hidden, weight, eps, offset)
         else:
-            hidden = ops.add_rms_norm(hidden, residual, norm, eps, offset)
+            hidden = norm.add_rms_norm(hidden, residual, weight, eps, offset)
         head = self.weights.outer(EMBEDDING if self.spec.tie_word_embeddings else HEAD)
         out.copy_(self.products.head(hidden, head, workspace=self.workspace))
 
@@ -156,13 +156,13 @@ def _pre_norm_layer(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norms before the sub-layers; `hidden` is not yet added to `residual`."""
     eps = model.spec.rms_norm_eps
-    norm = weights["input_layernorm.weight"]
+    weight = weights["input_layernorm.weight"]
     if residual is None:
-        residual, hidden = hidden, ops.rms_norm(hidden, norm, eps)
+        residual, hidden = hidden, norm.rms_norm(hidden, weight, eps)
     else:
-        hidden = ops.add_rms_norm(hidden, residual, norm, eps)
+        hidden = norm.add_rms_norm(hidden, residual, weight, eps)
     hidden = _attention(model, batch, weights, index, hidden)
-    hidden = ops.add_rms_norm(hidden, residual, weights["post_attention_layernorm.weight"], eps)
+    hidden = norm.add_rms_norm(hidden, residual, weights["post_attention_layernorm.weight"], eps)
     return _mlp(model, weights, index, hidden), residual
 
 
@@ -177,9 +177,9 @@ def _post_norm_layer(
     """Norms of the sub-layers' outputs; `hidden` is the whole stream."""
     eps = model.spec.rms_norm_eps
     out = _attention(model, batch, weights, index, hidden)
-    ops.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps)
+    norm.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps)
     out = _mlp(model, weights, index, hidden)
-    ops.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps)
+    norm.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps)
     return hidden, residual
 
 
@@ -193,12 +193,12 @@ def _both_norms_layer(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norms of the sub-layers' inputs and of their outputs; `hidden` is the whole stream."""
     eps, offset = model.spec.rms_norm_eps, model.spec.architecture.norm_offset
-    out = ops.rms_norm(hidden, weights["input_layernorm.weight"], eps, offset)
+    out = norm.rms_norm(hidden, weights["input_layernorm.weight"], eps, offset)
     out = _attention(model, batch, weights, index, out)
-    ops.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps, offset)
-    out = ops.rms_norm(hidden, weights["pre_feedforward_layernorm.weight"], eps, offset)
+    norm.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps, offset)
+    out = norm.rms_norm(hidden, weights["pre_feedforward_layernorm.weight"], eps, offset)
     out = _mlp(model, weights, index, out)
-    ops.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps, offset)
+    norm.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps, offset)
     return hidden, residual
 
 
@@ -224,7 +224,7 @@ def _attention(
     v_TKH = v.view(tokens, spec.num_key_value_heads, spec.head_dim)
     k_cache, v_cache = model.cache.layer(index)
     group = model.attention[index].group
-    ops.rotary_write_kv_(
+    kv.rotary_write_kv_(
         q_TNH,
         k_TKH,
         v_TKH,
@@ -263,68 +263,65 @@ def _attend(
     scale, edge = model.spec.attention_scale, batch.num_decodes
     window = model.attention[index].window
     if edge:
-        ops.paged_decode_attention(
+        call = AttentionCall(
             q_TNH[:edge],
             k_cache,
             v_cache,
             tables[:edge],
             batch.seq_lens[:edge],
             scale,
-            max_seq_len=batch.max_decode_len,
-            window=window,
-            out=out[:edge],
-            workspace=model.workspace,
-            host=model.cache.host_layer(index) if batch.reads_host else None,
+            out[:edge],
+            window,
+            model.cache.host_layer(index) if batch.reads_host else None,
+        )
+        attention.paged_decode_attention(
+            call, max_seq_len=batch.max_decode_len, workspace=model.workspace
         )
     rows = slice(edge, batch.num_rows)
     if batch.prefill_starts is not None:
-        ops.paged_prefill_attention(
+        call = AttentionCall(
             q_TNH[edge:],
             k_cache,
             v_cache,
             tables[rows],
-            batch.prefill_starts,
             batch.seq_lens[rows],
             scale,
+            out[edge:],
+            window,
+        )
+        attention.paged_prefill_attention(
+            call,
+            batch.prefill_starts,
             max_query_len=batch.max_prefill_tokens,
-            window=window,
-            out=out[edge:],
             workspace=model.prefill_workspace,
         )
     if batch.staged:
-        _attend_staged(model, batch, index, q_TNH, tables, out)
+        call = AttentionCall(q_TNH, k_cache, v_cache, tables, batch.seq_lens, scale, out, window)
+        _attend_staged(model, batch, index, call)
 
 
-def _attend_staged(
-    model: Decoder,
-    batch: Batch,
-    index: int,
-    q_TNH: torch.Tensor,
-    tables: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def _attend_staged(model: Decoder, batch: Batch, index: int, step: AttentionCall) -> None:
     """Prefills over blocks of both tiers; layers without host blocks have theirs on the GPU."""
-    window, scale = model.attention[index].window, model.spec.attention_scale
     for row, staged in enumerate(batch.staged, start=batch.num_rows):
-        if model.cache.host_layer(index) is not None:
-            assert model.stages is not None
-            model.stages.attend(index, q_TNH, staged, scale, window, out)
-            continue
+        is_tiered = model.cache.host_layer(index) is not None
         first, stop = staged.first, staged.stop
-        k_cache, v_cache = model.cache.layer(index)
-        ops.paged_prefill_attention(
-            q_TNH[first:stop],
-            k_cache,
-            v_cache,
-            tables[row : row + 1],
-            staged.starts,
-            staged.seq_len,
-            scale,
-            max_query_len=stop - first,
-            window=window,
-            out=out[first:stop],
-            workspace=model.prefill_workspace,
+        call = replace(
+            step,
+            q=step.q[first:stop],
+            block_tables=staged.table if is_tiered else step.block_tables[row : row + 1],
+            seq_lens=staged.seq_len,
+            out=step.out[first:stop],
         )
+        if is_tiered:
+            assert model.stages is not None
+            model.stages.attend(index, call, staged)
+        else:
+            attention.paged_prefill_attention(
+                call,
+                staged.starts,
+                max_query_len=stop - first,
+                workspace=model.prefill_workspace,
+            )
 
 
 def _mlp(model: Decoder, weights: Weights, index: int, hidden: torch.Tensor) -> torch.Tensor:

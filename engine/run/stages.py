@@ -4,6 +4,7 @@ Of each layer the host blocks of one piece of the keys at a time go into one of 
 the attention to the piece before.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,9 @@ from engine.kv.memory import KVCache
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.run.batch import PrefillPiece, StagedPrefill
-from kernels import ops
+from kernels.arguments import AttentionCall, HostCache, PrefillPart, prefill_state
+from kernels.ops import attention, kv
+from kernels.sizes import prefill_state_bytes
 
 NUM_BUFFERS = 2
 
@@ -36,42 +39,30 @@ class PrefillStages:
         raws = [device.empty(num_bytes) for _ in range(NUM_BUFFERS)]
         views = [raw.view(cache.tensor.dtype).view(size, *shape) for raw in raws]
         self._words = [raw.view(torch.int32).view(size, -1) for raw in raws]
-        self._hosts = [ops.HostCache(view[:, 0], view[:, 1]) for view in views]
+        self._hosts = [HostCache(view[:, 0], view[:, 1]) for view in views]
         self._slots = device.empty(2 * size * 8).view(torch.int64)
         """Slots of blocks in order, from any slot on."""
         self._slots.copy_(torch.arange(2 * size) % size)
         rows = plan.max_num_batched_tokens, spec.num_attention_heads, spec.head_dim
-        device.count_working(ops.prefill_state_bytes(*rows))
-        self._state = ops.prefill_state(*rows, device.torch_device)
+        device.count_working(prefill_state_bytes(*rows))
+        self._state = prefill_state(*rows, device.torch_device)
         self._cache, self._size = cache, size
         self._stream = device.copy_stream()
         self._turn = 0
         self.staged_bytes = 0
         """Bytes copied from the host tier so far."""
 
-    def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        staged: StagedPrefill,
-        scale: float,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None:
+    def attend(self, layer: int, call: AttentionCall, staged: StagedPrefill) -> None:
         """Attend from a sequence's queries to its keys in both tiers.
 
         Args:
             layer: Whose keys and values; those of the queries' own tokens are written.
-            q_TNH: Queries of the whole step.
-            staged: Which of them, and where the keys are.
-            scale: Multiplies the scores.
-            window: Most keys that a query sees; None: all.
-            out: [T, N, H]; the queries' rows are written.
+            call: The sequence's queries, table and length.
+            staged: Where its keys are.
 
         Stream: enqueued on the current stream; copies run beside it and are joined.
         """
-        k_cache, v_cache = self._cache.layer(layer)
-        first, stop = staged.first, staged.stop
+        calls = [replace(call, host=host) for host in self._hosts]
         ready = [self._fill(layer, staged, staged.pieces[0])]
         for at, piece in enumerate(staged.pieces):
             is_last = at + 1 == len(staged.pieces)
@@ -80,22 +71,11 @@ class PrefillStages:
             buffer, event = ready[at]
             if event is not None:
                 self._stream.compute_after(event)
-            ops.paged_prefill_part(
-                q_TNH[first:stop],
-                k_cache,
-                v_cache,
-                staged.table,
+            attention.paged_prefill_part(
+                calls[buffer],
                 staged.starts,
-                staged.seq_len,
-                scale,
-                stage=self._hosts[buffer],
-                begin_key=piece.begin_key,
-                end_key=piece.end_key,
-                state=self._state,
-                is_last=is_last,
-                max_query_len=stop - first,
-                window=window,
-                out=out[first:stop],
+                PrefillPart(piece.begin_key, piece.end_key, is_last=is_last, state=self._state),
+                max_query_len=staged.stop - staged.first,
             )
 
     def _fill(self, layer: int, staged: StagedPrefill, piece: PrefillPiece) -> tuple[int, Any]:
@@ -112,7 +92,7 @@ class PrefillStages:
         self._stream.after_compute()
         self._stream.run(
             partial(
-                ops.copy_blocks,
+                kv.copy_blocks,
                 self._words[self._turn],
                 self._cache.host_rows(layer),
                 self._slots[slot : slot + piece.num_hosts],

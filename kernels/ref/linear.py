@@ -1,15 +1,26 @@
-"""Twins of the products with weights; a GPU runs these too, with torch's own kernels."""
+"""Twins of products with weights and of gates; a GPU runs products too, with torch's kernels."""
 
 import torch
 from torch.nn import functional
 
-from kernels.ref.activation import gelu_mul, silu_mul
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Twin of kernels.ops.linear.silu_mul."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return (functional.silu(gate.float()) * up.float()).to(gate_up_T2F.dtype)
+
+
+def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Twin of kernels.ops.linear.gelu_mul."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    gated = functional.gelu(gate.float(), approximate="tanh")
+    return (gated * up.float()).to(gate_up_T2F.dtype)
 
 
 def embedding(
     ids_T: torch.Tensor, table_VD: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Twin of kernels.ops.embedding."""
+    """Twin of kernels.ops.linear.embedding."""
     rows = table_VD.index_select(0, ids_T)
     if scale is None:
         return rows
@@ -17,14 +28,14 @@ def embedding(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Twin of kernels.ops.linear."""
+    """Twin of kernels.ops.linear.linear."""
     return functional.linear(x, weight, bias)
 
 
 def linear_silu_mul(
     x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Twin of kernels.ops.linear_silu_mul."""
+    """Twin of kernels.ops.linear.linear_silu_mul."""
     product = linear(x, weight_2FD, bias)
     gated = silu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])
@@ -33,7 +44,7 @@ def linear_silu_mul(
 def linear_gelu_mul(
     x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Twin of kernels.ops.linear_gelu_mul."""
+    """Twin of kernels.ops.linear.linear_gelu_mul."""
     product = linear(x, weight_2FD, bias)
     gated = gelu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])

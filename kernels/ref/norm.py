@@ -6,7 +6,7 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> torch.Tensor:
-    """Twin of kernels.ops.rms_norm."""
+    """Twin of kernels.ops.norm.rms_norm."""
     x_f32 = x.float()
     scale = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
     return (x_f32 * scale * (weight.float() + offset)).to(x.dtype)
@@ -19,7 +19,7 @@ def add_rms_norm(
     eps: float,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Twin of kernels.ops.add_rms_norm."""
+    """Twin of kernels.ops.norm.add_rms_norm."""
     residual += x
     return rms_norm(residual, weight, eps, offset)
 
@@ -31,5 +31,5 @@ def rms_norm_add_(
     eps: float,
     offset: float = 0.0,
 ) -> None:
-    """Twin of kernels.ops.rms_norm_add_."""
+    """Twin of kernels.ops.norm.rms_norm_add_."""
     residual += rms_norm(x, weight, eps, offset)

@@ -32,12 +32,12 @@ def _gated_kernel(
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Launch kernels.ops.silu_mul."""
+    """Launch kernels.ops.linear.silu_mul."""
     return _launch(gate_up_T2F, is_gelu=False)
 
 
 def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Launch kernels.ops.gelu_mul."""
+    """Launch kernels.ops.linear.gelu_mul."""
     return _launch(gate_up_T2F, is_gelu=True)
 
 

@@ -42,7 +42,7 @@ def copy_blocks(
     *,
     max_programs: int = MAX_PROGRAMS,
 ) -> None:
-    """Launch kernels.ops.copy_blocks, with another bound of programs where one is measured."""
+    """Launch kernels.ops.kv.copy_blocks, with another bound of programs where one is measured."""
     num_blocks, words = dst_ids.shape[0], dst_BW.shape[1]
     if num_blocks == 0 or words == 0:
         return

@@ -8,15 +8,13 @@ Shape letters: S sequences, M blocks per sequence, N query heads, K KV heads, G 
 KV head, H head size, P tokens per block, C splits of a sequence.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from kernels.host_cache import HostCache
+from kernels.arguments import AttentionCall, DecodeWorkspace, HostCache, decode_workspace
 from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import DecodeTile, decode_tile
-from kernels.workspace import DecodeWorkspace, decode_workspace
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -254,26 +252,18 @@ def _decode_kernel(
 
 
 def paged_decode_attention(
-    q_SNH: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables_SM: torch.Tensor,
-    seq_lens_S: torch.Tensor,
-    scale: float,
+    call: AttentionCall,
     *,
     max_seq_len: int,
-    window: int | None = None,
-    out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
-    host: HostCache | None = None,
     tile: DecodeTile | None = None,
-) -> torch.Tensor:
-    """Launch kernels.ops.paged_decode_attention, with another tile where one is measured."""
+) -> None:
+    """Launch kernels.ops.attention.paged_decode_attention; with another tile to measure one."""
+    q_SNH, k_cache, v_cache, out = call.q, call.k_cache, call.v_cache, call.out
+    block_tables_SM, seq_lens_S = call.block_tables, call.seq_lens
     num_seqs, num_heads, head_size = q_SNH.shape
-    if out is None:
-        out = torch.empty(q_SNH.shape, dtype=q_SNH.dtype, device=q_SNH.device)
     if num_seqs == 0:
-        return out
+        return
     if workspace is None:
         workspace = decode_workspace(num_seqs, num_heads, head_size, max_seq_len, q_SNH.device)
     partial, logsumexp = workspace.partial, workspace.logsumexp
@@ -285,15 +275,15 @@ def paged_decode_attention(
     head_programs = num_kv_heads * row_tiles
     tile = tile or decode_tile(head_size, k_cache.dtype)
     num_splits = triton.cdiv(max_seq_len, tile.split)
-    if window is not None:
+    if call.window is not None:
         # A window may start and end within a split.
-        num_splits = min(num_splits, triton.cdiv(window, tile.split) + 1)
+        num_splits = min(num_splits, triton.cdiv(call.window, tile.split) + 1)
     split_programs = triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs)
-    if host is not None:
+    if call.host is not None:
         split_programs = max(split_programs, triton.cdiv(_MIN_HOST_PROGRAMS, head_programs))
     split_programs = min(max(1, num_splits), split_programs)
     padded = max(16, triton.next_power_of_2(head_size))
-    beside = host or HostCache(k_cache, v_cache)
+    beside = call.host or HostCache(k_cache, v_cache)
     _decode_kernel[(num_seqs, head_programs, split_programs)](
         q_SNH,
         k_cache,
@@ -307,7 +297,7 @@ def paged_decode_attention(
         logsumexp,
         workspace.counters,
         out,
-        scale * _LOG2_E,
+        call.scale * _LOG2_E,
         q_SNH.stride(0),
         q_SNH.stride(1),
         k_cache.stride(0),
@@ -336,10 +326,9 @@ def paged_decode_attention(
         SPLIT=tile.split,
         KEYS=tile.keys,
         SPLITS_PER_STEP=tile.sum_splits(sum_rows),
-        WINDOW=window or 0,
-        TIERED=host is not None,
+        WINDOW=call.window or 0,
+        TIERED=call.host is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(q_SNH.device),
     )
-    return out

@@ -105,7 +105,7 @@ def _rms_norm_add_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> torch.Tensor:
-    """Launch kernels.ops.rms_norm."""
+    """Launch kernels.ops.norm.rms_norm."""
     size = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
@@ -142,7 +142,7 @@ def add_rms_norm(
     eps: float,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Launch kernels.ops.add_rms_norm."""
+    """Launch kernels.ops.norm.add_rms_norm."""
     num_rows, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -172,7 +172,7 @@ def rms_norm_add_(
     eps: float,
     offset: float = 0.0,
 ) -> None:
-    """Launch kernels.ops.rms_norm_add_."""
+    """Launch kernels.ops.norm.rms_norm_add_."""
     num_rows, size = x.shape
     if num_rows == 0:
         return

@@ -1,33 +1,38 @@
-"""Causal attention of many queries a sequence over a paged cache: launches of the kernels.
+"""Causal attention of many queries a sequence over a paged cache.
 
-Shape letters: T tokens, S sequences, M blocks per sequence, N query heads, K KV heads, H head size,
-R rows of partial results.
+Shape letters: T tokens, S sequences, M blocks per sequence, N query heads, K KV heads, G query
+heads of one KV head, H head size, P tokens per block, R rows of partial results: parts of the keys,
+in each the tokens, in each the heads. A program's query rows are pairs of token and head, the G
+heads of one token side by side, so that a short chunk still fills a tile.
+
+A part of the keys is attended to by the same tiles in the same order: between parts the running
+maximum, sum and product of a row lie in memory, as they are in registers within one.
+
+Where queries are few, programs share a tile's keys: each takes a run of them and leaves its result
+and its softmax denominator, which a second kernel adds in the order of the runs.
 """
 
 from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 from kernels import sizes
-from kernels.host_cache import HostCache
-from kernels.triton.prefill_kernel import prefill_kernel
-from kernels.triton.prefill_sum import sum_parts
-from kernels.triton.tiles import prefill_tile
-from kernels.workspace import PrefillState, PrefillWorkspace
+from kernels.arguments import (
+    AttentionCall,
+    HostCache,
+    PrefillPart,
+    PrefillState,
+    PrefillWorkspace,
+)
+from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.tiers import block_starts
+from kernels.triton.tiles import Tile, prefill_tile
 
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Which keys a call attends to, where the others' share is kept, and what lies beside."""
-
-    stage: HostCache
-    state: PrefillState
-    begin_key: int
-    end_key: int
-    is_last: bool
+_SUM_ROWS = 8
+"""Rows of a program of the sum; they divide those of every tile of prefill attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,58 +53,30 @@ class _Split:
 
 
 def paged_prefill_attention(
-    q_TNH: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables_SM: torch.Tensor,
+    call: AttentionCall,
     query_starts_S1: torch.Tensor,
-    seq_lens_S: torch.Tensor,
-    scale: float,
     *,
     max_query_len: int,
-    window: int | None = None,
-    out: torch.Tensor | None = None,
     workspace: PrefillWorkspace | None = None,
     num_parts: int | None = None,
-) -> torch.Tensor:
-    """Launch kernels.ops.paged_prefill_attention.
+) -> None:
+    """Launch kernels.ops.attention.paged_prefill_attention.
 
     Where it is measured, without a workspace, with another number of parts; 1: without a split.
     """
-    if out is None:
-        out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    tables = (block_tables_SM, query_starts_S1, seq_lens_S)
-    num_parts = num_parts or sizes.prefill_num_parts(*q_TNH.shape)
+    num_parts = num_parts or sizes.prefill_num_parts(*call.q.shape)
     split = None
-    if num_parts > 1 and q_TNH.shape[0]:
-        most_keys = block_tables_SM.shape[1] * k_cache.shape[2]
-        split = _split(q_TNH, num_parts, most_keys, workspace)
-    _launch(q_TNH, k_cache, v_cache, tables, scale, max_query_len, window, out, None, split)
-    return out
+    if num_parts > 1 and call.q.shape[0]:
+        most_keys = call.block_tables.shape[1] * call.k_cache.shape[2]
+        split = _split(call.q, num_parts, most_keys, workspace)
+    _launch(call, query_starts_S1, max_query_len, None, split)
 
 
 def paged_prefill_part(
-    q_TNH: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables_SM: torch.Tensor,
-    query_starts_S1: torch.Tensor,
-    seq_lens_S: torch.Tensor,
-    scale: float,
-    *,
-    stage: HostCache,
-    begin_key: int,
-    end_key: int,
-    state: PrefillState,
-    is_last: bool,
-    max_query_len: int,
-    window: int | None = None,
-    out: torch.Tensor,
+    call: AttentionCall, query_starts_S1: torch.Tensor, part: PrefillPart, *, max_query_len: int
 ) -> None:
-    """Launch kernels.ops.paged_prefill_part."""
-    tables = (block_tables_SM, query_starts_S1, seq_lens_S)
-    part = _Part(stage, state, begin_key, end_key, is_last)
-    _launch(q_TNH, k_cache, v_cache, tables, scale, max_query_len, window, out, part, None)
+    """Launch kernels.ops.attention.paged_prefill_part."""
+    _launch(call, query_starts_S1, max_query_len, part, None)
 
 
 def _split(
@@ -119,19 +96,15 @@ def _split(
 
 
 def _launch(
-    q_TNH: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    scale: float,
+    call: AttentionCall,
+    query_starts_S1: torch.Tensor,
     max_query_len: int,
-    window: int | None,
-    out: torch.Tensor,
-    part: _Part | None,
+    part: PrefillPart | None,
     split: _Split | None,
 ) -> None:
-    num_tokens, num_heads, head_size = q_TNH.shape
-    block_tables_SM, query_starts_S1, seq_lens_S = tables
+    q, k_cache, v_cache, out = call.q, call.k_cache, call.v_cache, call.out
+    block_tables_SM, seq_lens_S = call.block_tables, call.seq_lens
+    num_tokens, num_heads, head_size = q.shape
     num_seqs = seq_lens_S.shape[0]
     if num_tokens == 0 or num_seqs == 0 or max_query_len == 0:
         return
@@ -139,42 +112,43 @@ def _launch(
     group = num_heads // num_kv_heads
     tile = prefill_tile(head_size, k_cache.dtype)
     # Without a part, and without a split, these are not read.
-    beside = part or _Part(HostCache(k_cache, v_cache), PrefillState(out, out, out), 0, 0, True)
+    host = call.host or HostCache(k_cache, v_cache)
+    keys = part or PrefillPart(0, 0, is_last=True, state=PrefillState(out, out, out))
     parts = split or _Split(out, out, 1, 1)
     num_tiles = triton.cdiv(max_query_len * group, tile.rows)
-    prefill_kernel[(num_tiles, num_kv_heads, num_seqs * parts.grid_parts)](
-        q_TNH,
+    _prefill_kernel[(num_tiles, num_kv_heads, num_seqs * parts.grid_parts)](
+        q,
         k_cache,
         v_cache,
-        beside.stage.k,
-        beside.stage.v,
+        host.k,
+        host.v,
         k_cache.shape[0],
         block_tables_SM,
         query_starts_S1,
         seq_lens_S,
-        beside.state.row_max,
-        beside.state.row_sum,
-        beside.state.acc,
-        beside.begin_key,
-        beside.end_key,
-        int(beside.is_last),
+        keys.state.row_max,
+        keys.state.row_sum,
+        keys.state.acc,
+        keys.begin_key,
+        keys.end_key,
+        int(keys.is_last),
         parts.partial,
         parts.logsumexp,
         parts.num_parts,
         parts.grid_parts,
         num_tokens * num_heads,
         out,
-        scale * _LOG2_E,
-        q_TNH.stride(0),
-        q_TNH.stride(1),
+        call.scale * _LOG2_E,
+        q.stride(0),
+        q.stride(1),
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
-        beside.stage.k.stride(0),
-        beside.stage.v.stride(0),
+        host.k.stride(0),
+        host.v.stride(0),
         block_tables_SM.stride(0),
         out.stride(0),
         out.stride(1),
@@ -184,7 +158,7 @@ def _launch(
         H_PADDED=max(16, triton.next_power_of_2(head_size)),
         P=tokens_per_block,
         KEYS=tile.keys,
-        WINDOW=window or 0,
+        WINDOW=call.window or 0,
         SPLIT=sizes.PREFILL_SPLIT_KEYS,
         IS_PART=part is not None,
         IS_SPLIT=split is not None,
@@ -192,15 +166,493 @@ def _launch(
         num_stages=tile.num_stages,
     )
     if split is not None:
-        sum_parts(
-            split.partial,
-            split.logsumexp,
-            split.num_parts,
-            query_starts_S1,
-            seq_lens_S,
-            out,
-            num_kv_heads=num_kv_heads,
-            max_query_len=max_query_len,
-            window=window,
-            tile=tile,
+        _sum_parts(call, query_starts_S1, max_query_len, split, tile)
+
+
+def _sum_parts(
+    call: AttentionCall,
+    query_starts_S1: torch.Tensor,
+    max_query_len: int,
+    split: _Split,
+    tile: Tile,
+) -> None:
+    """Launch the sum behind the kernel that wrote the partial results, with that kernel's tile.
+
+    Rows of tiles whose keys one part holds stay as they are.
+    """
+    out, num_kv_heads = call.out, call.k_cache.shape[1]
+    num_tokens, num_heads, head_size = out.shape
+    group = num_heads // num_kv_heads
+    num_blocks = triton.cdiv(max_query_len * group, _SUM_ROWS)
+    _sum_kernel[(num_blocks, num_kv_heads, call.seq_lens.shape[0])](
+        split.partial,
+        split.logsumexp,
+        split.num_parts,
+        num_tokens * num_heads,
+        query_starts_S1,
+        call.seq_lens,
+        out,
+        out.stride(0),
+        out.stride(1),
+        G=group,
+        ROWS=tile.rows,
+        SUM_ROWS=_SUM_ROWS,
+        H=head_size,
+        H_PADDED=max(16, triton.next_power_of_2(head_size)),
+        KEYS=tile.keys,
+        SPLIT=sizes.PREFILL_SPLIT_KEYS,
+        WINDOW=call.window or 0,
+        num_warps=4,
+        **launch_options(out.device),
+    )
+
+
+# Slices of the index tensors start at any multiple of 4 bytes and widths vary; one compiled variant
+# serves them all, so that none is compiled in the middle of a run.
+@triton.jit(
+    do_not_specialize=[
+        "stride_table",
+        "num_blocks",
+        "begin_key",
+        "end_key",
+        "is_last",
+        "num_parts",
+        "grid_parts",
+        "stride_part",
+    ],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"],
+)
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    stage_k,
+    stage_v,
+    num_blocks,
+    block_tables,
+    query_starts,
+    seq_lens,
+    state_max,
+    state_sum,
+    state_acc,
+    begin_key,
+    end_key,
+    is_last,
+    partial,
+    logsumexp,
+    num_parts,
+    grid_parts,
+    stride_part,
+    out,
+    scale_log2,
+    stride_q_token,
+    stride_q_head,
+    stride_k_block,
+    stride_k_head,
+    stride_k_token,
+    stride_v_block,
+    stride_v_head,
+    stride_v_token,
+    stride_stage_k_block,
+    stride_stage_v_block,
+    stride_table,
+    stride_out_token,
+    stride_out_head,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    H: tl.constexpr,
+    H_PADDED: tl.constexpr,
+    P: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_PART: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Attend from one tile of a sequence's queries to its keys, or to a part of them.
+
+    With IS_PART the parts are one call each, and go on from the state; with IS_SPLIT they are
+    programs of one call, and leave partial results unless one part holds all of a tile's keys.
+    """
+    place = tl.program_id(2)
+    split_part = 0
+    if IS_SPLIT:
+        split_part = place % grid_parts
+        place = place // grid_parts
+    seq = place.to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    query_start = tl.load(query_starts + seq)
+    num_queries = tl.load(query_starts + seq + 1) - query_start
+    num_tiles = tl.cdiv(num_queries * G, ROWS)
+    if tl.program_id(0) >= num_tiles:
+        return
+    # The last rows see the most keys: they start first, so that no long tile is left to the end.
+    first_row = (num_tiles - 1 - tl.program_id(0)) * ROWS
+
+    rows = first_row + tl.arange(0, ROWS)
+    tokens = rows // G
+    columns = tl.arange(0, H_PADDED)
+    num_earlier = tl.load(seq_lens + seq) - num_queries
+    # Rows of padding see what the last query sees, so that each has a key.
+    row_limits = num_earlier + tl.minimum(tokens, num_queries - 1) + 1
+    first_token = first_row // G
+    last_token = tl.minimum((first_row + ROWS - 1) // G, num_queries - 1)
+    # Keys before this one are seen by every row, in whole tiles; those after it need the mask.
+    shared_end = (num_earlier + first_token + 1) // KEYS * KEYS
+    end = num_earlier + last_token + 1
+    first_seen = 0
+    begin = 0
+    window_end = 0
+    if WINDOW > 0:
+        # Keys before first_seen are seen by no row; those from window_end on, by every row that
+        # they do not come after.
+        first_seen = tl.maximum(num_earlier + first_token + 1 - WINDOW, 0)
+        begin = first_seen // KEYS * KEYS
+        last_begin = tl.maximum(num_earlier + last_token + 1 - WINDOW, 0)
+        window_end = tl.minimum(tl.cdiv(last_begin, KEYS) * KEYS, shared_end)
+
+    is_whole = True
+    if IS_SPLIT:
+        part_keys = _keys_of_part(begin, end, num_parts, SPLIT, KEYS)
+        is_whole = end - begin <= part_keys
+        begin_key = begin + split_part * part_keys
+        end_key = begin_key + part_keys
+        if begin_key >= end:
+            return
+
+    is_element = (tokens < num_queries)[:, None] & (columns < H)[None, :]
+    token_rows = (query_start + tokens).to(tl.int64)
+    heads = kv_head * G + rows % G
+    q_rows = q + token_rows * stride_q_token + heads * stride_q_head
+    query = tl.load(q_rows[:, None] + columns[None, :], mask=is_element, other=0.0)
+    table = block_tables + seq * stride_table
+    k_start = k_cache + kv_head * stride_k_head
+    v_start = v_cache + kv_head * stride_v_head
+    stage_k_start = stage_k
+    stage_v_start = stage_v
+    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    acc = tl.zeros([ROWS, H_PADDED], dtype=tl.float32)
+    state_rows = token_rows
+    if IS_PART:
+        stage_k_start += kv_head * stride_k_head
+        stage_v_start += kv_head * stride_v_head
+        # Rows of padding go on from where the last query is, for whom they stand.
+        own_tokens = (query_start + tl.minimum(tokens, num_queries - 1)).to(tl.int64)
+        state_rows = own_tokens * (tl.num_programs(1) * G) + heads
+        goes_on = begin_key > 0
+        row_max = tl.load(state_max + state_rows, mask=goes_on & (heads >= 0), other=float("-inf"))
+        row_sum = tl.load(state_sum + state_rows, mask=goes_on & (heads >= 0), other=0.0)
+        state_at = state_acc + state_rows[:, None] * H + columns[None, :]
+        is_read = goes_on & (heads >= 0)[:, None] & (columns < H)[None, :]
+        acc = tl.load(state_at, mask=is_read, other=0.0)
+    # What each of the three loops takes; a part's bounds are those of tiles, or beyond all keys.
+    window_begin = begin
+    whole_begin = window_end
+    whole_end = shared_end
+    rest_begin = shared_end
+    if IS_PART or IS_SPLIT:
+        window_begin = tl.maximum(begin, begin_key)
+        window_end = tl.minimum(window_end, end_key)
+        whole_begin = tl.maximum(whole_begin, begin_key)
+        whole_end = tl.minimum(whole_end, end_key)
+        rest_begin = tl.maximum(rest_begin, begin_key)
+        end = tl.minimum(end, end_key)
+    if WINDOW > 0:
+        acc, row_max, row_sum = _attend_tiles(
+            acc,
+            row_max,
+            row_sum,
+            query,
+            row_limits,
+            first_seen,
+            table,
+            k_start,
+            v_start,
+            stage_k_start,
+            stage_v_start,
+            num_blocks,
+            stride_k_block,
+            stride_k_token,
+            stride_v_block,
+            stride_v_token,
+            stride_stage_k_block,
+            stride_stage_v_block,
+            window_begin,
+            window_end,
+            scale_log2,
+            H=H,
+            H_PADDED=H_PADDED,
+            P=P,
+            KEYS=KEYS,
+            WINDOW=WINDOW,
+            IS_PART=IS_PART,
+            IS_MASKED=True,
+            IS_SPLIT=IS_SPLIT,
         )
+    acc, row_max, row_sum = _attend_tiles(
+        acc,
+        row_max,
+        row_sum,
+        query,
+        row_limits,
+        first_seen,
+        table,
+        k_start,
+        v_start,
+        stage_k_start,
+        stage_v_start,
+        num_blocks,
+        stride_k_block,
+        stride_k_token,
+        stride_v_block,
+        stride_v_token,
+        stride_stage_k_block,
+        stride_stage_v_block,
+        whole_begin,
+        whole_end,
+        scale_log2,
+        H=H,
+        H_PADDED=H_PADDED,
+        P=P,
+        KEYS=KEYS,
+        WINDOW=WINDOW,
+        IS_PART=IS_PART,
+        IS_MASKED=False,
+        IS_SPLIT=IS_SPLIT,
+    )
+    acc, row_max, row_sum = _attend_tiles(
+        acc,
+        row_max,
+        row_sum,
+        query,
+        row_limits,
+        first_seen,
+        table,
+        k_start,
+        v_start,
+        stage_k_start,
+        stage_v_start,
+        num_blocks,
+        stride_k_block,
+        stride_k_token,
+        stride_v_block,
+        stride_v_token,
+        stride_stage_k_block,
+        stride_stage_v_block,
+        rest_begin,
+        end,
+        scale_log2,
+        H=H,
+        H_PADDED=H_PADDED,
+        P=P,
+        KEYS=KEYS,
+        WINDOW=WINDOW,
+        IS_PART=IS_PART,
+        IS_MASKED=True,
+        IS_SPLIT=IS_SPLIT,
+    )
+    if IS_PART:  # noqa: SIM102  one is known when this is compiled, the other when it runs
+        if is_last == 0:
+            own_state = state_acc + state_rows[:, None] * H + columns[None, :]
+            tl.store(own_state, acc, mask=is_element)
+            tl.store(state_max + state_rows, row_max, mask=tokens < num_queries)
+            tl.store(state_sum + state_rows, row_sum, mask=tokens < num_queries)
+            return
+    if IS_SPLIT:  # noqa: SIM102  as above
+        if not is_whole:
+            part_rows = token_rows * (tl.num_programs(1) * G) + heads + split_part * stride_part
+            # A row that sees none of the part's keys has the weight 0.
+            is_empty = row_sum == 0
+            denominator = tl.where(is_empty, 1.0, row_sum)
+            part_at = partial + part_rows[:, None] * H + columns[None, :]
+            tl.store(part_at, acc / denominator[:, None], mask=is_element)
+            lse = tl.where(is_empty, float("-inf"), row_max + tl.log2(denominator))
+            tl.store(logsumexp + part_rows, lse, mask=tokens < num_queries)
+            return
+    attended = acc / row_sum[:, None]
+    out_rows = out + token_rows * stride_out_token + heads * stride_out_head
+    out_at = out_rows[:, None] + columns[None, :]
+    tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def _keys_of_part(begin, end, num_parts, SPLIT: tl.constexpr, KEYS: tl.constexpr):
+    """Return how many keys each part of keys begin to end - 1 has: tiles, SPLIT keys at least."""
+    num_tiles = tl.cdiv(tl.cdiv(end - begin, num_parts), KEYS)
+    return tl.maximum(num_tiles * KEYS, SPLIT)
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    row_max,
+    row_sum,
+    query,
+    row_limits,
+    first_seen,
+    table,
+    k_start,
+    v_start,
+    stage_k_start,
+    stage_v_start,
+    num_blocks,
+    stride_k_block,
+    stride_k_token,
+    stride_v_block,
+    stride_v_token,
+    stride_stage_k_block,
+    stride_stage_v_block,
+    begin,
+    end,
+    scale_log2,
+    H: tl.constexpr,
+    H_PADDED: tl.constexpr,
+    P: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_PART: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Go over keys begin to end - 1 from a multiple of KEYS on; return acc, row_max, row_sum.
+
+    Without IS_MASKED end is a multiple of KEYS too, and every row sees all keys. With IS_PART
+    blocks from num_blocks on lie in the stage. With IS_SPLIT a row may see none of the keys.
+    """
+    columns = tl.arange(0, H_PADDED)
+    is_column = columns < H
+    for first_key in range(begin, end, KEYS):
+        keys = first_key + tl.arange(0, KEYS)
+        if IS_MASKED:
+            is_key = keys < end
+            if WINDOW > 0:
+                is_key = is_key & (keys >= first_seen)
+            block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
+            mask = is_key[:, None] & is_column[None, :]
+        else:
+            block = tl.load(table + keys // P).to(tl.int64)
+            mask = is_column[None, :]
+        offset = keys % P
+        k_blocks = block_starts(
+            k_start,
+            stage_k_start,
+            block,
+            num_blocks,
+            stride_k_block,
+            stride_stage_k_block,
+            TIERED=IS_PART,
+        )
+        v_blocks = block_starts(
+            v_start,
+            stage_v_start,
+            block,
+            num_blocks,
+            stride_v_block,
+            stride_stage_v_block,
+            TIERED=IS_PART,
+        )
+        k_rows = k_blocks + offset * stride_k_token
+        v_rows = v_blocks + offset * stride_v_token
+        if IS_MASKED or H != H_PADDED:
+            key = tl.load(k_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+            value = tl.load(v_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+        else:
+            key = tl.load(k_rows[:, None] + columns[None, :])
+            value = tl.load(v_rows[:, None] + columns[None, :])
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        if IS_MASKED:
+            is_seen = keys[None, :] < row_limits[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (keys[None, :] >= row_limits[:, None] - WINDOW)
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        base = new_max
+        if IS_MASKED and (WINDOW > 0 or IS_SPLIT):
+            # A row may see no key so far: nothing is subtracted, and all its weights are 0.
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = tl.exp2(row_max - base)
+        weights = tl.exp2(scores - base[:, None])
+        row_sum = row_sum * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "stride_part"],
+    do_not_specialize_on_alignment=["query_starts", "seq_lens"],
+)
+def _sum_kernel(
+    partial,
+    logsumexp,
+    num_parts,
+    stride_part,
+    query_starts,
+    seq_lens,
+    out,
+    stride_out_token,
+    stride_out_head,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    H: tl.constexpr,
+    H_PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Add the parts of some rows in their order, weighted by their softmax denominators."""
+    if OVERLAPS:
+        wait()
+        release()
+    seq = tl.program_id(2)
+    kv_head = tl.program_id(1)
+    query_start = tl.load(query_starts + seq)
+    num_queries = tl.load(query_starts + seq + 1) - query_start
+    first_row = tl.program_id(0) * SUM_ROWS
+    if first_row >= num_queries * G:
+        return
+    # The keys of the tile that these rows are of, and its parts, as in _prefill_kernel.
+    tile_row = first_row // ROWS * ROWS
+    num_earlier = tl.load(seq_lens + seq) - num_queries
+    end = num_earlier + tl.minimum((tile_row + ROWS - 1) // G, num_queries - 1) + 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(num_earlier + tile_row // G + 1 - WINDOW, 0) // KEYS * KEYS
+    part_keys = _keys_of_part(begin, end, num_parts, SPLIT, KEYS)
+    own_parts = tl.cdiv(end - begin, part_keys)
+    if own_parts <= 1:
+        return
+
+    rows = first_row + tl.arange(0, SUM_ROWS)
+    tokens = rows // G
+    columns = tl.arange(0, H_PADDED)
+    is_row = tokens < num_queries
+    is_element = is_row[:, None] & (columns < H)[None, :]
+    token_rows = (query_start + tokens).to(tl.int64)
+    heads = kv_head * G + rows % G
+    part_rows = token_rows * (tl.num_programs(1) * G) + heads
+    running_max = tl.full([SUM_ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([SUM_ROWS], dtype=tl.float32)
+    acc = tl.zeros([SUM_ROWS, H_PADDED], dtype=tl.float32)
+    for _ in range(own_parts):
+        # Written by other programs: past the first cache, which may hold older bytes.
+        part_at = partial + part_rows[:, None] * H + columns[None, :]
+        part = tl.load(part_at, mask=is_element, other=0.0, cache_modifier=".cg")
+        lse = tl.load(logsumexp + part_rows, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+        new_max = tl.maximum(running_max, lse)
+        # A row may see no key so far: nothing is subtracted, and all its weights are 0.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = tl.exp2(running_max - base)
+        weight = tl.exp2(lse - base)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        running_max = new_max
+        part_rows += stride_part
+    attended = acc / tl.where(is_row, total, 1.0)[:, None]
+    out_rows = out + token_rows * stride_out_token + heads * stride_out_head
+    out_at = out_rows[:, None] + columns[None, :]
+    tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.host_cache import HostCache
+from kernels.arguments import HostCache
 from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiers import block_starts
 
@@ -231,7 +231,7 @@ def rotary_write_kv_(
     offset: float = 0.0,
     host: HostCache | None = None,
 ) -> None:
-    """Launch kernels.ops.rotary_write_kv_."""
+    """Launch kernels.ops.kv.rotary_write_kv_."""
     num_tokens, num_q_heads, head_size = q_TNH.shape
     num_k_heads = k_TKH.shape[1]
     if num_tokens == 0:

@@ -133,7 +133,7 @@ def linear(
     bias: torch.Tensor | None,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Launch kernels.ops.linear for few tokens."""
+    """Launch kernels.ops.linear.linear for few tokens."""
     num_tokens, size_in = x_TK.shape
     tile = linear_tile(num_tokens, weight_NK.shape[0], size_in)
     return launch(x_TK, weight_NK, bias, counters, tile, is_gated=False)
@@ -142,7 +142,7 @@ def linear(
 def linear_silu_mul(
     x_TK: torch.Tensor, weight_2FK: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Launch kernels.ops.linear_silu_mul for few tokens."""
+    """Launch kernels.ops.linear.linear_silu_mul for few tokens."""
     num_tokens, size_in = x_TK.shape
     tile = linear_tile(num_tokens, weight_2FK.shape[0], size_in, is_gated=True)
     return launch(x_TK, weight_2FK, bias, None, tile, is_gated=True)
@@ -151,7 +151,7 @@ def linear_silu_mul(
 def linear_gelu_mul(
     x_TK: torch.Tensor, weight_2FK: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Launch kernels.ops.linear_gelu_mul for few tokens."""
+    """Launch kernels.ops.linear.linear_gelu_mul for few tokens."""
     num_tokens, size_in = x_TK.shape
     tile = linear_tile(num_tokens, weight_2FK.shape[0], size_in, is_gated=True)
     return launch(x_TK, weight_2FK, bias, None, tile, is_gated=True, is_gelu=True)

@@ -47,20 +47,20 @@ def test_a_request_takes_the_route(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | COMMON))
     llm = open_llm(tmp_path, load_format="dummy")
-    attend, stacks = decoder.ops.paged_prefill_attention, []
+    attend, stacks = decoder.attention.paged_prefill_attention, []
 
     def record(*args: Any, **keywords: Any) -> Any:
         stacks.append([frame.filename for frame in traceback.extract_stack()])
         return attend(*args, **keywords)
 
-    monkeypatch.setattr(decoder.ops, "paged_prefill_attention", record)
+    monkeypatch.setattr(decoder.attention, "paged_prefill_attention", record)
     llm.generate([[1, 2, 3]], greedy_params(1))
     llm.close()
     paths = [Path(name) for name in stacks[0]]
     inside = [str(path.relative_to(ROOT)) for path in paths if (ROOT / "engine") in path.parents]
     taken = list(dict.fromkeys(inside))
     # Returned before, and not yet called.
-    decides = {"engine/schedule/scheduler.py", "kernels/ops_attention.py"}
+    decides = {"engine/schedule/scheduler.py", "kernels/ops/attention.py"}
     assert taken == [file for file, _ in route() if file not in decides]
 
 

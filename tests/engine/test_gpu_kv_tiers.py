@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine import LLM
+from engine.build import count_compile_time
 from engine.device.cuda import CUDACopyStream
 from engine.kv.mover import BlockMover
 from engine.kv.moves import MoveBatch
 from engine.run.executor import DeviceExecutor
-from kernels.compile_time import count_compile_time
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.groups import SIX, WINDOWS, Masked, with_windows

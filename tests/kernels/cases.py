@@ -1,11 +1,13 @@
 """Inputs of the operators, filled with poison wherever an operator has no business reading."""
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from kernels import ops
+from kernels.arguments import AttentionCall, HostCache, PrefillPart
 
 
 def randn(
@@ -95,15 +97,45 @@ def paged_cache(
 
 def in_tiers(
     cache: PagedCache, num_gpu: int, beside: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, ops.HostCache]:
+) -> tuple[torch.Tensor, torch.Tensor, HostCache]:
     """Return k_cache and v_cache of the first num_gpu blocks alone, and the others beside them.
 
     Tables stay as they are: blocks lie in random order, so both tiers hold some of any sequence.
     """
     layer = cache.storage.shape[1] // 2
     kept, other = cache.storage[:num_gpu].clone(), beside(cache.storage[num_gpu:])
-    host = ops.HostCache(other[:, layer, 0], other[:, layer, 1])
+    host = HostCache(other[:, layer, 0], other[:, layer, 1])
     return kept[:, layer, 0], kept[:, layer, 1], host
+
+
+UNWRITTEN = 7.0
+"""What rows of an output hold that no operator writes."""
+
+
+def flat(operator: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """Return an attention operator, its twin or its launch as a function of its records' fields.
+
+    It returns what was written, and allocates that where no out is given.
+    """
+    parameters = inspect.signature(operator).parameters
+    order = ["q", "k_cache", "v_cache", "block_tables", "seq_lens", "scale"]
+    if "query_starts_S1" in parameters:
+        order.insert(4, "query_starts_S1")
+
+    def run(*arguments: Any, **options: Any) -> torch.Tensor:
+        values = dict(zip(order, arguments, strict=False)) | options
+        q = values["q"]
+        if values.get("out") is None:
+            values["out"] = torch.full(q.shape, UNWRITTEN, dtype=q.dtype, device=q.device)
+        records = {}
+        for name, record in {"call": AttentionCall, "part": PrefillPart}.items():
+            if name in parameters:
+                own = [field.name for field in fields(record) if field.name in values]
+                records[name] = record(**{field: values.pop(field) for field in own})
+        operator(**records, **values)
+        return records["call"].out
+
+    return run
 
 
 def dense_attention(

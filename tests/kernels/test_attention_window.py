@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from kernels import ops
+from kernels.ops import attention
+from kernels.ops.checks import KernelArgumentError
 from kernels.ref import attention as ref
-from kernels.ref import prefill as ref_prefill
-from tests.kernels.cases import dense_attention, fused_heads, paged_cache
+from kernels.sizes import DECODE_SPLIT_TOKENS
+from tests.kernels.cases import dense_attention, flat, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
 
-SPLIT = ops.DECODE_SPLIT_TOKENS
+SPLIT = DECODE_SPLIT_TOKENS
 NO_BLOCK = 2**30
 
 # query heads, KV heads, head size, block size, window, (queries, sequence length) of each sequence
@@ -56,7 +57,7 @@ def prefill_kernel(*arguments, window):
     from kernels.triton import prefill_attention
 
     longest = int(arguments[4].diff().max())
-    return prefill_attention.paged_prefill_attention(
+    return flat(prefill_attention.paged_prefill_attention)(
         *arguments, max_query_len=longest, window=window
     )
 
@@ -64,13 +65,13 @@ def prefill_kernel(*arguments, window):
 def decode_kernel(*arguments, window, max_seq_len=4 * SPLIT):
     from kernels.triton import decode_attention
 
-    return decode_attention.paged_decode_attention(
+    return flat(decode_attention.paged_decode_attention)(
         *arguments, max_seq_len=max_seq_len, window=window
     )
 
 
-PREFILLS = {"kernel": prefill_kernel, "twin": ref_prefill.paged_prefill_attention}
-DECODES = {"kernel": decode_kernel, "twin": ref.paged_decode_attention}
+PREFILLS = {"kernel": prefill_kernel, "twin": flat(ref.paged_prefill_attention)}
+DECODES = {"kernel": decode_kernel, "twin": flat(ref.paged_decode_attention)}
 
 
 def expected_rows(case, cache, q, starts, window):
@@ -163,11 +164,13 @@ def test_door_passes_the_window_on():
     _, arguments = draw((4, 2, 16, 8, 7, [(1, 20), (1, 3)]), torch.float32, rng)
     q, k_cache, v_cache, tables, starts, lens, scale = arguments
     common = (q, k_cache, v_cache, tables)
-    out = ops.paged_decode_attention(*common, lens, scale, max_seq_len=20, window=7)
-    assert torch.equal(out, ref.paged_decode_attention(*common, lens, scale, window=7))
-    out = ops.paged_prefill_attention(*common, starts, lens, scale, max_query_len=1, window=7)
+    out = flat(attention.paged_decode_attention)(*common, lens, scale, max_seq_len=20, window=7)
+    assert torch.equal(out, flat(ref.paged_decode_attention)(*common, lens, scale, window=7))
+    out = flat(attention.paged_prefill_attention)(
+        *common, starts, lens, scale, max_query_len=1, window=7
+    )
     assert torch.equal(
-        out, ref_prefill.paged_prefill_attention(*common, starts, lens, scale, window=7)
+        out, flat(ref.paged_prefill_attention)(*common, starts, lens, scale, window=7)
     )
 
 
@@ -176,10 +179,12 @@ def test_door_refuses_a_window_of_nothing():
     _, arguments = draw((4, 2, 16, 8, 7, [(1, 20)]), torch.float32, rng)
     q, k_cache, v_cache, tables, starts, lens, scale = arguments
     common = (q, k_cache, v_cache, tables)
-    with pytest.raises(ops.KernelArgumentError, match=r"decode_attention\.window: expected None"):
-        ops.paged_decode_attention(*common, lens, scale, max_seq_len=20, window=0)
-    with pytest.raises(ops.KernelArgumentError, match=r"prefill_attention\.window: expected None"):
-        ops.paged_prefill_attention(*common, starts, lens, scale, max_query_len=1, window=0)
+    with pytest.raises(KernelArgumentError, match=r"decode_attention\.window: expected None"):
+        flat(attention.paged_decode_attention)(*common, lens, scale, max_seq_len=20, window=0)
+    with pytest.raises(KernelArgumentError, match=r"prefill_attention\.window: expected None"):
+        flat(attention.paged_prefill_attention)(
+            *common, starts, lens, scale, max_query_len=1, window=0
+        )
 
 
 # As gemma3_4b, gemma3_1b and mistral's first release have them.
@@ -196,10 +201,10 @@ REAL = [
 def test_kernels_at_the_sizes_of_real_models(case, dtype, rng):
     _, arguments = draw(case, dtype, rng)
     longest = max(queries for queries, _ in case[5])
-    out = ops.paged_prefill_attention(*arguments, max_query_len=longest, window=case[4])
-    assert_close(out, ref_prefill.paged_prefill_attention(*arguments, window=case[4]), ATTENTION)
+    out = flat(attention.paged_prefill_attention)(*arguments, max_query_len=longest, window=case[4])
+    assert_close(out, flat(ref.paged_prefill_attention)(*arguments, window=case[4]), ATTENTION)
     _, arguments = draw(case, dtype, rng, num_queries=1)
     q, k_cache, v_cache, tables, _, lens, scale = arguments
     common = (q, k_cache, v_cache, tables, lens, scale)
-    out = ops.paged_decode_attention(*common, max_seq_len=9000, window=case[4])
-    assert_close(out, ref.paged_decode_attention(*common, window=case[4]), ATTENTION)
+    out = flat(attention.paged_decode_attention)(*common, max_seq_len=9000, window=case[4])
+    assert_close(out, flat(ref.paged_decode_attention)(*common, window=case[4]), ATTENTION)

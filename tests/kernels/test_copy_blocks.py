@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from kernels import ops
-from kernels.ref import block_copy as ref
+from kernels.ops import kv
+from kernels.ops.checks import KernelArgumentError
+from kernels.ref import kv as ref
 
 
 def numbered(blocks, words, device, start=0):
@@ -72,10 +73,10 @@ def test_blocks_cross_the_link_both_ways(words, rng, host_view):
     out, back = torch.tensor([5, 0, 3]), torch.tensor([8, 1, 2])
     expected_host, expected_device = host.cpu().clone(), device.cpu().clone()
     ref.copy_blocks(expected_host, device.cpu(), back, out)
-    ops.copy_blocks(host, device, back.cuda(), out.cuda())
+    kv.copy_blocks(host, device, back.cuda(), out.cuda())
     assert torch.equal(host.cpu(), expected_host)
     ref.copy_blocks(expected_device, expected_host, out + 0, torch.tensor([0, 8, 7]))
-    ops.copy_blocks(device, host, out.cuda(), torch.tensor([0, 8, 7]).cuda())
+    kv.copy_blocks(device, host, out.cuda(), torch.tensor([0, 8, 7]).cuda())
     assert torch.equal(device.cpu(), expected_device)
 
 
@@ -86,13 +87,13 @@ def test_one_layer_of_host_blocks_reaches_a_stage(rng, host_view):
     stage = numbered(9, words, rng.device, start=-(2**24))
     expected, src_ids, dst_ids = stage.cpu(), torch.tensor([6, 0, 3]), torch.tensor([8, 2, 1])
     ref.copy_blocks(expected, host[:, 2].cpu(), dst_ids, src_ids)
-    ops.copy_blocks(stage, host[:, 2], dst_ids.cuda(), src_ids.cuda())
+    kv.copy_blocks(stage, host[:, 2], dst_ids.cuda(), src_ids.cuda())
     assert torch.equal(stage.cpu(), expected)
 
 
 def test_door_runs_the_twin_on_the_cpu():
     dst, src = numbered(3, 8, "cpu"), numbered(5, 8, "cpu", start=100)
-    ops.copy_blocks(dst, src, torch.tensor([2]), torch.tensor([4]))
+    kv.copy_blocks(dst, src, torch.tensor([2]), torch.tensor([4]))
     assert dst[2].tolist() == src[4].tolist()
     assert torch.equal(dst[:2], numbered(2, 8, "cpu"))
 
@@ -119,5 +120,5 @@ def test_door_refuses(change, message):
         "dst_ids": torch.zeros(2, dtype=torch.int64),
         "src_ids": torch.zeros(2, dtype=torch.int64),
     }
-    with pytest.raises(ops.KernelArgumentError, match=rf"copy_blocks\.{message}"):
-        ops.copy_blocks(**(arguments | change))
+    with pytest.raises(KernelArgumentError, match=rf"copy_blocks\.{message}"):
+        kv.copy_blocks(**(arguments | change))

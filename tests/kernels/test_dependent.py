@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import ops
+from kernels.arguments import decode_workspace
+from kernels.ops import linear, norm
 from tests.kernels.cases import randn
 
 NUM_LAYERS = 8
@@ -37,13 +38,13 @@ class Layers:
         self.slots = [torch.empty_like(weights[0]) for _ in range(2)]
         self.norm = randn((SIZE,), torch.bfloat16, rng)
         self.x = randn((4, SIZE), torch.bfloat16, rng)
-        self.workspace = ops.decode_workspace(4, 8, 128, 512, rng.device)
+        self.workspace = decode_workspace(4, 8, 128, 512, rng.device)
         self.copies = torch.cuda.Stream()
 
     def layer(self, hidden, weight):
-        out = ops.linear(hidden, weight, workspace=self.workspace)
-        out = ops.add_rms_norm(out, hidden, self.norm, 1e-6)
-        ops.rms_norm_add_(ops.rms_norm(out, self.norm, 1e-6), hidden, self.norm, 1e-6)
+        out = linear.linear(hidden, weight, workspace=self.workspace)
+        out = norm.add_rms_norm(out, hidden, self.norm, 1e-6)
+        norm.rms_norm_add_(norm.rms_norm(out, self.norm, 1e-6), hidden, self.norm, 1e-6)
 
     def run_resident(self):
         hidden = self.x.clone()

@@ -1,64 +1,79 @@
 """The contract of the package: behind every operator a twin, tests and a docstring."""
 
 import inspect
+import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from kernels import ops, ops_attention
-from kernels.ref import activation, attention, block_copy, linear, norm, prefill, rotary_write_kv
+import kernels.ops
+from kernels.arguments import AttentionCall, PrefillPart
 
-TWINS = (activation, attention, block_copy, linear, norm, prefill, rotary_write_kv)
-WORKSPACE_FUNCTIONS = {
-    "decode_workspace",
-    "decode_workspace_bytes",
-    "prefill_state",
-    "prefill_state_bytes",
-}
-OPERATORS = sorted(
-    name
-    for name in ops.__all__
-    if inspect.isfunction(getattr(ops, name)) and name not in WORKSPACE_FUNCTIONS
+MODULES = sorted(
+    module.name for module in pkgutil.iter_modules(kernels.ops.__path__) if module.name != "checks"
 )
 
 
-def test_the_door_lists_every_public_function():
-    defined = {
-        name
-        for name, value in (vars(ops) | vars(ops_attention)).items()
-        if inspect.isfunction(value)
-        and value.__module__ in {ops.__name__, ops_attention.__name__}
-        and name[0] != "_"
+def public(module):
+    """The functions that a module defines for others, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
     }
-    assert defined == set(OPERATORS)
-    assert len(OPERATORS) >= 9
+
+
+DOORS = {
+    name: (module, function)
+    for module in MODULES
+    for name, function in public(import_module(f"kernels.ops.{module}")).items()
+}
+OPERATORS = sorted(DOORS)
+
+
+def test_every_operator_is_found_once():
+    assert MODULES == ["attention", "kv", "linear", "norm"]
+    assert len(OPERATORS) >= 14
+    each = [public(import_module(f"kernels.ops.{module}")) for module in MODULES]
+    assert sum(map(len, each)) == len(OPERATORS)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operator_has_one_twin_with_its_parameters(name):
-    twins = [
-        getattr(module, name)
-        for module in TWINS
-        if getattr(getattr(module, name, None), "__module__", None) == module.__name__
-    ]
-    assert len(twins) == 1
+def test_operator_has_a_twin_with_its_parameters_in_the_file_of_its_name(name):
+    module, function = DOORS[name]
+    twin = public(import_module(f"kernels.ref.{module}"))[name]
     only_the_kernel_needs = {"max_seq_len", "max_query_len", "workspace"}
     wanted = [
         parameter
-        for parameter in inspect.signature(getattr(ops, name)).parameters.values()
+        for parameter in inspect.signature(function).parameters.values()
         if parameter.name not in only_the_kernel_needs
     ]
-    assert list(inspect.signature(twins[0]).parameters.values()) == wanted
+    assert list(inspect.signature(twin).parameters.values()) == wanted
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_twin_has_an_operator(module):
+    twins = public(import_module(f"kernels.ref.{module}"))
+    assert {name: DOORS[name][0] for name in twins} == dict.fromkeys(twins, module)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_has_a_test_file_and_argument_docs(name):
     assert (Path(__file__).parent / f"test_{name.rstrip('_')}.py").is_file()
-    documented = inspect.getdoc(getattr(ops, name))
-    for parameter in inspect.signature(getattr(ops, name)).parameters:
+    _, function = DOORS[name]
+    documented = inspect.getdoc(function)
+    for parameter in inspect.signature(function).parameters:
         assert f"\n    {parameter}: " in documented
+
+
+@pytest.mark.parametrize("record", [AttentionCall, PrefillPart])
+def test_a_record_of_arguments_documents_its_fields(record):
+    documented = inspect.getdoc(record)
+    for name in record.__dataclass_fields__:
+        assert f"\n    {name}: " in documented
 
 
 def test_planning_the_workspace_imports_no_torch():

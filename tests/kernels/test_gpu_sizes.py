@@ -5,11 +5,13 @@ import contextlib
 import pytest
 import torch
 
-from kernels import ops
-from kernels.ref import activation, norm, rotary_write_kv
+from kernels.arguments import decode_workspace
+from kernels.ops import attention, kv, linear, norm
 from kernels.ref import attention as ref
-from kernels.ref import prefill as ref_prefill
-from tests.kernels.cases import fused_heads, paged_cache, randn
+from kernels.ref import kv as ref_kv
+from kernels.ref import linear as ref_linear
+from kernels.ref import norm as ref_norm
+from tests.kernels.cases import flat, fused_heads, paged_cache, randn
 from tests.kernels.tolerances import ATTENTION, ROUNDED_ONCE, ROUNDED_TWICE, assert_close
 
 pytestmark = pytest.mark.gpu
@@ -78,8 +80,8 @@ def prefill_arguments(heads, sequences, block_size, dtype, rng):
 @MAIN_DTYPES
 def test_decode_of_64_sequences(dtype, rng):
     arguments = decode_arguments((32, 8, 128), lengths_up_to(4096, 64, rng), 16, dtype, rng)
-    out = ops.paged_decode_attention(*arguments, max_seq_len=4096)
-    assert_close(out, ref.paged_decode_attention(*arguments), ATTENTION)
+    out = flat(attention.paged_decode_attention)(*arguments, max_seq_len=4096)
+    assert_close(out, flat(ref.paged_decode_attention)(*arguments), ATTENTION)
 
 
 @MAIN_DTYPES
@@ -87,14 +89,14 @@ def test_decode_of_64_sequences(dtype, rng):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_decode_of_other_shapes(heads, block_size, dtype, rng):
     arguments = decode_arguments(heads, lengths_up_to(1000, 5, rng), block_size, dtype, rng)
-    out = ops.paged_decode_attention(*arguments, max_seq_len=1000)
-    assert_close(out, ref.paged_decode_attention(*arguments), ATTENTION)
+    out = flat(attention.paged_decode_attention)(*arguments, max_seq_len=1000)
+    assert_close(out, flat(ref.paged_decode_attention)(*arguments), ATTENTION)
 
 
 def test_decode_of_one_long_sequence(rng):
     arguments = decode_arguments((32, 8, 128), [100_003], 16, torch.bfloat16, rng)
-    out = ops.paged_decode_attention(*arguments, max_seq_len=131_072)
-    assert_close(out, ref.paged_decode_attention(*arguments), ATTENTION)
+    out = flat(attention.paged_decode_attention)(*arguments, max_seq_len=131_072)
+    assert_close(out, flat(ref.paged_decode_attention)(*arguments), ATTENTION)
 
 
 @MAIN_DTYPES
@@ -104,10 +106,10 @@ def test_decode_gives_the_same_bits_alone_in_a_batch_and_in_a_graph(dtype, rng):
         (32, 8, 128), lengths, 16, dtype, rng
     )
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    workspace = ops.decode_workspace(16, 32, 128, 4096, q.device)
+    workspace = decode_workspace(16, 32, 128, 4096, q.device)
 
     def step():
-        ops.paged_decode_attention(
+        flat(attention.paged_decode_attention)(
             q, k_cache, v_cache, tables, lens, scale,
             max_seq_len=4096, out=out, workspace=workspace,
         )  # fmt: skip
@@ -124,7 +126,7 @@ def test_decode_gives_the_same_bits_alone_in_a_batch_and_in_a_graph(dtype, rng):
     assert torch.equal(out, eager)
     for index in (0, 7, 15):
         one = slice(index, index + 1)
-        alone = ops.paged_decode_attention(
+        alone = flat(attention.paged_decode_attention)(
             q[one], k_cache, v_cache, tables[one], lens[one], scale, max_seq_len=2048
         )
         assert torch.equal(alone[0], eager[index])
@@ -134,8 +136,8 @@ def test_decode_gives_the_same_bits_alone_in_a_batch_and_in_a_graph(dtype, rng):
 def test_prefill_of_2048_tokens(dtype, rng):
     sequences = [(2048, 2048), (777, 777), (1, 1), (0, 0)]
     arguments = prefill_arguments((32, 8, 128), sequences, 16, dtype, rng)
-    out = ops.paged_prefill_attention(*arguments, max_query_len=2048)
-    assert_close(out, ref_prefill.paged_prefill_attention(*arguments), ATTENTION)
+    out = flat(attention.paged_prefill_attention)(*arguments, max_query_len=2048)
+    assert_close(out, flat(ref.paged_prefill_attention)(*arguments), ATTENTION)
 
 
 @MAIN_DTYPES
@@ -143,20 +145,20 @@ def test_prefill_of_2048_tokens(dtype, rng):
 def test_prefill_of_chunks_beside_decodes(heads, dtype, rng):
     sequences = [(300, 900), (1, 500), (64, 64), (1, 1), (129, 131)]
     arguments = prefill_arguments(heads, sequences, 16, dtype, rng)
-    out = ops.paged_prefill_attention(*arguments, max_query_len=300)
-    assert_close(out, ref_prefill.paged_prefill_attention(*arguments), ATTENTION)
+    out = flat(attention.paged_prefill_attention)(*arguments, max_query_len=300)
+    assert_close(out, flat(ref.paged_prefill_attention)(*arguments), ATTENTION)
 
 
 @MAIN_DTYPES
 def test_prefill_in_chunks_gives_the_bits_of_the_whole(dtype, rng):
     arguments = prefill_arguments((32, 8, 128), [(2048, 2048)], 16, dtype, rng)
     q, k_cache, v_cache, tables, _, _, scale = arguments
-    whole = ops.paged_prefill_attention(*arguments, max_query_len=2048)
+    whole = flat(attention.paged_prefill_attention)(*arguments, max_query_len=2048)
     for start in range(0, 2048, 512):
         starts = torch.tensor([0, 512], dtype=torch.int32, device=q.device)
         lens = torch.tensor([start + 512], dtype=torch.int32, device=q.device)
         chunk = q[start : start + 512]
-        out = ops.paged_prefill_attention(
+        out = flat(attention.paged_prefill_attention)(
             chunk, k_cache, v_cache, tables, starts, lens, scale, max_query_len=512
         )
         assert torch.equal(out, whole[start : start + 512])
@@ -165,18 +167,18 @@ def test_prefill_in_chunks_gives_the_bits_of_the_whole(dtype, rng):
 def test_prefill_with_out_given_allocates_nothing(rng):
     arguments = prefill_arguments((32, 8, 128), [(512, 512)], 16, torch.bfloat16, rng)
     out = torch.empty(arguments[0].shape, dtype=torch.bfloat16, device=rng.device)
-    ops.paged_prefill_attention(*arguments, max_query_len=512, out=out)
+    flat(attention.paged_prefill_attention)(*arguments, max_query_len=512, out=out)
     with no_allocation():
-        ops.paged_prefill_attention(*arguments, max_query_len=512, out=out)
+        flat(attention.paged_prefill_attention)(*arguments, max_query_len=512, out=out)
 
 
 def test_norms(dtype, rng):
     x, residual = randn((2048, 4096), dtype, rng), randn((2048, 4096), dtype, rng)
     weight = randn((4096,), dtype, rng)
-    assert_close(ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6), ROUNDED_ONCE)
+    assert_close(norm.rms_norm(x, weight, 1e-6), ref_norm.rms_norm(x, weight, 1e-6), ROUNDED_ONCE)
     twin_residual = residual.clone()
-    out = ops.add_rms_norm(x, residual, weight, 1e-6)
-    expected = norm.add_rms_norm(x, twin_residual, weight, 1e-6)
+    out = norm.add_rms_norm(x, residual, weight, 1e-6)
+    expected = ref_norm.add_rms_norm(x, twin_residual, weight, 1e-6)
     assert torch.equal(residual, twin_residual)
     assert_close(out, expected, ROUNDED_ONCE)
 
@@ -196,8 +198,8 @@ def test_rotary_and_cache_write(norm_factors, dtype, rng):
     slots = torch.randperm(3200, device=rng.device, generator=rng)[:2048]
     slots[5] = -1
     for run, queries, kept in (
-        (ops.rotary_write_kv_, q, cache),
-        (rotary_write_kv.rotary_write_kv_, twin_q, twin_cache),
+        (kv.rotary_write_kv_, q, cache),
+        (ref_kv.rotary_write_kv_, twin_q, twin_cache),
     ):
         run(
             queries, k, v, *weights, 1e-6, cos_sin, positions,
@@ -217,27 +219,29 @@ def test_cache_beyond_32_bit_offsets(rng):
     angles = torch.zeros((1, 128), device=rng.device)
     angles[:, :64] = 1
     positions = torch.zeros(40, dtype=torch.int64, device=rng.device)
-    ops.rotary_write_kv_(q, k, v, None, None, 0.0, angles, positions, k_cache, v_cache, slots)
+    kv.rotary_write_kv_(q, k, v, None, None, 0.0, angles, positions, k_cache, v_cache, slots)
     assert torch.equal(k_cache[39_991, :, 3], k[19])
     tables = torch.arange(39_990, 39_993, dtype=torch.int32, device=rng.device)[None]
     lens = torch.tensor([40], dtype=torch.int32, device=rng.device)
     starts = torch.tensor([0, 40], dtype=torch.int32, device=rng.device)
-    out = ops.paged_prefill_attention(
+    out = flat(attention.paged_prefill_attention)(
         q, k_cache, v_cache, tables, starts, lens, 0.1, max_query_len=40
     )
-    expected = ref_prefill.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lens, 0.1)
+    expected = flat(ref.paged_prefill_attention)(q, k_cache, v_cache, tables, starts, lens, 0.1)
     assert_close(out, expected, ATTENTION)
-    last = ops.paged_decode_attention(q[39:], k_cache, v_cache, tables, lens, 0.1, max_seq_len=64)
+    last = flat(attention.paged_decode_attention)(
+        q[39:], k_cache, v_cache, tables, lens, 0.1, max_seq_len=64
+    )
     assert_close(last, expected[39:], ATTENTION)
 
 
 def test_one_compiled_variant_serves_every_batch(rng):
-    from kernels.triton import decode_attention, prefill_attention, prefill_sum
+    from kernels.triton import decode_attention, prefill_attention
 
     kernels = (
         decode_attention._decode_kernel,
-        prefill_attention.prefill_kernel,
-        prefill_sum._sum_kernel,
+        prefill_attention._prefill_kernel,
+        prefill_attention._sum_kernel,
     )
     q, k_cache, v_cache, tables, lens, scale = decode_arguments(
         (8, 2, 128), [300] * 9, 16, torch.bfloat16, rng
@@ -247,10 +251,10 @@ def test_one_compiled_variant_serves_every_batch(rng):
     for first, last in ((0, 9), (0, 1), (1, 9), (2, 3), (3, 9)):
         some = slice(first, last)
         own_starts = starts[first : last + 1] - first
-        ops.paged_decode_attention(
+        flat(attention.paged_decode_attention)(
             q[some], k_cache, v_cache, tables[some], lens[some], scale, max_seq_len=300 + first
         )
-        ops.paged_prefill_attention(
+        flat(attention.paged_prefill_attention)(
             q[some], k_cache, v_cache, tables[some], own_starts, lens[some], scale, max_query_len=1
         )
         caches = [kernel.device_caches[rng.device.index][0] for kernel in kernels]
@@ -260,4 +264,4 @@ def test_one_compiled_variant_serves_every_batch(rng):
 
 def test_silu_mul(dtype, rng):
     gate_up = randn((2048, 2 * 14336), dtype, rng)
-    assert_close(ops.silu_mul(gate_up), activation.silu_mul(gate_up), ROUNDED_ONCE)
+    assert_close(linear.silu_mul(gate_up), ref_linear.silu_mul(gate_up), ROUNDED_ONCE)

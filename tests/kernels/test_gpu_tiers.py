@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kernels import ops
+from kernels.arguments import decode_workspace
+from kernels.ops import attention, kv
 from kernels.ref import attention as ref
-from tests.kernels.cases import fused_heads, in_tiers, paged_cache, randn
+from tests.kernels.cases import flat, fused_heads, in_tiers, paged_cache, randn
 from tests.kernels.test_gpu_sizes import HEADS, MAIN_DTYPES, no_allocation
 from tests.kernels.test_paged_prefill_part import in_parts, kernel_part, kernel_whole, whole
 from tests.kernels.test_rotary_write_kv import table
@@ -28,21 +29,27 @@ def decode_arguments(heads, lengths, block_size, dtype, rng):
 def test_decode_gives_the_bits_of_one_tier(heads, block_size, dtype, rng, beside):
     cache, q, options = decode_arguments(heads, [3000, 1, 700, 256], block_size, dtype, rng)
     tables = cache.block_tables, cache.seq_lens
-    one = ops.paged_decode_attention(q, cache.k_cache, cache.v_cache, *tables, **options)
+    one = flat(attention.paged_decode_attention)(
+        q, cache.k_cache, cache.v_cache, *tables, **options
+    )
     for share in (0.1, 0.7):
         k, v, host = in_tiers(cache, round(share * len(cache.storage)), beside)
-        out = ops.paged_decode_attention(q, k, v, *tables, **options, host=host)
+        out = flat(attention.paged_decode_attention)(q, k, v, *tables, **options, host=host)
         assert torch.equal(out, one)
-    twin = ref.paged_decode_attention(q, k, v, *tables, options["scale"], host=host)
+    twin = flat(ref.paged_decode_attention)(q, k, v, *tables, options["scale"], host=host)
     assert_close(one, twin, ATTENTION)
 
 
 def test_decode_of_one_long_sequence(rng, beside):
     cache, q, options = decode_arguments((32, 8, 128), [70_001], 16, torch.bfloat16, rng)
     tables = cache.block_tables, cache.seq_lens
-    one = ops.paged_decode_attention(q, cache.k_cache, cache.v_cache, *tables, **options)
+    one = flat(attention.paged_decode_attention)(
+        q, cache.k_cache, cache.v_cache, *tables, **options
+    )
     k, v, host = in_tiers(cache, 2000, beside)
-    assert torch.equal(ops.paged_decode_attention(q, k, v, *tables, **options, host=host), one)
+    assert torch.equal(
+        flat(attention.paged_decode_attention)(q, k, v, *tables, **options, host=host), one
+    )
 
 
 @MAIN_DTYPES
@@ -56,15 +63,15 @@ def test_a_graph_writes_tokens_and_attends_to_them_in_either_tier(dtype, rng, be
     lens, slots = cache.seq_lens.clone(), torch.empty(3, dtype=torch.int64, device=rng.device)
     out, cos_sin = torch.empty_like(q), table(128, 2048, rng.device)
     positions = torch.empty_like(slots)
-    workspace = ops.decode_workspace(3, 8, 128, options["max_seq_len"], rng.device)
+    workspace = decode_workspace(3, 8, 128, options["max_seq_len"], rng.device)
 
     def step(keys, values, beside, target):
         rotated = q.clone()
-        ops.rotary_write_kv_(
+        kv.rotary_write_kv_(
             rotated, new_k, new_v, None, None, 0.0, cos_sin, positions, keys, values, slots,
             host=beside,
         )  # fmt: skip
-        ops.paged_decode_attention(
+        flat(attention.paged_decode_attention)(
             rotated, keys, values, cache.block_tables, lens, **options, out=target,
             workspace=workspace, host=beside,
         )  # fmt: skip
@@ -97,11 +104,11 @@ def test_decode_over_two_tiers_allocates_nothing(rng, beside):
     cache, q, options = decode_arguments((32, 8, 128), [900, 5], 16, torch.bfloat16, rng)
     k, v, host = in_tiers(cache, 20, beside)
     options["out"] = torch.empty_like(q)
-    options["workspace"] = ops.decode_workspace(2, 32, 128, 900, rng.device)
+    options["workspace"] = decode_workspace(2, 32, 128, 900, rng.device)
     arguments = (q, k, v, cache.block_tables, cache.seq_lens)
-    ops.paged_decode_attention(*arguments, **options, host=host)
+    flat(attention.paged_decode_attention)(*arguments, **options, host=host)
     with no_allocation():
-        ops.paged_decode_attention(*arguments, **options, host=host)
+        flat(attention.paged_decode_attention)(*arguments, **options, host=host)
 
 
 @MAIN_DTYPES
@@ -122,7 +129,7 @@ def test_one_compiled_variant_serves_every_part_and_either_tier(rng, beside):
     from kernels.triton import decode_attention, prefill_attention
 
     def variants():
-        kernels = (decode_attention._decode_kernel, prefill_attention.prefill_kernel)
+        kernels = (decode_attention._decode_kernel, prefill_attention._prefill_kernel)
         return [len(kernel.device_caches[rng.device.index][0]) for kernel in kernels]
 
     case = (8, 2, 128, 16, None, [(40, 600)], [600])
@@ -135,6 +142,8 @@ def test_one_compiled_variant_serves_every_part_and_either_tier(rng, beside):
         in_parts(kernel_part, (*case[:-1], ends), *drawn, rng)
         k, v, host = in_tiers(cache, num_gpu, beside)
         tables = cache.block_tables, cache.seq_lens
-        ops.paged_decode_attention(q[:1], k, v, *tables, 0.1, max_seq_len=600, host=host)
+        flat(attention.paged_decode_attention)(
+            q[:1], k, v, *tables, 0.1, max_seq_len=600, host=host
+        )
         counts.add(tuple(variants()))
     assert len(counts) == 1

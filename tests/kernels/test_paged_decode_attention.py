@@ -1,12 +1,15 @@
 import pytest
 import torch
 
-from kernels import ops
+from kernels.arguments import decode_workspace
+from kernels.ops import attention
+from kernels.ops.checks import KernelArgumentError
 from kernels.ref import attention as ref
-from tests.kernels.cases import dense_attention, fused_heads, paged_cache
+from kernels.sizes import DECODE_SPLIT_TOKENS, decode_workspace_bytes
+from tests.kernels.cases import dense_attention, flat, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
 
-SPLIT = ops.DECODE_SPLIT_TOKENS
+SPLIT = DECODE_SPLIT_TOKENS
 
 # query heads, KV heads, head size, block size, sequence lengths
 CASES = [
@@ -41,15 +44,15 @@ def test_kernel_matches_twin(case, dtype, rng):
     from kernels.triton import decode_attention
 
     _, arguments, max_seq_len = draw(case, dtype, rng)
-    out = decode_attention.paged_decode_attention(*arguments, max_seq_len=max_seq_len)
-    assert_close(out, ref.paged_decode_attention(*arguments), ATTENTION)
+    out = flat(decode_attention.paged_decode_attention)(*arguments, max_seq_len=max_seq_len)
+    assert_close(out, flat(ref.paged_decode_attention)(*arguments), ATTENTION)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_twin_matches_the_definition(case, rng):
     cache, arguments, _ = draw(case, torch.float32, rng)
     q, scale = arguments[0], arguments[-1]
-    out = ref.paged_decode_attention(*arguments)
+    out = flat(ref.paged_decode_attention)(*arguments)
     for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
         if len(keys) == 0:
             assert (out[index] == 0).all()
@@ -62,9 +65,9 @@ def implementations():
     from kernels.triton import decode_attention
 
     def twin(*arguments, max_seq_len, out=None):
-        return ref.paged_decode_attention(*arguments, out=out)
+        return flat(ref.paged_decode_attention)(*arguments, out=out)
 
-    return {"kernel": decode_attention.paged_decode_attention, "twin": twin}
+    return {"kernel": flat(decode_attention.paged_decode_attention), "twin": twin}
 
 
 @pytest.mark.parametrize("name", ["kernel", "twin"])
@@ -99,11 +102,11 @@ def test_workspace_of_a_larger_batch_serves_and_no_more_is_written(rng):
 
     lengths = [SPLIT + 9, 4]
     _, arguments, longest = draw((4, 2, 16, 8, lengths), torch.float32, rng)
-    expected = decode_attention.paged_decode_attention(*arguments, max_seq_len=longest)
-    workspace = ops.decode_workspace(5, 4, 16, 4 * SPLIT, rng.device)
+    expected = flat(decode_attention.paged_decode_attention)(*arguments, max_seq_len=longest)
+    workspace = decode_workspace(5, 4, 16, 4 * SPLIT, rng.device)
     workspace.partial.fill_(torch.nan)
     workspace.logsumexp.fill_(torch.nan)
-    out = decode_attention.paged_decode_attention(
+    out = flat(decode_attention.paged_decode_attention)(
         *arguments, max_seq_len=4 * SPLIT, workspace=workspace
     )
     assert torch.equal(out, expected)
@@ -117,10 +120,10 @@ def test_programs_share_splits_when_the_grid_is_capped(monkeypatch, rng):
     from kernels.triton import decode_attention
 
     _, arguments, longest = draw((2, 1, 16, 16, [2 * SPLIT + 1, 9]), torch.float32, rng)
-    expected = decode_attention.paged_decode_attention(*arguments, max_seq_len=longest)
+    expected = flat(decode_attention.paged_decode_attention)(*arguments, max_seq_len=longest)
     monkeypatch.setattr(decode_attention, "_MAX_PROGRAMS", 1)
     assert torch.equal(
-        decode_attention.paged_decode_attention(*arguments, max_seq_len=longest), expected
+        flat(decode_attention.paged_decode_attention)(*arguments, max_seq_len=longest), expected
     )
 
 
@@ -128,9 +131,9 @@ def test_a_stale_table_changes_the_result(rng):
     from kernels.triton import decode_attention
 
     cache, arguments, longest = draw((4, 2, 16, 8, [20, 20]), torch.float32, rng)
-    expected = ref.paged_decode_attention(*arguments)
+    expected = flat(ref.paged_decode_attention)(*arguments)
     cache.block_tables[0, 1] = cache.block_tables[1, 1]
-    out = decode_attention.paged_decode_attention(*arguments, max_seq_len=longest)
+    out = flat(decode_attention.paged_decode_attention)(*arguments, max_seq_len=longest)
     assert not torch.allclose(out[0], expected[0], atol=1e-3)
     assert_close(out[1], expected[1], ATTENTION)
 
@@ -147,18 +150,18 @@ def test_no_sequences(rng):
     "case", [(1, 8, 64, 1), (16, 32, 128, 4096), (3, 7, 80, SPLIT + 1)], ids=str
 )
 def test_workspace_has_the_bytes_that_planning_counts(case):
-    workspace = ops.decode_workspace(*case, "cpu")
+    workspace = decode_workspace(*case, "cpu")
     tensors = (workspace.partial, workspace.logsumexp, workspace.counters)
-    assert ops.decode_workspace_bytes(*case) == sum(tensor.nbytes for tensor in tensors)
+    assert decode_workspace_bytes(*case) == sum(tensor.nbytes for tensor in tensors)
 
 
 def arguments_of_zeros():
     return {
-        "q_SNH": torch.zeros(2, 4, 16),
+        "q": torch.zeros(2, 4, 16),
         "k_cache": torch.zeros(3, 2, 8, 16),
         "v_cache": torch.zeros(3, 2, 8, 16),
-        "block_tables_SM": torch.zeros(2, 2, dtype=torch.int32),
-        "seq_lens_S": torch.ones(2, dtype=torch.int32),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "seq_lens": torch.ones(2, dtype=torch.int32),
         "scale": 1.0,
         "max_seq_len": 16,
     }
@@ -167,32 +170,32 @@ def arguments_of_zeros():
 def test_door_runs_the_twin_on_the_cpu():
     rng = torch.Generator().manual_seed(0)
     _, arguments, longest = draw((4, 2, 16, 8, [20, 3]), torch.float32, rng)
-    out = ops.paged_decode_attention(*arguments, max_seq_len=longest)
-    assert torch.equal(out, ref.paged_decode_attention(*arguments))
+    out = flat(attention.paged_decode_attention)(*arguments, max_seq_len=longest)
+    assert torch.equal(out, flat(ref.paged_decode_attention)(*arguments))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_SNH": torch.zeros(2, 64)}, r"\.q: expected shape \[T, N, H\]"),
-        ({"q_SNH": torch.zeros(2, 3, 16)}, r"\.q: expected a multiple of 2 query heads"),
-        ({"q_SNH": torch.zeros(2, 4, 8)}, r"\.q: expected a head size \(H\) of 16 to 256, got 8"),
-        ({"q_SNH": torch.zeros(2, 4, 16).half()}, r"\.k_cache: expected torch\.float16"),
-        ({"q_SNH": torch.zeros(2, 4, 16).int()}, r"\.q: expected float32, bfloat16 or float16"),
-        ({"q_SNH": torch.zeros(3, 4, 16)}, r"\.seq_lens: expected 3 lengths, got 2"),
+        ({"q": torch.zeros(2, 64)}, r"\.q: expected shape \[T, N, H\]"),
+        ({"q": torch.zeros(2, 3, 16)}, r"\.q: expected a multiple of 2 query heads"),
+        ({"q": torch.zeros(2, 4, 8)}, r"\.q: expected a head size \(H\) of 16 to 256, got 8"),
+        ({"q": torch.zeros(2, 4, 16).half()}, r"\.k_cache: expected torch\.float16"),
+        ({"q": torch.zeros(2, 4, 16).int()}, r"\.q: expected float32, bfloat16 or float16"),
+        ({"q": torch.zeros(3, 4, 16)}, r"\.seq_lens: expected 3 lengths, got 2"),
         ({"v_cache": torch.zeros(3, 2, 4, 16)}, r"\.v_cache: expected shape \(3, 2, 8, 16\)"),
         ({"k_cache": torch.zeros(3, 2, 16)}, r"\.k_cache: expected shape \[B, K, P, H\]"),
-        ({"block_tables_SM": torch.zeros(2, 2).long()}, r"\.block_tables: expected torch\.int32"),
-        ({"seq_lens_S": torch.ones(2).long()}, r"\.seq_lens: expected torch\.int32"),
+        ({"block_tables": torch.zeros(2, 2).long()}, r"\.block_tables: expected torch\.int32"),
+        ({"seq_lens": torch.ones(2).long()}, r"\.seq_lens: expected torch\.int32"),
         ({"out": torch.zeros(2, 4, 8)}, r"\.out: expected shape \(2, 4, 16\)"),
         (
-            {"max_seq_len": SPLIT + 1, "workspace": ops.decode_workspace(2, 4, 16, 1, "cpu")},
+            {"max_seq_len": SPLIT + 1, "workspace": decode_workspace(2, 4, 16, 1, "cpu")},
             r"\.workspace: expected room for 2 x 4 heads x 2 splits x 16",
         ),
-        ({"workspace": ops.decode_workspace(2, 8, 16, 16, "cpu")}, r"\.workspace: expected room"),
-        ({"workspace": ops.decode_workspace(1, 4, 16, 16, "cpu")}, r"\.workspace: expected room"),
+        ({"workspace": decode_workspace(2, 8, 16, 16, "cpu")}, r"\.workspace: expected room"),
+        ({"workspace": decode_workspace(1, 4, 16, 16, "cpu")}, r"\.workspace: expected room"),
     ],
 )
 def test_door_refuses(change, message):
-    with pytest.raises(ops.KernelArgumentError, match=r"paged_decode_attention" + message):
-        ops.paged_decode_attention(**(arguments_of_zeros() | change))
+    with pytest.raises(KernelArgumentError, match=r"paged_decode_attention" + message):
+        flat(attention.paged_decode_attention)(**(arguments_of_zeros() | change))

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from kernels import ops
+from kernels.ops import attention
+from kernels.ops.checks import KernelArgumentError
 from kernels.ref import attention as ref
-from kernels.ref import prefill as ref_prefill
-from tests.kernels.cases import dense_attention, fused_heads, paged_cache
+from tests.kernels.cases import dense_attention, flat, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
 
 # query heads, KV heads, head size, block size, (queries, sequence length) of each sequence
@@ -55,18 +55,18 @@ def kernel(*arguments, out=None):
     from kernels.triton import prefill_attention
 
     starts = arguments[4]
-    return prefill_attention.paged_prefill_attention(
+    return flat(prefill_attention.paged_prefill_attention)(
         *arguments, max_query_len=int(starts.diff().max()), out=out
     )
 
 
-IMPLEMENTATIONS = {"kernel": kernel, "twin": ref_prefill.paged_prefill_attention}
+IMPLEMENTATIONS = {"kernel": kernel, "twin": flat(ref.paged_prefill_attention)}
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES, ids=str)
 def test_kernel_matches_twin(case, dtype, rng):
     _, arguments, starts = draw(case, dtype, rng)
-    out, expected = kernel(*arguments), ref_prefill.paged_prefill_attention(*arguments)
+    out, expected = kernel(*arguments), flat(ref.paged_prefill_attention)(*arguments)
     assert_close(out[: starts[-1]], expected[: starts[-1]], ATTENTION)
 
 
@@ -74,7 +74,7 @@ def test_kernel_matches_twin(case, dtype, rng):
 def test_twin_matches_the_definition(case, rng):
     cache, arguments, starts = draw(case, torch.float32, rng)
     q, scale = arguments[0], arguments[-1]
-    out = ref_prefill.paged_prefill_attention(*arguments)
+    out = flat(ref.paged_prefill_attention)(*arguments)
     for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
         rows = slice(starts[index], starts[index + 1])
         expected = dense_attention(q[rows], keys, values, scale)
@@ -86,7 +86,7 @@ def test_one_query_attends_as_decode_does(name, rng):
     _, arguments, _ = draw((6, 2, 32, 16, [(1, 90), (1, 3)]), torch.float32, rng)
     q, k_cache, v_cache, tables, _, lens, scale = arguments
     out = IMPLEMENTATIONS[name](*arguments)
-    expected = ref.paged_decode_attention(q[:2], k_cache, v_cache, tables, lens, scale)
+    expected = flat(ref.paged_decode_attention)(q[:2], k_cache, v_cache, tables, lens, scale)
     assert_close(out[:2], expected, ATTENTION)
 
 
@@ -154,34 +154,34 @@ def test_no_tokens(rng):
 def test_door_runs_the_twin_on_the_cpu():
     rng = torch.Generator().manual_seed(0)
     _, arguments, _ = draw((4, 2, 16, 8, [(20, 20), (3, 7)]), torch.float32, rng)
-    out = ops.paged_prefill_attention(*arguments, max_query_len=20)
-    assert torch.equal(out, ref_prefill.paged_prefill_attention(*arguments))
+    out = flat(attention.paged_prefill_attention)(*arguments, max_query_len=20)
+    assert torch.equal(out, flat(ref.paged_prefill_attention)(*arguments))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_TNH": torch.zeros(5, 64)}, r"\.q: expected shape \[T, N, H\]"),
-        ({"q_TNH": torch.zeros(5, 3, 16)}, r"\.q: expected a multiple of 2 query heads"),
-        ({"q_TNH": torch.zeros(5, 4, 512)}, r"\.q: expected a head size \(H\) of 16 to 256"),
-        ({"q_TNH": torch.zeros(5, 16, 4).mT}, r"\.q: expected stride 1 in the last dimension"),
+        ({"q": torch.zeros(5, 64)}, r"\.q: expected shape \[T, N, H\]"),
+        ({"q": torch.zeros(5, 3, 16)}, r"\.q: expected a multiple of 2 query heads"),
+        ({"q": torch.zeros(5, 4, 512)}, r"\.q: expected a head size \(H\) of 16 to 256"),
+        ({"q": torch.zeros(5, 16, 4).mT}, r"\.q: expected stride 1 in the last dimension"),
         ({"query_starts_S1": torch.zeros(2).int()}, r"\.query_starts: expected shape \(3\)"),
         ({"query_starts_S1": torch.zeros(3).long()}, r"\.query_starts: expected torch\.int32"),
-        ({"seq_lens_S": torch.ones(3).int()}, r"\.seq_lens: expected shape \(2\)"),
-        ({"block_tables_SM": torch.zeros(2).int()}, r"\.block_tables: expected shape \[S, M\]"),
+        ({"seq_lens": torch.ones(3).int()}, r"\.seq_lens: expected shape \(2\)"),
+        ({"block_tables": torch.zeros(2).int()}, r"\.block_tables: expected shape \[S, M\]"),
         ({"out": torch.zeros(5, 4, 16).half()}, r"\.out: expected torch\.float32"),
     ],
 )
 def test_door_refuses(change, message):
     arguments = {
-        "q_TNH": torch.zeros(5, 4, 16),
+        "q": torch.zeros(5, 4, 16),
         "k_cache": torch.zeros(3, 2, 8, 16),
         "v_cache": torch.zeros(3, 2, 8, 16),
-        "block_tables_SM": torch.zeros(2, 2, dtype=torch.int32),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
         "query_starts_S1": torch.tensor([0, 3, 5], dtype=torch.int32),
-        "seq_lens_S": torch.tensor([3, 4], dtype=torch.int32),
+        "seq_lens": torch.tensor([3, 4], dtype=torch.int32),
         "scale": 1.0,
         "max_query_len": 3,
     }
-    with pytest.raises(ops.KernelArgumentError, match=r"paged_prefill_attention" + message):
-        ops.paged_prefill_attention(**(arguments | change))
+    with pytest.raises(KernelArgumentError, match=r"paged_prefill_attention" + message):
+        flat(attention.paged_prefill_attention)(**(arguments | change))

@@ -5,14 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import ops
-from kernels.ref import prefill as ref
-from tests.kernels.cases import in_tiers, paged_cache, randn
+from kernels.arguments import HostCache, prefill_state
+from kernels.ops import attention
+from kernels.ops.checks import KernelArgumentError
+from kernels.ref import attention as ref
+from kernels.sizes import PREFILL_PART_KEYS, prefill_state_bytes
+from tests.kernels.cases import flat, in_tiers, paged_cache, randn
 from tests.kernels.tolerances import ATTENTION, assert_close
 
 pytestmark = pytest.mark.slow
 
-PART = ops.PREFILL_PART_KEYS
+PART = PREFILL_PART_KEYS
 NO_BLOCK = 2**30
 NO_ROW = 3
 
@@ -44,7 +47,7 @@ def kernel_whole(*arguments, **options):
     from kernels.triton import prefill_attention
 
     longest = int(arguments[4].diff().max())
-    return prefill_attention.paged_prefill_attention(
+    return flat(prefill_attention.paged_prefill_attention)(
         *arguments, **options, max_query_len=longest, num_parts=1
     )
 
@@ -53,11 +56,11 @@ def kernel_part(*arguments, **options):
     from kernels.triton import prefill_attention
 
     longest = int(arguments[4].diff().max())
-    prefill_attention.paged_prefill_part(*arguments, **options, max_query_len=longest)
+    flat(prefill_attention.paged_prefill_part)(*arguments, **options, max_query_len=longest)
 
 
-WHOLE = {"kernel": kernel_whole, "twin": ref.paged_prefill_attention}
-PARTS = {"kernel": kernel_part, "twin": ref.paged_prefill_part}
+WHOLE = {"kernel": kernel_whole, "twin": flat(ref.paged_prefill_attention)}
+PARTS = {"kernel": kernel_part, "twin": flat(ref.paged_prefill_part)}
 
 
 def staged(tables, num_gpu, host, begin, end, rng):
@@ -73,14 +76,14 @@ def staged(tables, num_gpu, host, begin, end, rng):
     stage = torch.full(shape, torch.nan, dtype=host.k.dtype, device=rng.device)
     stage[slots, 0], stage[slots, 1] = host.k[ids], host.v[ids]
     part[is_host] = (num_gpu + slots).to(torch.int32)
-    return ops.HostCache(stage[:, 0], stage[:, 1]), part
+    return HostCache(stage[:, 0], stage[:, 1]), part
 
 
 def in_parts(attend, case, cache, q, starts, options, rng, *, share=0.5, spoil=None):
     """Run a case's parts with the blocks beyond a share of the cache staged for each."""
     num_gpu = max(1, round(share * len(cache.storage)))
     k, v, host = in_tiers(cache, num_gpu, torch.clone)
-    state = ops.prefill_state(len(q) + 1, *q.shape[1:], rng.device)
+    state = prefill_state(len(q) + 1, *q.shape[1:], rng.device)
     for tensor in (state.row_max, state.row_sum, state.acc):
         tensor.fill_(torch.nan)
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
@@ -91,7 +94,7 @@ def in_parts(attend, case, cache, q, starts, options, rng, *, share=0.5, spoil=N
         if spoil is not None:
             spoil(begin, state, stage)
         attend(
-            q, k, v, part, starts, cache.seq_lens, **options, stage=stage, begin_key=begin,
+            q, k, v, part, starts, cache.seq_lens, **options, host=stage, begin_key=begin,
             end_key=end, state=state, is_last=end == case[-1][-1], out=out,
         )  # fmt: skip
         begin = end
@@ -155,15 +158,15 @@ def test_twin_gives_the_same_bits_however_keys_are_cut(
     ends = [*[cut * PART for cut in sorted(cuts) if cut * PART < length], length]
     case = (2, 1, 16, block_size, window, [(min(queries, length), length)], ends)
     drawn = draw(case, torch.float32, rng)
-    out = in_parts(ref.paged_prefill_part, case, *drawn, rng, share=share)
-    assert torch.equal(out, whole(ref.paged_prefill_attention, *drawn))
+    out = in_parts(flat(ref.paged_prefill_part), case, *drawn, rng, share=share)
+    assert torch.equal(out, whole(flat(ref.paged_prefill_attention), *drawn))
 
 
 @pytest.mark.parametrize("case", [(1, 8, 64), (2048, 32, 128)], ids=str)
 def test_state_has_the_bytes_that_planning_counts(case):
-    state = ops.prefill_state(*case, "cpu")
+    state = prefill_state(*case, "cpu")
     tensors = (state.row_max, state.row_sum, state.acc)
-    assert ops.prefill_state_bytes(*case) == sum(tensor.nbytes for tensor in tensors)
+    assert prefill_state_bytes(*case) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_door_runs_the_twin_on_the_cpu():
@@ -171,48 +174,48 @@ def test_door_runs_the_twin_on_the_cpu():
     drawn = draw(CASES[3], torch.float32, rng)
 
     def door(*arguments, **options):
-        ops.paged_prefill_part(*arguments, **options, max_query_len=40)
+        flat(attention.paged_prefill_part)(*arguments, **options, max_query_len=40)
 
-    expected = whole(ref.paged_prefill_attention, *drawn)
+    expected = whole(flat(ref.paged_prefill_attention), *drawn)
     assert torch.equal(in_parts(door, CASES[3], *drawn, rng), expected)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_TNH": torch.zeros(5, 64)}, r"\.q: expected shape \[T, N, H\]"),
+        ({"q": torch.zeros(5, 64)}, r"\.q: expected shape \[T, N, H\]"),
         ({"begin_key": 64}, r"\.begin_key: expected a multiple of 128, got 64"),
         ({"begin_key": -128}, r"\.begin_key: expected a multiple of 128, got -128"),
         ({"end_key": 100, "is_last": False}, r"\.end_key: expected a multiple of 128 in all"),
         ({"begin_key": 128, "end_key": 128}, r"\.end_key: expected more than 128, got 128"),
-        ({"state": ops.prefill_state(4, 4, 16, "cpu")}, r"\.state: expected room for 5 queries"),
-        ({"state": ops.prefill_state(5, 2, 16, "cpu")}, r"\.state: expected room for 5 queries"),
-        ({"state": ops.prefill_state(5, 4, 16, "meta")}, r"\.state: expected tensors on cpu"),
+        ({"state": prefill_state(4, 4, 16, "cpu")}, r"\.state: expected room for 5 queries"),
+        ({"state": prefill_state(5, 2, 16, "cpu")}, r"\.state: expected room for 5 queries"),
+        ({"state": prefill_state(5, 4, 16, "meta")}, r"\.state: expected tensors on cpu"),
         ({"query_starts_S1": torch.zeros(2).int()}, r"\.query_starts: expected shape \(3\)"),
         ({"out": torch.zeros(5, 4, 8)}, r"\.out: expected shape \(5, 4, 16\)"),
         ({"window": 0}, r"\.window: expected None or at least 1 token"),
         (
-            {"stage": ops.HostCache(torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8))},
-            r"\.stage\.k: expected shape \(1, 2, 8, 16\)",
+            {"host": HostCache(torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8))},
+            r"\.host\.k: expected shape \(1, 2, 8, 16\)",
         ),
     ],
 )
 def test_door_refuses(change, message):
     arguments = {
-        "q_TNH": torch.zeros(5, 4, 16),
+        "q": torch.zeros(5, 4, 16),
         "k_cache": torch.zeros(3, 2, 8, 16),
         "v_cache": torch.zeros(3, 2, 8, 16),
-        "block_tables_SM": torch.zeros(2, 2, dtype=torch.int32),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
         "query_starts_S1": torch.tensor([0, 3, 5], dtype=torch.int32),
-        "seq_lens_S": torch.tensor([3, 4], dtype=torch.int32),
+        "seq_lens": torch.tensor([3, 4], dtype=torch.int32),
         "scale": 1.0,
-        "stage": ops.HostCache(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)),
+        "host": HostCache(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)),
         "begin_key": 0,
         "end_key": 4,
-        "state": ops.prefill_state(5, 4, 16, "cpu"),
+        "state": prefill_state(5, 4, 16, "cpu"),
         "is_last": True,
         "max_query_len": 3,
         "out": torch.zeros(5, 4, 16),
     }
-    with pytest.raises(ops.KernelArgumentError, match=r"paged_prefill_part" + message):
-        ops.paged_prefill_part(**(arguments | change))
+    with pytest.raises(KernelArgumentError, match=r"paged_prefill_part" + message):
+        flat(attention.paged_prefill_part)(**(arguments | change))

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from kernels import ops, sizes
-from kernels.ref import prefill as ref
+from kernels import sizes
+from kernels.arguments import prefill_workspace
+from kernels.ops import attention
+from kernels.ops.checks import KernelArgumentError
+from kernels.ref import attention as ref
 from kernels.triton.tiles import prefill_tile
-from kernels.workspace import prefill_workspace
-from tests.kernels.cases import fused_heads, paged_cache
+from tests.kernels.cases import flat, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
 
 pytestmark = pytest.mark.slow
@@ -52,7 +54,7 @@ def kernel(*arguments, **options):
     from kernels.triton import prefill_attention
 
     options.setdefault("max_query_len", int(arguments[4].diff().max()))
-    return prefill_attention.paged_prefill_attention(*arguments, **options)
+    return flat(prefill_attention.paged_prefill_attention)(*arguments, **options)
 
 
 def poisoned_workspace(q, max_seq_len, *, num_tokens=MOST):
@@ -66,7 +68,7 @@ def poisoned_workspace(q, max_seq_len, *, num_tokens=MOST):
 def test_kernel_matches_twin(case, short_parts, rng):
     arguments, window = draw(case, torch.float32, rng)
     stop = int(arguments[4][-1])
-    expected = ref.paged_prefill_attention(*arguments, window=window)
+    expected = flat(ref.paged_prefill_attention)(*arguments, window=window)
     # The call's own number, and few: parts are then of more keys than SPLIT.
     for num_parts in (None, 2):
         out = kernel(*arguments, window=window, num_parts=num_parts)
@@ -78,7 +80,7 @@ def test_kernel_matches_twin(case, short_parts, rng):
 def test_kernel_matches_twin_in_fewer_bits(case, dtype, short_parts, rng):
     arguments, window = draw(case, dtype, rng)
     stop = int(arguments[4][-1])
-    expected = ref.paged_prefill_attention(*arguments, window=window)
+    expected = flat(ref.paged_prefill_attention)(*arguments, window=window)
     out = kernel(*arguments, window=window)
     assert_close(out[:stop], expected[:stop], ATTENTION)
 
@@ -215,10 +217,8 @@ def test_workspace_has_the_bytes_that_planning_counts(case):
 def test_door_refuses_a_workspace_without_room(space, message):
     rng = torch.Generator().manual_seed(0)
     arguments, _ = draw((4, 2, 16, 8, None, [(20, 30)]), torch.float32, rng)
-    with pytest.raises(
-        ops.KernelArgumentError, match=r"prefill_attention\.workspace: .*" + message
-    ):
-        ops.paged_prefill_attention(*arguments, max_query_len=20, workspace=space)
+    with pytest.raises(KernelArgumentError, match=r"prefill_attention\.workspace: .*" + message):
+        flat(attention.paged_prefill_attention)(*arguments, max_query_len=20, workspace=space)
 
 
 REAL = [
@@ -240,15 +240,15 @@ def test_real_sizes_eager_and_in_a_graph(case, dtype, rng):
     q, lens, stop = arguments[0], arguments[5], int(arguments[4][-1])
     space, out = poisoned_workspace(q, int(lens.max())), torch.full_like(q, torch.nan)
     options = {"max_query_len": len(q), "window": window, "out": out, "workspace": space}
-    ops.paged_prefill_attention(*arguments, **options)
+    flat(attention.paged_prefill_attention)(*arguments, **options)
     assert not space.partial.isnan().all()
-    expected = ref.paged_prefill_attention(*arguments, window=window)
+    expected = flat(ref.paged_prefill_attention)(*arguments, window=window)
     assert_close(out[:stop], expected[:stop], ATTENTION)
     eager = out[:stop].clone()
     graph, counter = torch.cuda.CUDAGraph(), "allocation.all.allocated"
     with torch.cuda.graph(graph):
         before = torch.cuda.memory_stats()[counter]  # a capture itself allocates
-        ops.paged_prefill_attention(*arguments, **options)
+        flat(attention.paged_prefill_attention)(*arguments, **options)
         after = torch.cuda.memory_stats()[counter]
     assert after == before
     for _ in range(3):
@@ -257,4 +257,4 @@ def test_real_sizes_eager_and_in_a_graph(case, dtype, rng):
         graph.replay()
         assert torch.equal(out[:stop], eager)
     own = {"max_query_len": int(arguments[4].diff().max()), "window": window}
-    assert torch.equal(ops.paged_prefill_attention(*arguments, **own)[:stop], eager)
+    assert torch.equal(flat(attention.paged_prefill_attention)(*arguments, **own)[:stop], eager)

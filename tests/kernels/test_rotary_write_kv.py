@@ -2,9 +2,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kernels import ops
+from kernels.ops import kv
+from kernels.ops.checks import KernelArgumentError
+from kernels.ref import kv as ref
 from kernels.ref import norm as ref_norm
-from kernels.ref import rotary_write_kv as ref
 from tests.kernels.cases import fused_heads, randn
 from tests.kernels.tolerances import ROUNDED_ONCE, ROUNDED_TWICE, assert_close
 
@@ -130,7 +131,7 @@ def test_twin_keeps_lengths_and_what_is_not_rotated(rng):
 @pytest.mark.parametrize("norm", NORMS)
 def test_door_runs_the_twin_on_the_cpu(norm):
     inputs = Inputs(SHAPES[0], norm, torch.float32, torch.Generator().manual_seed(0))
-    q, cache = inputs.run(ops.rotary_write_kv_)
+    q, cache = inputs.run(kv.rotary_write_kv_)
     twin_q, twin_cache = inputs.run(ref.rotary_write_kv_)
     assert torch.equal(q, twin_q)
     assert torch.equal(cache.nan_to_num(), twin_cache.nan_to_num())
@@ -182,5 +183,5 @@ def test_door_refuses(change, message):
         "v_cache": torch.zeros(4, 2, 8, 16),
         "slots": torch.zeros(3, dtype=torch.int64),
     }
-    with pytest.raises(ops.KernelArgumentError, match=r"rotary_write_kv_" + message):
-        ops.rotary_write_kv_(**(arguments | change))
+    with pytest.raises(KernelArgumentError, match=r"rotary_write_kv_" + message):
+        kv.rotary_write_kv_(**(arguments | change))

@@ -3,16 +3,19 @@
 import pytest
 import torch
 
-from kernels import ops
+from kernels.arguments import HostCache
+from kernels.ops import attention, kv
+from kernels.ops.checks import KernelArgumentError
 from kernels.ref import attention as ref
-from kernels.ref import rotary_write_kv as ref_write
-from tests.kernels.cases import fused_heads, in_tiers, paged_cache
+from kernels.ref import kv as ref_write
+from kernels.sizes import DECODE_SPLIT_TOKENS
+from tests.kernels.cases import flat, fused_heads, in_tiers, paged_cache
 from tests.kernels.test_rotary_write_kv import table
 from tests.kernels.tolerances import ATTENTION, assert_close
 
 pytestmark = pytest.mark.slow
 
-SPLIT = ops.DECODE_SPLIT_TOKENS
+SPLIT = DECODE_SPLIT_TOKENS
 
 # query heads, KV heads, head size, block size, window, sequence lengths
 CASES = [
@@ -41,10 +44,12 @@ def num_gpu(cache, share):
 def kernel(*arguments, max_seq_len=8 * SPLIT, **options):
     from kernels.triton import decode_attention
 
-    return decode_attention.paged_decode_attention(*arguments, max_seq_len=max_seq_len, **options)
+    return flat(decode_attention.paged_decode_attention)(
+        *arguments, max_seq_len=max_seq_len, **options
+    )
 
 
-ATTEND = {"kernel": kernel, "twin": ref.paged_decode_attention}
+ATTEND = {"kernel": kernel, "twin": flat(ref.paged_decode_attention)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,7 +70,7 @@ def test_kernel_matches_twin(case, dtype, rng, beside):
     cache, q, options = draw(case, dtype, rng)
     k, v, host = in_tiers(cache, num_gpu(cache, 0.5), beside)
     arguments = (q, k, v, cache.block_tables, cache.seq_lens)
-    twin = ref.paged_decode_attention(*arguments, **options, host=host)
+    twin = flat(ref.paged_decode_attention)(*arguments, **options, host=host)
     assert_close(kernel(*arguments, **options, host=host), twin, ATTENTION)
 
 
@@ -117,7 +122,7 @@ class Write:
         q = self.q.clone()
         gpu = self.storage[: self.gpu_blocks].clone() if in_tiers else self.storage.clone()
         beside = self.beside(self.storage[self.gpu_blocks :])
-        host = ops.HostCache(beside[:, 1, 0], beside[:, 1, 1]) if in_tiers else None
+        host = HostCache(beside[:, 1, 0], beside[:, 1, 1]) if in_tiers else None
         function(
             q, self.k, self.v, None, None, 1e-5, self.cos_sin, self.positions,
             gpu[:, 1, 0], gpu[:, 1, 1], self.slots, host=host,
@@ -164,10 +169,12 @@ def test_doors_run_the_twins_on_the_cpu():
     cache, q, options = draw(CASES[0], torch.float32, rng)
     k, v, host = in_tiers(cache, 10, torch.clone)
     arguments = (q, k, v, cache.block_tables, cache.seq_lens)
-    out = ops.paged_decode_attention(*arguments, **options, max_seq_len=2 * SPLIT, host=host)
-    assert torch.equal(out, ref.paged_decode_attention(*arguments, **options, host=host))
+    out = flat(attention.paged_decode_attention)(
+        *arguments, **options, max_seq_len=2 * SPLIT, host=host
+    )
+    assert torch.equal(out, flat(ref.paged_decode_attention)(*arguments, **options, host=host))
     write = Write(torch.float32, rng, torch.clone)
-    _, cache = write.run(ops.rotary_write_kv_, in_tiers=True)
+    _, cache = write.run(kv.rotary_write_kv_, in_tiers=True)
     assert torch.equal(
         cache.nan_to_num(), write.run(ref_write.rotary_write_kv_, in_tiers=True)[1].nan_to_num()
     )
@@ -198,6 +205,9 @@ def test_doors_refuse_other_blocks(op, host, message):
             *heads, None, None, 0.0, zeros((8, 16)), ids, cache, cache.clone(), ids,
         ),
     }[op]  # fmt: skip
-    options = {"max_seq_len": 1} if op == "paged_decode_attention" else {}
-    with pytest.raises(ops.KernelArgumentError, match=op + r"\.host" + message):
-        getattr(ops, op)(*arguments, **options, host=ops.HostCache(*host))
+    run, options = {
+        "paged_decode_attention": (flat(attention.paged_decode_attention), {"max_seq_len": 1}),
+        "rotary_write_kv_": (kv.rotary_write_kv_, {}),
+    }[op]
+    with pytest.raises(KernelArgumentError, match=op + r"\.host" + message):
+        run(*arguments, **options, host=HostCache(*host))

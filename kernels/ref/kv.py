@@ -1,11 +1,12 @@
-"""Twin of norms, position encoding and cache write.
+"""Twins of what writes keys and values: norms, position encoding and cache write; copied blocks.
 
-T tokens, N query heads, K KV heads, H head size, R rotated elements, P tokens per block.
+T tokens, N query heads, K KV heads, H head size, R rotated elements, P tokens per block,
+W words of a block.
 """
 
 import torch
 
-from kernels.host_cache import HostCache
+from kernels.arguments import HostCache
 from kernels.ref.norm import rms_norm
 
 
@@ -24,7 +25,7 @@ def rotary_write_kv_(
     offset: float = 0.0,
     host: HostCache | None = None,
 ) -> None:
-    """Twin of kernels.ops.rotary_write_kv_."""
+    """Twin of kernels.ops.kv.rotary_write_kv_."""
     half = cos_sin.shape[1] // 2
     rows = cos_sin[positions].unsqueeze(1)
     cos, sin = rows[..., :half], rows[..., half:]
@@ -44,6 +45,13 @@ def rotary_write_kv_(
         blocks, offsets = blocks[~is_host], offsets[~is_host]
     k_cache[blocks, :, offsets] = keys
     v_cache[blocks, :, offsets] = v_TKH
+
+
+def copy_blocks(
+    dst_BW: torch.Tensor, src_BW: torch.Tensor, dst_ids: torch.Tensor, src_ids: torch.Tensor
+) -> None:
+    """Twin of kernels.ops.kv.copy_blocks."""
+    dst_BW[dst_ids] = src_BW[src_ids]
 
 
 def _normed(

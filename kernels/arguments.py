@@ -1,10 +1,65 @@
-"""Scratch tensors of the operators, allocated once and reused in every step."""
+"""What operators take beside plain tensors: a second tier of blocks, scratch, an attention call.
+
+Shape letters: T tokens, S sequences, M blocks per sequence, B blocks, C blocks beside them or
+splits of a sequence, P tokens per block, N query heads, K KV heads, H head size, R rows of partial
+results.
+"""
 
 from dataclasses import dataclass
 
 import torch
 
 from kernels.sizes import decode_num_counters, decode_num_splits, prefill_partial_rows
+
+
+@dataclass(frozen=True, slots=True)
+class HostCache:
+    """Keys and values of blocks that have the numbers after those of the cache.
+
+    A block table or slot that names block B + c, where the cache has B blocks, means block c here.
+    On a GPU these are CUDA tensors: over pinned host memory, which kernels then read and write in
+    place, or over memory of the card, as a buffer that host blocks were copied into.
+
+    Attributes:
+        k: [C, K, P, H], dtype and device of the cache; the strides of head, token and element are
+            the cache's, that of blocks is free.
+        v: [C, K, P, H], as k beside the cache of values.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention over a paged cache: what is read, what is seen of it, what is written.
+
+    Made once, and handed as it is to the checks and to the kernel or its twin.
+
+    Attributes:
+        q: queries, [S, N, H] of decode, [T, N, H] of prefill; N a multiple of K, H from 16 to 256;
+            may be a strided view.
+        k_cache: [B, K, P, H], dtype of q, stride 1 in the last dimension, other strides free.
+        v_cache: [B, K, P, H], as k_cache.
+        block_tables: [S, M] int32; row s names the blocks of sequence s in order. Entries beyond
+            the sequence's length are not read.
+        seq_lens: [S] int32, keys of each sequence.
+        scale: multiplies the scores.
+        out: shape and dtype of q, stride 1 in the last dimension; written.
+        window: a query sees the last `window` keys up to its own; blocks and table entries that lie
+            wholly before are not read. None: all keys.
+        host: blocks B and above, read where they are; None where all blocks are the cache's.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    scale: float
+    out: torch.Tensor
+    window: int | None = None
+    host: HostCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +188,21 @@ def prefill_state(
         row_sum=torch.empty(shape[:2], dtype=torch.float32, device=device),
         acc=torch.empty(shape, dtype=torch.float32, device=device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """A part of a prefill's keys.
+
+    Attributes:
+        begin_key: its first key in every sequence, a multiple of PREFILL_PART_KEYS; 0 begins anew.
+        end_key: the key after its last one, a multiple of PREFILL_PART_KEYS unless is_last.
+        is_last: whether out is written; the other parts write the state.
+        state: for at least T queries; carried from part to part, and free after the last one. Read
+            by no other call in between.
+    """
+
+    begin_key: int
+    end_key: int
+    is_last: bool
+    state: PrefillState

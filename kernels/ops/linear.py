@@ -1,0 +1,219 @@
+"""Products with weights: of tokens, with a gate behind them, and rows of an embedding table.
+
+Shape letters: T tokens, D hidden, F feed-forward, V vocabulary.
+"""
+
+import torch
+
+from kernels.arguments import DecodeWorkspace
+from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
+from kernels.ref import linear as ref
+from kernels.sizes import MAX_SMALL_TOKENS
+
+# Triton is imported by the first call on a GPU: machines without one need not have it.
+# ruff: noqa: PLC0415
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    On a GPU a product of at most MAX_SMALL_TOKENS bfloat16 or float16 tokens runs in a kernel that
+    reads the weight once; which kernel runs, and so the result, follows from the number of tokens,
+    the sizes and the dtype, never from where the weight lies. There a token's result depends on no
+    other token, and is the same in every batch of 1 to 16 tokens, of 17 to 32 and of 33 to 64.
+    Sums are float32, and their order is fixed: the same call gives the same bits.
+
+    Args:
+        x: [..., in], stride 1 in the last dimension where few tokens run on a GPU.
+        weight: [out, in], dtype of x; on a GPU also a CUDA tensor over pinned host memory.
+        bias: [out], dtype of x, or None.
+        workspace: from decode_workspace; its counters are used. Allocated if None. Read by no other
+            call until this one is done. The CPU needs none.
+
+    Returns:
+        A new tensor [..., out], dtype of x.
+    """
+    _check_linear("linear", x, weight, bias)
+    if _is_small(x, weight):
+        from kernels.triton import small_linear
+
+        counters = None if workspace is None else workspace.counters
+        rows = x.reshape(-1, x.shape[-1])
+        return small_linear.linear(rows, weight, bias, counters).view(*x.shape[:-1], -1)
+    return ref.linear(x, weight, bias)
+
+
+def linear_silu_mul(
+    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return silu_mul(linear(x, weight, bias)), in one kernel where linear has its own.
+
+    The product is rounded before the activation, as linear rounds it. What linear says of batches
+    and of the weight's place holds here too.
+
+    Args:
+        x: [..., D], as linear's.
+        weight_2FD: F rows of gate and then F of up, as linear's.
+        bias: [2F], dtype of x, or None.
+
+    Returns:
+        A new tensor [..., F], dtype of x.
+    """
+    rows = _gated_rows("linear_silu_mul", x, weight_2FD, bias)
+    if rows is not None:
+        from kernels.triton import small_linear
+
+        return small_linear.linear_silu_mul(rows, weight_2FD, bias).view(*x.shape[:-1], -1)
+    product = ref.linear(x, weight_2FD, bias)
+    gated = silu_mul(product.reshape(-1, product.shape[-1]))
+    return gated.view(*x.shape[:-1], gated.shape[-1])
+
+
+def linear_gelu_mul(
+    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return gelu_mul(linear(x, weight, bias)), in one kernel where linear has its own.
+
+    All else is as linear_silu_mul says.
+
+    Args:
+        x: [..., D], as linear's.
+        weight_2FD: F rows of gate and then F of up, as linear's.
+        bias: [2F], dtype of x, or None.
+
+    Returns:
+        A new tensor [..., F], dtype of x.
+    """
+    rows = _gated_rows("linear_gelu_mul", x, weight_2FD, bias)
+    if rows is not None:
+        from kernels.triton import small_linear
+
+        return small_linear.linear_gelu_mul(rows, weight_2FD, bias).view(*x.shape[:-1], -1)
+    product = ref.linear(x, weight_2FD, bias)
+    gated = gelu_mul(product.reshape(-1, product.shape[-1]))
+    return gated.view(*x.shape[:-1], gated.shape[-1])
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up of a fused projection, rounding once.
+
+    Args:
+        gate_up_T2F: [T, 2F], F columns of gate and then F of up, stride 1 in the last dimension.
+
+    Returns:
+        A new contiguous tensor [T, F], dtype of the argument.
+    """
+    _check_gate_up("silu_mul", gate_up_T2F)
+    if gate_up_T2F.is_cuda:
+        from kernels.triton import activation
+
+        return activation.silu_mul(gate_up_T2F)
+    return ref.silu_mul(gate_up_T2F)
+
+
+def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up of a fused projection, gelu approximated by tanh, rounding once.
+
+    Args:
+        gate_up_T2F: as silu_mul's.
+
+    Returns:
+        A new contiguous tensor [T, F], dtype of the argument.
+    """
+    _check_gate_up("gelu_mul", gate_up_T2F)
+    if gate_up_T2F.is_cuda:
+        from kernels.triton import activation
+
+        return activation.gelu_mul(gate_up_T2F)
+    return ref.gelu_mul(gate_up_T2F)
+
+
+def embedding(
+    ids_T: torch.Tensor, table_VD: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """Return the table's rows for these ids, times a scale if there is one.
+
+    Args:
+        ids_T: int64, 0 to V - 1.
+        table_VD: on a GPU also a CUDA tensor over pinned host memory, of which only the rows asked
+            for cross the link.
+        scale: rounded to the dtype of the table before it multiplies.
+
+    Returns:
+        A new tensor [T, D], dtype of the table.
+    """
+    check_dims("embedding.table", table_VD, "VD")
+    check_float("embedding.table", table_VD)
+    check_tensor("embedding.ids", ids_T, (None,), torch.int64, table_VD.device)
+    return ref.embedding(ids_T, table_VD, scale)
+
+
+def _gated_rows(
+    name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Check a gated product; return its tokens as rows where the kernel for few tokens runs."""
+    _check_linear(name, x, weight, bias)
+    if weight.shape[0] % 2:
+        raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
+    return x.reshape(-1, x.shape[-1]) if _is_small(x, weight) else None
+
+
+def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Tell whether a product runs in the kernel for few tokens.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+    """
+    if not x.is_cuda or x.dtype == torch.float32 or weight.numel() == 0:
+        return False
+    num_tokens = x.numel() // x.shape[-1]
+    return 0 < num_tokens <= MAX_SMALL_TOKENS and x.stride(-1) == weight.stride(-1) == 1
+
+
+def _check_linear(
+    name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise unless the arguments of a product agree with each other.
+
+    Args:
+        name: the operator's name.
+        x: [..., in].
+        weight: [out, in].
+        bias: [out] or None.
+
+    Raises:
+        KernelArgumentError: naming the first argument that does not fit.
+    """
+    check_float(f"{name}.x", x)
+    if x.dim() == 0:
+        raise KernelArgumentError(f"{name}.x", "one dimension or more", "none")
+    shape = (None, x.shape[-1])
+    check_tensor(f"{name}.weight", weight, shape, x.dtype, x.device, last_contiguous=False)
+    if bias is not None:
+        check_tensor(f"{name}.bias", bias, (weight.shape[0],), x.dtype, x.device)
+
+
+def _check_gate_up(name: str, gate_up_T2F: torch.Tensor) -> None:
+    """Raise unless a tensor can be split into gates and ups.
+
+    Args:
+        name: the operator's name.
+        gate_up_T2F: [T, 2F].
+
+    Raises:
+        KernelArgumentError: naming what does not fit.
+    """
+    what = f"{name}.gate_up"
+    check_float(what, gate_up_T2F)
+    check_dims(what, gate_up_T2F, "TF")
+    num_tokens, width = gate_up_T2F.shape
+    if width % 2:
+        raise KernelArgumentError(what, "an even number of columns", f"{width}")
+    check_tensor(what, gate_up_T2F, (num_tokens, width), gate_up_T2F.dtype, gate_up_T2F.device)
