@@ -72,16 +72,16 @@ class Residence:
         self, units: Sequence["Unit"], formats: TensorFormats, num_slots: int, *, is_staged: bool
     ) -> tuple[int, int]:
         """Return bytes that cross the link in a step: copied, and read in place."""
+        sizes = [unit.slab.num_bytes for unit in units]
         match self.feed(is_staged=is_staged):
             case Feed.DIRECT if not self.is_offloaded:
                 return 0, 0
             case Feed.DIRECT:
                 return 0, sum(formats.total_bytes(unit.slab.tensors) for unit in units)
             case Feed.ON_COMPUTE:
-                return sum(unit.slab.num_bytes for unit in units), 0
-        # A unit that has a slot to itself stays there.
-        sizes = [unit.slab.num_bytes for unit in units]
-        return sum(moving(sizes, num_slots)), 0
+                return sum(sizes), 0
+            case Feed.AHEAD:  # a unit that has a slot to itself stays there
+                return sum(moving(sizes, num_slots)), 0
 
 
 def moving(sizes: Sequence[Size], num_slots: int) -> list[Size]:

@@ -119,7 +119,7 @@ class WeightStore:
         """Return a layer's tensors for each combination of places that its units may be in."""
         resident = {_short(t.name): self._stored(t) for t in layer.resident.tensors}
         places = [units.places(k) for units, k in self._parts[layer.index]]
-        found = {}
+        found: dict[tuple[int, ...], Operands] = {}
         for numbers in product(*(range(len(each)) for each in places)):
             merged = dict(resident)
             for each, number in zip(places, numbers, strict=True):
