@@ -126,7 +126,15 @@ def test_preemption_at_concurrency(
 
 
 @pytest.mark.parametrize(
-    ("block_size", "times"), [(8, 1.3), (16, 3), (32, 1.3), (64, 3), (128, 1.3), (128, 3)]
+    ("block_size", "times"),
+    [
+        (8, 1.3),
+        pytest.param(16, 3, marks=pytest.mark.slow),
+        pytest.param(32, 1.3, marks=pytest.mark.slow),
+        (64, 3),
+        (128, 1.3),
+        pytest.param(128, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_one_sequence_longer_than_the_gpu(
     tiny: TinyModels,

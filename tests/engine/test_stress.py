@@ -292,7 +292,7 @@ def test_control_one_skipped_wait_of_compute_changes_tokens(
     check_caught(residents, keywords, ["copies late", "poison early, copies late", "any order"])
 
 
-@pytest.mark.parametrize("layer", [1, 4])
+@pytest.mark.parametrize("layer", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_control_one_slot_refilled_before_its_last_use_changes_tokens(
     residents: Residents, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
@@ -308,7 +308,9 @@ def test_control_slots_staged_before_the_last_step_has_used_them_changes_tokens(
     check_caught(residents, STAGED, ["copies early", "poison early, copies late", "any order"])
 
 
-@pytest.mark.parametrize("stale", [0, 1, 4])
+@pytest.mark.parametrize(
+    "stale", [0, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (1, 4))]
+)
 def test_control_a_stale_slot_changes_tokens(
     residents: Residents, monkeypatch: pytest.MonkeyPatch, stale: int
 ) -> None:

@@ -55,7 +55,13 @@ def wider(groups: Groups, *, by: int) -> list[KVGroup]:
     return [replace(g, window=g.window and g.window + by) for g in groups]
 
 
-@pytest.mark.parametrize("variant", ["mistral_window", "qwen2_window", "gemma3"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen2_window",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("mistral_window", "gemma3")),
+    ],
+)
 def test_a_window_off_by_one_changes_tokens(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
