@@ -169,7 +169,7 @@ class _Command(NamedTuple):
     kind: Literal["add", "abort", "stop"]
     stream: Stream | None = None
     request_id: str | None = None
-    """Of abort, where the client has no stream."""
+    """The request to abort, where the client has no stream."""
 
 
 def _end_thread(thread: threading.Thread, commands: "SimpleQueue[_Command]", owner: int) -> None:

@@ -59,7 +59,7 @@ class Engine:
     device: Device
     store: WeightStore
     tier: HostTier
-    """Of KV blocks; without any where there is none."""
+    """The host tier of KV blocks; empty where there is none."""
     cache: KVCache
     executor: DeviceExecutor
     core: EngineCore

@@ -175,7 +175,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Likewise, and let Ctrl-C wait: what it cuts short might not go on."""
+        """Do the same, and let Ctrl-C wait: what it cuts short might not go on."""
         with interrupt_afterwards(), self._alone():
             yield
 

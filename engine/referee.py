@@ -20,7 +20,7 @@ SETTLE_STEPS: Final = 3
 """Decode steps that are not timed: the first of all sequences, and those behind a break."""
 TIMED_STEPS: Final = 12
 LONGEST_PROMPT: Final = 2048
-"""Of the objective context, so that the referee does not compute a long prompt at length."""
+"""Longest prompt of the objective context, so that the referee computes none at length."""
 
 
 class StepStats(Protocol):

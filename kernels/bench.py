@@ -47,7 +47,7 @@ DTYPE, SCALE = torch.bfloat16, HEAD_SIZE**-0.5
 TOKEN_BYTES: Final = 2 * KV_HEADS * HEAD_SIZE * 2
 """Keys and values of a token in one layer."""
 GPU_TOKENS: Final = 42_000
-"""Of a sequence over two tiers."""
+"""Tokens of a sequence over two tiers that lie on the GPU."""
 COPY_BYTES: Final = 2**30
 PROBE_BYTES: Final = 2**28
 WARMUPS, REPEATS, TWIN_REPEATS = 3, 30, 3
@@ -95,7 +95,7 @@ class Timing:
     tflop_per_s: float | None = None
     twin_ms: float | None = None
     ratio: float | None = None
-    """Of kernel_ms to what the case is held against."""
+    """Ratio of kernel_ms to what the case is held against."""
     is_equal: bool | None = None
 
 

@@ -18,7 +18,7 @@ PREFILL_SPLIT_KEYS = 256
 _PREFILL_SPLIT_QUERIES = (16, 64, PREFILL_SPLIT_MAX_QUERIES)
 _PREFILL_MAX_PARTS = 32
 _PREFILL_PARTIAL_ELEMENTS = 2**22
-"""Of all partial results: those of 128 rows of 128 elements for 256 programs, which fill a card."""
+"""Elements of all partial results: 128 rows of 128 for 256 programs, which fill a card."""
 
 MAX_SMALL_TOKENS = 64
 """Most tokens of a product that is bound by reading its weight, and has a kernel of its own."""

@@ -209,7 +209,7 @@ class TokenEvent:
     """
 
     request_id: str
-    """Whose token."""
+    """The request that the token belongs to."""
     index: int
     """Which of the n answers."""
     token_id: int
@@ -255,7 +255,7 @@ class RequestOutput:
     """What came of one request."""
 
     request_id: str
-    """Whose output."""
+    """The request that the output belongs to."""
     prompt: str | None
     """The text, where there was one."""
     prompt_token_ids: list[int]

@@ -46,7 +46,7 @@ def _pynvml() -> Any:
 
 
 def _processes(nvml: Any, handle: Any) -> list[Any]:
-    """Those that compute and those that draw; one that does both is in twice."""
+    """Return those that compute and those that draw; one that does both is in twice."""
     return [
         *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
         *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),

@@ -23,7 +23,7 @@ TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the text part of a model of text and images start -> how ours do."""
 FILE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 COMPARED_BYTES = 1 << 22
-"""Of two tables that may be equal, read at a time."""
+"""Bytes read at a time of two tables that may be equal."""
 
 
 @dataclass(frozen=True)

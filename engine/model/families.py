@@ -25,7 +25,7 @@ class Architecture:
     norm_offset: float = 0.0
     """Added to the weight of every RMS norm."""
     activation: str = "silu"
-    """Of the gate of the MLP: silu | gelu_tanh."""
+    """ gelu_tanh.|Activation of the MLP's gate: silu | gelu_tanh.| gelu_tanh."""
     scales_embedding: bool = False
     """Hidden states start as the embedding times the root of hidden_size."""
     sliding_window: str = "never"

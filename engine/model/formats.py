@@ -68,7 +68,7 @@ class View:
     dtype: str
     """A name of torch."""
     offset: int
-    """Of its first byte from the tensor's first, a multiple of ALIGNMENT."""
+    """Bytes from the tensor's first to its own first, a multiple of ALIGNMENT."""
 
 
 class Products(NamedTuple):
@@ -179,7 +179,7 @@ FORMATS: Final[Mapping[str, Plain]] = MappingProxyType(
 )
 """The formats that are named after the dtype that the engine computes in."""
 NO_FORMATS: Final[Mapping[str, Format]] = MappingProxyType({})
-"""Of a model whose tensors all have the format of the dtype."""
+"""Formats of a model whose tensors all have that of the dtype."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from engine.sealed import Sealed, check_choice, check_flag, check_number
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = tuple(FORMATS)
 DTYPE_BYTES = {name: each.element_bytes for name, each in FORMATS.items()}
-"""Of what is computed and kept in KV blocks; weights have formats."""
+"""Bytes of an element that is computed or kept in KV blocks; weights have formats."""
 NORMS = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),

@@ -86,7 +86,7 @@ class StagedPrefill:
     """The part of a sequence that has blocks in the host tier: they are copied to the GPU first."""
 
     first: int
-    """Of the step's tokens, its first one."""
+    """Place of its first token among the step's."""
     stop: int
     """The one after its last."""
     table: torch.Tensor

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.kv.mover import BlockMover
 
 LONG_STEP_S: Final = 0.02
-"""Of steps as long as this the keys of a prompt take little: 0.1 ms for 1,000 tokens (2 cores of a
+"""Length of steps beside which a prompt's keys take little: 0.1 ms for 1,000 tokens (2 cores of a
 Xeon)."""
 
 
@@ -155,7 +155,7 @@ class EngineCore:
         self.num_steps = 0
         """Steps whose tokens were read."""
         self.overlapped_steps = 0
-        """Those of them that were launched before the step before them was collected."""
+        """Number of them that were launched before the step before them was collected."""
         self.overlap = True
         """Launch a step before the one before it is collected; may change between steps."""
         self._flight: _Launched | None = None

@@ -88,7 +88,7 @@ class Decoder:
     weights: WeightStore
     cache: KVCache
     attention: tuple[LayerAttention, ...]
-    """Of each layer."""
+    """Attention of each layer."""
     products: ModelProducts
     workspace: DecodeWorkspace
     prefill_workspace: PrefillWorkspace

@@ -25,7 +25,7 @@ class DeviceFlight:
     """A step that is enqueued on a device."""
 
     seq_ids: tuple[int, ...]
-    """Of the sequences that sample."""
+    """Sequences that sample."""
     pending: PendingTokens | None
     """Their tokens; None where none samples."""
     mark: Mark

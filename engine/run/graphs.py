@@ -36,7 +36,7 @@ class StepGraphs:
         self.copied_bytes = 0
         """Weight bytes that replays copied, less those counted while capturing."""
         self.in_place_bytes = 0
-        """Likewise, that replays read in place."""
+        """Bytes that replays read in place."""
 
     def capture(self, shape: StepShape, batch: Batch) -> None:
         """Run a batch of padding once, and capture it.

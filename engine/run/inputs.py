@@ -66,7 +66,7 @@ class _Table:
         self.device = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self.host = np.zeros((rows, width), dtype=np.int32)
         self.num_hosts = [0] * rows
-        """Of each row, how many entries lie in the host tier."""
+        """Entries of each row that lie in the host tier."""
         self._num_gpu = num_gpu
         self._rows: list[tuple[int, int, int]] = [(-1, 0, 0)] * rows
 
@@ -399,7 +399,7 @@ class BatchBuilder:
             beside_moves=plan.host_kv is not None,
         )
         self.shape: StepShape | None = None
-        """Of the newest batch; None: padded to none."""
+        """Shape of the newest batch; None: padded to none."""
         self.kv_in_place_bytes = 0
         """Keys and values that decodes read in the host tier so far."""
 

@@ -120,7 +120,7 @@ class PendingTokens:
     """Tokens that are being chosen; `Sampler.collect` reads them."""
 
     rows: Sequence[SampleRow]
-    """Whose tokens."""
+    """Rows that the tokens belong to."""
     width: int
     """Alternatives returned."""
     table: Tensor

@@ -91,9 +91,9 @@ class SchedulerStats:
     num_preemptions: int = 0
     """Sequences whose blocks were taken away."""
     num_turns: int = 0
-    """Of those, sequences that gave way to one that had waited."""
+    """Number of those that were preempted for one that had waited."""
     num_swaps_out: int = 0
-    """Of the preempted ones, those whose content was to be kept in the host tier."""
+    """Number of preempted ones whose content was to be kept in the host tier."""
     num_swaps_in: int = 0
     """Preempted sequences that went on behind content that was found."""
     num_recomputes: int = 0
@@ -129,13 +129,13 @@ class Queues:
         self.waiting: deque[Sequence] = deque()
         """Next first."""
         self.running: list[Sequence] = []
-        """Those that have blocks, oldest first, those included that are LOADING."""
+        """Sequences that have blocks, oldest first, LOADING ones included."""
         self._config, self._groups, self._stats = config, groups, stats
         self._admission = Admission(groups, config.max_model_len)
         self._rounds = Rounds(groups, config.max_num_seqs)
         self._is_turn = False
         self._swapped: set[int] = set()
-        """Those that wait and were swapped out."""
+        """Sequences that wait and were swapped out."""
 
     @property
     def is_alone(self) -> bool:

@@ -11,7 +11,7 @@ class ScheduledSequence:
     """The part of one sequence that runs in a step: positions start to start + num_tokens - 1."""
 
     sequence: Sequence
-    """Whose tokens; its block_table covers them."""
+    """The sequence of the tokens; its block_table covers them."""
     start: int
     """First position; tokens before it are in the cache."""
     num_tokens: int
@@ -65,7 +65,7 @@ class StepPlan:
 
     @property
     def sampling(self) -> tuple[ScheduledSequence, ...]:
-        """Those of `scheduled` that sample tokens, in the same order."""
+        """Parts of `scheduled` that sample tokens, in the same order."""
         return tuple(item for item in self.scheduled if item.samples)
 
     @property

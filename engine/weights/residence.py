@@ -21,7 +21,7 @@ class Held:
     source: torch.Tensor
     """uint8, its slab in host memory."""
     num_bytes: int
-    """Of its tensors, without what aligns them."""
+    """Bytes of its tensors, without what aligns them."""
     in_place: Operands | None
     """Views of host memory; None where the residence does not read there."""
     copied: Sequence[Operands]

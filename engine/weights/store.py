@@ -135,7 +135,7 @@ class WeightStore:
         return found
 
     def _scratch_operands(self) -> dict[str, tuple[torch.Tensor, Any]]:
-        """Of tensors outside the layers that are copied on demand: where to, and what it is."""
+        """Return where tensors outside the layers are copied on demand, and what products take."""
         if self._outer_slot is None:
             return {}
         found = {}

@@ -523,7 +523,7 @@ class Composer:
         self._config_dir = None if config_dir is None else config_dir.resolve()
         self._parser = OverridesParser.create()
         self._composed: dict[tuple[str, ...], DictConfig] = {}
-        """Of the plan at hand, by overrides: each is composed once."""
+        """Compositions of the plan at hand, by overrides: each is made once."""
 
     def plan(
         self, typed: Sequence[str], *, multirun: bool = False, has_model: bool = False

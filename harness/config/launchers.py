@@ -13,7 +13,7 @@ from harness.folders import ROOT
 
 BASIC: Final = "basic"
 LOCAL_JOB_MINUTES: Final = 7 * 24 * 60
-"""Of hydra.launcher.timeout_min for local jobs, in the place of the plugin's hour."""
+"""Minutes of hydra.launcher.timeout_min for local jobs, in the place of the plugin's hour."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ FAILURES: Final = (
     "hang",
 )
 _MOST: Final = 1e6
-"""Of every time in its unit, and of GiB: sums of them stay exact enough to be held against."""
+"""Most of every time in its unit, and of GiB: sums of them stay exact enough to compare."""
 PLACES: Final = ("plan", "build", "reference", "step")
 
 
@@ -127,9 +127,9 @@ class FakeScript(Sealed):
     fail_after_steps: int = 0
     """Steps of warm-ups and timed requests before a failure at step."""
     refuse_every: int | None = None
-    """Of timed requests every one whose number it divides is refused; null: none."""
+    """Refuse timed requests whose number it divides; null: none."""
     break_every: int | None = None
-    """Of timed requests every one whose number it divides ends with an error in the step after that
+    """End timed requests whose number it divides with an error in the step after that
     of its first token; null: none."""
     stop_after: int | None = None
     """Tokens after which an answer stops by itself, if it is longer; null: at its full length."""
@@ -215,21 +215,21 @@ class SystemConfig(Sealed):
     kind: str = "native"
     """native | accelerate | vllm | http."""
     base_url: str | None = None
-    """Of http: the server, such as http://localhost:8000/v1."""
+    """The server, such as http://localhost:8000/v1 (http)."""
     served_model: str | None = None
-    """Of http: the name that the server knows the model by; null: the first one that it lists."""
+    """The name that the server knows the model by; null: the first one that it lists (http)."""
     api_key_env: str | None = None
-    """Of http: the environment variable that holds the key; null: no key is sent."""
+    """The environment variable that holds the key; null: no key is sent (http)."""
     api: str | None = None
-    """Of http: completions (null) | chat: each prompt is the text of a user's turn, to which the
+    """With http completions (null) | chat: each prompt is the text of a user's turn, to which the
     server's template is added."""
     prompts: str | None = None
-    """Of http: token_ids (null) | text; text is decoded here and encoded again by the server."""
+    """With http token_ids (null) | text; text is decoded here and encoded again by the server."""
     extensions: bool | None = None
-    """Of http: send ignore_eos, return_token_ids and cache_salt (null: true), which some servers
+    """Send ignore_eos, return_token_ids and cache_salt (null: true), which some servers
     refuse."""
     request_timeout_s: float | None = None
-    """Of http: longest wait for the next part of an answer (null: 300)."""
+    """Longest wait for the next part of an answer (http; null: 300)."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or belongs to another kind."""

@@ -9,9 +9,9 @@ from engine.sealed import Sealed, check_choice, check_number
 from harness.observe.statistics import LEAST_REPEATS
 
 MOST_REQUESTS: Final = 10**6
-"""Of one part, all repeats."""
+"""Most requests of one part, all repeats."""
 MOST_PROMPT_TOKENS: Final = 250_000_000
-"""Of one part, all repeats: some 4 GiB of ids."""
+"""Most prompt tokens of one part, all repeats: some 4 GiB of ids."""
 MOST_LENGTH: Final = 10**8
 """Tokens of one prompt or one answer."""
 MOST_S: Final = 1e7

@@ -22,7 +22,7 @@ from engine.sealed import key_types, without_null
 from harness.config.schema import RunConfig
 
 SCHEME: Final = "tightfit"
-"""Of folders whose files are read by TextSource."""
+"""Scheme of folders whose files are read by TextSource."""
 _SWEPT: Final = "hydra.sweeper.params."
 _FUNCTION: Final = re.compile(r"\w+\(.*\)", re.DOTALL)
 _CALL: Final = re.compile(r"(choice|shuffle|sort)\((.*)\)", re.DOTALL)

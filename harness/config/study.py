@@ -35,13 +35,13 @@ class StepsScenario(Sealed):
     batches: list[int] = field(default_factory=list)
     """Sequences that decode at once, one batch after another."""
     prompt_tokens: int = 128
-    """Of prompts before a decode."""
+    """Tokens of prompts before a decode."""
     steps: int = 22
     """Decode steps that are timed of each batch."""
     prefills: list[int] = field(default_factory=list)
     """Prompts that are prefilled at once, one number after another."""
     prefill_tokens: int = 2048
-    """Of these prompts."""
+    """Tokens of these prompts."""
     chunks: list[int] = field(default_factory=list)
     """Lengths of prompts that are prefilled alone, one after another."""
     counter_s: float = 0.0
@@ -71,11 +71,11 @@ class TiersScenario(Sealed):
     scale: float = 1.0
     """Factor of all lengths and counts below but `steps`, each then at least 2."""
     prefix_tokens: int = 8192
-    """Of the prefix whose first token is timed."""
+    """Tokens of the prefix whose first token is timed."""
     own_tokens: int = 32
     """Behind a prefix, or new in a turn."""
     shared_tokens: int = 10_000
-    """Of the prefix that many requests share."""
+    """Tokens of the prefix that many requests share."""
     shared_requests: int = 50
     """That share it."""
     shared_output: int = 128
@@ -87,13 +87,13 @@ class TiersScenario(Sealed):
     fit_output: int = 128
     """Output of each."""
     rounds_output: int = 512
-    """Of each of the sequences that together exceed the GPU's room."""
+    """Output tokens of each of the sequences that together exceed the GPU's room."""
     rounds_fill: int = 10
     """So many of them fill the GPU's room."""
     rounds_excess: float = 1.3
     """All of them together, in multiples of the GPU's room."""
     parked_tokens: int = 4000
-    """Of a conversation before its timed turn."""
+    """Tokens of a conversation before its timed turn."""
     parked_excess: float = 52_000 / 39_344
     """All conversations together, in multiples of the GPU's room."""
     turn_output: int = 128
@@ -101,7 +101,7 @@ class TiersScenario(Sealed):
     conversations: int = 64
     """That run at once."""
     turns: int = 8
-    """Of each."""
+    """Turns of each."""
     chat_input: int = 384
     """New tokens of each turn of these conversations."""
     chat_output: int = 64
@@ -109,14 +109,14 @@ class TiersScenario(Sealed):
     running: int = 8
     """Sequences that decode while a prefix loads."""
     loads: int = 100
-    """Of that prefix."""
+    """Loads of that prefix."""
     alone_steps: int = 700
     """Their steps without a load."""
     beyond: list[float] = field(default_factory=lambda: [1.3, 3.0])
     """Length of one sequence in multiples of the GPU's room; the longest that there is stands for
     the last of them."""
     streamed_tokens: int = 34_000
-    """Of one sequence beyond the GPU's room, where weights are streamed too."""
+    """Tokens of one sequence beyond the GPU's room, where weights are streamed too."""
     steps: int = 22
     """Decode steps that are timed."""
 
@@ -170,13 +170,13 @@ class OverheadScenario(Sealed):
     """What the harness itself takes, with model=fake: scenarios against a bare loop in turn."""
 
     num_requests: int = 64
-    """Of each measurement."""
+    """Requests of each measurement."""
     prompt_tokens: int = 16
-    """Of each request."""
+    """Prompt tokens of each request."""
     output_tokens: int = 64
-    """Of each request; they are measured with one token too."""
+    """Output tokens of each request; they are measured with one token too."""
     repeats: int = 5
-    """Of each figure."""
+    """Repeats of each figure."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
@@ -195,7 +195,7 @@ class StudyPoint(Sealed):
     title: str = ""
     """What tables call it."""
     overrides: list[str] = field(default_factory=list)
-    """Of this point; those of the command line hold over them."""
+    """Overrides of this point; those of the command line hold over them."""
     take: dict[str, str] = field(default_factory=dict)
     """Setting -> POINT:PATH, where its value stands in the record of an earlier point, or
     POINT:PATH*FACTOR."""
@@ -233,7 +233,7 @@ class StudyConfig(Sealed):
     """Document whose marked section is rewritten where all points ran on a GPU as they stand here;
     a path from the project's folder. null: none."""
     readme: str | None = None
-    """Likewise, for a table of the few figures that matter most."""
+    """The document whose marked section gets the few figures that matter most."""
 
     def check(self) -> None:
         """Raise ConfigError when a point is not there, or takes what is not known before it."""

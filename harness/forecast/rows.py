@@ -144,14 +144,14 @@ class Forecast:
     probed: Probed | None
     """What was measured on the machine that the plan is for; None: nothing."""
     overrides: tuple[str, ...]
-    """Of the command line."""
+    """Overrides of the command line."""
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     """What the folder's files say against its config.json, or beside it."""
 
     @property
     def memory_gib(self) -> float:
-        """Of the card, as much of it as is asked for."""
+        """Memory of the card, as much of it as is asked for."""
         return self.config.gpu.memory_gib or self.facts.total_bytes / 2**30
 
     @cached_property

@@ -183,7 +183,7 @@ def _probe_cpu(opened: Device) -> dict[str, float | None]:
 
 
 MOVED_BYTES: Final = 2**30
-"""Of one direction."""
+"""Bytes moved in one direction."""
 EMULATED_MOVED_BYTES: Final = 2**24
 MOVE_REPEATS: Final = 9
 MOVE_RATES: Final = ("store_gb_s", "load_gb_s", "both_gb_s")

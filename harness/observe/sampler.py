@@ -24,7 +24,7 @@ from reports.record.telemetry import SPOOL_NAME
 
 PROC: Final = Path("/proc")
 _LINE_BYTES: Final = 40
-"""Of a line after its name: blanks, a number, a unit."""
+"""Bytes of a line after its name: blanks, a number, a unit."""
 _READ_BYTES: Final = 2**16
 
 
@@ -285,12 +285,12 @@ INTERVAL_S: Final = 0.1
 SLOW_S: Final = 1.0
 """Between two readings of what changes slowly; rows in between repeat the last one."""
 COSTLY_S: Final = 5.0
-"""Likewise, at least, of what the driver takes milliseconds for."""
+"""Least time between readings that the driver takes milliseconds for."""
 COSTLY_SHARE: Final = 0.002
-"""Of a core, that such readings may take: one takes 5 ms, but 40 to 140 ms while kernels read host
+"""Share of a core that such readings may take: one takes 5 ms, 40 to 140 ms while kernels read host
 memory in place (H200), and the next is then later."""
 MOST_SHARE: Final = 0.008
-"""Of a core, that all rows so far may have taken once another such reading is done."""
+"""Share of a core that all rows may have taken once another such reading is done."""
 _STOPPED: Final = 0
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 CONFIDENCE: Final = 0.95
-"""Of the intervals that records carry."""
+"""Confidence of the intervals that records carry."""
 LEAST_REPEATS: Final = 3
 """Values below which an interval does not end a series."""
 LEAST_DRIFT_VALUES: Final = 30

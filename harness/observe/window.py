@@ -132,15 +132,15 @@ THROTTLE_BITS: Final = {
 POWER_BIT: Final = 0x4
 """The card is at its power limit: usual for large products, and part of the card."""
 THROTTLED_SHARE: Final = 0.05
-"""Of the rows with a busy GPU."""
+"""Share of the rows with a busy GPU."""
 POWER_SHARE: Final = 0.5
-"""Of the rows with a busy GPU, from which on the power limit is worth a note."""
+"""Share of the rows with a busy GPU from which on the power limit is worth a note."""
 CLOCK_DROP: Final = 0.1
 """Below the highest SM clock of the window by this share, a clock is low."""
 CLOCK_SHARE: Final = 0.1
-"""Of the rows with a busy GPU that may have a low clock."""
+"""Share of the rows with a busy GPU that may have a low clock."""
 LINK_SHARE: Final = 0.5
-"""Of the rows with a busy GPU, from which on a link counts as below its maximum."""
+"""Share of the rows with a busy GPU from which on a link counts as below its maximum."""
 SWAPPED_BYTES: Final = 16 * 2**20
 """Swapped in and out in a window without a reason: a few idle pages move on any machine."""
 LEAST_ROWS: Final = 10
@@ -279,7 +279,7 @@ MEASURE_JOB: Final = "measure"
 LARGEST_SHARE: Final = 0.01
 """CPU time over time that the sampler may take."""
 LEAST_SECONDS: Final = 5.0
-"""Of rows, below which the cost of the sampler is not judged."""
+"""Seconds of rows below which the cost of the sampler is not judged."""
 _PEAKS: Final = {
     "memory/gpu_peak_global_gib": "gpu_used_bytes",
     "memory/host_rss_peak_gib": "rss_peak_bytes",

@@ -57,7 +57,7 @@ class WorkerJob:
     reference: Path | None = None
     """File of the reference tokens: read by measure (None: no comparison), written by reference."""
     under_test: EngineConfig | None = None
-    """Of reference: the configuration that it is for, planned before the reference is built."""
+    """The configuration that a reference is for, planned before the reference is built."""
     gpu_uuid: str | None = None
     """The GPU whose energy counter is read."""
     t: TTable = field(default_factory=TTable)

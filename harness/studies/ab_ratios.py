@@ -60,7 +60,7 @@ class Ratio:
     ratio: float | None
     """b / a, the geometric mean over the pairs; None where a side is 0."""
     low: float | None
-    """Of its 95 % interval (Student's t on the logarithms of the pairs' ratios); None below 2."""
+    """Low end of its 95 % interval (Student's t on logarithms of the pairs' ratios); None below 2."""
     high: float | None
     aa_ratio: float | None
     """The same of a against itself; None without such runs."""
@@ -292,7 +292,7 @@ def side_records(done: Sequence[tuple[Step, RunRecord]]) -> Mapping[str, list[Ru
 
 Done = Sequence[tuple[Step, RunRecord]]
 STATUS_ORDER: Final = ("killed", "timeout", "failed", "oom", "no_fit", "skipped", "ok")
-"""Of a comparison: the first that a side has."""
+"""Statuses of a comparison: the first that a side has."""
 TOKEN_PARTS: Final = ("latency", "throughput", "serve")
 _MOST_REASONS: Final = 12
 _HEADER: Final = ("", "a", "b", "b / a", "95 % interval", "a / a +-", "")

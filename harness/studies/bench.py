@@ -19,16 +19,16 @@ from harness.studies.table import (
 )
 
 RESIDENT_TARGETS: Final = {"H200": 0.72, "H100": 0.78}
-"""Of batch 1, by a part of the card's name."""
+"""Targets of batch 1, by a part of the card's name."""
 BATCH_TARGETS: Final = {16: 0.68, 64: 0.62}
-"""Of the resident engine at other batches."""
+"""Targets of the resident engine at other batches."""
 PREFILL_TARGETS_S: Final = {"1": 0.165, "4": 0.22}
-"""Of prefetch, by the number of prompts of 2048 tokens."""
+"""Targets of prefetch, by the number of prompts of 2048 tokens."""
 PEER_PREFETCH_S: Final = 0.1555
 """vLLM 0.25.1, prefetch of 20 of 32 layers, batch 1, on an H200 whose link gave 55.5 GB/s."""
 PEER_LINK_GB_S: Final = 55.5
 LEAST_PINNING_GIB_S: Final = 8.0
-"""Of slabs of 4 GiB or more, touched and registered by 16 threads."""
+"""Least rate of slabs of 4 GiB or more, touched and registered by 16 threads."""
 LEAST_PINNED_GIB: Final = 4.0
 
 

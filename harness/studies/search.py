@@ -107,7 +107,7 @@ class Outcome:
     broken: tuple[str, ...] = ()
     """Constraints that are not kept."""
     folder: Path | None = None
-    """Of the run; None where nothing was built."""
+    """Folder of the run; None where nothing was built."""
 
 
 class TrialRunner:

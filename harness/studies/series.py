@@ -55,7 +55,7 @@ class Series(ABC):
         self.config, self.run_dir, self.overrides = config, run_dir.resolve(), list(overrides)
         self.started = datetime.now(UTC).astimezone()
         self.records: list[RunRecord] = []
-        """Of the points that ran, in order."""
+        """Records of the points that ran, in order."""
         self._begin_s = time.monotonic()
         suffix = secrets.token_hex(3)
         self._run_id = f"{self.started:%Y%m%d-%H%M%S}-{suffix}"

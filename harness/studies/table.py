@@ -128,7 +128,7 @@ class Judged:
     tables: list[str] = field(default_factory=list)
     """Lines of Markdown below the rows."""
     headline: list[str] = field(default_factory=list)
-    """Likewise, of the few figures that matter most."""
+    """Rows of the few figures that matter most."""
     remarks: list[str] = field(default_factory=list)
     """What a reader should know of the points; the figures stand."""
     lacks: list[str] = field(default_factory=list)

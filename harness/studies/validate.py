@@ -9,7 +9,7 @@ from harness.studies.table import Found, Judged, LackError, Row, Value, grid, la
 TOLERANCE: Final = 0.15
 """Share by which a predicted decode step may differ from the measured one."""
 LEAST_SHARE: Final = 0.95
-"""Of the best split by hand, what auto has to reach."""
+"""Share of the best split by hand that auto has to reach."""
 AUTO: Final = {"decode step": "auto_latency", "queue": "auto_throughput"}
 """What is timed -> the point of auto whose objective it is."""
 

@@ -77,9 +77,9 @@ class PointTask:
     config_dir: Path | None = None
     """A folder of the user's, for the sides of a comparison."""
     folders: list[Path] = field(default_factory=list)
-    """Of the points that began in this process, in order."""
+    """Folders of the points that began in this process, in order."""
     records: list[RunRecord] = field(default_factory=list)
-    """Of the points that ended in this process, in order."""
+    """Records of the points that ended in this process, in order."""
 
     def __call__(self, _: DictConfig) -> None:
         """Run the point whose number Hydra's job has.

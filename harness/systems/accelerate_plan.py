@@ -24,7 +24,7 @@ class Sizes:
     kv_tokens: int
     """Tokens of KV that must have room beside the weights."""
     room_bytes: int
-    """Of the GPU budget for weights, KV and activations."""
+    """Bytes of the GPU budget for weights, KV and activations."""
 
     @property
     def outer_bytes(self) -> int:

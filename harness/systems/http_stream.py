@@ -91,7 +91,7 @@ class StreamedAnswer:
     """What the server counted."""
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of prompt_tokens, those that the server says it found in its prefix cache."""
+    """Prompt tokens that the server says it found in its prefix cache."""
     is_over: bool = False
 
     def feed(self, content: str, now_s: float) -> None:

@@ -21,7 +21,7 @@ class PeerDevice:
     """cuda | cpu."""
     budget_bytes: int
     runtime_bytes: int
-    """Of the budget, outside of the allocator."""
+    """Bytes of the budget outside of the allocator."""
     card_bytes: int
 
     @property

@@ -50,7 +50,7 @@ COLUMNS: Final = (
     "moved.loaded_bytes",
     "in_place_bytes",
 )
-"""Of a row, behind its time."""
+"""Columns of a row, behind its time."""
 COUNTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "kv/gpu_hit_tokens": ("prefix.hits_gpu_tokens",),

@@ -40,11 +40,11 @@ class Reuse:
     """What one part, repeat or trial found in a prefix cache."""
 
     prompt_tokens: int
-    """Of all requests that were sent."""
+    """Prompt tokens of all requests that were sent."""
     hit_tokens: float | None
-    """Of these, those that were found; None: the engine does not tell."""
+    """Number of these that were found; None: the engine does not tell."""
     shared_tokens: int
-    """Of these, those that another request of the part has before the same tokens."""
+    """Number of these that another request of the part has before the same tokens."""
 
     @property
     def share(self) -> float | None:

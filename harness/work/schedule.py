@@ -128,7 +128,7 @@ class Schedule:
     requested_per_s: float | None
     """The rate that was asked for; of a trace its own; None for all at once."""
     salt: str | None = None
-    """Of the requests' prefixes in a cache; requests of another schedule share none with them."""
+    """Salt of the requests' prefixes in a cache; requests of another schedule share none."""
 
     @property
     def arrivals_s(self) -> list[float]:

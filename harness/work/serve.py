@@ -44,7 +44,7 @@ class Trial:
 
     rate_per_s: float
     good_share: float
-    """Of the counted requests, those that were good."""
+    """Share of the counted requests that were good."""
     has_passed: bool
 
 

@@ -24,7 +24,7 @@ LEAST_REPLAYS: Final = 3
 REPLAY_S: Final = 0.5
 """Replays of a graph last about so long."""
 REPEATS: Final = 5
-"""Of prefills, after one that is not counted."""
+"""Repeats of prefills, after one that is not counted."""
 NUM_COUNTED_TOKENS: Final = 256
 """Output tokens of a sequence that decodes beside the counter."""
 Figures = dict[str, Any]

@@ -16,7 +16,7 @@ from harness.work.steps import SETTLE_STEPS, DecodeGaps, Figures, Sender
 from reports.record.record import percentile
 
 REPEATS: Final = 4
-"""Of runs of many requests; one before them is not counted."""
+"""Repeats of runs of many requests; one before them is not counted."""
 PREFIXES: Final = 5
 """Prefixes whose first tokens are timed; one before them is not counted."""
 STEPS_OF_A_LOAD: Final = 30
