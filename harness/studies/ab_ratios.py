@@ -60,7 +60,7 @@ class Ratio:
     ratio: float | None
     """b / a, the geometric mean over the pairs; None where a side is 0."""
     low: float | None
-    """Low end of its 95 % interval (Student's t on logarithms of the pairs' ratios); None below 2."""
+    """Low end of its 95 % interval (Student's t on the logarithms of the ratios); None below 2."""
     high: float | None
     aa_ratio: float | None
     """The same of a against itself; None without such runs."""
