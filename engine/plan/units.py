@@ -3,6 +3,7 @@
 A unit moves as a whole: what one layer has in one residence. A layer may hold several.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,7 +27,7 @@ class Feed(Enum):
     """They are copied into a slot in line with the compute."""
 
 
-class Residence:
+class Residence(ABC):
     """Where units live and how they reach the compute: one class a kind, one object of each."""
 
     name: str
@@ -42,14 +43,15 @@ class Residence:
         """Return the name."""
         return self.name
 
+    @abstractmethod
     def feed(self, *, is_staged: bool) -> Feed:
         """Return how a step brings units to the products.
 
         Args:
             is_staged: The step has so many tokens that units read in place are staged.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
         """Return the slots on the GPU that so many units are copied into.
 
@@ -58,15 +60,14 @@ class Residence:
             lookahead: Units that are copied ahead.
             stages: Some steps stage units that are read in place.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def served(self, *, can_pin: bool, can_uva: bool) -> "Residence":
         """Return the residence that a machine can serve in place of this one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def label(self, num_slots: int) -> str:
         """Return how units reach the compute, in words."""
-        raise NotImplementedError
 
     def link_bytes(
         self, units: Sequence["Unit"], formats: TensorFormats, num_slots: int, *, is_staged: bool
