@@ -39,8 +39,7 @@ from engine.run.executor import DeviceExecutor
 from engine.run.sampler import Sampler
 from engine.run.stages import PrefillStages
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
-from engine.weights.dummy import fill_dummy
-from engine.weights.reader import CheckpointReader, pack_tensor
+from engine.weights.reader import CheckpointReader, fill_dummy, pack_tensor
 from engine.weights.store import WeightStore
 from kernels.arguments import decode_workspace, prefill_workspace
 from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES

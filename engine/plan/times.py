@@ -26,7 +26,7 @@ def ring_s(
     after_s: float = 0.0,
     launch_s: float = 0.0,
 ) -> float:
-    """Return the time of one step of the slot ring, exactly as engine.weights.ring runs it.
+    """Return the time of one step of the slot ring, exactly as engine.weights.residence runs it.
 
     Copies run one after another. Offloaded layer k waits for its copy; when it is done its slot is
     refilled with layer k + S, or, with `wrap`, after the last of that chain with its first. At the

@@ -1,12 +1,13 @@
-"""Read safetensors straight into their planned place: every thread reads, converts and uploads."""
+"""Fill weights in their planned place: every thread reads, converts, uploads; or with noise."""
 
+import hashlib
 import os
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import wait
-from contextlib import ExitStack
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import attrgetter
@@ -28,6 +29,11 @@ from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 
 PROGRESS_S = 0.05
 """Time between two reports of progress."""
+KINDS = ("read", "convert", "copy")
+"""Kinds of work; the first is the phase that is open meanwhile."""
+DUMMY_POOL_SIZE = 4_194_301
+"""Normal draws that dummy weights are cut from; a prime, so that rows do not repeat in step."""
+DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -103,28 +109,54 @@ def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield from (run for run in in_turn if run is not None)
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What the threads of one load share."""
+
+    stream: CopyStream
+    """Where copies to the GPU are enqueued."""
+    runs: deque[list[_Piece]]
+    order: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a copy and its event are enqueued."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
 class _OneThread:
     """What one thread holds: its own descriptors, whose readahead no other disturbs, and buffers.
 
     Args:
-        stream: Where copies to the GPU are enqueued.
-        order: Held while a copy and its event are enqueued.
+        shared: With the other threads.
         buffers: uint8 host tensors that pieces are read into, used in turn.
     """
 
-    def __init__(self, stream: CopyStream, order: threading.Lock, buffers: list[torch.Tensor]):
-        self._stream, self._order = stream, order
+    def __init__(self, shared: _Shared, buffers: list[torch.Tensor]) -> None:
+        self._shared, self._stream = shared, shared.stream
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((raw, None) for raw in buffers)
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
         self.placed_bytes = 0
-        self.spent_s = dict.fromkeys(("read", "convert", "copy"), 0.0)
+        self.spent_s = dict.fromkeys(KINDS, 0.0)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._stack.close()
+    def work(self) -> None:
+        """Bring run after run until there are none."""
+        shared = self._shared
+        try:
+            while shared.runs and not shared.stop.is_set():
+                try:
+                    run = shared.runs.popleft()
+                except IndexError:  # another thread took the last
+                    return
+                for piece in run:
+                    if shared.stop.is_set():
+                        return
+                    self._bring(piece)
+        except BaseException:
+            shared.stop.set()
+            raise
+        finally:
+            self._stack.close()
 
-    def bring(self, piece: _Piece) -> None:
+    def _bring(self, piece: _Piece) -> None:
         """Read a piece and put it into its place, or enqueue that."""
         try:
             if piece.is_direct:
@@ -154,7 +186,7 @@ class _OneThread:
             with self._spend("convert"):
                 size = piece.target.numel() * piece.target.element_size()
                 values = raw[raw.numel() - size :].view(piece.target.dtype).copy_(values)
-        with self._spend("copy"), self._order:
+        with self._spend("copy"), self._shared.order:
             self._stream.copy(piece.target, values)
             event = self._stream.record()
         self._buffers.append((raw, event))
@@ -171,8 +203,11 @@ class _OneThread:
             os.posix_fadvise(found, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return found
 
-    def _spend(self, kind: str) -> "_Spending":
-        return _Spending(self.spent_s, kind)
+    @contextmanager
+    def _spend(self, kind: str) -> Iterator[None]:
+        begin_s = perf_counter()
+        yield
+        self.spent_s[kind] += perf_counter() - begin_s
 
 
 def _read_into(descriptor: int, file: Path, position: int, raw: torch.Tensor) -> None:
@@ -217,29 +252,6 @@ def pack_tensor(
             view.copy_(made[name])
 
 
-class _Spending:
-    """Adds the time inside to a kind of work."""
-
-    __slots__ = ("_begin", "_kind", "_spent_s")
-
-    def __init__(self, spent_s: dict[str, float], kind: str) -> None:
-        self._spent_s, self._kind = spent_s, kind
-
-    def __enter__(self) -> None:
-        self._begin = perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._spent_s[self._kind] += perf_counter() - self._begin
-
-
-@dataclass
-class _Shared:
-    """What the threads of one load share."""
-
-    runs: deque[list[_Piece]]
-    stop: threading.Event = field(default_factory=threading.Event)
-
-
 class CheckpointReader:
     """Reads in threads, each of which converts and uploads what it has read.
 
@@ -270,11 +282,10 @@ class CheckpointReader:
         Raises:
             CheckpointError: A file cannot be read to its end.
         """
-        count = num_threads()
         piece_bytes = max(1, PIECE_BYTES // ALIGNMENT) * ALIGNMENT
         pieces = list(_pieces(parameters, stored, piece_bytes))
-        shared = _Shared(deque(_runs(pieces)))
-        count = max(1, min(count, len(shared.runs)))
+        runs = deque(_runs(pieces))
+        count = max(1, min(num_threads(), len(runs)))
         begin = perf_counter()
         with self._clock.phase("read"), ExitStack() as stack:
             staging = torch.empty(0, dtype=torch.uint8)
@@ -283,10 +294,11 @@ class CheckpointReader:
                 buffer = self._staging(count * BUFFERS_PER_THREAD * piece_bytes, on_host=on_host)
                 stack.callback(buffer.close)
                 staging = buffer.tensor
-            stream, order = self._device.copy_stream(), threading.Lock()
+            stream = self._device.copy_stream()
             stream.after_compute()
             buffers = [staging[start:stop] for start, stop in chunks(staging.numel(), piece_bytes)]
-            hands = [_OneThread(stream, order, buffers[at::count]) for at in range(count)]
+            shared = _Shared(stream, runs)
+            hands = [_OneThread(shared, buffers[at::count]) for at in range(count)]
             stack.callback(lambda: stream.wait(stream.record()))  # before the buffers go
             self._run(shared, hands)
             self._account(hands, perf_counter() - begin)
@@ -330,7 +342,7 @@ class CheckpointReader:
     def _run(self, shared: _Shared, hands: list[_OneThread]) -> None:
         """Let every thread take runs until there are none; raise what one of them raised."""
         with worker_pool(len(hands)) as pool:
-            futures = [pool.submit(self._work, shared, hand) for hand in hands]
+            futures = [pool.submit(hand.work) for hand in hands]
             told, running = 0, set(futures)
             try:
                 while running:
@@ -345,33 +357,77 @@ class CheckpointReader:
         for future in futures:
             future.result()
 
-    @staticmethod
-    def _work(shared: _Shared, hand: _OneThread) -> None:
-        """Bring run after run, in a thread."""
-        try:
-            while shared.runs and not shared.stop.is_set():
-                try:
-                    run = shared.runs.popleft()
-                except IndexError:  # another thread took the last
-                    return
-                for piece in run:
-                    if shared.stop.is_set():
-                        return
-                    hand.bring(piece)
-        except BaseException:
-            shared.stop.set()
-            raise
-        finally:
-            hand.close()
-
     def _account(self, hands: list[_OneThread], wall_s: float) -> None:
         """Divide the time of the open phase by what the threads did in it."""
-        read_s, convert_s, copy_s = (
-            sum(hand.spent_s[kind] for hand in hands) for kind in ("read", "convert", "copy")
-        )
-        self._clock.add_busy("read", read_s)
-        self._clock.add_busy("convert", convert_s)
-        self._clock.add_busy("copy", copy_s)
-        if total_s := read_s + convert_s + copy_s:
-            self._clock.part("convert", wall_s * convert_s / total_s)
-            self._clock.part("copy", wall_s * copy_s / total_s)
+        spent_s = {kind: sum(hand.spent_s[kind] for hand in hands) for kind in KINDS}
+        for kind, seconds in spent_s.items():
+            self._clock.add_busy(kind, seconds)
+        if total_s := sum(spent_s.values()):
+            for kind in KINDS[1:]:  # what is left of the phase is reading
+                self._clock.part(kind, wall_s * spent_s[kind] / total_s)
+
+
+def fill_dummy(
+    parameters: Iterable[tuple[ParamSpec, torch.Tensor]],
+    seed: int,
+    progress: Callable[[int], None],
+    norm: float = 1.0,
+    embedding_scale: float = 1.0,
+) -> None:
+    """Fill every parameter: norms with `norm` plus noise, biases and weights with normal noise.
+
+    Values are read cyclically from one pool of draws at an offset hashed from seed and name. Host
+    memory is filled by threads; work for a GPU is enqueued on the current stream.
+
+    Args:
+        parameters: Name and shape with the tensor to fill, on any device.
+        seed: Changes every value.
+        progress: Called with bytes that are in place or enqueued.
+        norm: Mean of the weights of norms.
+        embedding_scale: What the embedding is multiplied by when it is read; its noise is divided
+            by it, because a tied table would otherwise repeat the last token for ever.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(DUMMY_POOL_SIZE, generator=generator, dtype=torch.float32) * DUMMY_STD
+    pools: dict[tuple[torch.device, torch.dtype, str], torch.Tensor] = {}
+    values_of = {"norm": base + norm, "embedding": base / embedding_scale, "other": base}
+    pending: list[tuple[Future[torch.Tensor], int]] = []
+    with worker_pool() as workers:
+        for spec, target in parameters:
+            key = (target.device, target.dtype, _dummy_kind(spec.name))
+            if key not in pools:
+                pools[key] = values_of[key[2]].to(target.dtype).to(target.device)
+            for part, values in _spread(
+                target.view(-1), pools[key], _dummy_offset(spec.name, seed)
+            ):
+                num_bytes = part.numel() * part.element_size()
+                if part.device.type == "cpu":
+                    pending.append((workers.submit(part.copy_, values), num_bytes))
+                else:
+                    part.copy_(values)
+                    progress(num_bytes)
+        for future, num_bytes in pending:
+            future.result()
+            progress(num_bytes)
+
+
+def _dummy_kind(name: str) -> str:
+    if name.endswith("norm.weight"):
+        return "norm"
+    return "embedding" if name.endswith("embed_tokens.weight") else "other"
+
+
+def _dummy_offset(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % DUMMY_POOL_SIZE
+
+
+def _spread(
+    flat: torch.Tensor, pool: torch.Tensor, offset: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parts of a tensor with their values: the pool from `offset` on, then over again."""
+    done, start = 0, offset
+    while done < flat.numel():
+        size = min(DUMMY_POOL_SIZE - start, flat.numel() - done)
+        yield flat[done : done + size], pool[start : start + size]
+        done, start = done + size, 0

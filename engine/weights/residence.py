@@ -1,4 +1,4 @@
-"""Residences of units made real: where a layer's tensors are read in a step, one class a kind."""
+"""Units of one residence made real: where a step reads them, and what copies them to the GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,132 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.device.base import Device
-from engine.plan.units import ON_DEMAND, PREFETCH, UVA, Residence, Slots
-from engine.weights.ring import LayerFeed, OnDemandSlot, SlotRing
+from engine.device.base import CopyStream, Device
+from engine.plan.units import Feed, Slots
 
 Operands = Mapping[str, Any]
 """What products take, by short name."""
+
+
+class LayerFeed(Protocol):
+    """Copies units to where compute reads them."""
+
+    copied_bytes: int
+    """Bytes enqueued host to device so far."""
+
+    def begin_step(self) -> None:
+        """Prepare the first units of a step."""
+
+    def acquire(self, k: int) -> int:
+        """Make unit k readable on the compute stream; return its slot."""
+
+    def release(self, k: int) -> None:
+        """Unit k's last use is enqueued; its slot may be refilled."""
+
+    def end_step(self) -> None:
+        """Join all copies to the compute stream."""
+
+
+class SlotRing:
+    """Copies run ahead on a stream of their own.
+
+    Unit k of n always uses slot k mod S, so addresses are fixed and a step can be captured in a
+    CUDA graph. A slot is refilled with the next unit of its own chain (k + S), and, where it wraps,
+    after the chain's last unit with its first, for the next step; so between steps slot s holds
+    unit s. Without wrapping the first units are copied when a step begins.
+
+    Args:
+        stream: The copy stream.
+        slots: uint8 tensors on the device, all of one size.
+        sources: uint8 host tensors, one per unit in order of use.
+        wrap: Refill for the next step.
+    """
+
+    def __init__(
+        self,
+        stream: CopyStream,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        *,
+        wrap: bool,
+    ) -> None:
+        self._stream = stream
+        self._sources = list(sources)
+        self._targets = [
+            slots[k % len(slots)][: source.numel()] for k, source in enumerate(self._sources)
+        ]
+        self._num_slots = len(slots)
+        self._wrap = wrap
+        self._held: list[int | None] = [None] * self._num_slots
+        self._pending: list[Any] = [None] * self._num_slots
+        self.copied_bytes = 0
+
+    def begin_step(self) -> None:
+        """Start the copies of first units that are not in their slot already."""
+        missing = [s for s in range(self._num_slots) if self._held[s] != s]
+        if missing:
+            self._stream.after_compute()
+        for slot in missing:
+            self._start(slot)
+
+    def acquire(self, k: int) -> int:
+        """Let the compute stream wait for unit k's copy; return its slot."""
+        slot = k % self._num_slots
+        event = self._pending[slot]
+        if event is not None:
+            self._stream.compute_after(event)
+            self._pending[slot] = None
+        return slot
+
+    def release(self, k: int) -> None:
+        """Refill the slot with the next unit of its chain, after what is enqueued so far."""
+        following = k + self._num_slots
+        if following >= len(self._sources):
+            if not self._wrap:
+                return
+            following = k % self._num_slots
+        if self._held[k % self._num_slots] != following:
+            self._stream.after_compute()
+            self._start(following)
+
+    def end_step(self) -> None:
+        """Let the compute stream wait for every copy; needed where a graph capture ends."""
+        for slot, event in enumerate(self._pending):
+            if event is not None:
+                self._stream.compute_after(event)
+                self._pending[slot] = None
+
+    def _start(self, k: int) -> None:
+        slot, source = k % self._num_slots, self._sources[k]
+        self._stream.copy(self._targets[k], source)
+        self._pending[slot] = self._stream.record()
+        self._held[slot] = k
+        self.copied_bytes += source.numel()
+
+
+class OnDemandSlot:
+    """Each unit is copied into one slot on the compute stream when its layer runs."""
+
+    def __init__(self, slot: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        self._slot = slot
+        self._sources = list(sources)
+        self.copied_bytes = 0
+
+    def begin_step(self) -> None:
+        """Nothing runs ahead."""
+
+    def acquire(self, k: int) -> int:
+        """Copy unit k on the compute stream."""
+        source = self._sources[k]
+        self._slot[: source.numel()].copy_(source, non_blocking=True)
+        self.copied_bytes += source.numel()
+        return 0
+
+    def release(self, k: int) -> None:
+        """The next copy follows on the same stream; nothing to do."""
+
+    def end_step(self) -> None:
+        """Nothing runs ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,103 +148,33 @@ class Held:
     """Views of each slot."""
 
 
-class HeldUnits(Protocol):
-    """The units of one residence, in the order of their layers."""
+class HeldUnits:
+    """The units of one residence, in the order of their layers.
 
-    slots: list[torch.Tensor]
-    """What units are copied into, uint8 on the device."""
-    feed: LayerFeed | None
-    """Copies them there; None where nothing ever does."""
-    in_place_bytes: int
-    """Bytes that steps read in host memory so far."""
+    Args:
+        units: In that order.
+        planned: The residence and its slots.
+        slots: uint8 tensors on the device, one for each planned slot.
+        device: Gives the copy stream.
+    """
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes enqueued host to device so far."""
-        ...
-
-    def places(self, k: int) -> Sequence[Operands]:
-        """Return what `acquire` of unit k may choose from, by number."""
-        ...
-
-    def begin_step(self, *, is_staged: bool) -> None:
-        """Start the first copies of a step."""
-
-    def acquire(self, k: int) -> int:
-        """Make unit k readable on the compute stream; return the number of its place."""
-        ...
-
-    def release(self, k: int) -> None:
-        """Say that the last use of unit k in this step is enqueued."""
-
-    def end_step(self) -> None:
-        """Join the copies to the compute stream."""
-
-
-class _Fed:
-    """Units that are copied into slots in every step."""
-
-    def __init__(self, units: Sequence[Held], slots: list[torch.Tensor], feed: LayerFeed) -> None:
-        self._units, self._feed = units, feed
-        self.slots = slots
-        self.feed: LayerFeed | None = feed
-        self.in_place_bytes = 0
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes enqueued host to device so far."""
-        return self._feed.copied_bytes
-
-    def places(self, k: int) -> Sequence[Operands]:
-        """Return the views of each slot."""
-        return self._units[k].copied
-
-    def begin_step(self, *, is_staged: bool) -> None:  # noqa: ARG002  they are always copied
-        """Start the first copies of a step."""
-        self._feed.begin_step()
-
-    def acquire(self, k: int) -> int:
-        """Return the slot of unit k, whose copy the compute stream waits for."""
-        return self._feed.acquire(k)
-
-    def release(self, k: int) -> None:
-        """Let the slot be refilled."""
-        self._feed.release(k)
-
-    def end_step(self) -> None:
-        """Join the copies to the compute stream."""
-        self._feed.end_step()
-
-
-class CopiedAheadUnits(_Fed):
-    """Units that a ring of slots holds ahead of their use, refilled for the next step."""
-
-    def __init__(self, units: Sequence[Held], slots: list[torch.Tensor], device: Device) -> None:
-        sources = [unit.source for unit in units]
-        ring = SlotRing(device.copy_stream(), slots, sources, wrap=True)
-        super().__init__(units, slots, ring)
-
-
-class OnDemandUnits(_Fed):
-    """Units that are copied into one slot, in line with the compute."""
-
-    def __init__(self, units: Sequence[Held], slots: list[torch.Tensor], device: Device) -> None:  # noqa: ARG002  copies on the compute stream
-        feed = OnDemandSlot(slots[0], [unit.source for unit in units])
-        super().__init__(units, slots, feed)
-
-
-class InPlaceUnits:
-    """Units that products read in host memory; a step of many tokens stages them through slots."""
-
-    def __init__(self, units: Sequence[Held], slots: list[torch.Tensor], device: Device) -> None:
-        self._units, self.slots = units, slots
+    def __init__(
+        self, units: Sequence[Held], planned: Slots, slots: list[torch.Tensor], device: Device
+    ) -> None:
+        self._units, self._residence, self.slots = units, planned.residence, slots
         self.feed: LayerFeed | None = None
+        """Copies units into the slots; None where nothing ever does."""
         if slots:
             sources = [unit.source for unit in units]
-            self.feed = SlotRing(device.copy_stream(), slots, sources, wrap=False)
-        self._staging: LayerFeed | None = None
-        """The feed while a step stages."""
+            if self._residence.feed(is_staged=True) is Feed.ON_COMPUTE:
+                self.feed = OnDemandSlot(slots[0], sources)
+            else:
+                wrap = self._residence.wraps
+                self.feed = SlotRing(device.copy_stream(), slots, sources, wrap=wrap)
+        self._copies: LayerFeed | None = None
+        """The feed in a step that copies, else None."""
         self.in_place_bytes = 0
+        """Bytes that steps read in host memory so far."""
 
     @property
     def copied_bytes(self) -> int:
@@ -132,49 +182,30 @@ class InPlaceUnits:
         return 0 if self.feed is None else self.feed.copied_bytes
 
     def places(self, k: int) -> Sequence[Operands]:
-        """Return the views of host memory, then those of each slot."""
-        in_place = self._units[k].in_place
-        assert in_place is not None
-        return [in_place, *self._units[k].copied]
+        """Return what `acquire` of unit k chooses from: host memory if read there, each slot."""
+        unit = self._units[k]
+        return unit.copied if unit.in_place is None else [unit.in_place, *unit.copied]
 
     def begin_step(self, *, is_staged: bool) -> None:
-        """Decide between reading in place and staging; start the first copies."""
-        self._staging = self.feed if is_staged else None
-        if self._staging is not None:
-            self._staging.begin_step()
+        """Decide between reading in place and copying; start the first copies."""
+        is_direct = self._residence.feed(is_staged=is_staged) is Feed.DIRECT
+        self._copies = None if is_direct else self.feed
+        if self._copies is not None:
+            self._copies.begin_step()
 
     def acquire(self, k: int) -> int:
-        """Return 0 for host memory, else the slot's number."""
-        if self._staging is None:
+        """Make unit k readable on the compute stream; return the number of its place."""
+        if self._copies is None:
             self.in_place_bytes += self._units[k].num_bytes
             return 0
-        return 1 + self._staging.acquire(k)
+        return self._residence.reads_in_place + self._copies.acquire(k)
 
     def release(self, k: int) -> None:
-        """Let the slot be refilled, where the step stages."""
-        if self._staging is not None:
-            self._staging.release(k)
+        """Say that the last use of unit k in this step is enqueued; its slot may be refilled."""
+        if self._copies is not None:
+            self._copies.release(k)
 
     def end_step(self) -> None:
         """Join the copies to the compute stream."""
-        if self._staging is not None:
-            self._staging.end_step()
-
-
-def hold(
-    units: Sequence[Held], slots: Slots, memory: list[torch.Tensor], device: Device
-) -> HeldUnits:
-    """Return the units of one residence, ready for steps.
-
-    Args:
-        units: In the order of their layers.
-        slots: As planned.
-        memory: uint8 tensors on the device, one for each slot.
-        device: Gives the copy stream.
-    """
-    kinds: dict[Residence, type[CopiedAheadUnits | OnDemandUnits | InPlaceUnits]] = {
-        UVA: InPlaceUnits,
-        PREFETCH: CopiedAheadUnits,
-        ON_DEMAND: OnDemandUnits,
-    }
-    return kinds[slots.residence](units, memory, device)
+        if self._copies is not None:
+            self._copies.end_step()

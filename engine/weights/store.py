@@ -11,7 +11,7 @@ from engine.device.base import Device, HostBuffer
 from engine.model.formats import EMBEDDING, ParamSpec, TensorSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.units import LayerPlan, Residence, Slab, Slots, Unit
-from engine.weights.residence import Held, HeldUnits, Operands, hold
+from engine.weights.residence import Held, HeldUnits, Operands
 
 
 class WeightStore:
@@ -96,7 +96,7 @@ class WeightStore:
             )
             for unit, source in zip(self.plan.units_of(kind), sources[kind], strict=True)
         ]
-        return hold(units, slots, memory, self._device)
+        return HeldUnits(units, slots, memory, self._device)
 
     def _copied(self, unit: Unit, slot: torch.Tensor) -> dict[str, Any]:
         """Return what products take of a unit that was copied into a slot."""

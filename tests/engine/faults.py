@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.device.base import CopyStream
 from engine.errors import EngineError
-from engine.weights.ring import SlotRing
+from engine.weights.residence import SlotRing
 
 _START, _ACQUIRE = SlotRing._start, SlotRing.acquire
 

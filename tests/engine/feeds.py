@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from engine.weights.ring import LayerFeed
+from engine.weights.residence import LayerFeed
 from engine.weights.store import WeightStore
 
 

@@ -13,7 +13,7 @@ from engine import LLM
 from engine.device.cuda import CUDACopyStream
 from engine.run.executor import DeviceExecutor
 from engine.weights import residence
-from engine.weights.ring import OnDemandSlot, SlotRing
+from engine.weights.residence import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 from tests.engine.feeds import feeds
 from tests.engine.two_streams import poison, poison_freed_blocks

@@ -8,7 +8,7 @@ import torch
 from engine.plan import planner
 from engine.plan.units import UVA
 from engine.run.executor import DeviceExecutor
-from engine.weights import dummy
+from engine.weights import reader
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import with_blocks
 from tests.engine.growth import GRAPHS, TOKENS, Growths, check_composition, grow, some_eager
@@ -125,7 +125,7 @@ def test_dummy_weights_of_every_family(
 ) -> None:
     """And a control: other weights in host memory give other tokens."""
     # As small as usual, layers this narrow add so little that a tied table repeats its token.
-    monkeypatch.setattr(dummy, "STD", 0.15)
+    monkeypatch.setattr(reader, "DUMMY_STD", 0.15)
     sizes = {"dtype": dtype, "load_format": "dummy"}
     expected = growths.expected(family, **sizes).tokens
     assert len({token for tokens in expected for token in tokens}) > 20

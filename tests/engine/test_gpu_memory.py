@@ -11,7 +11,7 @@ import torch
 from engine import LLM
 from engine.device.cuda import CUDADevice
 from engine.errors import CapacityError
-from engine.weights.ring import SlotRing
+from engine.weights.residence import SlotRing
 from harness.observe.probe import probe_link
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm

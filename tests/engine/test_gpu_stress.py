@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.weights.ring import SlotRing
+from engine.weights.residence import SlotRing
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import heedless, leave_stale, or_poison, skip_wait
 from tests.engine.growth import Growths, grow, some_eager

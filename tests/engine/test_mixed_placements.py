@@ -11,7 +11,7 @@ from engine.plan import planner
 from engine.plan.memory import MemoryPlan
 from engine.plan.policy import Assignment, assign_resident, spread_layers
 from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENCES, UVA
-from engine.weights.ring import SlotRing
+from engine.weights.residence import SlotRing
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import leave_stale
 from tests.engine.placements import FEW_TOKENS, MAX_TOKENS, PROMPTS, Residents, copies

@@ -17,7 +17,7 @@ from engine.plan import planner
 from engine.plan.policy import assign_prefetch
 from engine.plan.units import PREFETCH
 from engine.run.executor import DeviceExecutor
-from engine.weights.ring import OnDemandSlot, SlotRing
+from engine.weights.residence import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 from tests.engine.faults import heedless, leave_stale, or_poison, skip_wait
 from tests.engine.groups import with_blocks

@@ -233,9 +233,9 @@ def test_names_of_the_text_part(prefix: str) -> None:
 def test_dummy_weights_of_gemma_do_not_repeat_a_token(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.weights import dummy
+    from engine.weights import reader
 
-    monkeypatch.setattr(dummy, "STD", 0.15)
+    monkeypatch.setattr(reader, "DUMMY_STD", 0.15)
     llm = open_llm(tiny.folder("gemma3"), load_format="dummy", max_model_len=200)
     tokens = greedy(llm, PROMPTS, 30)
     llm.close()

@@ -25,7 +25,7 @@ from engine.kv.eviction import Retain
 from engine.run.decoder import Decoder
 from engine.run.inputs import Upload
 from engine.run.sampler import Sampler
-from engine.weights.ring import OnDemandSlot, SlotRing
+from engine.weights.residence import OnDemandSlot, SlotRing
 from engine.weights.store import WeightStore
 from tests.engine.feeds import feeds, numbers
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.plan.times import ring_s
-from engine.weights.ring import SlotRing
+from engine.weights.residence import SlotRing
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from engine.model.formats import ParamSpec
-from engine.weights.dummy import POOL_SIZE, STD, fill_dummy
+from engine.weights.reader import DUMMY_POOL_SIZE as POOL_SIZE
+from engine.weights.reader import DUMMY_STD as STD
+from engine.weights.reader import fill_dummy
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy, make_prompt, open_llm, write_config
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.device.base import CopyStream
 from engine.device.cpu import LazyCopyStream
-from engine.weights.ring import OnDemandSlot, SlotRing
+from engine.weights.residence import OnDemandSlot, SlotRing
 
 CASES = [(n, slots, wrap) for n in range(1, 10) for slots in range(1, n + 1) for wrap in (0, 1)]
 
