@@ -40,7 +40,7 @@ from harness.point.process import (
 )
 from harness.systems.base import agree
 from harness.systems.door import EngineDoor, EngineFactory, LinkWatch, engine_door
-from harness.work.bare import measure_bare, rates_note
+from harness.work.bench import measure_bare, measure_overhead, measure_steps, rates_note
 from harness.work.correctness import (
     check_prompts,
     compare_tokens,
@@ -58,16 +58,20 @@ from harness.work.offline import (
     part_prompts,
     warm_up_part,
 )
-from harness.work.overhead import measure_overhead
-from harness.work.predicted import differences, link_reasons
+from harness.work.predicted import (
+    differences,
+    link_notes,
+    link_reasons,
+    memory_metrics,
+    transfer_metrics,
+    transfer_reasons,
+)
 from harness.work.prompts import encode_rows, special_ids
 from harness.work.repeats import measure_repeats
 from harness.work.request_log import RequestLog
 from harness.work.schedule import Load
 from harness.work.serve import measure_serve, warm_up
-from harness.work.steps import measure_steps
 from harness.work.tiers import measure_tiers
-from harness.work.transfers import link_notes, memory_metrics, transfer_metrics, transfer_reasons
 from reports.record.record import STATE_NAME, write_text_atomic
 
 INTERVAL_S: Final = 0.5

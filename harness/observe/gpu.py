@@ -62,9 +62,6 @@ class Gpu:
 
         Each takes microseconds as a rule. Where kernels read host memory in place, one in some
         hundred takes 10 to 120 ms of CPU time (H200, driver 580).
-
-        Args:
-            own_pids: of the run.
         """
         pids = self.compute_pids()
         rates = self._try("nvmlDeviceGetUtilizationRates")
@@ -220,11 +217,7 @@ def _cuda_version(number: int | None) -> str | None:
 
 
 class EnergyMeter:
-    """Reads the counter when it is made and when it is asked.
-
-    Args:
-        gpu: the run's own; None where there is none.
-    """
+    """Reads the counter when it is made and when it is asked."""
 
     def __init__(self, gpu: Gpu | None) -> None:
         self._gpu = gpu

@@ -29,10 +29,7 @@ class Reading:
 class CounterReader:
     """Reads a counter again and again in a thread of its own, until it is stopped.
 
-    Args:
-        read: returns GB/s over about 20 ms, or None where there is no such counter;
-            then reading ends.
-        clock: seconds; that of the spans that are asked for.
+    `read` returns GB/s over about 20 ms, or None where there is no such counter; then reading ends.
     """
 
     def __init__(
@@ -79,12 +76,8 @@ def calibrate(
 ) -> float | None:
     """Return payload bytes per counted byte, from copies of known size.
 
-    None where the counter gives nothing or too little, or stands still during the copies.
-
-    Args:
-        read: of CounterReader.
-        stream: copies for CALIBRATION_S.
-        clock: the clock of `stream`'s times.
+    None where the counter gives nothing or too little, or stands still during the copies. `stream`
+    copies for CALIBRATION_S; its times are on `clock`.
     """
     if read() is None:
         return None
@@ -100,10 +93,7 @@ def calibrate(
 class LinkCounter:
     """The counter with its calibration, for the span of some work.
 
-    Args:
-        read: of CounterReader.
-        factor: of `calibrate`; None: nothing is read.
-        clock: seconds.
+    Without a factor (of `calibrate`) nothing is read.
     """
 
     def __init__(
@@ -116,11 +106,7 @@ class LinkCounter:
         self._read, self.factor, self._clock = read, factor, clock
 
     def measured(self, work: Callable[[], T]) -> tuple[T, float | None]:
-        """Do the work; return its result and the payload in GB/s that the GPU received meanwhile.
-
-        Args:
-            work: what is done, in the calling thread.
-        """
+        """Do the work; return its result and the payload that the GPU received meanwhile, GB/s."""
         if self.factor is None:
             return work(), None
         reader = CounterReader(self._read, clock=self._clock)
@@ -148,12 +134,6 @@ def payload_gb_s(table: Table, factor: float | None, begin_s: float, end_s: floa
     """Return the payload that the GPU received in a span, GB/s.
 
     None without a calibration, or with too few readings.
-
-    Args:
-        table: all rows of the run.
-        factor: payload bytes per counted byte.
-        begin_s: of the span, on the clock of the rows.
-        end_s: likewise.
     """
     counted = mean_rate(readings(table), begin_s, end_s)
     return None if factor is None or counted is None else counted * factor

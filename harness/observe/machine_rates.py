@@ -40,8 +40,7 @@ class Probed:
 def identity(gpu: Gpu | None) -> dict[str, Any]:
     """Return what rates hold for: this card, driver, torch and processor.
 
-    Args:
-        gpu: the card; None: the CPU stands in for one, with as many threads.
+    Without a GPU the CPU stands in for one, with as many threads.
     """
     facts = gpu.facts() if gpu else {}
     threads = {} if gpu else {"threads": (num_threads(), os.environ.get("OMP_NUM_THREADS"))}

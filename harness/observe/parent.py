@@ -23,12 +23,7 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a process that finds the project, in a session of its own: Ctrl-C does not reach it.
 
-    Args:
-        command: with its arguments; they name this process for `die_with_parent`.
-        stdin: as of subprocess.Popen.
-        stdout: likewise.
-        stderr: likewise.
-        environ: variables to add to this process's environment.
+    `environ` is added to this process's environment.
 
     Raises:
         OSError: it cannot be started.

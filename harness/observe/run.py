@@ -31,13 +31,7 @@ GRACE_S: Final = 2.0
 
 
 class Sampler:
-    """A sampler in a process of its own. Its troubles become warnings and cost no run.
-
-    Args:
-        run_dir: the run's folder, where the rows go.
-        gpu_uuid: of the run's GPU; None for a run without one.
-        command: what runs the sampler; the arguments are appended.
-    """
+    """A sampler in a process of its own. Its troubles become warnings and cost no run."""
 
     def __init__(
         self, run_dir: Path, gpu_uuid: str | None, command: Sequence[str] = SAMPLER_COMMAND
@@ -130,12 +124,7 @@ class Report:
 
 
 class Telemetry:
-    """Samples while it is open.
-
-    Args:
-        run_dir: the run's folder.
-        gpu: the run's own; None where it uses none, or NVML cannot be had.
-    """
+    """Samples while it is open."""
 
     def __init__(self, run_dir: Path, gpu: Gpu | None) -> None:
         self._run_dir, self._gpu = run_dir, gpu
@@ -159,10 +148,7 @@ class Telemetry:
     def report(self, spans: Sequence[Span], link_factor: float | None, *, uses_gpu: bool) -> Report:
         """Return what the rows say of what was timed; after `close`.
 
-        Args:
-            spans: of the parts, in order of time.
-            link_factor: payload bytes per byte that the link's counter tells.
-            uses_gpu: whether the engine ran on one.
+        `link_factor` is payload bytes per byte that the link's counter tells.
         """
         found = Report(warnings=list(self.sampler.warnings))
         if uses_gpu and self._gpu is None:

@@ -31,8 +31,7 @@ _READ_BYTES: Final = 2**16
 class ProcFile:
     """One file of /proc; opening it is done once, reading it is one system call.
 
-    Args:
-        path: the file; one that is not there, or ends, reads as empty.
+    One that is not there, or ends, reads as empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,12 +90,7 @@ time in ticks."""
 
 
 class ProcessTree:
-    """Reads one process and all below it.
-
-    Args:
-        pid: of the process at the top.
-        proc: where /proc is.
-    """
+    """Reads one process and all below it."""
 
     def __init__(self, pid: int, proc: Path = PROC) -> None:
         self._pid, self._proc = pid, proc
@@ -242,11 +236,7 @@ _GUEST: Final = 8
 
 
 class Machine:
-    """Reads the machine's columns.
-
-    Args:
-        proc: where /proc is.
-    """
+    """Reads the machine's columns."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._meminfo = ProcFile(proc / "meminfo")
@@ -300,25 +290,16 @@ class Card(Protocol):
 
     def sample(self) -> dict[str, float | None]:
         """Return what changes fast."""
-        ...
 
     def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
         """Return what changes slowly."""
-        ...
 
     def sample_costly(self) -> dict[str, float | None]:
         """Return what takes long to read."""
-        ...
 
 
 class Rows:
-    """Builds one row after another.
-
-    Args:
-        run_dir: holds the worker's state.json.
-        gpu: the run's own; None: its columns are null.
-        machine: the host.
-    """
+    """Builds one row after another."""
 
     def __init__(self, run_dir: Path, gpu: Card | None, machine: Machine) -> None:
         self._gpu, self._machine = gpu, machine
@@ -429,12 +410,6 @@ def run(
 
     Rows are due at whole multiples of the interval from the first on; one that is late costs its
     successors nothing, but moments that passed meanwhile are left out.
-
-    Args:
-        run_dir: the run's folder.
-        gpu_uuid: of the run's GPU; None: a run without one.
-        commands: whom to watch.
-        interval_s: between two rows.
 
     Raises:
         OSError: the spool cannot be written.

@@ -20,13 +20,7 @@ def replace_spool(
     """Write rows as Parquet and remove the spool that they are from; return what kept it from that.
 
     The file appears in one rename; the spool stays until then, and where pyarrow is missing.
-
-    Args:
-        spool: what the rows are from.
-        target: the Parquet file.
-        rows: read once.
-        schema: called once pyarrow is known to be there.
-        batch_rows: rows that are held at once.
+    `schema` is called once pyarrow is known to be there; `batch_rows` are held at once.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     try:
@@ -62,8 +56,7 @@ _BATCH_ROWS: Final = 6000
 class LineTail:
     """The rows that a file of JSON lines has grown by since the last look.
 
-    Args:
-        path: the file; it need not be there yet.
+    The file need not be there yet.
     """
 
     def __init__(self, path: Path) -> None:

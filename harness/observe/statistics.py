@@ -81,10 +81,6 @@ def interval(values: Sequence[float], t: Quantile) -> Interval | None:
     """Return the Student-t interval of the mean of independent values; None below two.
 
     CONFIDENCE of such intervals hold the true mean.
-
-    Args:
-        values: one of each repeat, finite.
-        t: Student's.
     """
     count = len(values)
     if count < 2:
@@ -107,9 +103,7 @@ def is_settled(values: Sequence[float], share: float, t: Quantile) -> bool:
 def drift(values: Sequence[float], t: Quantile) -> Drift | None:
     """Return how the last third of values differs from the first; None below LEAST_DRIFT_VALUES.
 
-    Args:
-        values: in order of time, finite.
-        t: Student's.
+    Values are in order of time.
     """
     if len(values) < LEAST_DRIFT_VALUES:
         return None

@@ -7,24 +7,14 @@ from harness.observe.statistics import CONFIDENCE, DRIFT_CONFIDENCE, TTable
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """Return the t beyond which a share 1 - confidence of Student's distribution lies, both tails.
-
-    Args:
-        confidence: above 0 and below 1.
-        freedom: degrees of freedom, from 1.
-    """
+    """Return the t beyond which a share 1 - confidence of the distribution lies, both tails."""
     from scipy.special import stdtrit  # noqa: PLC0415  takes half a second
 
     return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 def t_table(repeats: int, requests: int) -> TTable:
-    """Return what intervals of so many repeats and drifts over so many requests need.
-
-    Args:
-        repeats: at most how many values an interval is of.
-        requests: at most how many values a drift is looked for in.
-    """
+    """Return what intervals of so many repeats and drifts over so many requests need."""
     from scipy.special import stdtrit  # noqa: PLC0415
 
     ends = {CONFIDENCE: repeats, DRIFT_CONFIDENCE: requests // 3}  # one more than the freedom

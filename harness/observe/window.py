@@ -32,12 +32,7 @@ class Span:
 
 
 class Window:
-    """The rows of a span.
-
-    Args:
-        table: all rows of the run.
-        span: rows of its job that were begun within it are in.
-    """
+    """The rows of a span: those of its job that were begun within it."""
 
     def __init__(self, table: Table, span: Span) -> None:
         self.span = span
@@ -161,10 +156,8 @@ def power_capped_share(window: Window) -> float | None:
 def reasons(window: Window, *, max_gen: int | None, max_width: int | None) -> list[str]:
     """Return why the figures of a part may not be used, each with what to change.
 
-    Args:
-        window: of the part.
-        max_gen: PCIe generation that the card and its slot can do; None: unknown.
-        max_width: their PCIe lanes.
+    `max_gen` and `max_width` are the PCIe generation and lanes that card and slot can do; None:
+    unknown.
     """
     found = [_foreign(window), _swapping(window)]
     if window.num_busy >= LEAST_ROWS:
@@ -339,13 +332,7 @@ def window_metrics(window: Window) -> Metrics:
 
 
 def facts(table: Table, spans: Sequence[Span], file: str) -> dict[str, Any]:
-    """Return what a record says of its telemetry: rows, timed parts and null columns.
-
-    Args:
-        table: all rows.
-        spans: what was timed, on the clock of the rows.
-        file: where the rows are, in the run's folder.
-    """
+    """Return what a record says of its telemetry: rows, timed parts and null columns."""
     used = cpu_share(table)
     return {
         "file": file,

@@ -23,11 +23,7 @@ _IF_SET: Final = ("prompts_file", "prompt", "output", "trace", "search")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of the settings that can change a result; the same in every process.
-
-    Args:
-        config: the configuration as plain data.
-    """
+    """Return a hash of the settings that can change a result; the same in every process."""
     kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -47,10 +43,7 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
 def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return what was chosen, flat; a file of prompts where there is one.
 
-    Args:
-        config: of the point.
-        overrides: as typed; each single setting in them is there too, so that a tracker shows
-            whatever varies.
+    Each single setting in `overrides` is there too, so that a tracker shows whatever varies.
     """
     gpu = config.gpu
     params: dict[str, Any] = {

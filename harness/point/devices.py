@@ -33,12 +33,8 @@ def hold_one(
 ) -> Iterator[tuple[int, int]]:
     """Hold the first of several locks that is free; while none is, wait and say so once.
 
-    The lock ends with the process that holds it, however that ends.
-
-    Args:
-        paths: the lock files, the preferred one first; created when absent, never removed.
-        owner: what the file says to those who wait.
-        say: gets one line when there is someone to wait for.
+    The lock ends with the process that holds it, however that ends. The preferred file is the
+    first; files are created when absent, never removed. A file says `owner` to those who wait.
 
     Yields:
         Which one, and how many of the others were in use then.
@@ -117,14 +113,8 @@ def own_device(
     """Hold the device of a point: the first GPU that is free among those that CUDA would show.
 
     Only GPUs of the first one's kind serve. Where all are in use it waits for one of them. Points
-    on a server wait for that server.
-
-    Args:
-        config: of the point.
-        home: where the lock of the CPU lies.
-        owner: what those who wait are told.
-        say: gets a line when there is someone to wait for.
-        any_gpu: False: wait for the first GPU alone, as the runs of one comparison do.
+    on a server wait for that server. Without `any_gpu` it waits for the first GPU alone, as the
+    runs of one comparison do.
     """
     gpus = _candidates(config)
     if config.system.kind == "http":

@@ -34,9 +34,6 @@ def is_full(error: BaseException) -> bool:
 def require_room(folder: Path) -> None:
     """Refuse to begin what would be measured and then lost.
 
-    Args:
-        folder: lies on the disk that is meant.
-
     Raises:
         DiskFullError: less is free than a point needs.
     """
@@ -79,9 +76,7 @@ def _ways() -> str:
 def require_writable(name: str, folder: Path) -> None:
     """Check that files can be made in a folder, or in the nearest one above that is there.
 
-    Args:
-        name: the setting that chooses it.
-        folder: it may be absent yet.
+    The setting `name` chooses the folder.
 
     Raises:
         ConfigError: they cannot.
@@ -101,9 +96,7 @@ def require_writable(name: str, folder: Path) -> None:
 def require_writable_stores(nodes: Iterable[TrackingConfig], home: Path) -> None:
     """Check that MLflow's SQLite files can be made or written; MLflow itself tries for minutes.
 
-    Args:
-        nodes: of the points.
-        home: TIGHTFIT_HOME, where the file is that no address names.
+    A file that no address names lies in `home`.
 
     Raises:
         ConfigError: one cannot.

@@ -405,14 +405,8 @@ def run_point(
 
     With `rerun` failed or none it is taken over from where it ended before, if it did. Whatever a
     worker does, and whatever the model, the reports or the tracker lack, ends as a status or a
-    warning of the record.
-
-    Args:
-        config: what is asked.
-        run_dir: a folder of this point's own, without a record; created when absent.
-        overrides: as the user wrote them.
-        sweep: the sweep that the point belongs to.
-        command: what runs a worker.
+    warning of the record. `run_dir` is a folder of its own, without a record, created when absent;
+    `command` runs a worker.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM; the worker is gone and the record written.

@@ -95,10 +95,6 @@ class Silence:
 
     A worker writes state.json at every phase, twice a second while tokens come, and while bytes
     load; so one that does not, does nothing.
-
-    Args:
-        path: what the worker writes; it need not exist yet.
-        limit_s: seconds without a write; None: any.
     """
 
     def __init__(self, path: Path, limit_s: float | None) -> None:
@@ -163,12 +159,8 @@ class WorkerProcess:
     ) -> Exit:
         """Wait until the worker ends, or end it at the deadline or for its silence.
 
-        Args:
-            deadline_s: time.monotonic() at which the worker is ended; None: never.
-            silence: says when the worker has done nothing for too long; None: never.
-            on_tick: called about every `tick_s` seconds meanwhile.
-            tick_s: seconds.
-            grace_s: seconds that the worker has to end itself after SIGTERM.
+        `deadline_s` is a time.monotonic(); `on_tick` is called about every `tick_s` seconds
+        meanwhile; after SIGTERM the worker has `grace_s` to end itself.
         """
         try:
             while True:
@@ -234,11 +226,7 @@ def start_worker(
 ) -> WorkerProcess:
     """Start the worker for the job `job` of a run folder; its output goes to worker.log.
 
-    Args:
-        run_dir: the run's folder, which holds the job.
-        job: name of the job.
-        command: what runs the worker; the arguments are appended.
-        environ: variables to add to this process's environment.
+    The arguments are appended to `command`, `environ` is added to this process's environment.
     """
     variables = {**os.environ, **(environ or {})}
     let_threads_sleep(variables)
@@ -309,14 +297,8 @@ def classify_exit(
 ) -> tuple[str, ErrorFacts]:
     """Return status and error of a worker that ended without a result.
 
-    Args:
-        ended: how it ended.
-        job: what it was for.
-        state: its last state.json.
-        num_oom_kills: kills that the kernel's out-of-memory counters rose by meanwhile.
-        timeout_s: the point's limit.
-        silence_s: the limit of a worker that says nothing.
-        log: the worker's output.
+    `state` is its last state.json; `num_oom_kills` is by how much the kernel's counters rose
+    meanwhile.
     """
     phase = str(state.get("phase") or "start")
     where = f"worker {job} in phase {phase}"

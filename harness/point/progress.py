@@ -29,15 +29,12 @@ class Display(Protocol):
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
-        ...
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Show what state.json says."""
-        ...
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        ...
 
 
 def open_display(stream: TextIO | None = None) -> Display:
@@ -93,11 +90,7 @@ class _ByteRate:
 
 
 def memory_text(state: Mapping[str, Any]) -> str:
-    """Return GPU memory against the budget and host memory, as the newest telemetry has them.
-
-    Args:
-        state: as in state.json, with the newest row of telemetry as `now`.
-    """
+    """Return GPU memory against the budget and host memory, as the newest telemetry has them."""
     now = state.get("now") or {}
     parts = []
     used, budget = now.get("gpu_used_bytes"), state.get("gpu_budget_bytes")
@@ -118,13 +111,7 @@ class _Remaining:
         self._start: tuple[str, float, float] | None = None
 
     def text(self, title: str, share: float | None, now_s: float) -> str:
-        """Return the time left in words, empty until it can be told.
-
-        Args:
-            title: of the phase.
-            share: of it that is done.
-            now_s: seconds.
-        """
+        """Return the time left in words, empty until it can be told."""
         if share is None:
             self._start = None
             return ""

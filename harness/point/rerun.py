@@ -25,11 +25,6 @@ def fingerprint(
     It covers the resolved configuration without what changes no result (as in config_hash), the
     content of prompts and traces, names, sizes and times of the files in model.path, commit and
     uncommitted changes, card and driver, processor, versions, and the switches of the engine.
-
-    Args:
-        config: of the point.
-        environment: of the machine, as environment.collect returns it.
-        inputs: the point's input_hashes.
     """
     gpu = environment.get("gpu") or {}
     facts = {
@@ -96,13 +91,7 @@ class FinishedPoints:
         self._home, self._folder = home, home / FOLDER
 
     def note(self, key: str, folder: Path, record: RunRecord) -> None:
-        """Remember a point that ended by itself; one that was skipped or interrupted did not.
-
-        Args:
-            key: its fingerprint.
-            folder: its run folder.
-            record: as it is in the folder.
-        """
+        """Remember a point that ended by itself; one that was skipped or interrupted did not."""
         if record.status == "skipped" or (record.error or {}).get("type") == "Interrupted":
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -117,11 +106,9 @@ class FinishedPoints:
     def find(self, key: str, rerun: str, *, before_s: float | None = None) -> Finished | None:
         """Return the point that need not run again, None where it must.
 
-        Args:
-            key: its fingerprint.
-            rerun: failed: only a point that ended ok need not; none: neither need others.
-            before_s: only a point that ended before counts, seconds since 1970: equal points of
-                one sweep are repeats.
+        With rerun=failed a point that ended ok need not, with none others need not either. Only a
+        point that ended before `before_s` (since 1970) counts: equal points of one sweep are
+        repeats.
         """
         facts = read_json(self._folder / f"{key}.json")
         if rerun == "all" or not facts:
@@ -150,12 +137,6 @@ def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[s
 
     The figures, the run id and the times are those of the run that measured them;
     `effective.taken_from` names its folder.
-
-    Args:
-        found: the point.
-        folder: of this sweep, without a record.
-        name: what this sweep calls the point.
-        overrides: this sweep's.
     """
     for path in sorted(found.folder.iterdir()):
         if path.name in _OWN or (folder / path.name).exists():

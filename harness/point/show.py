@@ -17,11 +17,7 @@ _COLUMNS: Final = ("KV cache", "blocks", "tokens", "GiB")
 
 
 def capacity_lines(kv: Mapping[str, Any]) -> list[str]:
-    """Return the table as lines of text.
-
-    Args:
-        kv: `plan.kv` of a record.
-    """
+    """Return the table as lines of text."""
     length = kv["max_model_len"]
     found = f"  longest sequence {kv['longest_tokens']:,} tokens (max_model_len {length:,})"
     found += f"; of {length:,} tokens {kv['max_concurrency']:.1f} run at once"

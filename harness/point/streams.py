@@ -72,8 +72,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def interrupt_afterwards(earlier: KeyboardInterrupt | None = None) -> Iterator[None]:
     """Let a first Ctrl-C, SIGTERM or SIGHUP wait for what runs meanwhile; a second one does not.
 
-    Args:
-        earlier: one that came before, and that what runs meanwhile concludes.
+    `earlier` came before, and what runs meanwhile concludes it.
 
     Raises:
         KeyboardInterrupt: afterwards, when one came, earlier or meanwhile; an error of what ran is
@@ -124,9 +123,8 @@ class _LastingFile(io.FileIO):
 def lasting(stream: TextIO | None, descriptor: int) -> TextIO:
     """Return a text stream on a descriptor of which nobody need read.
 
-    Args:
-        stream: What Python made of the descriptor, whose encoding stays; None: it was closed.
-        descriptor: An open one. It is not closed with the stream.
+    The descriptor is open, and is not closed with the stream. `stream` is what Python made of it,
+    whose encoding stays; None: it was closed.
     """
     errors = "backslashreplace"  # of a path that the locale's encoding lacks, as stderr has it
     if stream is not None and stream.errors not in (None, "strict"):

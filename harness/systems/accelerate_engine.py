@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count
@@ -13,24 +13,126 @@ from typing import Any, Final
 from engine.asked.config import EngineConfig
 from engine.asked.request import FinishReason, Request, TokenEvent, check_request
 from engine.asked.sampling import SamplingParams
-from engine.errors import EngineError, RequestError
+from engine.errors import CapacityError, EngineError, RequestError
 from engine.model.formats import FORMATS
-from engine.model.spec import ModelSpec
+from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
+from engine.sealed import GIB
 from engine.text.tokenizer import load_tokenizer
 from harness.config.engine import require_package
-from harness.systems.accelerate_plan import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import (
+    PeerDevice,
     PeerLoad,
     PeerPlan,
     StepCounts,
     config_json,
     model_spec,
     no_prediction,
+    open_peer_device,
 )
 from harness.systems.door import EngineDoor, Progress, probe_engine_link
-from harness.systems.torch_device import PeerDevice, open_peer_device
 from harness.work.drive import Clock
+
+HOST: Final = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes that decide what fits."""
+
+    spec: ModelSpec
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int
+    """Tokens of KV that must have room beside the weights."""
+    room_bytes: int
+    """Bytes of the GPU budget for weights, KV and activations."""
+
+    @property
+    def outer_bytes(self) -> int:
+        """Weights outside of the decoder layers."""
+        return sum(map(FORMATS[self.dtype].num_bytes, self.spec.outer_tensors()))
+
+    @property
+    def layer_bytes(self) -> int:
+        """Weights of one decoder layer."""
+        return sum(map(FORMATS[self.dtype].num_bytes, self.spec.layer_tensors(0)))
+
+    @property
+    def copy_bytes(self) -> int:
+        """Room for the weight that is copied when it is needed: of the largest projection."""
+        parts = (part for tensor in self.spec.layer_tensors(0) for part in tensor.parts)
+        return 2 * max(map(FORMATS[self.dtype].num_bytes, parts))
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """KV of so many tokens, and what their prefill holds for a while."""
+        spec = self.spec
+        kv = spec.kv_bytes_per_token(self.dtype)
+        # torch.cat makes a layer's keys and values anew for each token.
+        kv += kv // spec.num_hidden_layers
+        work = (4 * spec.intermediate_size + 6 * spec.hidden_size) * DTYPE_BYTES[self.dtype]
+        return num_tokens * (kv + work) + 6 * spec.vocab_size
+
+
+def host_layers(sizes: Sizes, config: EngineConfig) -> int:
+    """Return how many of the last decoder layers go to host memory.
+
+    With offload=auto the GPU is filled from the first layer on, else cpu_offload_gb is reached.
+
+    Raises:
+        CapacityError: The rest does not fit the GPU budget.
+    """
+    layers = sizes.spec.num_hidden_layers
+    needed = sizes.sequence_bytes(sizes.kv_tokens)
+    if config.planner.choose:
+        left = sizes.room_bytes - needed - sizes.outer_bytes
+        if left >= layers * sizes.layer_bytes:
+            return 0
+        on_gpu = max(0, (left - sizes.copy_bytes) // sizes.layer_bytes)
+        num = layers - on_gpu
+    else:
+        asked = config.offload.uva.cpu_offload_gb * GIB
+        num = min(layers, -(-int(asked) // sizes.layer_bytes))
+    resident = sizes.outer_bytes + (layers - num) * sizes.layer_bytes
+    resident += sizes.copy_bytes if num else 0
+    if resident + needed > sizes.room_bytes:
+        raise CapacityError(
+            f"accelerate: expected room for {resident / GIB:.3f} GiB of weights and "
+            f"{needed / GIB:.3f} GiB for {sizes.kv_tokens} tokens, got "
+            f"{sizes.room_bytes / GIB:.3f} GiB of the GPU budget. Choose offload=auto, or a "
+            "larger cpu_offload_gb with offload=uva, or lower engine.max_model_len."
+        )
+    return num
+
+
+def device_map(num_layers: int, num_host: int, device: str | int) -> dict[str, str | int]:
+    """Return accelerate's device map with the last `num_host` decoder layers in host memory.
+
+    The other layers, and all that is no layer, go to `device`.
+    """
+    if not num_host:
+        return {"": device}
+    found: dict[str, str | int] = {"model.embed_tokens": device}
+    for index in range(num_layers):
+        found[f"model.layers.{index}"] = HOST if index >= num_layers - num_host else device
+    others = ("model.norm", "model.rotary_emb", "lm_head")
+    return found | dict.fromkeys(others, device)
+
+
+def largest_batch(sizes: Sizes, num_host: int, lengths: Mapping[str, int]) -> int:
+    """Return how many of the sequences of these lengths fit beside the weights, in order."""
+    layers = sizes.spec.num_hidden_layers
+    left = sizes.room_bytes - sizes.outer_bytes - (layers - num_host) * sizes.layer_bytes
+    left -= sizes.copy_bytes if num_host else 0
+    longest = num = 0
+    for length in list(lengths.values())[: sizes.max_num_seqs]:
+        longest = max(longest, length)
+        if (num + 1) * sizes.sequence_bytes(longest) > left:
+            break
+        num += 1
+    return num
+
 
 _TILE: Final = 2**20
 """Random values that dummy weights repeat: their times do not depend on them."""
@@ -59,15 +161,6 @@ def load_model(
     clock: Clock,
 ) -> PlacedModel:
     """Build the model with `num_host` layers in host memory, and check that they are there.
-
-    Args:
-        config: what is asked.
-        spec: sizes of the model.
-        dtype: of all weights.
-        device: where the model runs.
-        num_host: decoder layers that are copied when they run.
-        load: receives the phases.
-        clock: seconds.
 
     Raises:
         EngineError: accelerate put other weights in host memory than was asked.
@@ -226,12 +319,8 @@ class Row:
 class StaticBatch:
     """Prompts padded on the left to one length, prefilled at once, then decoded until all end.
 
-    A row that ended is computed with the others until the last one ends, as `generate` does.
-
-    Args:
-        model: a transformers model for causal language modelling.
-        rows: the requests; their tokens are appended here.
-        device: where the model runs, as torch calls it.
+    A row that ended is computed with the others until the last one ends, as `generate` does. Their
+    tokens are appended to the rows.
     """
 
     def __init__(self, model: Any, rows: Sequence[Row], device: str) -> None:
@@ -308,16 +397,7 @@ def _new_cache(model: Any) -> tuple[Any, str]:
 
 
 class AccelerateEngine:
-    """Runs waiting requests in static batches, as many at once as fit the budget.
-
-    Args:
-        config: what is asked.
-        spec: sizes of the model.
-        device: where it runs.
-        sizes: bytes that decide what fits.
-        placed: the model.
-        load: where the time of the load went.
-    """
+    """Runs waiting requests in static batches, as many at once as fit the budget."""
 
     def __init__(
         self,

@@ -14,9 +14,8 @@ from harness.observe.link import calibrate
 from harness.observe.machine_rates import read_rates, write_rates
 from harness.work.drive import Engine
 from harness.work.open_loop import Wait
-from harness.work.predicted import predicted_times
+from harness.work.predicted import PROBED_AFTER, predicted_times
 from harness.work.serve import OpenDoor, RunAsync
-from harness.work.transfers import PROBED_AFTER
 
 Progress = Callable[[str, int, int], None]
 """Called with phase, bytes done and bytes in all.
@@ -30,7 +29,6 @@ class EngineFactory(Protocol):
 
     def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> Engine:
         """Construct an engine; `reference` asks for every layer on demand, eager."""
-        ...
 
 
 def _plan_engine(config: EngineConfig) -> Any:
@@ -108,7 +106,7 @@ def rates_of_cpu(config: EngineConfig) -> Mapping[str, float | None]:
         return {}
     kept = read_rates(None)
     if kept is None or "sequence_overhead_s" not in kept.rates:
-        from harness.observe.probe_machine import probe_rates  # noqa: PLC0415  imports torch
+        from harness.observe.probe import probe_rates  # noqa: PLC0415  imports torch
 
         write_rates(None, probe_rates("cpu"))
         kept = read_rates(None)
@@ -121,12 +119,7 @@ def engine_door() -> EngineDoor:
 
 
 class LinkWatch:
-    """Probes of one worker, and copies of known size for the counter.
-
-    Args:
-        door: to the engine.
-        config: of the engine; names the device.
-    """
+    """Probes of one worker, and copies of known size for the counter."""
 
     def __init__(self, door: EngineDoor, config: EngineConfig) -> None:
         self._door, self._config = door, config

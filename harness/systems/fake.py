@@ -70,11 +70,7 @@ class FakePlan:
 
 
 def plan_fake(script: FakeScript, config: EngineConfig) -> FakePlan:
-    """Place the scripted bytes.
-
-    Args:
-        script: with the sizes.
-        config: with the budget and the offload; offload=auto moves what is over the budget.
+    """Place the scripted bytes; with offload=auto what is over the budget is moved.
 
     Raises:
         CapacityError: the GPU's part does not fit.
@@ -128,11 +124,9 @@ class FakeClock(Protocol):
 
     def __call__(self) -> float:
         """Return the time."""
-        ...
 
     def wait_until(self, time_s: float) -> None:
         """Return when it is `time_s` or later."""
-        ...
 
 
 class RealClock:
@@ -156,9 +150,6 @@ class ScriptedClock:
 
     It keeps whole nanoseconds: sums of scripted times are exact, and what is due together is due
     at one time, however the times were added up.
-
-    Args:
-        begin_s: the first time.
     """
 
     def __init__(self, begin_s: float = 0.0) -> None:
@@ -341,13 +332,6 @@ class _Counts:
 
 class FakeLLM:
     """Stands in for engine.LLM.
-
-    Args:
-        script: what it pretends.
-        config: what was asked of the engine.
-        clock: its steps take time of it.
-        progress: called while it loads.
-        reference: it is the yardstick of tokens.
 
     Raises:
         CapacityError: the scripted bytes do not fit, or the script says so.
@@ -594,11 +578,7 @@ def _is_due(number: int, every: int | None) -> bool:
 class ScriptedServer:
     """Steps the engine while it has work; a request that comes during a step waits for its end.
 
-    Args:
-        llm: the engine, or a watch around it.
-        clock: of the event loop and of the engine.
-        max_pending: requests that may be unfinished at once.
-        on_step: called after each step with its counts and its seconds.
+    At most `max_pending` requests may be unfinished; `on_step` gets each step's counts and seconds.
     """
 
     def __init__(
@@ -671,12 +651,7 @@ class ScriptedServer:
 
 
 class FakeFactory:
-    """Stands in for the class engine.LLM.
-
-    Args:
-        script: what its engines pretend.
-        clock: of their steps.
-    """
+    """Stands in for the class engine.LLM."""
 
     def __init__(self, script: FakeScript, clock: FakeClock) -> None:
         self._script, self._clock = script, clock

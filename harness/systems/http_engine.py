@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import count
 from math import nan
 from queue import Empty, SimpleQueue
@@ -18,7 +20,7 @@ from anyio.from_thread import start_blocking_portal
 from httpx_sse import EventSource
 
 from engine.asked.config import EngineConfig
-from engine.asked.request import Request, TokenEvent, check_request
+from engine.asked.request import FinishReason, Request, TokenEvent, check_request
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.text.tokenizer import load_tokenizer
@@ -32,7 +34,185 @@ from harness.systems.base import (
     no_probe,
 )
 from harness.systems.door import EngineDoor, Progress
-from harness.systems.http_stream import Bodies, ServerError, StreamedAnswer
+
+
+class Bodies:
+    """Bodies of requests to one server. Where text is sent, `tokenizer` decodes the prompts."""
+
+    def __init__(self, system: SystemConfig, model: str, tokenizer: Any) -> None:
+        self._system, self._model, self._tokenizer = system, model, tokenizer
+
+    @property
+    def path(self) -> str:
+        """Where they are posted to, below the base address."""
+        return "/chat/completions" if self._system.api == "chat" else "/completions"
+
+    def of(self, request: Request) -> dict[str, Any]:
+        """Return the body of one request.
+
+        Raises:
+            RequestError: text is sent and there is no tokenizer.
+        """
+        body: dict[str, Any] = {
+            "model": self._model,
+            **self._prompt(request.prompt_token_ids),
+            "max_tokens": request.params.max_tokens,
+            "temperature": request.params.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._system.extensions is not False:
+            body |= {"ignore_eos": request.params.ignore_eos, "return_token_ids": True}
+            if request.params.cache_salt is not None:
+                body["cache_salt"] = request.params.cache_salt
+        return body
+
+    def _prompt(self, ids: list[int]) -> dict[str, Any]:
+        if self._system.api == "chat":
+            return {"messages": [{"role": "user", "content": self._text(ids)}]}
+        return {"prompt": self._text(ids) if self._system.prompts == "text" else ids}
+
+    def _text(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            raise RequestError(
+                "system: expected a tokenizer in the model's folder for prompts as text, found "
+                "none. Set system.api=completions and system.prompts=token_ids."
+            )
+        return str(self._tokenizer.decode(ids))
+
+
+_CHAT_TEXTS: Final = ("content", "reasoning_content", "reasoning")
+"""Where a part of a chat has text; one with a role alone has none."""
+PIECE_TOKENS: Final = 8
+"""An answer of fewer tokens may arrive at once from a fast server."""
+
+
+class ServerError(RequestError):
+    """What a server sent instead of an answer."""
+
+
+@dataclass(kw_only=True)
+class StreamedAnswer:
+    """One answer of `/completions` or `/chat/completions` with stream=true.
+
+    Tokens are counted by `token_ids` where the server sends them, else by `logprobs`, else every
+    part with text counts as one. Where the usage that the server sends at the end says more, the
+    missing ones are added at the time of the last part.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    """UNKNOWN_TOKEN where the server tells none."""
+    times_s: list[float] = field(default_factory=list)
+    """When the part that brought each token arrived."""
+    num_parts: int = 0
+    """Parts that brought tokens."""
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int | None = None
+    """What the server counted."""
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that the server says it found in its prefix cache."""
+    is_over: bool = False
+
+    def feed(self, content: str, now_s: float) -> None:
+        """Take the content of one event; what comes after the last one is left.
+
+        Raises:
+            ServerError: it is an error, no JSON object, or not of the published form.
+        """
+        if self.is_over:
+            return
+        if content == "[DONE]":
+            self.is_over = True
+            return
+        part = _parse(content)
+        try:
+            self._take(part, now_s)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"the server sent a part of another form than the published one: {content[:200]!r}"
+            ) from error
+
+    def _take(self, part: dict[str, Any], now_s: float) -> None:
+        usage = part.get("usage") or {}
+        self.prompt_tokens = _whole(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _whole(usage.get("completion_tokens"), self.completion_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        self.cached_tokens = _whole(details.get("cached_tokens"), self.cached_tokens)
+        for choice in part.get("choices") or ():
+            tokens = _tokens(choice)
+            self.num_parts += bool(tokens)
+            self.token_ids += tokens
+            self.times_s += [now_s] * len(tokens)
+            reason = choice.get("finish_reason")
+            if reason is not None:
+                self.finish_reason = "length" if reason == "length" else _reason(reason)
+
+    @property
+    def num_surplus(self) -> int:
+        """Tokens that were counted here beyond what the server says it generated."""
+        if self.completion_tokens is None:
+            return 0
+        return max(0, len(self.token_ids) - self.completion_tokens)
+
+    @property
+    def is_in_one_piece(self) -> bool:
+        """Whether so many tokens arrived at one moment that something held them back."""
+        return len(self.times_s) >= PIECE_TOKENS and self.times_s[0] == self.times_s[-1]
+
+    def end(self) -> int:
+        """Take the end of the stream; return how many tokens the usage names beyond those seen.
+
+        Raises:
+            ServerError: it ended early, or without a token.
+        """
+        if self.finish_reason is None:
+            raise ServerError(
+                f"the server closed the stream after {len(self.token_ids)} tokens without a "
+                "finish_reason"
+            )
+        missing = max(0, (self.completion_tokens or 0) - len(self.token_ids))
+        if not self.token_ids:
+            raise ServerError("the server ended the answer without a token")
+        self.token_ids += [UNKNOWN_TOKEN] * missing
+        self.times_s += [self.times_s[-1]] * missing
+        return missing
+
+
+def _parse(content: str) -> dict[str, Any]:
+    try:
+        part = json.loads(content)
+    except ValueError as error:
+        raise ServerError(f"the server sent no JSON: {content[:200]!r}") from error
+    if not isinstance(part, dict):
+        raise ServerError(f"the server sent no JSON object: {content[:200]!r}")
+    if part.get("error"):
+        raise ServerError(f"the server sent an error: {part['error']}")
+    return part
+
+
+def _whole(value: Any, before: int | None) -> int | None:
+    """Return a count of the server's; `before` where it tells none."""
+    return before if value is None else int(value)
+
+
+def _reason(reason: str) -> FinishReason:
+    if reason == "stop":
+        return "stop"
+    raise ServerError(f"the server ended the answer with {reason!r}")
+
+
+def _tokens(choice: dict[str, Any]) -> list[int]:
+    """Return the tokens of a part, UNKNOWN_TOKEN for each without an id."""
+    if choice.get("token_ids"):
+        return [int(token) for token in choice["token_ids"]]
+    logprobs, delta = choice.get("logprobs") or {}, choice.get("delta") or {}
+    known = logprobs.get("tokens") or logprobs.get("content")  # of completions, of a chat
+    if known:
+        return [UNKNOWN_TOKEN] * len(known)
+    texts = (choice.get("text"), *(delta.get(name) for name in _CHAT_TEXTS))
+    return [UNKNOWN_TOKEN] if any(texts) else []
+
 
 CONNECT_S: Final = 30.0
 """Longest wait for a connection."""
@@ -56,11 +236,7 @@ class HTTPClient:
     """A session with one server, on an event loop of its own.
 
     An event costs 63 us of CPU time, of 32 answers at once: one core takes 16,000 tokens a second.
-
-    Args:
-        base_url: such as http://localhost:8000/v1.
-        api_key: sent as a bearer token; None: none is sent.
-        timeout_s: longest wait for the next bytes of an answer.
+    `timeout_s` is the longest wait for the next bytes of an answer.
     """
 
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float) -> None:
@@ -108,10 +284,7 @@ class HTTPClient:
     async def complete(self, path: str, body: dict[str, Any], on_part: OnPart) -> StreamedAnswer:
         """Send one request and return its whole answer.
 
-        Args:
-            path: below the base address.
-            body: of the request.
-            on_part: called when tokens came, and never after the end.
+        `on_part` is called when tokens came, and never after the end.
 
         Raises:
             ServerError: the server refused, broke off, or sent what is no answer.
@@ -163,11 +336,7 @@ async def _read(response: httpx.Response, answer: StreamedAnswer, on_part: OnPar
 
 
 class _Arrivals(httpx.AsyncByteStream):
-    """The bytes of a response, and when the last ones came.
-
-    Args:
-        stream: of the response.
-    """
+    """The bytes of a response, and when the last ones came."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.last_s = stream, 0.0
@@ -190,10 +359,7 @@ def _words(error: BaseException) -> str:
 class HTTPDoor:
     """Sends each request when a client asks, without a step in between.
 
-    Args:
-        llm: a harness.systems.http_engine.HTTPEngine.
-        max_pending: requests that may be unfinished at once.
-        on_step: not called: a server does not tell its steps.
+    `on_step` is not called: a server does not tell its steps.
     """
 
     def __init__(
@@ -256,10 +422,6 @@ OnEvents = Callable[[list[TokenEvent]], None]
 
 class HTTPEngine:
     """Sends requests to a server; its tokens are those that arrived.
-
-    Args:
-        config: the model, and the longest prompt plus output.
-        system: where the server is.
 
     Raises:
         ConfigError: the variable with the key is not set.
@@ -510,11 +672,7 @@ class HTTPEngine:
 
 
 class HTTPFactory:
-    """Opens the server of a configuration.
-
-    Args:
-        system: where it is.
-    """
+    """Opens the server of a configuration."""
 
     def __init__(self, system: SystemConfig) -> None:
         self._system = system

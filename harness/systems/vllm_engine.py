@@ -19,15 +19,16 @@ from engine.errors import ConfigError, EngineError, RequestError
 from engine.model.spec import ModelSpec
 from engine.text.tokenizer import load_tokenizer
 from harness.systems.base import (
+    PeerDevice,
     PeerLoad,
     PeerPlan,
     StepCounts,
     config_json,
     model_spec,
     no_prediction,
+    open_peer_device,
 )
 from harness.systems.door import EngineDoor, Progress, probe_engine_link
-from harness.systems.torch_device import PeerDevice, open_peer_device
 
 MODULE: Final = "vllm"
 
@@ -35,12 +36,8 @@ MODULE: Final = "vllm"
 def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str, Any]:
     """Return the arguments that say what a configuration asks.
 
-    Settings that are left at what means "as vLLM does" are left out.
-
-    Args:
-        config: what is asked; harness.config.engine has refused what has no counterpart.
-        folder: with config.json, and weights unless they are random.
-        share: of the card's memory that the budget is.
+    Settings that are left at what means "as vLLM does" are left out. `folder` has config.json, and
+    weights unless they are random; the budget is `share` of the card's memory.
     """
     engine, kv = config.engine, config.kv
     found: dict[str, Any] = {
@@ -102,14 +99,6 @@ def check_arguments(arguments: Collection[str], known: Collection[str], version:
 
 class VLLMEngine:
     """vLLM's LLMEngine, its requests by token ids.
-
-    Args:
-        config: what is asked.
-        spec: sizes of the model.
-        device: what it runs on.
-        arguments: what vLLM was told.
-        engine: vLLM's engine.
-        load: where the time of the load went.
 
     Raises:
         EngineError: offload was asked for and vLLM put nothing in host memory.

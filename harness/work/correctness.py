@@ -95,11 +95,8 @@ def reference_key(
 ) -> str:
     """Return the name of the reference: a hash of everything that may change its tokens.
 
-    Args:
-        config: of the reference engine.
-        check: the prompts' number and lengths.
-        environment: of this machine; the device and the versions are taken from it.
-        engine: native, or fake for scripted tokens.
+    Of the environment the device and the versions count; `engine` is native, or fake for scripted
+    tokens.
     """
     asked = config.to_dict()
     for name in _RATES_ONLY:

@@ -26,22 +26,18 @@ class StepStats(Protocol):
     @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens in it."""
-        ...
 
     @property
     def num_decode_tokens(self) -> int:
         """Decoded tokens in it."""
-        ...
 
     @property
     def h2d_bytes(self) -> int:
         """Bytes copied from host to device."""
-        ...
 
     @property
     def in_place_bytes(self) -> int:
         """Bytes that the device read in host memory."""
-        ...
 
 
 class Engine(Protocol):
@@ -50,66 +46,52 @@ class Engine(Protocol):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, or None."""
-        ...
 
     @property
     def spec(self) -> Any:
         """Sizes of the model."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, tokens."""
-        ...
 
     @property
     def load_report(self) -> Any:
         """Phases of the load."""
-        ...
 
     @property
     def plan(self) -> Any:
         """The memory plan."""
-        ...
 
     @property
     def last_step(self) -> StepStats | None:
         """What the newest step did."""
-        ...
 
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
     ) -> str:
         """Queue a request."""
-        ...
 
     def step(self) -> list[TokenEvent]:
         """Run one step."""
-        ...
 
     def has_unfinished(self) -> bool:
         """Return whether a step has work."""
-        ...
 
     def abort(self, request_id: str) -> None:
         """Drop a request."""
-        ...
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the engine started."""
-        ...
 
     def memory(self) -> dict[str, Any]:
         """Return bytes in use."""
-        ...
 
     def effective(self) -> dict[str, Any]:
         """Return what is really used."""
-        ...
 
     def close(self) -> None:
         """Free everything."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -143,13 +125,7 @@ class StepTotals:
         return self.planned_copied_bytes + self.planned_read_bytes
 
     def add(self, step: StepStats, duration_s: float, plan: Any) -> None:
-        """Count one step.
-
-        Args:
-            step: what the engine says of it.
-            duration_s: its wall time.
-            plan: the memory plan in force.
-        """
+        """Count one step."""
         self.num_steps += 1
         if step.num_prefill_tokens:
             self.prefill_s += duration_s
@@ -450,11 +426,7 @@ def cut_reasons(
 ) -> list[str]:
     """Return one reason when the time of `part` was over before all planned requests had ended.
 
-    Args:
-        part: of the scenario, or its warm-up.
-        requests: those that were sent.
-        planned: how many were to be sent.
-        limit_s: max_duration_s.
+    `part` is one of the scenario, or its warm-up.
     """
     ended = sum(not request.is_cancelled for request in requests)
     if ended == planned or limit_s is None:

@@ -1,23 +1,21 @@
-"""Counters of a two-tier KV cache as the engine tells them, flat and as differences."""
+"""A KV cache's counters while a part runs, and what its requests found in a prefix cache."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
 from engine.sealed import GIB
-from harness.work.drive import Clock, Engine, ratio
-from harness.work.times import has_passed
+from harness.work.drive import Clock, Engine, Outcome, ratio
+from harness.work.times import RequestTimes, has_passed
 
 Counts = dict[str, float]
 """Numbers by the path of their keys, such as `moved.loaded_bytes`."""
 
 
 def counts(stats: Mapping[str, Any]) -> Counts:
-    """Return the numbers below `kv` of an engine's stats; none where it tells nothing of KV.
-
-    Args:
-        stats: of `LLM.stats()`.
-    """
+    """Return the numbers below `kv` of an engine's stats; none where it tells nothing of KV."""
     found: Counts = {}
 
     def walk(tree: Mapping[str, Any], path: str) -> None:
@@ -86,10 +84,6 @@ class KVWatch:
     """An engine that notes the use of its KV cache between steps, a few times a second.
 
     Everything but `step` is the engine's own.
-
-    Args:
-        llm: the engine.
-        clock: seconds.
     """
 
     def __init__(self, llm: Engine, clock: Clock) -> None:
@@ -122,12 +116,7 @@ class KVWatch:
             self._period_s *= 2
 
     def note(self, part: str, result: dict[str, Any]) -> None:
-        """Add metrics and rows to a job's result; those of the last part stay.
-
-        Args:
-            part: of the scenario.
-            result: with `metrics` and `samples`.
-        """
+        """Add metrics and rows to a job's result; those of the last part stay."""
         metrics, samples = self.figures()
         result["metrics"] |= metrics
         if samples is not None:
@@ -170,12 +159,7 @@ class KVWatch:
 
 
 def kv_metrics(rose: Counts, wall_s: float) -> dict[str, float | None]:
-    """Return what was counted in a part, as metrics.
-
-    Args:
-        rose: by how much each counter rose.
-        wall_s: of the part.
-    """
+    """Return what was counted in a part, as metrics."""
 
     def total(names: tuple[str, ...]) -> float:
         return sum(rose.get(name, 0) for name in names)
@@ -192,11 +176,7 @@ def kv_metrics(rose: Counts, wall_s: float) -> dict[str, float | None]:
 
 
 def kv_link_share(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the share of the link that KV took, where both are known.
-
-    Args:
-        metrics: with the rates of the probes.
-    """
+    """Return the share of the link that KV took, where both are known."""
     if "kv/h2d_gb_s" not in metrics:
         return {}
     probed = (metrics.get("link/h2d_gb_s"), metrics.get("link/h2d_after_gb_s"))
@@ -216,8 +196,7 @@ TIERS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
 def kv_series(samples: Mapping[str, Any] | None) -> Iterator[tuple[str, float, float]]:
     """Yield (name, seconds since the part began, GiB), at most one row a second.
 
-    Args:
-        samples: `samples.kv` of a record; None: there are none.
+    `samples` is `samples.kv` of a record.
     """
     if not samples:
         return
@@ -231,3 +210,116 @@ def kv_series(samples: Mapping[str, Any] | None) -> Iterator[tuple[str, float, f
         for name, columns in TIERS:
             blocks = sum(row[places[column]] for column in columns)
             yield name, time_s, blocks * samples["block_bytes"] / GIB
+
+
+LEAST_EXCESS_SHARE: Final = 0.01
+"""Share of the prompt tokens up to which more hits than prompts share are taken for another way of
+counting: of blocks, of a template, of a text that a server encodes itself."""
+
+Sent = tuple[Sequence[int], Sequence[int]]
+"""Prompt and output tokens of a request."""
+
+
+def hit_tokens(stats: Mapping[str, Any]) -> float | None:
+    """Return the prompt tokens found in a prefix cache since the start; None where it is not told.
+
+    An engine tells it of its KV cache, a peer as `prefix_hit_tokens`.
+    """
+    known = counts(stats)
+    names = [name for name in known if name in {"prefix.hits_gpu_tokens", "prefix.hits_cpu_tokens"}]
+    if names:
+        return sum(known[name] for name in names)
+    told: float | None = stats.get("prefix_hit_tokens")
+    return told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reuse:
+    """What one part, repeat or trial found in a prefix cache."""
+
+    prompt_tokens: int
+    """Prompt tokens of all requests that were sent."""
+    hit_tokens: float | None
+    """Number of these that were found; None: the engine does not tell."""
+    shared_tokens: int
+    """Number of these that another request of the part has before the same tokens."""
+
+    @property
+    def share(self) -> float | None:
+        """Found / prompt tokens; None where either is not known."""
+        if self.hit_tokens is None or not self.prompt_tokens:
+            return None
+        return self.hit_tokens / self.prompt_tokens
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether more was found than requests of this part can have left."""
+        excess = (self.hit_tokens or 0.0) - self.shared_tokens
+        return excess > LEAST_EXCESS_SHARE * self.prompt_tokens
+
+
+def reuse_since(
+    before: float | None,
+    stats: Mapping[str, Any],
+    requests: Sequence[RequestTimes],
+    sent: Callable[[], list[Sent]],
+) -> Reuse:
+    """Return what requests found.
+
+    `before` is hit_tokens before them; `sent` returns their tokens, and is called only where
+    something was found.
+    """
+    after = hit_tokens(stats)
+    hits = None if after is None else after - (before or 0.0)
+    return Reuse(
+        prompt_tokens=sum(request.num_prompt_tokens for request in requests),
+        hit_tokens=hits,
+        shared_tokens=_shared_tokens(sent()) if hits else 0,
+    )
+
+
+def with_outputs(prompts: Sequence[Sequence[int]], requests: Sequence[RequestTimes]) -> list[Sent]:
+    """Return the tokens of requests of these prompts, as far as they were sent."""
+    pairs = zip(prompts, requests, strict=False)
+    return [(prompt, request.token_ids) for prompt, request in pairs]
+
+
+def _shared_tokens(sent: Sequence[Sent]) -> int:
+    """Return how many tokens of prompts another request leaves, in whatever order they run.
+
+    In sorted order each neighbour has the longest common beginning, and the sum over neighbours
+    counts a beginning once less than requests have it.
+    """
+    ordered = sorted(
+        ((*prompt, *output), len(prompt))
+        for prompt, output in sent  # a later turn holds outputs
+    )
+    return sum(
+        min(_common(first, second), max(num_first, num_second))
+        for (first, num_first), (second, num_second) in pairwise(ordered)
+    )
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    least = min(len(first), len(second))
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), least)
+
+
+def note_reuse(outcome: Outcome, part: str, found: Reuse) -> None:
+    """Add the share to an outcome, and a reason where prompts were not computed as was meant."""
+    outcome.metrics[f"{part}/hit_share"] = found.share if outcome.num_measured else None
+    if not found.hit_tokens:
+        return
+    what = (
+        f"{part}: {found.hit_tokens:,.0f} of {found.prompt_tokens:,} prompt tokens were found in a "
+        "prefix cache"
+    )
+    if found.is_foreign:
+        outcome.reasons.append(
+            f"{what}, where requests of this part share {found.shared_tokens:,}: earlier requests "
+            "had left them there, and the figures are not of computing these prompts. Restart the "
+            "server, turn its prefix cache off, or send other prompts (a seed, a prompts_file)."
+        )
+    elif part != "serve":
+        outcome.notes.append(f"{what}, because the prompts begin alike: they were computed once.")

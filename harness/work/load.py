@@ -18,15 +18,10 @@ def measure_load(
 ) -> tuple[dict[str, Any], Engine]:
     """Build the engine and take one token; return the start as a row and the engine.
 
-    `import` runs from the start of the process to the engine's construction, `first_token` from
-    its end to the token. Between them are the engine's own phases; what it left unnamed of its
-    construction counts as `build`. The phases sum to `total_s`.
-
-    Args:
-        build: constructs the engine.
-        first_prompt: the prompt whose first token ends the load.
-        spawned_s: when the process was started, on `clock`.
-        clock: seconds.
+    `import` runs from the start of the process to the engine's construction, `first_token` from its
+    end to the token. Between them are the engine's own phases; what it left unnamed of its
+    construction counts as `build`. The phases sum to `total_s`. `first_prompt` gives the prompt
+    whose first token ends the load; the process was started at `spawned_s` on `clock`.
     """
     begin_s = clock()
     llm = build()
@@ -52,11 +47,7 @@ def measure_load(
 
 
 def rates_gb_s(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return GB/s by kind: `weights` from their source into place, `pin` of host memory.
-
-    Args:
-        row: of `measure_load`.
-    """
+    """Return GB/s by kind: `weights` from their source into place, `pin` of host memory."""
     phases, moved = row["phases"], row.get("moved_bytes", {})
     weights = moved.get("read", moved.get("convert", 0))
     found = {}
@@ -73,8 +64,7 @@ def rates_gb_s(row: Mapping[str, Any]) -> dict[str, float]:
 def summarise_loads(rows: Sequence[Mapping[str, Any]]) -> Outcome:
     """Return means over the warm starts as `load/...` and over the cold ones as `load/cold_...`.
 
-    Args:
-        rows: rows of `measure_load` with `start` (its label) and `is_cold`.
+    Rows are those of `measure_load` with `start` (a label) and `is_cold`.
     """
     metrics: dict[str, float | None] = {}
     for is_cold, prefix in ((False, "load/"), (True, "load/cold_")):

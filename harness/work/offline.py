@@ -18,8 +18,8 @@ from harness.work.drive import (
     run_in_turn,
     short_reasons,
 )
+from harness.work.kv import hit_tokens, note_reuse, reuse_since, with_outputs
 from harness.work.prompts import PromptRow, encode_rows, special_ids, synthetic_prompts
-from harness.work.reuse import hit_tokens, note_reuse, reuse_since, with_outputs
 from harness.work.times import RequestTimes, floor_note, latency_pools, pool_metrics
 
 
@@ -177,11 +177,8 @@ def part_prompts(
 ) -> list[list[list[int]]]:
     """Return the prompts of each repeat; no two repeats share one.
 
-    Args:
-        llm: the engine that they are for.
-        part: of the scenario; another part has other prompts.
-        config: how many, how long, and how often.
-        rows: of the file of prompts, enough for all repeats; None: they are synthetic.
+    `rows` are those of the file of prompts, enough for all repeats; None: prompts are synthetic,
+    and another part has others.
     """
     num, repeats = config.num_requests, config.repeats
     if rows is not None:
@@ -198,12 +195,7 @@ def engine_prompts(
 ) -> list[list[int]]:
     """Return synthetic prompts in the vocabulary of an engine, without its special tokens.
 
-    Args:
-        llm: the engine.
-        num_prompts: how many, all different.
-        num_tokens: of each.
-        seed: another seed gives other prompts.
-        stream: another name gives other prompts.
+    Another seed or stream gives other prompts; no two of one are equal.
     """
     return synthetic_prompts(
         num_prompts,
@@ -218,15 +210,7 @@ def engine_prompts(
 def warm_up_part(
     llm: Engine, part: str, config: RequestSet, *, clock: Clock, salt: str | None = None
 ) -> list[str]:
-    """Run the requests before a part, one at a time; return what went wrong.
-
-    Args:
-        llm: the engine.
-        part: of the scenario.
-        config: how many and how long; their prompts are of their own.
-        clock: seconds.
-        salt: begins that of their prefixes in a cache.
-    """
+    """Run the requests before a part, one at a time; return what went wrong."""
     stream, num = f"{part}/warm-up", config.warmup_requests
     prompts = engine_prompts(llm, num, config.prompt_tokens, seed=config.seed, stream=stream)
     requests, _ = run_in_turn(

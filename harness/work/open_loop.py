@@ -32,13 +32,11 @@ class Door(Protocol):
     @property
     def failure(self) -> BaseException | None:
         """What the engine raised when it failed."""
-        ...
 
     def tokens(
         self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[list[TokenEvent], None]:
         """Yield the tokens of a request as they come."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +69,9 @@ async def run_open_loop(
 ) -> list[ServedRequest]:
     """Send a schedule and return what came of every request of it, in the schedule's order.
 
-    Args:
-        door: where requests go.
-        schedule: with token ids.
-        limits: of concurrency and of the time after the last arrival.
-        clock: seconds, the clock of the tokens' times.
-        wait: lets time pass on that clock.
-        on_progress: called after tokens came.
-        on_end: called with each request when it has ended; with those that never ran at the end.
-        give_up: looked at four times a second; what then runs or is to come is cancelled.
+    `wait` lets time pass on `clock`, the clock of the tokens' times. `on_end` gets each request
+    when it has ended, those that never ran at the end. `give_up` is looked at four times a second;
+    what then runs or is to come is cancelled.
 
     Raises:
         BaseException: what the engine failed of.

@@ -86,7 +86,6 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,13 +108,8 @@ def synthetic_prompts(
 ) -> list[list[int]]:
     """Return distinct prompts of random token ids, the same for the same arguments.
 
-    Args:
-        num_prompts: how many.
-        num_tokens: length of each.
-        vocab_size: ids are below it.
-        seed: a whole number; with `stream` it keys the draws.
-        stream: what the prompts are for; two streams of one seed share no prompt in practice.
-        avoid: ids that are not used (special tokens).
+    Ids are below `vocab_size` and not in `avoid` (special tokens). Two streams of one seed share no
+    prompt in practice.
 
     Raises:
         PromptError: the vocabulary is too small for that many distinct prompts.

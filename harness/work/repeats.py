@@ -27,17 +27,14 @@ class Repeated(Protocol):
     @property
     def part(self) -> str:
         """Throughput, latency or serve."""
-        ...
 
     @property
     def repeats(self) -> int:
         """Measurements at most."""
-        ...
 
     @property
     def stop_share(self) -> float | None:
         """Half of an interval's width over its mean that ends a series early."""
-        ...
 
 
 def measure_repeats(
@@ -45,14 +42,9 @@ def measure_repeats(
 ) -> tuple[Outcome, StepTotals]:
     """Measure a part several times; return means with their intervals, and the sums over steps.
 
-    One repeat is returned as it is.
-
-    Args:
-        measure: measures once; gets the number of the repeat, from 0.
-        asked: how often. With stop_share it ends when the 95 % interval of the part's metric in
-            SETTLES reaches at most that share of its mean to either side, without only where the
-            time of one was over.
-        t: Student's.
+    One repeat is returned as it is. `measure` gets the number of the repeat, from 0. With
+    stop_share a series ends when the 95 % interval of the part's metric in SETTLES reaches at most
+    that share of its mean to either side, without only where the time of one was over.
     """
     found: list[Outcome] = []
     totals = StepTotals()
@@ -75,11 +67,6 @@ def merge(found: Sequence[Outcome], asked: Repeated, t: Quantile) -> Outcome:
     The statistics of a quantity of requests are those of all requests of all repeats; its interval
     is that of the repeats' means. A metric that a repeat did not measure is left out of its mean;
     that repeat has a reason.
-
-    Args:
-        found: one of each repeat that ran.
-        asked: how many were asked for.
-        t: Student's.
     """
     pools = {
         base: [value for outcome in found for value in outcome.pools.get(base, ())]

@@ -23,9 +23,6 @@ class RequestLog:
     """Appends requests twice a second at most, on a thread of its own.
 
     A write that failed raises its OSError from a later call.
-
-    Args:
-        run_dir: the run's folder.
     """
 
     def __init__(self, run_dir: Path) -> None:

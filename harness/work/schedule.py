@@ -16,13 +16,8 @@ def arrival_times(num: int, arrivals: Arrivals, *, rate_per_s: float, seed: int)
     """Return `num` times in ascending order, seconds from the first; the first is 0.
 
     The gaps are drawn for a rate of one a second and then divided by the rate, so schedules of two
-    rates differ by a factor alone.
-
-    Args:
-        num: how many.
-        arrivals: the process; not trace.
-        rate_per_s: mean arrivals a second once the ramp is over; no effect for at_once.
-        seed: keys the draws.
+    rates differ by a factor alone. `rate_per_s` is the mean once the ramp is over; at_once has
+    none.
 
     Raises:
         ValueError: the process is trace, whose times are those of its rows.
@@ -64,11 +59,6 @@ def draw_lengths(num: int, lengths: Lengths, draw: random.Random) -> list[int]:
 
     Normal and lognormal draws are rounded, then moved to the nearer bound where they are outside.
     The lognormal's mean and deviation are those of the lengths, not of their logarithms.
-
-    Args:
-        num: how many.
-        lengths: the distribution.
-        draw: the source of chance.
     """
     return [_draw(lengths, draw) for _ in range(num)]
 
@@ -174,11 +164,8 @@ def plan_requests(
 ) -> Schedule:
     """Return the schedule of a scenario; the same for the same arguments. Draws no token ids.
 
-    Args:
-        config: what is asked.
-        trace: rows of `read_trace`, for arrivals.process=trace.
-        rate_per_s: in place of arrivals.rate_per_s, for a search.
-        name: first part of the requests' ids.
+    `trace` has the rows for arrivals.process=trace. `rate_per_s` stands in for arrivals.rate_per_s
+    in a search; the requests' ids begin with `name`.
     """
     if config.trace is not None:
         return _from_trace(config, trace, name)
@@ -277,15 +264,9 @@ def fill_tokens(
 ) -> Schedule:
     """Return the schedule with the token ids of every request; the same for the same arguments.
 
-    No two synthetic prompts are equal. Prompts of a trace are equal as far as its hash_ids are.
-
-    Args:
-        schedule: of `plan_requests`.
-        config: what is asked.
-        vocab_size: ids are below it.
-        avoid: ids that are not used (special tokens).
-        rows: the encoded rows of the file of prompts.
-        stream: with seeds.prompts it keys the draws; two streams share no prompt in practice.
+    No two synthetic prompts are equal. Prompts of a trace are equal as far as its hash_ids are. Ids
+    are below `vocab_size` and not in `avoid`; `rows` are those of the file of prompts, encoded. Two
+    streams share no prompt in practice.
 
     Raises:
         PromptError: the vocabulary is too small for that many different prompts.
@@ -383,11 +364,7 @@ class Load:
     """Begins the salts of all schedules; None: their prefixes are shared."""
 
     def of_repeat(self, number: int) -> "Load":
-        """Return what one repeat sends: draws, and rows of the file, of its own.
-
-        Args:
-            number: of the repeat, from 0.
-        """
+        """Return what one repeat sends: draws, and rows of the file, of its own."""
         if not number:
             return self  # with its schedule
         count = self.config.num_rows // self.config.repeats

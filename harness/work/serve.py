@@ -23,9 +23,9 @@ from harness.work.drive import (
     failure_reasons,
     run_in_turn,
 )
+from harness.work.kv import Reuse, Sent, hit_tokens, note_reuse, reuse_since
 from harness.work.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
 from harness.work.prompts import synthetic_prompts
-from harness.work.reuse import Reuse, Sent, hit_tokens, note_reuse, reuse_since
 from harness.work.schedule import Load, PlannedRequest, Schedule, check_counted
 from harness.work.times import (
     Accounts,
@@ -62,9 +62,7 @@ class Peak:
 def search_peak(config: PeakSearch, measure: Callable[[float], float]) -> Peak:
     """Try rates and return the highest that passed; the middle of two rates is geometric.
 
-    Args:
-        config: bounds, what passes, and when to end.
-        measure: runs one rate and returns the share of good requests.
+    `measure` runs one rate and returns the share of good requests.
     """
     trials: list[Trial] = []
 
@@ -103,7 +101,6 @@ class ServingDoor(Door, Protocol):
 
     def release(self) -> Any:
         """Take no more requests; the engine may be used by others again."""
-        ...
 
 
 class OpenDoor(Protocol):
@@ -113,7 +110,6 @@ class OpenDoor(Protocol):
         self, llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
     ) -> ServingDoor:
         """Return the door; `on_step` gets the counts of each step and its seconds."""
-        ...
 
 
 class RunAsync(Protocol):
@@ -121,7 +117,6 @@ class RunAsync(Protocol):
 
     def __call__(self, main: Coroutine[Any, Any, T], /) -> T:
         """Return what the coroutine returns."""
-        ...
 
 
 def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
@@ -270,13 +265,7 @@ def good_share(config: ServeScenario, schedule: Schedule, served: Sequence[Serve
 
 
 def is_lost(config: ServeScenario, served: Sequence[ServedRequest], now_s: float) -> bool:
-    """Return whether so many requests are bad that the rate cannot pass any more.
-
-    Args:
-        config: with a search.
-        served: all planned requests, as far as they are.
-        now_s: the time.
-    """
+    """Return whether so many requests are bad that the rate cannot pass any more."""
     if config.search is None:
         return False
     counted = [request for request in served if not request.is_ramp_up]
@@ -287,12 +276,7 @@ def is_lost(config: ServeScenario, served: Sequence[ServedRequest], now_s: float
 
 
 def sent_tokens(schedule: Schedule, served: Sequence[ServedRequest]) -> list[Sent]:
-    """Return prompt and output of requests that were sent; a later turn holds the ones before.
-
-    Args:
-        schedule: what was planned.
-        served: what was sent of it.
-    """
+    """Return prompt and output of requests that were sent; a later turn holds the ones before."""
     own = {request.request_id: request for request in schedule.requests}
     outcomes = {request.request_id: request for request in served}
 
@@ -307,14 +291,7 @@ def sent_tokens(schedule: Schedule, served: Sequence[ServedRequest]) -> list[Sen
 def judge(
     config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest], t: Quantile
 ) -> Outcome:
-    """Return the figures of one run with what speaks against them.
-
-    Args:
-        config: what was asked.
-        schedule: what was planned.
-        served: what the run handed back.
-        t: Student's.
-    """
+    """Return the figures of one run with what speaks against them."""
     accounts = count_requests(len(schedule.requests), served)
     metrics = {
         "serve/requested_requests_s": schedule.requested_per_s,

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from harness.config.study import TiersScenario
+from harness.work.bench import SETTLE_STEPS, DecodeGaps, Figures, Sender
 from harness.work.drive import Clock
 from harness.work.kv import Counts, counts, since
-from harness.work.steps import SETTLE_STEPS, DecodeGaps, Figures, Sender
 from reports.record.record import percentile
 
 REPEATS: Final = 4
@@ -37,12 +37,8 @@ def measure_tiers(
 ) -> None:
     """Measure the parts in order; one that fails says so and leaves the others' figures.
 
-    Args:
-        llm: this project's engine, with prefix caching.
-        config: the parts, lengths and counts.
-        clock: seconds.
-        on_part: called with the name of each before it begins.
-        save: called with the figures so far after each.
+    The engine has prefix caching. `on_part` gets the name of each before it begins, `save` the
+    figures so far after each.
     """
     tiers, work, found = Tiers(llm, clock), config.scaled(), Figures()
     for name in config.parts:

@@ -15,12 +15,7 @@ resolves 2 ns after three months."""
 
 
 def has_passed(passed_s: float, limit_s: float) -> bool:
-    """Return whether a time that was measured has reached a limit, whatever the clock's rounding.
-
-    Args:
-        passed_s: a difference of two times.
-        limit_s: as it was asked for.
-    """
+    """Return whether a measured time has reached a limit, whatever the clock's rounding."""
     return passed_s > limit_s - CLOCK_S
 
 
@@ -175,12 +170,7 @@ class ServedRequest(RequestTimes):
         )
 
     def is_bad_by(self, now_s: float, bounds: Mapping[str, float]) -> bool:
-        """Return whether it can no longer become a good request.
-
-        Args:
-            now_s: the time, on the clock of the tokens.
-            bounds: of a good request, milliseconds by quantity.
-        """
+        """Return whether it can no longer become a good request."""
         if self.is_complete:
             return not self.meets(bounds)
         if self.error is not None and not self.is_cancelled:
@@ -219,12 +209,7 @@ class Accounts:
 
 
 def count_requests(num_planned: int, served: Sequence[ServedRequest]) -> Accounts:
-    """Count what became of the planned requests.
-
-    Args:
-        num_planned: in the schedule.
-        served: what the run hands back.
-    """
+    """Count what became of the planned requests."""
     return Accounts(
         planned=num_planned,
         completed=sum(request.is_complete for request in served),
@@ -259,10 +244,7 @@ def serving_metrics(
 
     The wall runs from the first counted arrival to the last token. In the window, which ends with
     the last arrival, tokens are counted by their own times, whichever request they belong to.
-
-    Args:
-        served: all of the run.
-        bounds: of a good request, milliseconds by quantity; none: no goodput.
+    `bounds` are those of a good request, milliseconds by quantity; none: no goodput.
     """
     counted = [request for request in served if not request.is_ramp_up]
     done = [request for request in counted if request.is_complete]

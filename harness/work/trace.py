@@ -41,10 +41,6 @@ class TraceRow:
 def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
     """Return the first rows of a trace in order of time; every row of the file is checked.
 
-    Args:
-        source: the file and its format.
-        num_requests: how many rows; None: all.
-
     Raises:
         TraceError: the file cannot be read, rows are malformed (named by line), or there are too
             few.
@@ -96,11 +92,7 @@ def check_lengths(
 ) -> None:
     """Refuse a trace with requests that are longer than the model takes, before anything loads.
 
-    Args:
-        rows: that will be sent.
-        source: with the factor of their lengths.
-        limit_tokens: longest prompt plus output.
-        limit_name: what sets it.
+    `limit_name` is what sets the longest prompt plus output.
 
     Raises:
         TraceError: naming how many rows are too long, the first of them by line, and a factor with
@@ -237,11 +229,6 @@ def block_lengths(num_tokens: int, num_blocks: int, scale: float) -> list[int]:
 
     The blocks of a scaled prompt are scaled alike, so that equal beginnings stay equal; the last
     one that is needed is cut.
-
-    Args:
-        num_tokens: of the scaled prompt.
-        num_blocks: entries of hash_ids.
-        scale: factor of the lengths.
     """
     edges = [round(index * MOONCAKE_BLOCK_TOKENS * scale) for index in range(num_blocks + 1)]
     cut = [min(edge, num_tokens) for edge in edges]

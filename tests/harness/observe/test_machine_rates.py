@@ -14,7 +14,7 @@ from harness.observe import machine_rates
 from harness.observe.machine_rates import Probed, rates_path, read_rates, write_rates
 from harness.sweep.plan import point_lines
 from harness.systems import door
-from harness.work.bare import measure_bare, rates_note
+from harness.work.bench import measure_bare, rates_note
 from tests.engine.specs import configuration, small_spec
 
 RATES = {"h2d_gb_s": 20.0, "in_place_gb_s": None, "bf16_tflops": 100.0, "hbm_copy_gb_s": 800.0}
@@ -89,7 +89,7 @@ def test_a_scenario_measures_and_keeps_them(home: Path, monkeypatch: pytest.Monk
         asked.append(device)
         return {**RATES}
 
-    monkeypatch.setattr("harness.observe.probe_machine.probe_rates", measure)
+    monkeypatch.setattr("harness.observe.probe.probe_rates", measure)
     figures = measure_bare(BareScenario(parts=["rates"]), configuration(small_spec()), None)
     [path] = (home / "rates").iterdir()
     assert figures["rates"] == {"rates": RATES, "file": str(path)}
@@ -130,7 +130,7 @@ def test_a_cpu_is_measured_once_and_then_kept(monkeypatch: pytest.MonkeyPatch) -
         asked.append(device)
         return {"sequence_overhead_s": 1e-4, "hbm_copy_gb_s": 11.0, "two_way_gb_s": None}
 
-    monkeypatch.setattr("harness.observe.probe_machine.probe_rates", measure)
+    monkeypatch.setattr("harness.observe.probe.probe_rates", measure)
     write_rates(None, {"h2d_gb_s": 5.0})  # by an earlier version, which measured less
     config = configuration(small_spec())
     for _ in range(2):

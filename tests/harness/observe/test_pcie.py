@@ -11,7 +11,7 @@ from harness.observe.gpu import Gpu
 from harness.observe.link import LinkCounter, Reading, calibrate, mean_rate
 from harness.systems.door import LinkWatch
 from harness.work.drive import StepTotals
-from harness.work.transfers import link_notes, transfer_metrics, transfer_reasons
+from harness.work.predicted import link_notes, transfer_metrics, transfer_reasons
 from tests.harness.fakes import Script, fake_door
 
 # ruff: noqa: N802  some names are NVML's

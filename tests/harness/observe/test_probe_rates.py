@@ -9,8 +9,6 @@ from engine.device.cpu import CPUDevice
 from engine.errors import PinningError
 from engine.plan.times import cpu_rates
 from harness.observe import probe
-from harness.observe import probe_machine as probe_layers
-from harness.observe import probe_machine as probe_rates
 
 MIB = 2**20
 NAMES = {"bf16_tflops", "float32_tflops", "host_read_gb_s", "pin_gb_s", "copy_overhead_s"}
@@ -21,16 +19,16 @@ BESIDE = {"layer_overhead_s", "sequence_overhead_s", "step_overhead_s"}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "REPEATS", 2)
     monkeypatch.setattr(probe, "EMULATED_COPY_BYTES", MIB)
-    monkeypatch.setattr(probe_rates, "REPEATS", 2)
-    monkeypatch.setattr(probe_rates, "EMULATED_HOST_BYTES", MIB)
-    monkeypatch.setattr(probe_rates, "EMULATED_PRODUCT", (8, 64, 64))
-    monkeypatch.setattr(probe_rates, "EMULATED_WEIGHTS", (2, 64, 64))
-    monkeypatch.setattr(probe_layers, "MANY", 4)
+    monkeypatch.setattr(probe, "RATE_REPEATS", 2)
+    monkeypatch.setattr(probe, "EMULATED_HOST_BYTES", MIB)
+    monkeypatch.setattr(probe, "EMULATED_PRODUCT", (8, 64, 64))
+    monkeypatch.setattr(probe, "EMULATED_WEIGHTS", (2, 64, 64))
+    monkeypatch.setattr(probe, "MANY", 4)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_cpu_is_measured_and_planned_with() -> None:
-    found = probe_rates.probe_rates("cpu")
+    found = probe.probe_rates("cpu")
     assert set(found) == NAMES | BESIDE | set(probe.RATES)
     measured = {name: rate for name, rate in found.items() if rate is not None}
     assert set(found) - set(measured) == {"two_way_gb_s", "copy_overhead_s", "launch_us"}
@@ -50,10 +48,10 @@ def test_without_registered_memory_the_rest_is_measured(monkeypatch: pytest.Monk
     def refuse(self: CPUDevice, num_bytes: int, *, pin: bool) -> None:
         raise PinningError("no")
 
-    monkeypatch.setattr(probe_rates, "probe_link", lambda device: dict.fromkeys(probe.RATES))
-    monkeypatch.setattr(probe_rates, "probe_layers", dict)
+    monkeypatch.setattr(probe, "probe_link", lambda device: dict.fromkeys(probe.RATES))
+    monkeypatch.setattr(probe, "probe_layers", dict)
     monkeypatch.setattr(CPUDevice, "host_buffer", refuse)
-    found = probe_rates.probe_rates("cpu")
+    found = probe.probe_rates("cpu")
     assert set(found) == NAMES | set(probe.RATES)
     assert {name for name, rate in found.items() if rate} == {
         "bf16_tflops",
@@ -66,7 +64,7 @@ def test_without_registered_memory_the_rest_is_measured(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("small")
 def test_products_have_weights_as_layers_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a CPU without instructions for bf16 others are 14 to 36 times slower (two cores)."""
-    monkeypatch.setattr(probe_rates, "EMULATED_PRODUCT", (16, 32, 64))
+    monkeypatch.setattr(probe, "EMULATED_PRODUCT", (16, 32, 64))
     linear, seen = torch.nn.functional.linear, set()
 
     def watched(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -74,8 +72,8 @@ def test_products_have_weights_as_layers_have_them(monkeypatch: pytest.MonkeyPat
         return linear(x, weight, *rest)
 
     monkeypatch.setattr(torch.nn.functional, "linear", watched)
-    monkeypatch.setattr(probe_rates, "probe_layers", dict)
-    probe_rates.probe_rates("cpu")
+    monkeypatch.setattr(probe, "probe_layers", dict)
+    probe.probe_rates("cpu")
     assert (torch.float32, (16, 32), (64, 32)) in seen
     assert (torch.bfloat16, (2, 32), (64, 32)) in seen
 
@@ -83,7 +81,7 @@ def test_products_have_weights_as_layers_have_them(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 def test_a_gpu_is_measured_within_what_its_parts_can_do() -> None:
     before = torch.cuda.memory_reserved()
-    found = {name: rate or 0.0 for name, rate in probe_rates.probe_rates("cuda").items()}
+    found = {name: rate or 0.0 for name, rate in probe.probe_rates("cuda").items()}
     assert 0 < found["in_place_gb_s"] <= 1.05 * found["h2d_gb_s"]
     assert found["hbm_copy_gb_s"] > found["h2d_gb_s"]
     assert found["bf16_tflops"] > 2 * found["float32_tflops"] > 0

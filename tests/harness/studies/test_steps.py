@@ -7,8 +7,8 @@ import pytest
 
 from engine.errors import ConfigError, RequestError
 from harness.config.study import StepsScenario
-from harness.work import steps
-from harness.work.steps import Sender, decode, measure_steps
+from harness.work import bench
+from harness.work.bench import Sender, decode, measure_steps
 from tests.harness.studies.kv_engine import Clock
 from tests.tiny import open_llm
 
@@ -83,7 +83,7 @@ def test_first_steps_and_those_behind_a_replay_are_not_timed(clock, monkeypatch)
         clock.now += 1000
         return 0.9
 
-    monkeypatch.setattr(steps, "replay_s", replay)
+    monkeypatch.setattr(bench, "replay_s", replay)
     got = decode(Sender(llm, clock), 3, WORK)
     assert got["step_s"] == got["least_s"] == 1
     assert got["steps"] == 6

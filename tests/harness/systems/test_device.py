@@ -6,7 +6,7 @@ import torch
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
 from engine.errors import ConfigError
 from harness.systems.accelerate_engine import AccelerateEngine
-from harness.systems.torch_device import RUNTIME_BYTES, PeerDevice, open_peer_device
+from harness.systems.base import RUNTIME_BYTES, PeerDevice, open_peer_device
 from tests.harness.cases import SPEC
 
 GIB = 2**30

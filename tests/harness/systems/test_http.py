@@ -17,9 +17,10 @@ from harness.systems.http_engine import (
     HTTPClient,
     HTTPDoor,
     HTTPEngine,
+    ServerError,
+    StreamedAnswer,
     http_door,
 )
-from harness.systems.http_stream import ServerError, StreamedAnswer
 from harness.work.drive import run_at_once
 from harness.worker import Work
 from tests.harness.cases import SPEC

@@ -13,7 +13,7 @@ from harness.config.schema import SystemConfig
 from harness.errors import EXIT_BAD_CONFIG
 from harness.point.point import Attempt, Findings
 from harness.studies.search import TrialRunner
-from harness.systems.accelerate_plan import Sizes, device_map, host_layers, largest_batch
+from harness.systems.accelerate_engine import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import agree, config_json
 from harness.systems.vllm_engine import check_arguments, vllm_arguments
 from tests.harness.cases import SPEC, load_only, run_config

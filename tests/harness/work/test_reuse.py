@@ -9,9 +9,9 @@ from harness.config.schema import LatencyScenario, ThroughputScenario
 from harness.config.serve import Arrivals, Objectives, PeakSearch, Prefixes, Turns
 from harness.observe.student import student_t
 from harness.work.drive import Outcome
+from harness.work.kv import Reuse, hit_tokens, note_reuse, reuse_since
 from harness.work.offline import measure_latency, measure_throughput
 from harness.work.prompts import PromptRow
-from harness.work.reuse import Reuse, hit_tokens, note_reuse, reuse_since
 from harness.work.times import RequestTimes
 from tests.harness.cases import scenario
 from tests.harness.test_worker import job, work

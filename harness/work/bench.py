@@ -1,20 +1,32 @@
-"""Single steps of an engine: decodes of set batches, prefills, short prompts, bytes on the link."""
+"""What benches measure: single steps, work without an engine, and what the harness itself takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from statistics import mean, median
 from typing import Any, Final
 
+from engine.asked.config import EngineConfig
+from engine.asked.sampling import SamplingParams
 from engine.errors import RequestError
 from engine.model.formats import EMBEDDING
+from engine.plan.memory import resolve_dtype
 from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
-from harness.config.study import StepsScenario
+from harness.config.serve import Arrivals, Lengths, ServeScenario
+from harness.config.study import BareScenario, OverheadScenario, StepsScenario
+from harness.observe.gpu import Gpu
 from harness.observe.link import LinkCounter
-from harness.work.drive import Clock, DrivenStep, Driver
-from harness.work.offline import engine_prompts
+from harness.observe.machine_rates import write_rates
+from harness.observe.statistics import Interval, Quantile, interval
+from harness.work.drive import Clock, DrivenStep, Driver, Engine, OnEnd, OnProgress
+from harness.work.offline import engine_prompts, measure_latency, measure_throughput
+from harness.work.schedule import Load
+from harness.work.serve import measure_serve
 from harness.work.times import RequestTimes
+from reports.record.text import number
 
+Figures = dict[str, Any]
 SETTLE_STEPS: Final = 3
 """Decode steps that are not timed by themselves: the first of a batch, and those behind a break."""
 SPARE_TOKENS: Final = 3
@@ -27,7 +39,6 @@ REPEATS: Final = 5
 """Repeats of prefills, after one that is not counted."""
 NUM_COUNTED_TOKENS: Final = 256
 """Output tokens of a sequence that decodes beside the counter."""
-Figures = dict[str, Any]
 
 
 @dataclass
@@ -61,12 +72,7 @@ class DecodeGaps:
 
 
 class Sender:
-    """Sends prompts to an engine through the step driver.
-
-    Args:
-        llm: this project's engine.
-        clock: seconds.
-    """
+    """Sends prompts to an engine through the step driver."""
 
     def __init__(self, llm: Any, clock: Clock) -> None:
         self.llm, self.clock = llm, clock
@@ -113,11 +119,7 @@ def measure_steps(
 ) -> Figures:
     """Measure everything that a configuration asks for.
 
-    Args:
-        llm: this project's engine.
-        config: what is measured.
-        clock: seconds.
-        counter: the link's; None: there is none.
+    `counter` is the link's; None: there is none.
     """
     sender = Sender(llm, clock)
     return {
@@ -262,3 +264,181 @@ def count_link(sender: Sender, config: StepsScenario, counter: LinkCounter | Non
         "nvml_gb_s": counted_gb_s,
         "factor": None if counter is None else counter.factor,
     }
+
+
+ATTENTION: Final = "paged_decode_attention"
+ATTENTION_SHAPE: Final = "32 x 4096 keys"
+"""Begins the shape of the case that is timed."""
+
+
+def measure_bare(config: BareScenario, engine: EngineConfig, gpu: Gpu | None) -> Figures:
+    """Measure the parts that a configuration asks for.
+
+    Blocks are those of `engine`'s model. Rates are kept as those of `gpu`; None: of the CPU.
+    """
+    device = "cpu" if gpu is None else "cuda"
+    found = Figures()
+    for part in config.parts:
+        match part:
+            case "moves":
+                found[part] = _moves(engine, device)
+            case "attention":
+                found[part] = _attention(device)
+            case _:
+                found[part] = _rates(device, gpu)
+    if gpu is not None:
+        import torch  # noqa: PLC0415  takes seconds
+
+        torch.cuda.empty_cache()  # no part of an engine's peak
+    return found
+
+
+def _moves(engine: EngineConfig, device: str) -> Figures:
+    """Time moves of blocks of the model."""
+    from harness.observe.probe import probe_moves  # noqa: PLC0415  imports torch
+
+    spec = engine.model.spec
+    if spec is None:
+        return {"no_room": "the model's sizes are not known"}
+    block_bytes = engine.kv.block_size * spec.kv_bytes_per_token(
+        resolve_dtype(engine, spec, device)
+    )
+    return {"block_bytes": block_bytes} | probe_moves(block_bytes, device)
+
+
+def _attention(device: str) -> Figures:
+    """Time decode attention of one layer, all its blocks on the GPU."""
+    if device == "cpu":
+        return {"no_room": "operators are timed on a GPU only"}
+    import torch  # noqa: PLC0415  takes seconds
+
+    from kernels import bench  # noqa: PLC0415  imports torch
+
+    card = torch.device("cuda", torch.cuda.current_device())
+    rates = bench.measure_rates(card, in_place=False)
+    for case in bench.OPERATORS[ATTENTION](card):
+        if ATTENTION_SHAPE in case.name:
+            timing = bench.time_case(case, rates)
+            return {
+                "shape": case.name.removeprefix(f"{ATTENTION} "),
+                "ms": timing.kernel_ms,
+                "gb_s": timing.gb_per_s,
+                "copy_gb_s": rates["copy"],
+            }
+    return {"no_room": f"kernels.bench has no case of {ATTENTION_SHAPE}"}
+
+
+def rates_note(figures: Figures) -> str:
+    """Return the rates that were kept as a line of text."""
+    rates = figures["rates"].items()
+    shown = [f"{name} {'not measured' if v is None else number(v)}" for name, v in rates]
+    return f"rates of this machine: {', '.join(shown)}. Kept in {figures['file']}."
+
+
+def _rates(device: str, gpu: Gpu | None) -> Figures:
+    """Measure what plans of this machine use, and keep it."""
+    from harness.observe.probe import probe_rates  # noqa: PLC0415  imports torch
+
+    rates = probe_rates(device)
+    return {"rates": rates, "file": str(write_rates(gpu, rates))}
+
+
+BARE: Final = {"latency": "in turn", "throughput": "at once", "serve": "at once"}
+"""Part -> the bare loop that sends the same requests in the same order."""
+
+
+def measure_overhead(
+    llm: Engine,
+    config: OverheadScenario,
+    *,
+    clock: Clock,
+    on_progress: OnProgress,
+    on_end: OnEnd,
+    served: Mapping[str, Any],
+    t: Quantile,
+) -> dict[str, Any]:
+    """Return microseconds per request of one token, and per further token.
+
+    `parts` has each part and bare loop, `own` what a part takes beyond its bare loop, each as the
+    mean and half of its 95 % interval. The engine's steps take no time; `served` are further
+    arguments of `measure_serve`.
+    """
+    prompts = engine_prompts(
+        llm, config.num_requests, config.prompt_tokens, seed=0, stream="overhead"
+    )
+    reports: dict[str, Any] = {"clock": clock, "on_progress": on_progress, "on_end": on_end}
+
+    def timed(part: str, num_tokens: int) -> float:
+        run = _runner(part, llm, prompts, num_tokens, reports, served, t)
+        begin_s = clock()
+        run()
+        return clock() - begin_s
+
+    names = [*dict.fromkeys(BARE.values()), *BARE]
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(config.repeats):
+        for name in names:
+            one_s, all_s = timed(name, 1), timed(name, config.output_tokens)
+            per_token_s = (all_s - one_s) / (config.output_tokens - 1)
+            found[name].append((1e6 * one_s / len(prompts), 1e6 * per_token_s / len(prompts)))
+    own = {
+        part: [
+            (ours[0] - theirs[0], ours[1] - theirs[1])
+            for ours, theirs in zip(found[part], found[bare], strict=True)
+        ]
+        for part, bare in BARE.items()
+    }
+    return {
+        "parts": {name: _intervals(pairs, t) for name, pairs in found.items()},
+        "own": {name: _intervals(pairs, t) for name, pairs in own.items()},
+        "repeats": config.repeats,
+        "num_requests": len(prompts),
+        "output_tokens": config.output_tokens,
+    }
+
+
+def _intervals(pairs: Sequence[tuple[float, float]], t: Quantile) -> dict[str, dict[str, float]]:
+    columns = dict(zip(("request_us", "token_us"), zip(*pairs, strict=True), strict=True))
+    found: dict[str, Interval | None] = {name: interval(v, t) for name, v in columns.items()}
+    return {
+        name: {"mean": value.mean, "half": value.half_width}
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def _runner(
+    part: str,
+    llm: Engine,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    reports: Mapping[str, Any],
+    served: Mapping[str, Any],
+    t: Quantile,
+) -> Callable[[], Any]:
+    """Return what sends all requests for so many tokens, by a part or a bare loop."""
+    if part not in BARE:
+        return lambda: _bare(llm, prompts, num_tokens, in_turn=part == "in turn")
+    if part != "serve":
+        latency = partial(measure_latency, t=t)
+        measure = latency if part == "latency" else measure_throughput
+        return lambda: measure(llm, prompts, num_tokens, **reports)
+    config = ServeScenario(
+        num_requests=len(prompts),
+        warmup_requests=0,
+        arrivals=Arrivals(process="at_once"),
+        prompt=Lengths(tokens=len(prompts[0])),
+        output=Lengths(tokens=num_tokens),
+    )
+    load = Load(config=config, vocab_size=llm.spec.vocab_size)
+    return lambda: measure_serve(llm, load, **reports, **served, t=t)
+
+
+def _bare(llm: Engine, prompts: Sequence[list[int]], num_tokens: int, *, in_turn: bool) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        llm.add_request(prompt, params, f"bare-{index}")
+        while in_turn and llm.has_unfinished():
+            llm.step()
+    while llm.has_unfinished():
+        llm.step()
