@@ -17,8 +17,7 @@ from engine.clock import LoadReport, PhaseClock
 from engine.device.base import TORCH_DTYPES, Device
 from engine.device.cuda import open_device
 from engine.errors import CheckpointError, PinningError
-from engine.kv.memory import KVCache
-from engine.kv.mover import HostTier
+from engine.kv.memory import HostTier, KVCache
 from engine.model.checkpoint import (
     ModelFolder,
     StoredTensor,

@@ -64,9 +64,9 @@ class MoveLedger:
         """Moves that are not complete."""
         return len(self._in_flight)
 
-    def are_done(self, move_ids: Iterable[int]) -> bool:
-        """Return whether all of these moves are complete."""
-        return self._in_flight.keys().isdisjoint(move_ids)
+    def is_pending(self, move_ids: Iterable[int]) -> bool:
+        """Return whether any of these moves is not complete."""
+        return not self._in_flight.keys().isdisjoint(move_ids)
 
     def is_touched(self, block_id: int) -> bool:
         """Return whether a move in flight reads or writes the block."""
@@ -79,10 +79,7 @@ class MoveLedger:
     def start(self, kind: MoveKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Decide moves: each after what brings its source and all that touches its target.
 
-        Args:
-            kind: Of all of them.
-            sources: Blocks to read.
-            targets: Blocks to write, none of them a source.
+        No target is a source.
         """
         touching, incoming = self._touching, self._incoming
         ids = range(self._next_id, self._next_id + len(sources))
@@ -119,12 +116,15 @@ class MoveLedger:
                 self._waits.update(self._touching[block_id])
             self._incoming.pop(block_id, None)
 
-    def decided(self) -> MoveBatch:
-        """Return what was decided and not taken."""
+    def decided_moves(self) -> MoveBatch:
+        """Return what is to be copied before the next step, and what that step waits for.
+
+        The same and more until `note_taken`.
+        """
         return MoveBatch(tuple(self._outbox), frozenset(self._waits))
 
     def note_taken(self) -> None:
-        """Note that all that was decided is taken."""
+        """Note that the moves decided so far are in somebody's hands."""
         self._outbox, self._waits, self._first_not_taken = [], set(), self._next_id
 
     def finish(self, move_ids: Collection[int]) -> list[Move]:
@@ -133,7 +133,16 @@ class MoveLedger:
         Raises:
             EngineError: One is not in flight, was not taken, or is named twice.
         """
-        self._check_can_finish(move_ids)
+        seen: set[int] = set()
+        for move_id in move_ids:
+            is_known = move_id in self._in_flight and move_id not in seen
+            if not is_known or move_id >= self._first_not_taken:
+                why = "was never taken" if is_known else "is not in flight"
+                raise EngineError(
+                    "block moves: expected a move that was taken and is not complete, got "
+                    f"{move_id}, which {why}. Complete each move once."
+                )
+            seen.add(move_id)
         touching, incoming, found = self._touching, self._incoming, []
         self._waits.difference_update(move_ids)
         for move_id in move_ids:
@@ -148,16 +157,3 @@ class MoveLedger:
                 else:
                     touching[block_id] = tuple(other for other in others if other != move_id)
         return found
-
-    def _check_can_finish(self, move_ids: Collection[int]) -> None:
-        seen: set[int] = set()
-        for move_id in move_ids:
-            is_known = move_id in self._in_flight and move_id not in seen
-            if is_known and move_id < self._first_not_taken:
-                seen.add(move_id)
-                continue
-            why = "was never taken" if is_known else "is not in flight"
-            raise EngineError(
-                f"block moves: expected a move that was taken and is not complete, got {move_id}, "
-                f"which {why}. Complete each move once."
-            )

@@ -1,22 +1,26 @@
-"""TieredBlockPool: one space of block ids over GPU and host memory, with a prefix cache over both.
+"""Blocks of one group of layers over GPU and host memory: what each is, and which gives way.
 
-Block ids and decisions only; the moves that it decides are executed elsewhere.
+Block ids and decisions only, with a prefix cache over both tiers; the moves that are decided are
+executed elsewhere.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from heapq import merge
+from itertools import chain, count, islice
 from typing import Literal
 
 from engine.errors import EngineError
-from engine.kv.eviction import BlockStates, PoolStats, Retain, Victims
-from engine.kv.moves import MoveBatch
+from engine.kv.moves import MoveKind, MoveLedger
 
 Tier = Literal["gpu", "cpu"]
 """Where a block lies."""
 Room = Literal["gpu", "either"]
 """Where new blocks may come from; either: from the host tier what the GPU has not."""
+Retain = Literal["demote", "drop", "forget"]
+"""What becomes of content without an owner: findable, and stored when its GPU block is taken;
+findable until its GPU block is taken; gone at once in both tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,255 @@ class TierUse:
     """Host blocks without an owner that a move in flight reads or writes."""
 
 
+@dataclass(kw_only=True)
+class PoolStats:
+    """Counts of blocks since the pool was made."""
+
+    hits_gpu: int = 0
+    """Found on the GPU, those included that a move already brings."""
+    hits_loaded: int = 0
+    """Found in the host tier and brought to the GPU."""
+    hits_in_place: int = 0
+    """Found in the host tier and read there."""
+    hits_unseen_gpu: int = 0
+    """Blocks of prefixes behind which a sequence begins that no later token sees, so that they need
+    not be there; the first block that is seen was found on the GPU, or there is none."""
+    hits_unseen_cpu: int = 0
+    """The same, where that block was found in the host tier."""
+    misses: int = 0
+    """Asked for and not found."""
+    swapped_in_gpu: int = 0
+    """Blocks of sequences that go on after a preemption, still on the GPU."""
+    swapped_in_loaded: int = 0
+    """The same, brought back."""
+    swapped_in_in_place: int = 0
+    """The same, read in the host tier."""
+    lost: int = 0
+    """The same, not found, so computed again."""
+    swapped_out: int = 0
+    """Blocks of preempted sequences, findable when those had lost them."""
+    stores: int = 0
+    """Moves to the host tier."""
+    loads: int = 0
+    """Moves from it."""
+    stores_ahead: int = 0
+    """Stores made before their block was needed."""
+    stores_skipped: int = 0
+    """Contents that were to be stored and found no host block."""
+    evicted_kept: int = 0
+    """GPU contents that gave way and stay in the host tier."""
+    evicted_lost: int = 0
+    """GPU contents that gave way and are gone."""
+    evicted_spare: int = 0
+    """Host contents that gave way and are on the GPU too."""
+    evicted_cpu: int = 0
+    """Host contents that gave way and are gone."""
+    duplicates: int = 0
+    """Blocks whose content was findable in the same tier when they became full; not findable
+    themselves."""
+
+    def count_claim(
+        self, on_gpu: int, loaded: int, in_place: int, missed: int, *, resumed: bool
+    ) -> None:
+        """Count the blocks of one claim."""
+        if resumed:
+            self.swapped_in_gpu += on_gpu
+            self.swapped_in_loaded += loaded
+            self.swapped_in_in_place += in_place
+            self.lost += missed
+        else:
+            self.hits_gpu += on_gpu
+            self.hits_loaded += loaded
+            self.hits_in_place += in_place
+            self.misses += missed
+
+    @property
+    def hits_cpu(self) -> int:
+        """Found in the host tier."""
+        return self.hits_loaded + self.hits_in_place
+
+
+class BlockList(OrderedDict[int, int]):
+    """Block ids, the longest in the list first, with stamps of a clock that lists may share."""
+
+    def __init__(self, clock: Iterator[int]) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def push(self, block_id: int) -> None:
+        """Append a block that is not in the list."""
+        assert block_id not in self
+        self[block_id] = next(self._clock)
+
+
+class BlockStates:
+    """Owners, keys and lists of all blocks, kept in agreement.
+
+    Invariants, between calls:
+        - A block without an owner is in exactly one list, but for host blocks that a move in
+          flight touches: those are in none. A block with an owner is in none.
+        - A key names at most one block of each tier, and `gpu_index` and `cpu_index` name exactly
+          the blocks whose `keys` entry is set.
+        - A host block is in a `spare` list if its key names a GPU block too, in an `only` list
+          if not.
+    """
+
+    def __init__(self, num_gpu: int, num_cpu: int, num_in_place: int) -> None:
+        self.num_gpu, self.num_gpu_and_in_place = num_gpu, num_gpu + num_in_place
+        self.ledger = MoveLedger()
+        self.owners = [0] * (num_gpu + num_cpu)
+        self.keys: list[bytes | None] = [None] * (num_gpu + num_cpu)
+        self.gpu_index: dict[bytes, int] = {}
+        self.cpu_index: dict[bytes, int] = {}
+        self.num_owned_gpu = self.num_owned_cpu = 0
+        self.num_gpu_changes = self.num_key_changes = 0
+        clock = count()
+        self.gpu_free, self.gpu_idle = BlockList(clock), BlockList(clock)
+        # Of the host tier: blocks that compute reaches, then the others.
+        self.cpu_free = (BlockList(clock), BlockList(clock))
+        self.cpu_spare = (BlockList(clock), BlockList(clock))
+        self.cpu_only = (BlockList(clock), BlockList(clock))
+        self._where: list[BlockList | None] = [None] * (num_gpu + num_cpu)
+        self.settle(*range(num_gpu + num_cpu))
+
+    def copies_of(self, gpu_ids: Iterable[int]) -> list[int | None]:
+        """Return for each GPU block the host block with the same key, if there is one."""
+        keys, cpu = self.keys, self.cpu_index
+        return [None if (key := keys[block_id]) is None else cpu.get(key) for block_id in gpu_ids]
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest run of leading keys that are findable."""
+        gpu, cpu, found = self.gpu_index, self.cpu_index, []
+        for key in keys:
+            block_id = gpu.get(key)
+            if block_id is None:
+                block_id = cpu.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def own(self, block_ids: Iterable[int]) -> None:
+        """Give each block one more owner; the first takes it out of its list."""
+        owners, lists, num_gpu = self.owners, self._where, self.num_gpu
+        gpu = cpu = 0
+        for block_id in block_ids:
+            owners[block_id] += 1
+            if owners[block_id] > 1:
+                continue
+            where = lists[block_id]
+            if where is not None:
+                del where[block_id]
+                lists[block_id] = None
+            if block_id < num_gpu:
+                gpu += 1
+            else:
+                cpu += 1
+        self.num_owned_gpu += gpu
+        self.num_gpu_changes += gpu
+        self.num_owned_cpu += cpu
+
+    def disown(self, block_ids: Iterable[int]) -> list[int]:
+        """Take one owner from each block; return those that lost the last: `settle` them."""
+        owners, idle = self.owners, []
+        for block_id in block_ids:
+            owners[block_id] -= 1
+            if not owners[block_id]:
+                idle.append(block_id)
+        gpu = len([block_id for block_id in idle if block_id < self.num_gpu])
+        self.num_owned_gpu -= gpu
+        self.num_owned_cpu -= len(idle) - gpu
+        return idle
+
+    def move(self, kind: MoveKind, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Begin to copy blocks with keys to owned, keyless ones of the other tier, found at once.
+
+        Sources have an owner or lie on the GPU. Host blocks lose an owner: the move keeps them out
+        of the lists.
+        """
+        self.ledger.start(kind, sources, targets)
+        keys = self.keys
+        index = self.cpu_index if kind == "store" else self.gpu_index
+        for source, target in zip(sources, targets, strict=True):
+            key = keys[source]
+            assert key is not None
+            keys[target] = key
+            index[key] = target
+        self.num_key_changes += 1
+        self.disown(targets if kind == "store" else sources)
+
+    def set_key(self, block_id: int, new: bytes | None) -> None:
+        """Name a block by a key that none of its tier has; None: let it be found no more."""
+        key = self.keys[block_id] if new is None else new
+        if key is None:
+            return
+        index, others = self.gpu_index, self.cpu_index
+        if block_id >= self.num_gpu:
+            index, others = others, index
+        self.num_key_changes += 1
+        self.keys[block_id] = new
+        if new is None:
+            del index[key]
+        else:
+            index[key] = block_id
+        self.settle(block_id)
+        copy = others.get(key)
+        if copy is not None:
+            self.settle(copy)
+
+    def settle(self, *block_ids: int) -> None:
+        """Put blocks into the lists where they belong; in the right one they keep their age."""
+        lists, num_gpu, home_of = self._where, self.num_gpu, self._home
+        for block_id in block_ids:
+            home, where = home_of(block_id), lists[block_id]
+            if home is where:
+                continue
+            if block_id < num_gpu:
+                self.num_gpu_changes += 1
+            if where is not None:
+                del where[block_id]
+            if home is not None:
+                home.push(block_id)
+            lists[block_id] = home
+
+    def check_owned(self, block_ids: Iterable[int]) -> None:
+        """Raise EngineError unless all blocks exist and have an owner."""
+        owners, count = self.owners, len(self.owners)
+        for block_id in block_ids:
+            if not 0 <= block_id < count:
+                raise EngineError(
+                    f"block pool: expected a block id from 0 to {count - 1}, got {block_id}."
+                )
+            if not owners[block_id]:
+                raise EngineError(
+                    f"block pool: expected a block with an owner, got block {block_id}, which is "
+                    "free."
+                )
+
+    def check_key(self, block_id: int, key: bytes) -> None:
+        """Raise EngineError unless a block has an owner, and this key or none."""
+        self.check_owned((block_id,))
+        known = self.keys[block_id]
+        if known is not None and known != key:
+            raise EngineError(
+                f"block pool: expected block {block_id} to keep its key, got another one. Only a "
+                "block's owner may name it, once, when it is full."
+            )
+
+    def _home(self, block_id: int) -> BlockList | None:
+        if self.owners[block_id]:
+            return None
+        key = self.keys[block_id]
+        if block_id < self.num_gpu:
+            return self.gpu_free if key is None else self.gpu_idle
+        if self.ledger.is_touched(block_id):
+            return None
+        part = 0 if block_id < self.num_gpu_and_in_place else 1
+        if key is None:
+            return self.cpu_free[part]
+        return (self.cpu_spare if key in self.gpu_index else self.cpu_only)[part]
+
+
 class TieredBlockPool:
     """Hands out blocks of both tiers, remembers full ones by key, and decides what is copied.
 
@@ -76,8 +329,8 @@ class TieredBlockPool:
 
     Moves take time. A host block that one reads or writes is not handed out before `complete`. A
     GPU block is, and the move that brings it new content, or the next step, waits for those that
-    still touch it. `decided_moves` are taken once for each step, after the compute of the step
-    before has been enqueued.
+    still touch it. The moves decided in `ledger` are taken once for each step, after the compute of
+    the step before has been enqueued.
 
     A method that raises has changed nothing.
 
@@ -114,92 +367,51 @@ class TieredBlockPool:
                 f"tokens, {in_place} in place, window={window}."
             )
         self.num_gpu_blocks, self.num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
-        self.num_blocks = num_gpu_blocks + num_cpu_blocks
-        self.num_in_place = in_place
-        """Host blocks that compute can read and write where they are, the first ones."""
+        self.num_blocks, self.num_in_place = num_gpu_blocks + num_cpu_blocks, in_place
         self.block_size, self.window, self.block_bytes = block_size, window, block_bytes
         self.stats = PoolStats()
-        self._states = BlockStates(num_gpu_blocks, num_cpu_blocks, in_place)
-        self._victims = Victims(self._states, self.stats)
+        self.states = BlockStates(num_gpu_blocks, num_cpu_blocks, in_place)
+        self.ledger = self.states.ledger
+        self._not_stored: set[int] = set()
+        """GPU blocks whose content is not stored when they are taken."""
 
     @property
     def num_free(self) -> int:
         """GPU blocks without an owner: what `allocate` can hand out."""
-        return self._states.num_available_gpu
+        return len(self.states.gpu_free) + len(self.states.gpu_idle)
 
     @property
     def num_used(self) -> int:
         """GPU blocks with an owner."""
-        return self._states.num_owned_gpu
-
-    @property
-    def num_changes(self) -> int:
-        """Counts GPU blocks that became owned, free or findable."""
-        return self._states.num_gpu_changes
-
-    @property
-    def idle_gpu(self) -> tuple[int, ...]:
-        """GPU blocks that are findable and have no owner, the next to give way first."""
-        return tuple(self._states.gpu_idle)
+        return self.states.num_owned_gpu
 
     def num_owned_gpu(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks lie on the GPU and have an owner."""
-        owners, first_host = self._states.owners, self.num_gpu_blocks
+        owners, first_host = self.states.owners, self.num_gpu_blocks
         return len([b for b in block_ids if b < first_host and owners[b]])
 
     def num_allocatable(self, room: Room) -> int:
         """Return how many blocks `allocate` can hand out now."""
-        host = self._states.num_available_in_place if room == "either" else 0
-        return self._states.num_available_gpu + host
+        host = sum(map(len, self._in_place_lists())) if room == "either" else 0
+        return self.num_free + host
 
     def use(self, tier: Tier) -> TierUse:
         """Return how a tier is used."""
-        states = self._states
+        states = self.states
         if tier == "gpu":
             return TierUse(states.num_owned_gpu, len(states.gpu_idle), len(states.gpu_free), 0)
-        free = sum(len(blocks) for blocks in states.cpu_free)
-        cached = sum(len(blocks) for blocks in (*states.cpu_spare, *states.cpu_only))
+        free = sum(map(len, states.cpu_free))
+        cached = sum(map(len, (*states.cpu_spare, *states.cpu_only)))
         owned = states.num_owned_cpu
         return TierUse(owned, cached, free, self.num_cpu_blocks - owned - cached - free)
 
-    def ref_count(self, block_id: int) -> int:
-        """Return the number of owners of a block.
-
-        Raises:
-            EngineError: There is no such block.
-        """
-        self._states.check_id(block_id)
-        return self._states.owners[block_id]
-
-    def key_of(self, block_id: int) -> bytes | None:
-        """Return the key by which a block is found, if it is.
-
-        Raises:
-            EngineError: There is no such block.
-        """
-        self._states.check_id(block_id)
-        return self._states.keys[block_id]
-
     def findable(self, keys: Iterable[bytes]) -> list[bool]:
         """Return for each key whether a block of either tier has it."""
-        gpu, cpu = self._states.gpu_index, self._states.cpu_index
+        gpu, cpu = self.states.gpu_index, self.states.cpu_index
         return [key in gpu or key in cpu for key in keys]
 
-    def is_pending(self, move_ids: Iterable[int]) -> bool:
-        """Return whether any of these moves is not complete."""
-        return not self._states.ledger.are_done(move_ids)
-
-    @property
-    def num_moves(self) -> int:
-        """Moves that are not complete."""
-        return self._states.ledger.num_in_flight
-
     def allocate(self, n: int, room: Room = "gpu") -> list[int]:
-        """Take `n` blocks, each with one owner, all or none; nothing is evicted in vain.
-
-        Args:
-            n: How many.
-            room: With "either" those on the GPU come first.
+        """Take `n` blocks with one owner each, those on the GPU first; nothing is evicted in vain.
 
         Raises:
             EngineError: There are not so many; ask `num_allocatable` first.
@@ -209,34 +421,39 @@ class TieredBlockPool:
                 f"block pool: expected at most {self.num_allocatable(room)} blocks ({room}), got "
                 f"a demand for {n}. Ask num_allocatable first."
             )
-        gpu = min(n, self._states.num_available_gpu)
+        num_gpu = min(n, self.num_free)
         # Host blocks first: what leaves the GPU must not be stored to them.
-        cpu_blocks = [self._victims.take_in_place() for _ in range(n - gpu)]
-        return self._victims.take_gpu(gpu, for_compute=True) + cpu_blocks
+        host = self._take_host(islice(chain(*self._in_place_lists()), n - num_gpu))
+        gpu = self._take_gpu(num_gpu)
+        self.ledger.hand_out(gpu)
+        return gpu + host
 
     def free(self, block_ids: Iterable[int], retain: Retain = "demote") -> None:
         """Take one owner from each block of a sequence, given in the order of its table.
 
-        Args:
-            block_ids: Of any tier; may hold moves' targets, whose content then comes for nobody.
-            retain: What becomes of the content of blocks that had no other owner.
+        They may be moves' targets, whose content then comes for nobody. `retain` says what becomes
+        of the content of blocks that had no other owner.
 
         Raises:
             EngineError: A block has fewer owners than are taken, or does not exist.
         """
-        states, ids = self._states, list(block_ids)
+        states, ids = self.states, list(block_ids)
         for block_id, times in Counter(ids).items():
             if not 0 <= block_id < self.num_blocks:
-                states.check_id(block_id)
+                states.check_owned((block_id,))
             if states.owners[block_id] < times:
                 raise EngineError(
                     f"block pool: expected block {block_id} to have at least {times} owners, got "
                     f"{states.owners[block_id]}. It is freed twice."
                 )
         idle = states.disown(ids)
-        self._victims.set_retain(idle, retain)
-        nameless = [block_id for block_id in idle if states.keys[block_id] is None]
-        states.settle(*nameless)
+        if retain == "drop":
+            self._not_stored.update(idle)
+        else:
+            self._not_stored.difference_update(idle)
+        if retain == "forget":
+            self.forget([key for b in idle if (key := states.keys[b]) is not None])
+        states.settle(*[b for b in idle if states.keys[b] is None])
         states.settle(*reversed(idle))  # the tail is the older
 
     def register(self, block_id: int, key: bytes) -> bool:
@@ -247,12 +464,13 @@ class TieredBlockPool:
         Raises:
             EngineError: The block has no owner, or another key.
         """
-        self._states.check_key(block_id, key)
-        index = self._states.gpu_index if self._states.is_gpu(block_id) else self._states.cpu_index
+        states = self.states
+        states.check_key(block_id, key)
+        index = states.gpu_index if block_id < self.num_gpu_blocks else states.cpu_index
         if key in index:
             self.stats.duplicates += int(index[key] != block_id)
             return index[key] == block_id
-        self._states.set_key(block_id, key)
+        states.set_key(block_id, key)
         return True
 
     def match(self, keys: Sequence[bytes], num_tokens: int) -> Match:
@@ -263,13 +481,15 @@ class TieredBlockPool:
             num_tokens: Known tokens from the first of these blocks on, at least 1.
         """
         asked = min(len(keys), max(0, num_tokens - 1) // self.block_size)
-        found = self._states.find(islice(keys, asked))
-        version = self._states.num_key_changes
-        return Match(tuple(keys[: len(found)]), tuple(found), asked, version)
+        found = self.states.find(islice(keys, asked))
+        return Match(tuple(keys[: len(found)]), tuple(found), asked, self.states.num_key_changes)
 
     def can_claim(self, match: Match, *, in_place: int = 0) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
-        return self._can_claim(match, self._stay_in_place(match, in_place))
+        first_host, owners = self.num_gpu_blocks, self.states.owners
+        loads = len([b for b in match.blocks if b >= first_host])
+        idle = len([b for b in match.blocks if b < first_host and not owners[b]])
+        return loads - len(self._stay_in_place(match, in_place)) + idle <= self.num_free
 
     def claim(self, match: Match, *, in_place: int = 0, resumed: bool = False) -> Claim:
         """Take the blocks found, all or none.
@@ -285,32 +505,34 @@ class TieredBlockPool:
         Raises:
             EngineError: There are not enough blocks (ask `can_claim` first), or the match is old.
         """
-        is_new = match.version == self._states.num_key_changes
-        if not is_new and self._states.find(match.keys) != list(match.blocks):
+        states, stats = self.states, self.stats
+        is_new = match.version == states.num_key_changes
+        if not is_new and states.find(match.keys) != list(match.blocks):
             raise EngineError(
                 "block pool: expected a match made just now, got one that names other blocks than "
                 "would be found now. Match again."
             )
-        stay = self._stay_in_place(match, in_place)
-        if not self._can_claim(match, stay):
+        if not self.can_claim(match, in_place=in_place):
             raise EngineError(
                 f"block pool: expected room for {len(match.blocks)} blocks found, got "
                 f"{self.num_free} GPU blocks. Ask can_claim first."
             )
-        states = self._states
+        stay = self._stay_in_place(match, in_place)
         states.own(match.blocks)  # none of them may give way to the others
-        first_host = states.num_gpu
-        hosts = [b for b in match.blocks if b >= first_host and b not in stay]
-        loaded = dict(zip(hosts, self._victims.load(hosts), strict=True))
+        hosts = [b for b in match.blocks if b >= self.num_gpu_blocks and b not in stay]
+        targets = sorted(self._take_gpu(len(hosts)))  # so that neighbours stay neighbours
+        states.move("load", hosts, targets)
+        stats.loads += len(hosts)
+        loaded = dict(zip(hosts, targets, strict=True))
         table = [loaded.get(block_id, block_id) for block_id in match.blocks]
         on_gpu = len(match.blocks) - len(hosts) - len(stay)
         missed = match.num_asked - len(match.blocks)
-        self.stats.count_claim(on_gpu, len(hosts), len(stay), missed, resumed=resumed)
-        return Claim(table, states.ledger.incoming_to(table))
+        stats.count_claim(on_gpu, len(hosts), len(stay), missed, resumed=resumed)
+        return Claim(table, self.ledger.incoming_to(table))
 
     def count_unseen(self, num_blocks: int, match: Match) -> None:
         """Count blocks before a match that a sequence begins behind and never sees."""
-        if match.blocks and not self._states.is_gpu(match.blocks[0]):
+        if match.blocks and match.blocks[0] >= self.num_gpu_blocks:
             self.stats.hits_unseen_cpu += num_blocks
         else:
             self.stats.hits_unseen_gpu += num_blocks
@@ -329,39 +551,34 @@ class TieredBlockPool:
         Raises:
             EngineError: A block of the table has no owner, or another key.
         """
-        states = self._states
-        known, owners, first_host = states.keys, states.owners, states.num_gpu
-        states.check_owned(*table)
+        states, known = self.states, self.states.keys
+        states.check_owned(table)
         full = table[: len(keys)]
         new = [pair for pair in zip(full, keys, strict=True) if known[pair[0]] != pair[1]]
         for block_id, key in new:
             states.check_key(block_id, key)
         for block_id, key in new:
             self.register(block_id, key)
-        lone = [b for b in table if b < first_host and owners[b] == 1 and known[b] is not None]
-        copies = states.copies_of(lone)
-        lacking = [b for b, copy in zip(lone, copies, strict=True) if copy is None]
-        stored = self._victims.store(lacking, set(copies))
-        self.stats.stores_skipped += len(lacking) - stored
+        lone = [b for b in self._lone(table) if known[b] is not None]
+        self._not_stored.difference_update(lone)
+        self.stats.stores_skipped += self._store(lone)[1]
         self.free(table)
-        remaining = len(self._states.find(keys[: len(table)]))
+        remaining = len(states.find(keys[: len(table)]))
         self.stats.swapped_out += remaining
         return remaining
 
     def num_lacking(self, block_ids: Iterable[int]) -> int:
         """Return of how many GPU blocks without other owners the host tier has no copy."""
-        owners, first_host = self._states.owners, self._states.num_gpu
-        lone = [b for b in block_ids if b < first_host and owners[b] == 1]
-        return self._states.copies_of(lone).count(None)
+        return self.states.copies_of(self._lone(block_ids)).count(None)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let content without an owner be found no more, in both tiers."""
-        states = self._states
+        states = self.states
         for key in keys:
             for index in (states.gpu_index, states.cpu_index):
                 block_id = index.get(key)
                 if block_id is not None and not states.owners[block_id]:
-                    states.drop_key(block_id)
+                    states.set_key(block_id, None)
 
     def store_ahead(self, limit: int, most: int | None = None) -> int:
         """Store what would give way next, so that taking it costs no wait; return how many.
@@ -372,34 +589,21 @@ class TieredBlockPool:
             limit: GPU blocks that should be ready to be taken.
             most: Store no more of them now; None: all.
         """
-        states = self._states
-        ready = max(0, limit - len(states.gpu_free))
-        stored = self._store_lacking(list(islice(states.gpu_idle, ready)), most)
+        ready = max(0, limit - len(self.states.gpu_free))
+        stored, _ = self._store(list(islice(self.states.gpu_idle, ready)), most)
         self.stats.stores_ahead += stored
         return stored
 
     def evict_idle(self) -> None:
         """Take all content without an owner off the GPU, as if its blocks were needed."""
-        states = self._states
-        self._victims.evict(list(states.gpu_idle))
+        self._evict(list(self.states.gpu_idle))
 
     def reset(self, tier: Tier | None = None) -> None:
         """Forget all keys of a tier, or of both; owners keep their blocks, moves go on."""
-        for name, index in (("gpu", self._states.gpu_index), ("cpu", self._states.cpu_index)):
+        for name, index in (("gpu", self.states.gpu_index), ("cpu", self.states.cpu_index)):
             if tier in {None, name}:
                 for block_id in list(index.values()):
-                    self._states.drop_key(block_id)
-
-    def decided_moves(self) -> MoveBatch:
-        """Return what is to be copied before the next step, and what that step waits for.
-
-        The same and more until `note_taken`.
-        """
-        return self._states.ledger.decided()
-
-    def note_taken(self) -> None:
-        """Note that the moves decided so far are in somebody's hands."""
-        self._states.ledger.note_taken()
+                    self.states.set_key(block_id, None)
 
     def complete(self, move_ids: Collection[int]) -> None:
         """Note that moves are done on the device.
@@ -407,27 +611,90 @@ class TieredBlockPool:
         Raises:
             EngineError: One was completed before, or never taken.
         """
-        states = self._states
-        moves = states.ledger.finish(move_ids)
+        moves = self.ledger.finish(move_ids)
         blocks = chain.from_iterable([(move.src, move.dst) for move in moves])
-        states.settle(*[b for b in blocks if not states.owners[b]])  # others are in no list
+        # Others are in no list.
+        self.states.settle(*[b for b in blocks if not self.states.owners[b]])
 
-    def _can_claim(self, match: Match, stay: frozenset[int]) -> bool:
-        first_host, owners = self._states.num_gpu, self._states.owners
-        loads = len([b for b in match.blocks if b >= first_host]) - len(stay)
-        idle = len([b for b in match.blocks if b < first_host and not owners[b]])
-        return loads + idle <= self._states.num_available_gpu
+    def _in_place_lists(self) -> tuple[BlockList, ...]:
+        """Return host blocks without an owner that compute reaches, the next to give way first."""
+        return self.states.cpu_free[0], self.states.cpu_spare[0], self.states.cpu_only[0]
+
+    def _lone(self, block_ids: Iterable[int]) -> list[int]:
+        """Return the GPU blocks that have one owner."""
+        owners, first_host = self.states.owners, self.num_gpu_blocks
+        return [b for b in block_ids if b < first_host and owners[b] == 1]
 
     def _stay_in_place(self, match: Match, most: int) -> frozenset[int]:
         """Return the host blocks of a match that are not loaded."""
         if most <= 0:
             return frozenset()
-        states = self._states
-        able = [b for b in match.blocks if not states.is_gpu(b) and states.is_in_place(b)]
-        return frozenset(able[max(0, len(able) - most) :])
+        end = self.num_gpu_blocks + self.num_in_place
+        return frozenset([b for b in match.blocks if self.num_gpu_blocks <= b < end][-most:])
 
-    def _store_lacking(self, idle: Sequence[int], most: int | None) -> int:
-        """Store those of some blocks without owners that have no copy; return how many."""
-        copies = list(zip(idle, self._states.copies_of(idle), strict=True))
-        lacking = [b for b, copy in copies if copy is None and self._victims.may_store(b)]
-        return self._victims.store(lacking[:most], {copy for _, copy in copies})
+    def _take_gpu(self, n: int) -> list[int]:
+        """Hand out GPU blocks, free ones first; there are so many without an owner."""
+        states, num_free = self.states, len(self.states.gpu_free)
+        taken = list(islice(chain(states.gpu_free, states.gpu_idle), n))
+        states.own(taken)
+        self._evict(taken[num_free:])
+        return taken
+
+    def _take_host(self, block_ids: Iterable[int]) -> list[int]:
+        """Hand out these host blocks, which have no owner; what they held is gone."""
+        states, taken = self.states, list(block_ids)
+        states.own(taken)
+        for block_id in taken:
+            if states.keys[block_id] is not None:
+                is_spare = states.keys[block_id] in states.gpu_index
+                self.stats.evicted_spare += is_spare
+                self.stats.evicted_cpu += not is_spare
+                states.set_key(block_id, None)
+        return taken
+
+    def _evict(self, block_ids: Sequence[int]) -> None:
+        """Take the content off GPU blocks that nobody needs any more, the oldest first.
+
+        Those without a copy are stored, as far as host blocks can be had for them.
+        """
+        states, stats = self.states, self.stats
+        _, skipped = self._store(block_ids)
+        if self.num_cpu_blocks:
+            stats.stores_skipped += skipped
+        lost = states.copies_of(block_ids).count(None)
+        stats.evicted_lost += lost
+        stats.evicted_kept += len(block_ids) - lost
+        self._not_stored.difference_update(block_ids)
+        for block_id in block_ids:
+            states.set_key(block_id, None)
+
+    def _store(self, block_ids: Sequence[int], most: int | None = None) -> tuple[int, int]:
+        """Copy the first of some GPU blocks with keys that are to be stored and have no copy yet.
+
+        They are findable in the host tier at once, and none of the copies there gives way to them.
+        Free host blocks are taken first, then the oldest copies of what is on the GPU, then the
+        oldest content.
+
+        Returns:
+            How many, at most `most`, and of how many there was no host block for.
+        """
+        states = self.states
+        copies = states.copies_of(block_ids)
+        lacking = [
+            block_id
+            for block_id, copy in zip(block_ids, copies, strict=True)
+            if copy is None and block_id not in self._not_stored
+        ][:most]
+        n, hosts, protect = len(lacking), list[int](), set(copies)
+        if n:
+            hosts += islice(chain(*states.cpu_free), n)
+        for pair in (states.cpu_spare, states.cpu_only):
+            if len(hosts) < n:
+                parts = ((item for item in part.items() if item[0] not in protect) for part in pair)
+                oldest = merge(*parts, key=lambda item: item[1])
+                hosts += [block_id for block_id, _ in islice(oldest, n - len(hosts))]
+        self._take_host(hosts)
+        # Numbers rise together where they can, so that neighbours stay neighbours.
+        states.move("store", sorted(lacking[: len(hosts)]), sorted(hosts))
+        self.stats.stores += len(hosts)
+        return len(hosts), n - len(hosts)

@@ -10,8 +10,7 @@ from typing import Literal
 
 from engine.asked.request import Sequence
 from engine.errors import EngineError
-from engine.kv.eviction import Retain
-from engine.kv.pool import Match, TieredBlockPool
+from engine.kv.pool import Match, Retain, TieredBlockPool
 from engine.plan.kv_memory import SwapRates
 
 DIGEST_BYTES = 32
@@ -41,14 +40,9 @@ class BlockHasher:
         self._identity = tuple(identity)
 
     def root(self, salt: str | None = None) -> bytes:
-        """Return the parent of first blocks.
-
-        Args:
-            salt: Requests with different salts share nothing; None is a salt of its own.
-        """
+        """Return the parent of first blocks; None is a salt of its own, and salts share nothing."""
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        parts = [*self._identity, str(self.block_size)]
-        parts += [] if salt is None else [salt]
+        parts = [*self._identity, str(self.block_size), *([] if salt is None else [salt])]
         digest.update(f"{len(self._identity)},{len(parts)}".encode())
         for part in parts:
             raw = part.encode("utf-8", "surrogatepass")
@@ -58,12 +52,9 @@ class BlockHasher:
         return digest.digest()
 
     def keys(self, parent: bytes, token_ids: SequenceOf[int]) -> list[bytes]:
-        """Return the keys of the full blocks that follow `parent`, in order.
+        """Return the keys of the full blocks of tokens (below 2^32) that follow `parent`, in order.
 
-        Args:
-            parent: The key of the block before, or a root.
-            token_ids: What follows that block, 0 to 2^32 - 1; of the last block what is there is
-                left out if it is not full.
+        The parent is the key of the block before, or a root.
         """
         values = array("I", token_ids)
         if byteorder == "big":
@@ -77,12 +68,7 @@ class BlockHasher:
 
 
 class KeyChain:
-    """The keys of one sequence's full blocks in order; grows with the sequence.
-
-    Args:
-        hasher: Makes the keys.
-        salt: As for `BlockHasher.root`.
-    """
+    """The keys of one sequence's full blocks in order; grows with the sequence."""
 
     def __init__(self, hasher: BlockHasher, salt: str | None = None) -> None:
         self._hasher = hasher
@@ -90,12 +76,10 @@ class KeyChain:
         self.keys: list[bytes] = []
 
     def extend(self, tokens: Callable[[int, int], SequenceOf[int]], num_tokens: int) -> list[bytes]:
-        """Add the keys of blocks that became full; return all keys.
+        """Add the keys of blocks that became full with `num_tokens` tokens; return all keys.
 
-        Args:
-            tokens: Returns the tokens at positions start to stop - 1; tokens that were named
-                before are not asked for again and must not have changed.
-            num_tokens: How many tokens the sequence has.
+        `tokens` returns those at positions start to stop - 1; those that were named before are not
+        asked for again and must not have changed.
         """
         size = self._hasher.block_size
         start, stop = len(self.keys) * size, num_tokens - num_tokens % size
@@ -148,16 +132,11 @@ def swap_or_recompute(
 
 
 def num_expired(num_computed: int, window: int | None, block_size: int) -> int:
-    """Return how many leading blocks no later token sees.
+    """Return how many leading blocks no token from position `num_computed` on sees.
 
-    Args:
-        num_computed: Leading tokens that are in the cache; the next one to run is at this position.
-        window: Tokens that a token sees, itself included, at least 1.
-        block_size: Tokens in a block.
+    A token sees the newest `window` tokens, itself included; None: all.
     """
-    if window is None:
-        return 0
-    return max(0, num_computed - window + 1) // block_size
+    return 0 if window is None else max(0, num_computed - window + 1) // block_size
 
 
 def usable_prefix(
@@ -165,12 +144,8 @@ def usable_prefix(
 ) -> int:
     """Return the longest prefix, in blocks, behind which a sequence can go on.
 
-    Args:
-        cached: For each group of layers and each leading block whether its keys and values are
-            there.
-        windows: Tokens that a token sees in each group, itself included. Blocks that have expired
-            at the prefix's end need not be there.
-        block_size: Tokens in a block.
+    `cached` says for each group of layers and each leading block whether it is there; those that
+    have expired in a group's window at the prefix's end need not be.
     """
     longest, missing = 0, [-1] * len(windows)
     for place, there in enumerate(zip(*cached, strict=True)):
@@ -230,7 +205,8 @@ class BlockContent:
     def find(self, sequence: Sequence, limit: int | None = None) -> Found:
         """Find the leading blocks behind which a sequence can begin, at most `limit`."""
         num_tokens = sequence.num_tokens
-        keys = self._keys(sequence, num_tokens) if self._may_find(sequence) else []
+        may_find = self.policy.prefix_caching or sequence.seq_id in self._chains
+        keys = self._keys(sequence, num_tokens) if may_find else []
         asked = min(len(keys), (num_tokens - 1) // self.block_size)
         count = asked if limit is None else min(asked, limit)
         size, whole = self.block_size, None
@@ -255,8 +231,7 @@ class BlockContent:
         if not self.policy.prefix_caching:
             return 0
         chain = self._chains.get(sequence.seq_id)
-        known = 0 if chain is None else len(chain.keys)
-        return sequence.num_tokens // self.block_size - known
+        return sequence.num_tokens // self.block_size - (len(chain.keys) if chain else 0)
 
     def prepare(self, sequence: Sequence) -> None:
         """Make the next keys of a sequence's known tokens, so that no step has to.
@@ -266,27 +241,18 @@ class BlockContent:
         named = self.block_size * len(self._keys(sequence, 0))
         self._keys(sequence, min(sequence.num_tokens, named + PREPARE_TOKENS))
 
-    def num_shared(self, found: Found) -> tuple[int, ...]:
-        """Return for each group how many of the blocks found take no room, as they have owners."""
-        matches = zip(self._pools, found.matches, strict=True)
-        return tuple(pool.num_owned_gpu(match.blocks) for pool, match in matches)
-
     def can_claim(self, found: Found, in_place: int) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
         matches = zip(self._pools, found.matches, strict=True)
         return all(pool.can_claim(match, in_place=in_place) for pool, match in matches)
 
     def claim(self, sequence: Sequence, found: Found, in_place: int, fill: int) -> None:
-        """Give a sequence the blocks found; it begins behind them once what is loaded is there.
+        """Give a sequence without blocks those found; it begins once what is loaded is there.
 
-        Args:
-            sequence: Has no blocks.
-            found: From `find`, with nothing changed since.
-            in_place: How many host blocks to use where they are, at most.
-            fill: Stands for expired blocks in block tables.
+        At most `in_place` host blocks are used where they are; `fill` stands for expired blocks in
+        block tables. Nothing may have changed since `find`.
         """
-        pending = []
-        resumed = sequence.num_preemptions > 0
+        pending, resumed = [], sequence.num_preemptions > 0
         for pool, match, gone in zip(self._pools, found.matches, found.num_gone, strict=True):
             claim = pool.claim(match, in_place=in_place, resumed=resumed)
             if not resumed:
@@ -300,10 +266,8 @@ class BlockContent:
 
     def is_pending(self, sequence: Sequence) -> bool:
         """Return whether content that a sequence begins behind is still on its way."""
-        if not sequence.pending:
-            return False
-        pending = zip(self._pools, sequence.pending, strict=True)
-        return any(pool.is_pending(moves) for pool, moves in pending)
+        pending = zip(self._pools, sequence.pending, strict=True) if sequence.pending else ()
+        return any(pool.ledger.is_pending(moves) for pool, moves in pending)
 
     def name(self, sequence: Sequence) -> None:
         """Make blocks findable that became full with a sequence's num_computed."""
@@ -319,13 +283,9 @@ class BlockContent:
     def expire(self, pool: TieredBlockPool, blocks: SequenceOf[int], num_prompt: int) -> None:
         """Give back blocks of a sequence that no token sees any more.
 
-        Others may begin behind a part of the prompt; behind a part of the output that is unlikely,
-        so that its blocks are not stored when they are taken.
-
-        Args:
-            pool: Their group's.
-            blocks: In the order of the table.
-            num_prompt: How many of them, the first ones, hold nothing but the prompt.
+        They come in the order of the table; the first `num_prompt` hold nothing but the prompt.
+        Others may begin behind a part of it; behind a part of the output that is unlikely, so that
+        its blocks are not stored when they are taken.
         """
         if not self.policy.prefix_caching:
             pool.free(blocks, "forget")
@@ -374,9 +334,6 @@ class BlockContent:
     def tables(self, sequence: Sequence) -> list[tuple[TieredBlockPool, list[int], int]]:
         """Return each group's pool, a sequence's block table there, and where its blocks begin."""
         return list(zip(self._pools, sequence.block_tables, sequence.num_gone, strict=True))
-
-    def _may_find(self, sequence: Sequence) -> bool:
-        return self.policy.prefix_caching or sequence.seq_id in self._chains
 
     def _keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Return the keys of the full blocks of at least so many leading tokens."""

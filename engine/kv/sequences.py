@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from engine.asked.request import Sequence
 from engine.errors import EngineError
-from engine.kv.pool import Tier, TieredBlockPool
+from engine.kv.pool import TieredBlockPool
 from engine.kv.prefix import BlockContent, Found, KVPolicy, num_expired
 from engine.plan.kv_memory import num_held
 from engine.plan.memory import MemoryPlan
@@ -67,12 +67,7 @@ class BlockGroups:
 
     @classmethod
     def planned(cls, plan: MemoryPlan, identity: tuple[str, ...] = ()) -> "BlockGroups":
-        """Return the groups of a plan.
-
-        Args:
-            plan: The memory plan in force.
-            identity: What the values in a block depend on beside tokens.
-        """
+        """Return the groups of a plan; `identity` is what `KVPolicy` says of it."""
         host = plan.host_kv
         pools = [
             TieredBlockPool(
@@ -106,15 +101,6 @@ class BlockGroups:
         """Return how many blocks of each group a sequence's first `num_tokens` tokens lack."""
         return max(0, -(-num_tokens // self.block_size) - len(sequence.block_tables[0]))
 
-    def have_room(self, num_blocks: int, *, alone: bool) -> bool:
-        """Return whether each group could hand out so many blocks.
-
-        Args:
-            num_blocks: Of each group.
-            alone: Whether they are for the only sequence.
-        """
-        return self._most(alone=alone) >= num_blocks
-
     def can_admit(
         self,
         sequence: Sequence,
@@ -129,57 +115,44 @@ class BlockGroups:
             sequence: One that waits.
             most: Most tokens that it will compute.
             found: Blocks behind which it could begin.
-            running: Sequences, their known tokens and the most that each will compute.
-            more_tokens: For so many tokens beyond the known ones every sequence is to have room if
-                it can grow; with 0, those that run keep room for one block each.
+            running: As for `num_spare`.
+            more_tokens: For so many tokens beyond the known ones it is to have room if it can grow.
         """
-        left = [pool.num_free for pool in self.pools]
-        for other, known, longest in running:
-            for group, need in enumerate(self._reserve(other, known, longest, more_tokens)):
-                left[group] -= need
-        known = sequence.num_tokens
+        left, known = self.num_spare(running, more_tokens), sequence.num_tokens
         wanted = self.need(max(known, min(most, known + more_tokens)))
-        shared = self.content.num_shared(found)
+        matches = zip(self.pools, found.matches, strict=True)
+        shared = [pool.num_owned_gpu(match.blocks) for pool, match in matches]
         return all(n >= w - s for n, w, s in zip(left, wanted, shared, strict=True))
 
-    def num_spare(self, sequences: Iterable[Sequence], more_tokens: int) -> list[int]:
+    def num_spare(
+        self, running: Iterable[tuple[Sequence, int, int]], more_tokens: int
+    ) -> list[int]:
         """Return the blocks of each group that are free on the GPU and not needed soon.
 
         Args:
-            sequences: Those that have blocks.
-            more_tokens: So many tokens will each of them compute beyond its known ones.
+            running: Sequences, their known tokens and the most that each will compute.
+            more_tokens: For so many tokens beyond the known ones every sequence is to have room if
+                it can grow; with 0, room for one block each.
         """
-        left = [pool.num_free for pool in self.pools]
-        for sequence in sequences:
-            known = sequence.num_tokens
-            lacking = self._reserve(sequence, known, known + more_tokens, more_tokens)
-            left = [n - lack for n, lack in zip(left, lacking, strict=True)]
-        return left
-
-    def _reserve(self, sequence: Sequence, known: int, most: int, more_tokens: int) -> list[int]:
-        """Blocks that a sequence lacks for its known tokens, and some if it can grow."""
-        size = self.block_size
+        size, left = self.block_size, [pool.num_free for pool in self.pools]
         more = max(1, -(-more_tokens // size))
-        end = min(-(-most // size), -(-known // size) + more)
-        parts = zip(self.need(most), sequence.block_tables, sequence.num_gone, strict=True)
-        return [
-            max(0, min(end - len(table), held - (len(table) - gone))) for held, table, gone in parts
-        ]
+        for sequence, known, most in running:
+            end = min(-(-most // size), -(-known // size) + more)
+            parts = zip(self.need(most), sequence.block_tables, sequence.num_gone, strict=True)
+            for group, (held, table, gone) in enumerate(parts):
+                left[group] -= max(0, min(end - len(table), held - (len(table) - gone)))
+        return left
 
     def extend(self, sequence: Sequence, start: int, want: int, *, alone: bool) -> int:
         """Give a sequence blocks for up to `want` tokens from `start` on; return for how many.
 
-        Args:
-            sequence: Has blocks for the tokens before `start`.
-            start: Position of the first of these tokens.
-            want: At least 1.
-            alone: Whether no other sequence has blocks; then host blocks serve where GPU blocks
-                are short.
+        It has blocks for those before `start`. If it is alone in having blocks, host blocks serve
+        where GPU blocks are short.
         """
         lacking = self.num_lacking(sequence, start + want)
         if lacking == 0:
             return want
-        count = min(lacking, self._most(alone=alone))
+        count = min(lacking, self.num_allocatable(alone=alone))
         granted = min(want, (len(sequence.block_tables[0]) + count) * self.block_size - start)
         if granted > 0:
             for pool, table in zip(self.pools, sequence.block_tables, strict=True):
@@ -187,13 +160,9 @@ class BlockGroups:
                 table.extend(sorted(pool.allocate(count, "either" if alone else "gpu")))
         return max(0, granted)
 
-    def _most(self, *, alone: bool) -> int:
-        """Blocks that every group can hand out."""
+    def num_allocatable(self, *, alone: bool) -> int:
+        """Return how many blocks every group can hand out, for the only sequence if `alone`."""
         return min(pool.num_allocatable("either" if alone else "gpu") for pool in self.pools)
-
-    def find(self, sequence: Sequence) -> Found:
-        """Find the leading blocks behind which a sequence can begin."""
-        return self.content.find(sequence)
 
     def begin(self, sequence: Sequence, found: Found, *, alone: bool) -> bool:
         """Give a sequence the blocks found; return whether there is room for them.
@@ -300,9 +269,8 @@ class BlockGroups:
     def store_ahead(self, num_tokens: int) -> None:
         """Store what would give way next, as far as a step could take blocks.
 
-        Args:
-            num_tokens: Of the step that was planned. As many blocks are stored as they take, or a
-                part of what a whole step could take, so that a step of decodes is not held up.
+        As many blocks are stored as the tokens of the step that was planned take, or a part of what
+        a whole step could take, so that a step of decodes is not held up.
         """
         limit = max(1, self._step_tokens // self.block_size)
         most = max(limit // AHEAD_PARTS, -(-num_tokens // self.block_size), 1)
@@ -310,25 +278,10 @@ class BlockGroups:
             if not pool.num_cpu_blocks:
                 continue
             # Looking through the blocks pays once some of those that were ready are gone.
-            is_due = pool.num_changes - self._ahead[group] >= max(1, limit // AHEAD_PARTS)
+            num_changes = pool.states.num_gpu_changes - self._ahead[group]
+            is_due = num_changes >= max(1, limit // AHEAD_PARTS)
             if is_due and pool.store_ahead(limit, most) < most:
-                self._ahead[group] = pool.num_changes
-
-    def reset(self, tier: Tier | None = None) -> None:
-        """Forget all content of a tier, or of both; sequences keep their blocks."""
-        for pool in self.pools:
-            pool.reset(tier)
-        self.num_given_back += 1
-
-    def evict_gpu(self) -> None:
-        """Take all content without an owner off the GPU, as if its blocks were needed."""
-        for pool in self.pools:
-            pool.evict_idle()
-
-    @property
-    def num_moves(self) -> int:
-        """Moves that are not complete."""
-        return sum(pool.num_moves for pool in self.pools)
+                self._ahead[group] = pool.states.num_gpu_changes
 
     def check(self, max_model_len: int) -> None:
         """Return if a sequence of max_model_len tokens can run to its end when it is alone.
@@ -359,10 +312,12 @@ def kv_stats(groups: BlockGroups) -> dict[str, Any]:
     has each one's. `prefix` counts sequences that were not preempted: tokens that need not be
     computed, by where the first group had them, and bytes of the blocks found in all groups.
     """
-    pools, size = groups.pools, groups.block_size
+    pools, size, first = groups.pools, groups.block_size, groups.pools[0].stats
     parts = [_of_pool(pool) for pool in pools]
-    sums = {name: _sum([part[name] for part in parts]) for name in parts[0]}
-    first = pools[0].stats
+    sums = {
+        name: {key: sum(part[name][key] for part in parts) for key in counts}
+        for name, counts in parts[0].items()
+    }
     return {
         "block_bytes": pools[0].block_bytes,
         **sums,
@@ -394,7 +349,3 @@ def _of_pool(pool: TieredBlockPool) -> dict[str, dict[str, int]]:
         },
         "pool": asdict(stats),
     }
-
-
-def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(each[name] for each in counts) for name in counts[0]}

@@ -7,14 +7,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from engine.asked.request import SampledToken, TokenEvent
+from engine.errors import EngineError
 from engine.kv.sequences import BlockGroups
-from engine.kv.transfers import Transfers
 from engine.plan.memory import MemoryPlan
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from engine.schedule.step import StepPlan
 
 if TYPE_CHECKING:
-    from engine.kv.mover import BlockMover
+    from engine.kv.memory import BlockMover
 
 LONG_STEP_S: Final = 0.02
 """Length of steps beside which a prompt's keys take little: 0.1 ms for 1,000 tokens (2 cores of a
@@ -89,6 +89,88 @@ class Executor(Protocol):
 
     def settle(self) -> None:
         """Block until all that is enqueued is done, also of a launch that failed."""
+
+
+class Transfers:
+    """Hands the moves that a scheduler decides to the movers, and tells it what is done.
+
+    There is one mover for each group of layers; none where there is no host tier.
+    """
+
+    def __init__(self, source: Scheduler, movers: Sequence["BlockMover"]) -> None:
+        self._source, self._movers = source, tuple(movers)
+        self._is_cut_short = False
+
+    @property
+    def num_under_way(self) -> int:
+        """Moves that were submitted and are not known to be done."""
+        return sum(mover.num_under_way for mover in self._movers)
+
+    def submit(self) -> None:
+        """Hand on all moves decided so far, and let what follows wait for those that it must.
+
+        Each call enqueues at least one piece of what is left to each mover, so that all are
+        enqueued in the end. The source keeps them until all are submitted: where it raises, the
+        next call goes on where it stopped.
+
+        Raises:
+            EngineError: Blocks were to be moved where there is no host tier.
+
+        Stream: behind what is enqueued on the current stream, which waits.
+        """
+        self._is_cut_short = True
+        batches = self._source.decided_moves()
+        if not self._movers and any(batches):
+            counts = [len(batch.moves) for batch in batches]
+            raise EngineError(f"moves: expected none where there is no host tier, got {counts}.")
+        for mover, batch in zip(self._movers, batches, strict=True) if self._movers else ():
+            if batch:
+                mover.submit(batch)
+            if not batch.moves:
+                mover.enqueue_more()
+        self._source.note_taken()
+        self._is_cut_short = False
+
+    def enqueue_until(self, work: Flight) -> None:
+        """Enqueue what is left while the device works, until a step is done.
+
+        So a load of many blocks takes host time that would be spent waiting.
+
+        Stream: behind what was enqueued on the current stream when the moves were submitted.
+        """
+        for mover in self._movers:
+            while mover.num_queued and not work.is_done():
+                mover.enqueue_more()
+
+    def poll(self) -> None:
+        """Tell the source what is done; waits for nothing."""
+        if self._is_cut_short:  # the last submission; before anything else is done about it
+            self.submit()
+        for group, mover in enumerate(self._movers):
+            if mover.num_under_way:
+                self._source.complete_moves(group, mover.poll())
+
+    def wait_next(self) -> None:
+        """Block until moves are done that were not, and tell the source.
+
+        Raises:
+            EngineError: None is under way.
+        """
+        if not self.num_under_way:
+            raise EngineError(
+                "moves: expected one under way that sequences wait for, got none. This is a fault "
+                "of the scheduler."
+            )
+        busy = [mover for mover in self._movers if mover.num_under_way]
+        for mover in [mover for mover in busy if mover.is_loading] or busy:
+            mover.wait_next()
+        self.poll()
+
+    def drain(self) -> None:
+        """Enqueue all moves, block until they are done, and tell the source."""
+        self.submit()
+        while self.num_under_way:
+            self.wait_next()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,24 @@
-"""Which sequence may begin: the one at the front of the queue, if there is room for it."""
+"""Which sequence may begin, and which give their places to those that wait."""
 
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from engine.asked.request import Sequence
+from engine.asked.request import Sequence, SequenceStatus
 from engine.kv.sequences import BlockGroups
 from engine.plan.queue import FIRST_SHARE, MOST_DOUBLINGS
-from engine.schedule.lookahead import Outlook
+from engine.schedule.step import Outlook
 
 LONG_BLOCKS = 64
 """From so many blocks on, whether a sequence has room is not asked in every step, and it does not
 begin beside others before its keys are made."""
 PATIENCE = 8
 """Steps between questions while nothing was given back."""
+ROUND_STEPS = 48
+"""Steps between two changes of places."""
+PAUSE_STEPS = 4
+"""Steps between two questions whether there are few enough."""
+MOST_EXCESS = 0.5
+"""Sequences take turns where all of them together exceed the GPU's room by this share at most."""
 
 
 class Admission:
@@ -22,10 +29,6 @@ class Admission:
     for each of those that can grow further. One that was preempted goes on when there is room for
     a part of its length more for all that can grow, twice as much after each further preemption:
     else it would soon lose again what was just brought back. One that is alone begins always.
-
-    Args:
-        groups: Where blocks come from.
-        max_model_len: Most tokens of prompt and output.
     """
 
     def __init__(self, groups: BlockGroups, max_model_len: int) -> None:
@@ -43,19 +46,14 @@ class Admission:
     ) -> bool:
         """Give a waiting sequence the blocks found of it, if it may begin; return whether it does.
 
-        Args:
-            sequence: At the front of the queue, without blocks.
-            running: Those that have blocks.
-            outlook: Where they will stand.
-            is_turn: Others have just given way; it needs no more room than a new one.
+        If others have just given way (`is_turn`), it needs no more room than a new one.
         """
-        groups = self._groups
+        groups, limit = self._groups, self._max_model_len
         if not running:
-            return groups.begin(sequence, groups.find(sequence), alone=True)
+            return groups.begin(sequence, groups.content.find(sequence), alone=True)
         if groups.num_over(sequence.num_tokens) or self._is_in_vain(sequence):
             return False
-        found = groups.find(sequence)
-        limit = self._max_model_len
+        found = groups.content.find(sequence)
         # The last token of the longest output is never computed.
         others = ((s, outlook.known(s), s.max_length(limit) - 1) for s in running)
         most = sequence.max_length(limit) - 1
@@ -80,3 +78,88 @@ class Admission:
             return 0
         share = max(self._groups.block_size, sequence.num_tokens // FIRST_SHARE)
         return share << min(times - 1, MOST_DOUBLINGS)
+
+
+class Rounds:
+    """Says who gives way to those that wait, so that few that exceed the GPU end together.
+
+    Without turns some would run to their end first, and the rest would then leave most of the GPU
+    idle. Where many wait, nothing is won: others take every place that becomes free. So turns are
+    taken only while all unfinished sequences exceed the GPU's room by a part of it, and half of
+    each group's host tier holds what exceeds it: the rest takes what leaves before the others are
+    back. Those that have generated most give way, to such as have generated less.
+    """
+
+    def __init__(self, groups: BlockGroups, max_num_seqs: int) -> None:
+        self._groups, self._max_num_seqs = groups, max_num_seqs
+        self._next_step = ROUND_STEPS
+
+    def is_due(
+        self, step: int, waiting: Collection[Sequence], running: SequenceOf[Sequence]
+    ) -> bool:
+        """Return whether places are to be changed before a step."""
+        if step < self._next_step or not self._groups.content.has_host:
+            return False
+        if not waiting or not 1 < len(running) < self._max_num_seqs:
+            return False
+        total = self._little_more((*waiting, *running))
+        if total is not None:
+            # New ones that fit need no place of another.
+            pools = self._groups.pools
+            is_more = any(n > p.num_gpu_blocks for n, p in zip(total, pools, strict=True))
+            if is_more or any(sequence.num_preemptions for sequence in waiting):
+                return True
+        self._next_step = step + PAUSE_STEPS
+        return False
+
+    def leavers(
+        self, step: int, waiting: Iterable[Sequence], running: SequenceOf[Sequence]
+    ) -> list[Sequence]:
+        """Return who gives way, the first to do so first; to be asked where places are due."""
+        self._next_step = step + ROUND_STEPS
+        groups = self._groups
+        ready = [
+            s
+            for s in running
+            if s.status is SequenceStatus.RUNNING
+            and s.num_computed >= s.num_tokens - 1
+            and groups.content.would_swap(s)
+        ]
+        ready.sort(key=lambda s: s.num_output_tokens)
+        left = groups.num_spare(
+            ((s, s.num_tokens, s.num_tokens + ROUND_STEPS) for s in running), ROUND_STEPS
+        )
+        leaving: list[Sequence] = []
+        for sequence in waiting:
+            need = groups.need(sequence.num_tokens + ROUND_STEPS)
+            chosen: list[Sequence] = []
+            most = sequence.num_output_tokens + ROUND_STEPS // 2
+            while any(n < w for n, w in zip(left, need, strict=True)):
+                if not ready or ready[-1].num_output_tokens < most:
+                    return leaving
+                chosen.append(ready.pop())
+                freed = groups.need(chosen[-1].num_tokens + ROUND_STEPS)
+                left = [n + f for n, f in zip(left, freed, strict=True)]
+            left = [n - w for n, w in zip(left, need, strict=True)]
+            leaving += chosen
+        return leaving
+
+    def _little_more(self, sequences: Iterable[Sequence]) -> list[int] | None:
+        """Blocks of each group that all of them need soon, at most somewhat more than the GPU has.
+
+        None where it is more, or one sequence is longer than the GPU's room.
+        """
+        groups = self._groups
+        total = [0] * len(groups.pools)
+        most = [
+            pool.num_gpu_blocks + min(MOST_EXCESS * pool.num_gpu_blocks, pool.num_cpu_blocks / 2)
+            for pool in groups.pools
+        ]
+        for sequence in sequences:
+            if groups.num_over(sequence.num_tokens):
+                return None
+            for group, need in enumerate(groups.need(sequence.num_tokens + ROUND_STEPS)):
+                total[group] += need
+            if any(n > m for n, m in zip(total, most, strict=True)):
+                return None
+        return total

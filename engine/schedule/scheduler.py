@@ -24,10 +24,8 @@ from engine.errors import EngineError, RequestError
 from engine.kv.moves import MoveBatch
 from engine.kv.pool import Tier
 from engine.kv.sequences import BlockGroups, kv_stats
-from engine.schedule.admission import LONG_BLOCKS, Admission
-from engine.schedule.lookahead import Outlook, Stand
-from engine.schedule.step import ScheduledSequence, StepPlan
-from engine.schedule.turns import Rounds
+from engine.schedule.admission import LONG_BLOCKS, Admission, Rounds
+from engine.schedule.step import Outlook, ScheduledSequence, Stand, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +115,7 @@ MOST_PREPARED = 4
 
 
 class Queues:
-    """Decides what runs next, takes the blocks for it, and preempts where there are none.
-
-    Args:
-        config: Limits of a step.
-        groups: Where blocks come from.
-        stats: What is counted.
-    """
+    """Decides what runs next, takes the blocks for it, and preempts where there are none."""
 
     def __init__(self, config: SchedulerConfig, groups: BlockGroups, stats: SchedulerStats) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -151,11 +143,7 @@ class Queues:
             self.running.remove(sequence)
 
     def prepare(self) -> bool:
-        """Make some keys of the next prompt that lacks them, ahead of the step that admits it.
-
-        Returns:
-            Whether there was one among the first in the queue.
-        """
+        """Make keys of a prompt near the front that lacks some; return whether there was one."""
         content = self._groups.content
         for sequence in islice(self.waiting, MOST_PREPARED):
             if content.num_unnamed(sequence) > 0:
@@ -209,34 +197,31 @@ class Queues:
         """Take blocks for what is to run, let others begin; return decodes and prefills."""
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
-        yields = self._config.yields
-        for stand, want in wants:
-            if stand.sequence.status is not SequenceStatus.RUNNING:
-                continue  # it was preempted for an older one
+        left = most = self._config.max_num_batched_tokens
+
+        def run(stand: Stand, want: int) -> int:
             granted = self._grow(stand, want)
             if granted:
-                (decodes if stand.is_decode else prefills).append(stand.schedule(granted, yields))
-        left = self._config.max_num_batched_tokens - len(decodes)
-        left -= sum(item.num_tokens for item in prefills)
-        is_busy = left < self._config.max_num_batched_tokens
+                part = stand.schedule(granted, self._config.yields)
+                (decodes if stand.is_decode else prefills).append(part)
+            return granted
+
+        for stand, want in wants:
+            if stand.sequence.status is SequenceStatus.RUNNING:  # not preempted for an older one
+                left -= run(stand, want)
+        is_busy = left < most
         while left > 0 and (sequence := self._begin_next(outlook, is_busy=is_busy)) is not None:
-            if sequence.status is SequenceStatus.LOADING:
-                continue
-            stand = outlook.stand(sequence)
-            granted = self._grow(stand, min(left, stand.known - stand.computed))
-            if granted:
-                (decodes if stand.is_decode else prefills).append(stand.schedule(granted, yields))
-                left -= granted
+            if sequence.status is not SequenceStatus.LOADING:
+                stand = outlook.stand(sequence)
+                left -= run(stand, min(left, stand.known - stand.computed))
         self._is_turn = False
-        self._groups.store_ahead(self._config.max_num_batched_tokens - left)
+        self._groups.store_ahead(most - left)
         return decodes, prefills
 
     def _begin_next(self, outlook: Outlook, *, is_busy: bool) -> Sequence | None:
         """Let the sequence at the front of the queue begin, if limits and blocks allow.
 
-        Args:
-            outlook: Where those that run will stand.
-            is_busy: Others run in this step; they do not wait for the keys of a long prompt.
+        If others run in this step (`is_busy`), they do not wait for the keys of a long prompt.
         """
         if not self.waiting or len(self.running) >= self._config.max_num_seqs:
             return None
@@ -265,12 +250,8 @@ class Queues:
             if newest is sequence:
                 self._stats.num_stalls += 1
                 return 0
-            self._preempt(newest)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take the newest running sequence's blocks and put it at the front of the queue."""
-        self._leave(sequence)
-        self.waiting.appendleft(sequence)
+            self._leave(newest)
+            self.waiting.appendleft(newest)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks."""
@@ -303,9 +284,7 @@ class Scheduler:
     run behind the steps before them. What is planned depends on lengths and blocks, and on time
     only where content comes from the host tier.
 
-    Args:
-        config: Limits of a step.
-        groups: Where blocks come from. Blocks taken from its pools before stay out of use.
+    Blocks that were taken from the pools of `groups` before stay out of use.
 
     Raises:
         EngineError: The limits contradict each other, or a pool cannot hold one sequence of
@@ -321,7 +300,6 @@ class Scheduler:
         self._queues = Queues(config, groups, self.stats)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._plans: list[StepPlan] = []
-        self._is_blocked = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -391,14 +369,8 @@ class Scheduler:
         """End a sequence and free its blocks; one that ended already ends otherwise.
 
         For decisions made outside, such as a stop string in the decoded text. With reason error
-        what its blocks held is forgotten.
-
-        Args:
-            sequence: Ends.
-            reason: Why.
-            stop_reason: The stop token or stop string, if one ended it.
-            length: Tokens of prompt and output that remain; None: all. A step that samples several
-                may go beyond the one that ends it.
+        what its blocks held is forgotten. Of a step that samples tokens beyond the one that ends it
+        the first `length` tokens of prompt and output remain.
 
         Raises:
             EngineError: The sequence was never added.
@@ -414,8 +386,8 @@ class Scheduler:
         """Decide the next step and take its blocks.
 
         Returns:
-            The plan; None if no sequence waits or runs, or if all that could run wait for moves
-            (`is_blocked`): take and submit the moves, complete some, and plan again.
+            The plan; None if no sequence waits or runs, or if all that could run wait for moves:
+            take and submit the moves, complete some, and plan again.
 
         Raises:
             EngineError: The last plan was neither committed nor discarded.
@@ -430,8 +402,7 @@ class Scheduler:
         self._queues.change_places(self.stats.num_steps)
         outlook = Outlook(None, self.config.max_model_len)
         plan = self._plan(outlook, self._queues.wants(outlook))
-        self._is_blocked = plan is None
-        if plan is None and not self.groups.num_moves:
+        if plan is None and not any(pool.ledger.num_in_flight for pool in self.pools):
             raise EngineError(
                 f"scheduler: expected a sequence that can run, got {len(self.running)} with "
                 f"blocks and {len(self.waiting)} that wait, and no move that would change it."
@@ -466,7 +437,7 @@ class Scheduler:
             if stand.token_rows and sequence.params.repetition_penalty != 1:
                 return None
             lacking += self.groups.num_lacking(sequence, stand.computed + want)
-        if lacking and not self.groups.have_room(lacking, alone=self._queues.is_alone):
+        if lacking > self.groups.num_allocatable(alone=self._queues.is_alone):
             return None
         return self._plan(outlook, wants)
 
@@ -487,12 +458,12 @@ class Scheduler:
         Call it after each planning, also where that returned None; every batch is to be submitted,
         whether or not the plan runs. It returns the same and more until `note_taken`.
         """
-        return tuple(pool.decided_moves() for pool in self.groups.pools)
+        return tuple(pool.ledger.decided_moves() for pool in self.pools)
 
     def note_taken(self) -> None:
         """Note that the moves decided so far were submitted."""
-        for pool in self.groups.pools:
-            pool.note_taken()
+        for pool in self.pools:
+            pool.ledger.note_taken()
 
     def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
         """Note that moves of a group are done on the device.
@@ -500,25 +471,23 @@ class Scheduler:
         Raises:
             EngineError: One was completed before, or never taken.
         """
-        self.groups.pools[group].complete(tuple(move_ids))
+        self.pools[group].complete(tuple(move_ids))
         self._queues.note_loaded()
 
     def prepare(self) -> bool:
         """While the device works, make the keys of a prompt that waits; return whether one did."""
         return self._queues.prepare()
 
-    @property
-    def is_blocked(self) -> bool:
-        """Whether `plan_step` found sequences, but all that could run wait for moves."""
-        return self._is_blocked and self.has_unfinished
-
     def reset_cache(self, tier: Tier | None = None) -> None:
         """Forget the content of a tier, or of both; sequences keep the blocks that they have."""
-        self.groups.reset(tier)
+        for pool in self.pools:
+            pool.reset(tier)
+        self.groups.num_given_back += 1
 
     def evict_gpu_cache(self) -> None:
         """Take all content that no sequence has off the GPU, as if its blocks were needed."""
-        self.groups.evict_gpu()
+        for pool in self.pools:
+            pool.evict_idle()
 
     def kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers, hits, evictions and swaps, in sum and for each group."""
@@ -613,18 +582,8 @@ class Scheduler:
         self.stats.num_failed += len(sequences)
         for sequence in sequences:
             self.finish(sequence, "error")
-        return [
-            TokenEvent(
-                request_id=sequence.request.request_id,
-                index=sequence.index,
-                token_id=NO_TOKEN,
-                position=sequence.num_tokens,
-                finish_reason="error",
-                stop_reason=why,
-                logprob=math.nan,
-            )
-            for sequence in sequences
-        ]
+        none = SampledToken(NO_TOKEN, math.nan)
+        return [_event(each, none, each.num_tokens, "error", why) for each in sequences]
 
     def _release(self, sequence: Sequence, *, is_bad: bool) -> None:
         """Take a sequence out of its list, mark it finished and free its blocks."""
@@ -671,18 +630,7 @@ class Scheduler:
         for token in tokens:
             sequence.append(token)
             reason, stop_reason = finish_reason(sequence, token.token_id, eos_token_ids, limit)
-            events.append(
-                TokenEvent(
-                    request_id=sequence.request.request_id,
-                    index=sequence.index,
-                    token_id=token.token_id,
-                    position=sequence.num_tokens - 1,
-                    finish_reason=reason,
-                    stop_reason=stop_reason,
-                    logprob=token.logprob,
-                    top_logprobs=token.top_logprobs,
-                )
-            )
+            events.append(_event(sequence, token, sequence.num_tokens - 1, reason, stop_reason))
             if reason is not None:
                 break
         return events
@@ -693,3 +641,22 @@ class Scheduler:
             raise EngineError(
                 f"scheduler: expected the {which} plan in force, got that of step {plan.step}."
             )
+
+
+def _event(
+    sequence: Sequence,
+    token: SampledToken,
+    position: int,
+    reason: FinishReason | None,
+    stop_reason: int | str | None,
+) -> TokenEvent:
+    return TokenEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_id=token.token_id,
+        position=position,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        logprob=token.logprob,
+        top_logprobs=token.top_logprobs,
+    )

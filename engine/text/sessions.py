@@ -3,15 +3,14 @@
 import re
 import signal
 import threading
-from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from engine.asked.request import (
     CompletionOutput,
@@ -35,37 +34,6 @@ SETTLED_TOKENS = 4
 """Tokens (a byte each at least) after which a character's bytes are complete or broken for good."""
 
 
-class SpecialToken(Protocol):
-    """An added token of a tokenizer."""
-
-    content: str
-    special: bool
-
-
-class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, SpecialToken]:
-        """Added tokens by id."""
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        """Ids of the named special tokens."""
-
-    def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """Return the vocabulary's entry of an id."""
-
-    def decode(
-        self,
-        token_ids: list[int],
-        skip_special_tokens: bool,
-        *,
-        clean_up_tokenization_spaces: bool,
-    ) -> str:
-        """Return the text of tokens."""
-
-
 class IncrementalDetokenizer:
     """Decodes one sequence token by token and looks for stop strings in its text.
 
@@ -86,8 +54,8 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        stop: abc.Sequence[str] = (),
+        tokenizer: Any,
+        stop: SequenceOf[str] = (),
         *,
         min_tokens: int = 0,
     ) -> None:
@@ -123,7 +91,11 @@ class IncrementalDetokenizer:
         Raises:
             EngineError: The text ended before.
         """
-        self._check_open()
+        if self._is_finished or self._stops.found is not None:
+            raise EngineError(
+                "detokenizer: expected no token after the end of the text (finish, or a stop "
+                "string), got one more."
+            )
         self._num_tokens += 1
         self._window.append(token_id)
         is_counted = self._num_tokens >= self._min_tokens
@@ -146,8 +118,7 @@ class IncrementalDetokenizer:
         self._is_finished = True
         if self._stops.found is not None:
             return ""
-        rest = self._decode(self._window)[self._len_shown :]
-        rest = _with_signs(rest, self._passed)
+        rest = _with_signs(self._decode(self._window)[self._len_shown :], self._passed)
         piece = self._stops.push(rest, is_counted=self._num_tokens >= self._min_tokens)
         piece += self._stops.flush()
         self._pieces.append(piece)
@@ -176,13 +147,6 @@ class IncrementalDetokenizer:
         passed = [(at, sign) for at, sign in self._passed if is_all or at <= len(new)]
         self._passed = [(at - len(new), sign) for at, sign in self._passed[len(passed) :]]
         return _with_signs(new, passed)
-
-    def _check_open(self) -> None:
-        if self._is_finished or self._stops.found is not None:
-            raise EngineError(
-                "detokenizer: expected no token after the end of the text (finish, or a stop "
-                "string), got one more."
-            )
 
     def _is_silent(self, token_id: int) -> bool:
         """Whether the token shows nothing by itself: special, unknown, or in a run of bytes."""
@@ -227,17 +191,17 @@ class IncrementalDetokenizer:
         return ""
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
+        text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return text
 
 
 class _StopFinder:
     """Looks for stop strings in a stream of text and holds back what may begin one.
 
-    Args:
-        stops: The strings, by what they look like in the stream.
-        signs: Characters of the stream that stand for special tokens; they are not shown.
+    `stops` are named by what they look like in the stream; `signs`, characters of the stream that
+    stand for special tokens, are not shown.
     """
 
     def __init__(self, stops: Mapping[str, str], signs: Iterable[str]) -> None:
@@ -298,7 +262,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the texts of special tokens by id."""
     added = tokenizer.added_tokens_decoder
     found = {i: token.content for i, token in added.items() if token.special}
@@ -309,7 +273,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def _signs_of(
-    stop: abc.Sequence[str], special: Mapping[int, str]
+    stop: SequenceOf[str], special: Mapping[int, str]
 ) -> tuple[dict[int, str], dict[str, str]]:
     """Give special tokens that occur in stop strings a sign each: a character that no text has.
 
@@ -394,13 +358,7 @@ class Session:
 
 
 class Sessions:
-    """Tracks unfinished requests and decodes their text.
-
-    Args:
-        core: The engine's core.
-        tokenizer: A transformers tokenizer, or None.
-        vocab_size: Size of the model's vocabulary.
-    """
+    """Tracks unfinished requests and decodes their text, with a transformers tokenizer if any."""
 
     def __init__(self, core: EngineCore, tokenizer: Any | None, vocab_size: int) -> None:
         self.core = core
@@ -455,13 +413,13 @@ class Sessions:
             Sequence(seq_id=next(self._seq_ids), request=request, index=index)
             for index in range(params.n)
         ]
-        decoders: list[IncrementalDetokenizer | None] = [
-            None
-            if self._tokenizer is None
-            else IncrementalDetokenizer(self._tokenizer, stop, min_tokens=params.min_tokens)
-            for _ in sequences
-        ]
-        session = Session(request, sequences, decoders, ["" for _ in sequences])
+        decoders: list[IncrementalDetokenizer | None] = [None] * params.n
+        if self._tokenizer is not None:
+            decoders = [
+                IncrementalDetokenizer(self._tokenizer, stop, min_tokens=params.min_tokens)
+                for _ in sequences
+            ]
+        session = Session(request, sequences, decoders, [""] * params.n)
         for sequence in sequences:
             self.core.scheduler.add(sequence)
         self._open[name] = session
@@ -481,44 +439,38 @@ class Sessions:
 
         Tokens of a step beyond a stop string are dropped.
         """
-        found: list[tuple[TokenEvent, Session | None]] = []
-        for event in events:
-            session = self._open.get(event.request_id)
-            if session is not None and event.finish_reason == "error":
-                session.error = str(event.stop_reason)
-                self._flush(session, event)
-            elif session is not None and not self._decode(session, event):
-                continue
-            found.append((event, session))
+        counted = [event for event in events if self._decode(event)]
         # Only now: several answers of one request may end in the same step.
-        for event, session in found:
+        for event in counted:
+            session = self._open.get(event.request_id)
             if session and all(sequence.is_finished for sequence in session.sequences):
-                self._open.pop(event.request_id, None)
-        return [event for event, _ in found]
+                del self._open[event.request_id]
+        return counted
 
-    def _flush(self, session: Session, event: TokenEvent) -> None:
-        """Show what was held back of a sequence that ends without a token."""
-        decoder = session.detokenizers[event.index]
-        if decoder is not None:
-            event.text = decoder.finish()
-            session.texts[event.index] += event.text
-
-    def _decode(self, session: Session, event: TokenEvent) -> bool:
-        """Take a token; return whether it counts: none does behind a stop string."""
-        decoder = session.detokenizers[event.index]
-        sequence = session.sequences[event.index]
+    def _decode(self, event: TokenEvent) -> bool:
+        """Take an event; return whether it counts: no token does behind a stop string."""
+        session = self._open.get(event.request_id)
+        if session is None:
+            return True
+        decoder, index = session.detokenizers[event.index], event.index
+        is_error = event.finish_reason == "error"
+        if is_error:
+            session.error = str(event.stop_reason)
         if decoder is None:
             return True
-        has_stopped = decoder.stop_reason is not None
-        if has_stopped:
+        if is_error:
+            event.text = decoder.finish()  # it ends without a token
+        elif decoder.stop_reason is not None:
             return False
-        event.text = decoder.append(event.token_id)
-        if event.finish_reason is not None:
-            event.text += decoder.finish()
-        session.texts[event.index] += event.text
+        else:
+            event.text = decoder.append(event.token_id)
+            if event.finish_reason is not None:
+                event.text += decoder.finish()
+        session.texts[index] += event.text
         hit = decoder.stop_reason
-        if hit is not None and event.finish_reason != "stop":
+        if not is_error and hit is not None and event.finish_reason != "stop":
             event.finish_reason, event.stop_reason = "stop", hit
+            sequence = session.sequences[index]
             self.core.scheduler.finish(sequence, "stop", hit, length=event.position + 1)
         return True
 
@@ -543,7 +495,10 @@ class Sessions:
         try:
             for prompt, each in zip(many, params, strict=True):
                 with interrupt_afterwards():
-                    entries.append(self._add_or_fail(prompt, each))
+                    try:
+                        entries.append(self.add(prompt, each))
+                    except RequestError as error:
+                        entries.append(_failed(prompt, error))
             self._finish(entries, step, use_tqdm=use_tqdm)
         except BaseException:
             with interrupt_afterwards():
@@ -552,12 +507,6 @@ class Sessions:
                         self.abort(entry.request.request_id)
             raise
         return [x.output() if isinstance(x, Session) else x for x in entries]
-
-    def _add_or_fail(self, prompt: Prompt, params: SamplingParams) -> Session | RequestOutput:
-        try:
-            return self.add(prompt, params)
-        except RequestError as error:
-            return _failed(prompt, error)
 
     @property
     def has_kept(self) -> bool:
@@ -586,17 +535,21 @@ class Sessions:
         """Step until the sessions among the entries are done."""
         waiting = {x.request.request_id for x in entries if isinstance(x, Session)}
         own, others = frozenset(waiting), list[TokenEvent]()
-        try:
-            with _bar(len(entries), use_tqdm) as bar:
-                bar.update(len(entries) - len(waiting))
-                while waiting:
-                    with interrupt_afterwards():
-                        others += [event for event in step() if event.request_id not in own]
-                    done = waiting - self._open.keys()
+        with ExitStack() as stack:
+            stack.callback(self.keep, others)
+            bar, failed = None, len(entries) - len(waiting)
+            if use_tqdm:
+                from tqdm import tqdm  # noqa: PLC0415 - only where a bar is wanted
+
+                bar = tqdm(total=len(entries), initial=failed, desc="prompts", unit="prompt")
+                stack.enter_context(bar)
+            while waiting:
+                with interrupt_afterwards():
+                    others += [event for event in step() if event.request_id not in own]
+                done = waiting - self._open.keys()
+                if bar is not None:
                     bar.update(len(done))
-                    waiting -= done
-        finally:
-            self.keep(others)
+                waiting -= done
 
 
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
@@ -649,22 +602,3 @@ def _failed(prompt: Prompt, error: RequestError) -> RequestOutput:
         finished=True,
         error=str(error),
     )
-
-
-class _NoBar:
-    def __enter__(self) -> "_NoBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def update(self, _: int) -> None:
-        """Show nothing."""
-
-
-def _bar(total: int, use_tqdm: bool) -> Any:
-    if not use_tqdm:
-        return _NoBar()
-    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is wanted
-
-    return tqdm(total=total, desc="prompts", unit="prompt")

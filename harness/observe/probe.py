@@ -20,8 +20,7 @@ from engine.device.cuda import open_device
 from engine.device.facts import num_threads
 from engine.device.host import worker_pool
 from engine.errors import CapacityError, PinningError
-from engine.kv.memory import HostBlocks
-from engine.kv.mover import BlockMover
+from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.llm import LLM
 from engine.model.spec import ModelSpec

@@ -12,7 +12,7 @@ import torch
 from engine import LLM
 from engine.build import count_compile_time
 from engine.device.cuda import CUDACopyStream
-from engine.kv.mover import BlockMover
+from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch
 from engine.run.executor import DeviceExecutor
 from tests.engine.conftest import TinyModels

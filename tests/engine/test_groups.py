@@ -8,7 +8,7 @@ import torch
 from engine import LLM
 from engine.errors import EngineError
 from engine.kv import sequences
-from engine.kv.eviction import Retain
+from engine.kv.pool import Retain
 from engine.kv.prefix import num_expired
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import SIX, WINDOWS, Masked, with_blocks, with_windows

@@ -12,10 +12,9 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineError
-from engine.kv import mover
-from engine.kv.mover import BlockMover
-from engine.kv.moves import MoveBatch
-from engine.kv.pool import TieredBlockPool
+from engine.kv import memory as mover
+from engine.kv.memory import BlockMover
+from engine.kv.moves import MoveBatch, MoveLedger
 from engine.run import stages
 from engine.run.stages import PrefillStages
 from tests.engine.conftest import TinyModels
@@ -204,7 +203,7 @@ def steps_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def loads_told_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Sequences run while their blocks are still on the way."""
-    monkeypatch.setattr(TieredBlockPool, "is_pending", lambda self, move_ids: False)
+    monkeypatch.setattr(MoveLedger, "is_pending", lambda self, move_ids: False)
 
 
 def stages_not_waited_for(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -12,10 +12,10 @@ from engine.asked.kv import KVTransferConfig
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError, EngineError, PinningError
-from engine.kv import mover
+from engine.kv import memory as mover
 from engine.kv.memory import HostBlocks
-from engine.kv.transfers import Transfers
 from engine.plan.kv_memory import ids_bytes
+from engine.run.core import Transfers
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain
 from tests.engine.tiers import SIZES, Alone, check_empty, tiers

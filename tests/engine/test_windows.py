@@ -13,7 +13,7 @@ import torch
 from engine import LLM
 from engine.errors import EngineError
 from engine.kv import sequences
-from engine.kv.eviction import Retain
+from engine.kv.pool import Retain
 from engine.kv.prefix import num_expired
 from engine.plan.kv_memory import KVGroup
 from tests.engine.conftest import TinyModels

@@ -113,7 +113,7 @@ def check_empty(llm: LLM) -> None:
     assert not llm.has_unfinished()
     assert core.transfers.num_under_way == 0
     for pool in core.pools:
-        assert pool.num_moves == 0
+        assert pool.ledger.num_in_flight == 0
         gpu, cpu = pool.use("gpu"), pool.use("cpu")
         assert (gpu.owned, cpu.owned, cpu.in_transit) == (0, 0, 0)
         assert gpu.cached + gpu.free == pool.num_gpu_blocks

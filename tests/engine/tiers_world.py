@@ -220,12 +220,10 @@ class World:
             plan = scheduler.plan_step()
             self.submit()
             if plan is None:
-                assert scheduler.is_blocked is scheduler.has_unfinished
                 if scheduler.has_unfinished:
                     self.seen["blocked"] += 1
                     assert self.moves(), "nothing to wait for"
                 return False
-            assert not scheduler.is_blocked
             self.in_flight = self.launch(plan, None)
         behind = None
         plan = scheduler.plan_ahead() if ahead else None
@@ -373,7 +371,7 @@ class World:
             now = table[: len(before)]
             assert all(new in {GONE, old} for old, new in zip(before, now, strict=True))
             self.tables[key] = list(table)
-        assert [pool.ref_count(b) for b in range(pool.num_blocks)] == [
+        assert [pool.states.owners[b] for b in range(pool.num_blocks)] == [
             owners[b] for b in range(pool.num_blocks)
         ]
         assert all(len(contents[block]) == 1 for block in owners), "shared by content alone"
@@ -398,7 +396,7 @@ class World:
         self.submit()
         self.complete(self.moves())
         for pool in self.pools:
-            assert pool.num_moves == 0
+            assert pool.ledger.num_in_flight == 0
             gpu, cpu = pool.use("gpu"), pool.use("cpu")
             assert gpu.owned == cpu.owned == cpu.in_transit == 0
             if not self.tiers.prefix_caching:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.kv.eviction import Retain
+from engine.kv.pool import Retain
 from engine.run.decoder import Decoder
 from engine.run.inputs import Upload
 from engine.run.sampler import Sampler
@@ -311,7 +311,7 @@ def poison_freed_blocks(
     def free_and_poison(block_ids: Iterable[int], retain: Retain = "demote") -> None:
         ids = list(block_ids)
         free(ids, retain)
-        gone = {i for i in ids if pool.ref_count(i) == 0 and pool.key_of(i) is None}
+        gone = {i for i in ids if pool.states.owners[i] == 0 and pool.states.keys[i] is None}
         for block in gone & set(range(pool.num_gpu_blocks)):
             enqueue(partial(cache.tensor[block].fill_, torch.nan))
 

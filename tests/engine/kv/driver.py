@@ -59,8 +59,8 @@ class Driver:
     def freed(self, table):
         """Blocks with a key and no owner become the youngest, the tail before the head."""
         for block_id in reversed(list(dict.fromkeys(table))):
-            keyed = self.pool.key_of(block_id) is not None and block_id < self.sizes["gpu"]
-            if keyed and not self.pool.ref_count(block_id):
+            keyed = self.pool.states.keys[block_id] is not None and block_id < self.sizes["gpu"]
+            if keyed and not self.pool.states.owners[block_id]:
                 self.idle.append(block_id)
 
     def add(self):
@@ -115,7 +115,7 @@ class Driver:
         if track is None:
             self.launch()
             return
-        if self.pool.is_pending(track.pending):
+        if self.pool.ledger.is_pending(track.pending):
             if self.choose((False, True)):
                 return
             self.launch()
@@ -137,7 +137,7 @@ class Driver:
         if track is not None:
             table = list(track.table)
             self.world.stop(track, self.choose(("demote", "demote", "drop", "forget")))
-            self.idle = [b for b in self.idle if self.pool.key_of(b) is not None]  # forgotten
+            self.idle = [b for b in self.idle if self.pool.states.keys[b] is not None]  # forgotten
             self.freed(table)
             self.tracks.remove(track)
 
@@ -187,25 +187,25 @@ class Driver:
         for move in batch.moves:
             assert (move.src < self.sizes["gpu"]) == (move.kind == "store")
             assert (move.dst < self.sizes["gpu"]) == (move.kind == "load")
-            key = self.pool.key_of(move.dst)
+            key = self.pool.states.keys[move.dst]
             if move.kind == "load" and key is not None:
                 # Loaded once for all, unless the first target gave way meanwhile.
                 assert not any(
-                    named == key and dst != move.dst and self.pool.key_of(dst) == key
+                    named == key and dst != move.dst and self.pool.states.keys[dst] == key
                     for dst, named in self.loading.values()
                 )
                 self.loading[move.move_id] = move.dst, key
 
     def snapshot(self):
         ids = range(self.pool.num_blocks)
-        owners = [(self.pool.ref_count(b), self.pool.key_of(b)) for b in ids]
+        owners = [(self.pool.states.owners[b], self.pool.states.keys[b]) for b in ids]
         return owners, self.pool.use("gpu"), self.pool.use("cpu"), asdict(self.pool.stats)
 
     def check(self):
         """Owners are the tables; every block is one thing; a key names one block of each tier."""
         owners = Counter(block_id for track in self.tracks for block_id in track.table)
         ids = range(self.pool.num_blocks)
-        assert [self.pool.ref_count(b) for b in ids] == [owners[b] for b in ids]
+        assert [self.pool.states.owners[b] for b in ids] == [owners[b] for b in ids]
         for track in self.tracks:
             assert len(set(track.table)) == len(track.table)
             assert all(block_id in self.in_place_ids for block_id in track.table)
@@ -214,11 +214,11 @@ class Driver:
             assert use.owned + use.cached + use.free + use.in_transit == size
             assert min(use.owned, use.cached, use.free, use.in_transit) >= 0
         assert self.pool.num_free + self.pool.num_used == self.sizes["gpu"]
-        keys = [self.pool.key_of(b) for b in ids]
+        keys = [self.pool.states.keys[b] for b in ids]
         for part in (keys[: self.sizes["gpu"]], keys[self.sizes["gpu"] :]):
             named = [key for key in part if key is not None]
             assert len(set(named)) == len(named)
-        assert list(self.pool.idle_gpu) == self.idle
+        assert list(self.pool.states.gpu_idle) == self.idle
 
     def end(self):
         """Everything ends: every count is back where it was."""
@@ -226,7 +226,7 @@ class Driver:
             if track.holds:
                 self.world.stop(track)
         self.world.complete_all()
-        assert self.pool.num_moves == 0
+        assert self.pool.ledger.num_in_flight == 0
         assert self.pool.use("gpu").owned == self.pool.use("cpu").owned == 0
         assert self.pool.use("cpu").in_transit == 0
         self.pool.reset()

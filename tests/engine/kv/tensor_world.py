@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 
 from engine.device.cpu import CPUDevice
-from engine.kv.memory import HostBlocks
-from engine.kv.mover import BlockMover
+from engine.kv.memory import BlockMover, HostBlocks
 from tests.engine.kv.world import P, World, take
 
 VALUE_BYTES = 32

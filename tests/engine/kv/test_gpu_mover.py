@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.kv.memory import HostBlocks
-from engine.kv.mover import BlockMover
+from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch
 from tests.engine.kv.driver import WEIGHTS, Driver
 from tests.engine.kv.tensor_world import BLOCK_BYTES, TensorWorld

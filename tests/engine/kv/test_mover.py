@@ -8,9 +8,8 @@ import torch
 
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError
-from engine.kv import mover as mover_module
-from engine.kv.memory import HostBlocks
-from engine.kv.mover import BlockMover
+from engine.kv import memory as mover_module
+from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch
 from engine.plan import kv_memory
 from tests.engine.kv.driver import WEIGHTS, Driver
@@ -207,7 +206,7 @@ def test_what_was_enqueued_of_a_piece_that_failed_is_not_enqueued_again(monkeypa
 
 def test_many_pieces_reuse_the_lists_of_block_numbers(monkeypatch):
     monkeypatch.setattr(kv_memory, "MOVE_PIECE_BYTES", 2 * 64)
-    monkeypatch.setattr("engine.kv.mover.ID_SLOTS", 3)
+    monkeypatch.setattr("engine.kv.memory.ID_SLOTS", 3)
     mover, _, host = make(num_gpu=40, num_pinned=40)
     order = random.Random(0).sample(range(40), 40)
     mover.submit(batch(*(Move(i, "store", i, 40 + host) for i, host in enumerate(order))))

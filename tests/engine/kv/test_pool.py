@@ -12,7 +12,7 @@ def names(world, tokens, salt=None):
     """For each full block of the tokens: the block ids that hold it, GPU first."""
     keys = Track(list(tokens), salt).keys
     ids = range(world.pool.num_blocks)
-    return [[b for b in ids if world.pool.key_of(b) == key] for key in keys]
+    return [[b for b in ids if world.pool.states.keys[b] == key] for key in keys]
 
 
 def test_sizes_are_checked():
@@ -33,7 +33,7 @@ def test_without_keys_it_is_the_pool_of_one_tier():
     assert (pool.num_free, pool.num_used) == (0, 5)
     with pytest.raises(EngineError, match="freed twice"):
         pool.free([1, 1])
-    assert pool.ref_count(1) == 1
+    assert pool.states.owners[1] == 1
     with pytest.raises(EngineError, match="at most 0 blocks"):
         pool.allocate(1)
     with pytest.raises(EngineError, match=r"from 0 to 4, got 5"):
@@ -177,9 +177,9 @@ def test_a_prefix_is_loaded_once_for_all_who_ask():
     stats = world.pool.stats
     assert (stats.hits_loaded, stats.hits_gpu, stats.loads) == (2, 6, 2)
     for move in batch.moves:
-        assert world.pool.is_pending(claims[3].pending)
+        assert world.pool.ledger.is_pending(claims[3].pending)
         world.complete(move.move_id)
-    assert not world.pool.is_pending(claims[3].pending)
+    assert not world.pool.ledger.is_pending(claims[3].pending)
     world.launch(*((track, 1) for track in tracks))
 
 
@@ -287,7 +287,7 @@ def test_abort_during_a_load_keeps_the_content_for_the_next():
     world.stop(track)
     again = Track([1, 1, 3])
     claim = world.start(again)
-    assert world.pool.is_pending(claim.pending)
+    assert world.pool.ledger.is_pending(claim.pending)
     assert world.pool.stats.loads == 1
     world.complete_all()
     world.launch((again, 1))

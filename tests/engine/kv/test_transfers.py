@@ -9,12 +9,11 @@ import torch
 
 from engine.device.cpu import CPUDevice
 from engine.errors import EngineError
-from engine.kv import mover as mover_module
-from engine.kv.memory import HostBlocks
-from engine.kv.mover import BlockMover
+from engine.kv import memory as mover_module
+from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch
 from engine.kv.pool import TieredBlockPool
-from engine.kv.transfers import Transfers
+from engine.run.core import Transfers
 
 NONE = MoveBatch((), frozenset())
 
@@ -182,7 +181,10 @@ class Pool(TieredBlockPool):
     """The only pool of a source."""
 
     def decided_moves(self):
-        return (super().decided_moves(),)
+        return (self.ledger.decided_moves(),)
+
+    def note_taken(self):
+        self.ledger.note_taken()
 
     def complete_moves(self, group, move_ids):
         self.complete(move_ids)
@@ -200,10 +202,10 @@ def test_an_interrupt_of_a_submission_loses_no_moves_wherever_it_comes():
             pool.register(block_id, bytes([block_id]))
         pool.swap_out(table, [bytes([block_id]) for block_id in table])
         transfers = Transfers(pool, [mover])
-        with interrupt_at(number, {"transfers.py", "moves.py", "pool.py", "mover.py"}) as is_cut:
+        with interrupt_at(number, {"core.py", "moves.py", "pool.py", "memory.py"}) as is_cut:
             transfers.submit()
         transfers.poll()
         transfers.drain()
-        assert (pool.num_moves, pool.use("cpu").cached) == (0, 2)
+        assert (pool.ledger.num_in_flight, pool.use("cpu").cached) == (0, 2)
         assert host.pinned[:2, 0].tolist() == gpu[:2, 0].tolist()
     assert number > 12

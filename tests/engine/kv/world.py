@@ -15,8 +15,9 @@ def num_blocks(num_tokens):
 
 def take(source):
     """Take what a pool or a scheduler decided to move."""
-    decided = source.decided_moves()
-    source.note_taken()
+    decider = source.ledger if isinstance(source, TieredBlockPool) else source
+    decided = decider.decided_moves()
+    decider.note_taken()
     return decided
 
 
@@ -107,7 +108,7 @@ class World:
         """Wait for the content that a sequence begins behind."""
         self.launch()
         for move_id in sorted(track.pending):
-            if self.pool.is_pending([move_id]):
+            if self.pool.ledger.is_pending([move_id]):
                 self.complete(move_id)
 
     def compute(self, track, count):
@@ -119,7 +120,7 @@ class World:
             held = self.read(track.table[position // P], position % P)
             assert held == self.encode(track.value(position)), f"position {position}: {held}"
         for block_id, key in zip(track.table, track.computed_keys, strict=False):
-            if self.pool.key_of(block_id) is None:
+            if self.pool.states.keys[block_id] is None:
                 self.pool.register(block_id, key)
 
     def start(self, track, room="gpu", *, in_place=0, n=None, resumed=False):

@@ -6,7 +6,7 @@ from engine.asked.request import SequenceStatus
 from engine.errors import EngineError
 from engine.kv.sequences import GONE
 from engine.plan.kv_memory import SwapRates
-from engine.schedule import turns as rounds
+from engine.schedule import admission as rounds
 from tests.engine.tiers_world import Tiers, World
 
 
@@ -176,13 +176,11 @@ def test_nothing_else_to_run_is_told():
     world.scheduler.evict_gpu_cache()
     world.submit()
     world.complete(world.moves())
-    assert not world.scheduler.is_blocked
     sequence = world.add(stem=0, length=41, max_tokens=2)
     assert not world.step()
-    assert world.scheduler.is_blocked
+    assert world.scheduler.has_unfinished
     assert sequence.status is SequenceStatus.LOADING
     world.scheduler.abort(sequence.request.request_id)
-    assert not world.scheduler.is_blocked
     world.end()
 
 
@@ -314,8 +312,8 @@ def test_a_long_prompt_without_room_is_looked_at_now_and_then():
     first = world.add(length=280, max_tokens=40)
     world.step()
     asked = []
-    find = world.groups.find
-    world.groups.find = lambda sequence: (
+    find = world.groups.content.find
+    world.groups.content.find = lambda sequence: (
         asked.append(world.scheduler.stats.num_steps) or find(sequence)
     )
     second = world.add(length=290, max_tokens=1)

@@ -12,7 +12,7 @@ from engine.asked.request import SequenceStatus
 from engine.kv import prefix, sequences
 from engine.kv.prefix import BlockContent, num_expired
 from engine.plan.kv_memory import SwapRates
-from engine.schedule import turns as rounds
+from engine.schedule import admission as rounds
 from tests.engine.tiers_world import STEMS, Tiers, World
 
 pytestmark = pytest.mark.slow
