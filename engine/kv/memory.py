@@ -79,13 +79,8 @@ class KVCache:
     """For each group of layers one tensor [B, L, 2, K, P, H]: a block is one run of bytes.
 
     B blocks and L layers of the group, keys and values, K KV heads, P tokens a block, H head size.
-
-    Args:
-        plan: Numbers and sizes of blocks.
-        spec: Sizes of the model.
-        device: Allocates.
-        hosts: The host tier of each group, if there is one. Compute reads and writes it where the
-            group is planned in place and the device can.
+    Compute reads and writes the host tier too where the group is planned in place and the device
+    can.
     """
 
     def __init__(
@@ -282,11 +277,8 @@ class BlockMover:
     the caller's thread, except that a move that names a staged one, or a step that waits for one,
     does, and that the numbers of a piece of small blocks wait for a place among 64.
 
-    Args:
-        device: Runs the copies.
-        gpu: uint8 [G, block_bytes], contiguous, on the device: blocks 0 to G - 1.
-        host: Blocks G and above.
-        dma_run_bytes: From this size on neighbouring blocks go by DMA.
+    Blocks 0 to G - 1 are those of `gpu`, uint8 [G, block_bytes], contiguous, on the device; those
+    of `host` follow.
     """
 
     def __init__(

@@ -315,10 +315,14 @@ class BlockStates:
 class TieredBlockPool:
     """Hands out blocks of both tiers, remembers full ones by key, and decides what is copied.
 
-    Ids 0 to num_gpu_blocks - 1 lie on the GPU, the next num_cpu_blocks in the host tier. A block
-    with a key is full and never written again, so content moves freely: a key names at most one
-    block of each tier. Of two equal blocks of one tier the first to be registered is findable, the
-    other stays private to its owners; their tables do not change.
+    Ids 0 to num_gpu_blocks - 1 lie on the GPU, the next num_cpu_blocks in the host tier. Compute
+    can read and write the first num_in_place of those (None: all) where they are; sequences own no
+    others. Blocks have block_size tokens, and block_bytes bytes in the layers of this group, which
+    attend to `window` tokens at most (None: all).
+
+    A block with a key is full and never written again, so content moves freely: a key names at
+    most one block of each tier. Of two equal blocks of one tier the first to be registered is
+    findable, the other stays private to its owners; their tables do not change.
 
     Without an owner a block with a key stays findable until its block is needed: the one unused
     for longest goes first, of one sequence the tail before the head. On the GPU its content is
@@ -333,15 +337,6 @@ class TieredBlockPool:
     the step before has been enqueued.
 
     A method that raises has changed nothing.
-
-    Args:
-        num_gpu_blocks: Blocks on the GPU, at least 1.
-        num_cpu_blocks: Blocks of the host tier.
-        block_size: Tokens in a block, at least 1.
-        num_in_place: Host blocks that compute can read and write where they are, the first ones;
-            None: all. Sequences own no others.
-        window: Most tokens that its layers attend to, at least 1; None: all.
-        block_bytes: Bytes of a block in these layers.
 
     Raises:
         EngineError: A size is out of bounds.
@@ -491,7 +486,9 @@ class TieredBlockPool:
         idle = len([b for b in match.blocks if b < first_host and not owners[b]])
         return loads - len(self._stay_in_place(match, in_place)) + idle <= self.num_free
 
-    def claim(self, match: Match, *, in_place: int = 0, resumed: bool = False) -> Claim:
+    def claim(
+        self, match: Match, *, in_place: int = 0, resumed: bool = False, num_unseen: int = 0
+    ) -> Claim:
         """Take the blocks found, all or none.
 
         Host blocks are loaded: once, for whoever asks until the content is gone.
@@ -501,6 +498,7 @@ class TieredBlockPool:
             in_place: Of the host blocks found how many to use where they are, at most: the last
                 that compute can reach. For a sequence that is longer than the GPU has room.
             resumed: The sequence goes on after a preemption; only the counts differ.
+            num_unseen: Blocks before them that the sequence begins behind and never sees.
 
         Raises:
             EngineError: There are not enough blocks (ask `can_claim` first), or the match is old.
@@ -528,14 +526,11 @@ class TieredBlockPool:
         on_gpu = len(match.blocks) - len(hosts) - len(stay)
         missed = match.num_asked - len(match.blocks)
         stats.count_claim(on_gpu, len(hosts), len(stay), missed, resumed=resumed)
+        if not resumed and match.blocks and match.blocks[0] >= self.num_gpu_blocks:
+            stats.hits_unseen_cpu += num_unseen
+        elif not resumed:
+            stats.hits_unseen_gpu += num_unseen
         return Claim(table, self.ledger.incoming_to(table))
-
-    def count_unseen(self, num_blocks: int, match: Match) -> None:
-        """Count blocks before a match that a sequence begins behind and never sees."""
-        if match.blocks and match.blocks[0] >= self.num_gpu_blocks:
-            self.stats.hits_unseen_cpu += num_blocks
-        else:
-            self.stats.hits_unseen_gpu += num_blocks
 
     def swap_out(self, table: Sequence[int], keys: Sequence[bytes]) -> int:
         """Take a sequence's blocks away and store what the host tier lacks; return how many remain.

@@ -180,11 +180,7 @@ class BlockContent:
     With prefix caching a key depends on tokens and salt, and full blocks are named as they are
     computed. Without, keys are a sequence's own: its blocks are named when they are swapped out,
     and its content is forgotten when it ends. Each pool has keys of its own, so that groups of
-    layers need no different ones.
-
-    Args:
-        pools: One for each group of layers; only the first may attend to all.
-        policy: Whether to share, and what moving costs.
+    layers need no different ones; only the first group may attend to all tokens.
     """
 
     def __init__(self, pools: tuple[TieredBlockPool, ...], policy: KVPolicy) -> None:
@@ -254,9 +250,7 @@ class BlockContent:
         """
         pending, resumed = [], sequence.num_preemptions > 0
         for pool, match, gone in zip(self._pools, found.matches, found.num_gone, strict=True):
-            claim = pool.claim(match, in_place=in_place, resumed=resumed)
-            if not resumed:
-                pool.count_unseen(gone, match)
+            claim = pool.claim(match, in_place=in_place, resumed=resumed, num_unseen=gone)
             sequence.block_tables.append([fill] * gone + claim.blocks)
             pending.append(claim.pending)
         sequence.num_gone = list(found.num_gone)

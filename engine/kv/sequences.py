@@ -28,11 +28,8 @@ class BlockGroups:
     A sequence's blocks lie on the GPU. One that is alone may take blocks of the host tier as well,
     where a pool has such in place: those that the GPU has no room for. They stay where they are.
 
-    Args:
-        pools: Blocks of each group; of those behind the first the layers have a window, and
-            sequences own no host blocks.
-        step_tokens: Most tokens of a step.
-        policy: What content is remembered; None: none.
+    In groups behind the first the layers have a window, and sequences own no host blocks. A step
+    has at most `step_tokens` tokens.
 
     Raises:
         EngineError: The pools differ in block_size, or one behind the first has no window or has
@@ -214,16 +211,11 @@ class BlockGroups:
                 self.num_given_back += 1
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> int:
-        """Take computed tokens of a sequence back, and give back the blocks beyond the rest.
+        """Take computed tokens of a sequence back; return how many remain, at most `num_tokens`.
 
-        Args:
-            sequence: Has its content; no step that is planned runs it.
-            num_tokens: Leading tokens that remain computed, where others would not be harmed: a
-                block that is findable is never written again, and where a window's blocks before
-                them are gone the sequence begins anew.
-
-        Returns:
-            Leading tokens that remain computed, at most `num_tokens`.
+        Blocks beyond them are given back. Fewer remain where a findable block would be written
+        again; where a window's blocks before them are gone the sequence begins anew. No step that
+        is planned runs it.
 
         Raises:
             EngineError: It was computed less far, or its content is still on its way.

@@ -376,7 +376,20 @@ class Scheduler:
             EngineError: The sequence was never added.
         """
         if not sequence.is_finished:
-            self._release(sequence, is_bad=reason == "error")
+            request_id = sequence.request.request_id
+            siblings = self._unfinished.get(request_id, [])
+            if sequence not in siblings:
+                raise EngineError(
+                    f"scheduler: expected a sequence that was added, got {sequence.seq_id} of "
+                    f"request {request_id!r}."
+                )
+            siblings.remove(sequence)
+            if not siblings:
+                del self._unfinished[request_id]
+            self._queues.remove(sequence)
+            self.groups.release(sequence, is_bad=reason == "error")
+            sequence.status = SequenceStatus.FINISHED
+            self.stats.num_finished += 1
         if length is not None:
             sequence.cut(length)
         sequence.finish_reason = reason
@@ -584,23 +597,6 @@ class Scheduler:
             self.finish(sequence, "error")
         none = SampledToken(NO_TOKEN, math.nan)
         return [_event(each, none, each.num_tokens, "error", why) for each in sequences]
-
-    def _release(self, sequence: Sequence, *, is_bad: bool) -> None:
-        """Take a sequence out of its list, mark it finished and free its blocks."""
-        request_id = sequence.request.request_id
-        siblings = self._unfinished.get(request_id, [])
-        if sequence not in siblings:
-            raise EngineError(
-                f"scheduler: expected a sequence that was added, got {sequence.seq_id} of request "
-                f"{request_id!r}."
-            )
-        siblings.remove(sequence)
-        if not siblings:
-            del self._unfinished[request_id]
-        self._queues.remove(sequence)
-        self.groups.release(sequence, is_bad=is_bad)
-        sequence.status = SequenceStatus.FINISHED
-        self.stats.num_finished += 1
 
     def _advance(self, item: ScheduledSequence) -> None:
         """Count a part as computed; name full blocks and give back what no later one sees.

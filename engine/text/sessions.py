@@ -162,20 +162,14 @@ class IncrementalDetokenizer:
         new = final[self._len_shown :]
         self._len_shown = max(self._len_shown, len(final))
         if len(final) == len(text):
-            self._cut(self._num_shown)
+            if self._num_shown:
+                # The rest stays as context, because a decoder may treat the first word specially.
+                self._window = self._window[self._num_shown :]
+                self._len_shown = len(self._decode(self._window))
             self._num_shown = len(self._window)
         elif len(self._window) > WINDOW_TOKENS:
             new += self._cut_broken(text)
         return new
-
-    def _cut(self, at: int) -> None:
-        """Drop the window's first `at` tokens; all of its text is shown.
-
-        Those after them stay as context, because a decoder may treat the first word specially.
-        """
-        if at:
-            self._window = self._window[at:]
-            self._len_shown = len(self._decode(self._window))
 
     def _cut_broken(self, text: str) -> str:
         """Show broken bytes that nothing can mend any more, and drop their tokens."""
