@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from engine.asked.request import CompletionOutput, RequestOutput, TokenEvent, check_request_id
 from engine.asked.sampling import SamplingParams
@@ -20,6 +20,7 @@ from engine.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from engine.asked.config import EngineConfig
+    from engine.llm import LLM
 
 
 class Stream:
@@ -33,7 +34,8 @@ class Stream:
         self.loop = asyncio.get_running_loop()
         """The client's."""
         self._items: deque[list[TokenEvent] | BaseException | None] = deque()
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
+        """Set on that loop: the client looks at what was put."""
 
     def put(self, item: list[TokenEvent] | BaseException | None) -> None:
         """Hand over tokens, an error, or None for the end; seen when the stream is woken."""
@@ -46,12 +48,12 @@ class Stream:
             EngineError: The request failed.
         """
         while not self._items:
-            self._wake.clear()
-            await self._wake.wait()
+            self.wake.clear()
+            await self.wake.wait()
         events: list[TokenEvent] = []
         while self._items:
             if isinstance(self._items[0], BaseException) and events:
-                return events, False  # the error comes with the next call
+                break  # the error comes with the next call
             item = self._items.popleft()
             if isinstance(item, BaseException):
                 raise item
@@ -60,19 +62,12 @@ class Stream:
             events += item
         return events, False
 
-    def wake(self) -> None:
-        """Let the client see what was put; to be called on its loop."""
-        self._wake.set()
-
 
 def wake_all(streams: Iterable[Stream]) -> list[Stream]:
     """Wake the clients of some streams, with one call for each loop; from any thread.
 
-    Args:
-        streams: to which something was put.
-
     Returns:
-        Those whose loop is closed: nobody will read them.
+        Streams whose loop is closed: nobody will read them.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
     for stream in streams:
@@ -88,7 +83,7 @@ def wake_all(streams: Iterable[Stream]) -> list[Stream]:
 
 def _wake_here(streams: list[Stream]) -> None:
     for stream in streams:
-        stream.wake()
+        stream.wake.set()
 
 
 @dataclass
@@ -129,40 +124,6 @@ MAX_PENDING: Final = 1024
 """Default for the requests that may be unfinished at once."""
 
 
-class SteppedEngine(Protocol):
-    """The part of `engine.LLM` that is used here."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, or None."""
-        ...
-
-    @property
-    def last_step(self) -> Any:
-        """What the newest step did."""
-        ...
-
-    def add_request(self, prompt: Any, params: Any, request_id: str | None = None) -> str:
-        """Queue a request."""
-        ...
-
-    def step(self) -> list[TokenEvent]:
-        """Run one step."""
-        ...
-
-    def has_unfinished(self) -> bool:
-        """Return whether a step has work."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request."""
-        ...
-
-    def close(self) -> None:
-        """Free everything."""
-        ...
-
-
 class _Command(NamedTuple):
     """What a client asks of the engine's thread."""
 
@@ -194,7 +155,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        llm: SteppedEngine,
+        llm: "LLM",
         *,
         max_pending: int = MAX_PENDING,
         on_step: Callable[[Any, float], None] | None = None,
@@ -220,12 +181,7 @@ class AsyncLLM:
 
     @classmethod
     def from_config(cls, config: "EngineConfig", *, max_pending: int = MAX_PENDING) -> "AsyncLLM":
-        """Build an engine and its asynchronous door.
-
-        Args:
-            config: What is asked.
-            max_pending: Requests that may be unfinished at once.
-        """
+        """Build an engine and its asynchronous door."""
         from engine.llm import LLM  # noqa: PLC0415  brings torch
 
         return cls(LLM.from_config(config), max_pending=max_pending)
@@ -249,10 +205,8 @@ class AsyncLLM:
         A client that is slower than the engine gets fewer outputs, none of them outdated. Leaving
         the iterator (cancellation, `aclose`) drops the request.
 
-        Args:
-            prompt: Text, or token ids.
-            params: How to choose tokens; None: the defaults.
-            request_id: None: a name is made.
+
+        The prompt is text or token ids; without an id a name is made.
 
         Raises:
             RequestError: The request cannot be served or failed alone, its id is in use, or too
@@ -299,12 +253,7 @@ class AsyncLLM:
                 self._commands.put(_Command("abort", stream))
 
     def _submit(self, prompt: Any, params: Any, request_id: str | None) -> Stream:
-        """Queue a request for the engine's thread.
-
-        Raises:
-            RequestError: The id is in use or no text, or the queue is full.
-            EngineError: The engine is closed or failed, or runs in another process.
-        """
+        """Queue a request for the engine's thread."""
         if request_id is not None:
             check_request_id(request_id)
         if os.getpid() != self._owner:
@@ -339,7 +288,7 @@ class AsyncLLM:
         """End a request; its iterator raises EngineError. Unknown and finished ids are ignored."""
         self._commands.put(_Command("abort", request_id=request_id))
 
-    def release(self) -> SteppedEngine:
+    def release(self) -> "LLM":
         """Stop the thread after its step and return the engine, which the caller may use again.
 
         Requests that still run are dropped; their iterators raise EngineError.

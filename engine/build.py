@@ -31,17 +31,13 @@ from engine.model.formats import FORMATS, TensorFormats
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
-from engine.plan.sizes import pad_batch
 from engine.run.core import EngineCore
-from engine.run.decoder import Decoder, LayerAttention, model_products, rotary_tables
+from engine.run.decoder import Decoder
 from engine.run.executor import DeviceExecutor
 from engine.run.sampler import Sampler
-from engine.run.stages import PrefillStages
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.reader import CheckpointReader, fill_dummy, pack_tensor
 from engine.weights.store import WeightStore
-from kernels.arguments import decode_workspace, prefill_workspace
-from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""
@@ -118,16 +114,13 @@ def build_engine(
     reference: bool = False,
     plan: MemoryPlan | None = None,
 ) -> Engine:
-    """Build an engine; every byte is planned before the first is allocated.
+    """Build an engine, ready for its first request; every byte is planned before any is allocated.
 
     Args:
         config: What was asked.
         progress: Called as weights come into place.
         reference: Ignore the offload settings: every layer on demand, eager.
         plan: What to build, made of this configuration on this machine; None: it is planned here.
-
-    Returns:
-        An engine ready for its first request.
 
     Raises:
         CapacityError: It does not fit.
@@ -166,7 +159,7 @@ def build_engine(
             )
             executor = DeviceExecutor(
                 [(device, plan)],
-                _decoder(spec, plan, device, store, cache),
+                Decoder.of(spec, plan, device, store, cache),
                 sampler,
                 seed=config.engine.seed,
                 eos_token_ids=eos_ids,
@@ -180,20 +173,8 @@ def build_engine(
             identity=_identity(config, spec, plan),
         )
         undo.pop_all()
-    return Engine(
-        config,
-        spec,
-        plan,
-        device,
-        store,
-        tier,
-        cache,
-        executor,
-        core,
-        tokenizer,
-        clock.report(),
-        reference,
-    )
+    parts = config, spec, plan, device, store, tier, cache, executor, core, tokenizer
+    return Engine(*parts, clock.report(), reference)
 
 
 def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[str, ...]:
@@ -327,51 +308,6 @@ def _load(
     reader = CheckpointReader(device, clock, advance, pin=store.plan.pin)
     reader.read(parts, stored)
     reader.pack(formats, packed, stored)
-
-
-def _decoder(
-    spec: ModelSpec, plan: MemoryPlan, device: Device, store: WeightStore, cache: KVCache
-) -> Decoder:
-    workspace = decode_workspace(
-        pad_batch(plan.max_num_seqs),
-        spec.num_attention_heads,
-        spec.head_dim,
-        plan.max_model_len,
-        device.torch_device,
-    )
-    prefill_space = prefill_workspace(
-        min(plan.max_num_batched_tokens, PREFILL_SPLIT_MAX_QUERIES),
-        spec.num_attention_heads,
-        spec.head_dim,
-        plan.max_model_len,
-        device.torch_device,
-    )
-    full, local = rotary_tables(spec, plan.max_model_len, device.torch_device)
-    groups = {
-        layer: number for number, group in enumerate(plan.kv.groups) for layer in group.layers
-    }
-    attention = tuple(
-        LayerAttention(
-            full if window is None else local, plan.kv.groups[groups[layer]].window, groups[layer]
-        )
-        for layer, window in enumerate(spec.windows)
-    )
-    logits = torch.zeros(
-        (pad_batch(plan.max_num_seqs), spec.vocab_size), device=device.torch_device
-    )
-    is_tiered = cache.host_layer(plan.kv.groups[0].layers[0]) is not None
-    stages = PrefillStages(plan, spec, device, cache) if is_tiered else None
-    return Decoder(
-        spec,
-        store,
-        cache,
-        attention,
-        model_products(spec, plan.formats),
-        workspace,
-        prefill_space,
-        logits,
-        stages,
-    )
 
 
 class CompileTime:

@@ -54,12 +54,7 @@ class PhaseClock:
             self._stack.pop()
 
     def part(self, name: str, seconds: float) -> None:
-        """Attribute seconds of the open phase, measured by what ran in it, to another one.
-
-        Args:
-            name: The phase that receives them.
-            seconds: How many; no more than the open phase has had are taken.
-        """
+        """Attribute seconds that the open phase has had, measured by what ran in it, to another."""
         self._settle()
         taken = min(seconds, self._phases[self._stack[-1]])
         self._add(self._stack[-1], -taken)

@@ -119,24 +119,13 @@ class LLM:
             progress: Called with phase, bytes done and bytes in all while weights load.
             reference: Ignore the offload settings: every layer is copied on demand, eagerly. The
                 yardstick of equality.
-
-        Returns:
-            The engine.
         """
         plan = None if reference else _refereed(config)
-        llm = cls.__new__(cls)
-        llm._open(build_engine(config, progress, reference=reference, plan=plan))  # noqa: SLF001
-        return llm
+        return cls._of(build_engine(config, progress, reference=reference, plan=plan))
 
     @classmethod
     def plan_for(cls, config: EngineConfig) -> MemoryPlan:
-        """Plan an engine of this configuration on this machine; nothing is allocated or read.
-
-        Args:
-            config: What is asked.
-
-        Returns:
-            The plan that `from_config` begins with.
+        """Return the plan that `from_config` begins with; nothing is allocated or read.
 
         Raises:
             CapacityError: It does not fit; the message and the error's plan have the figures.
@@ -147,13 +136,24 @@ class LLM:
         plan = plan_memory(config, model.spec, open_device(config.gpu.device).facts())
         return replace(plan, notes=(*plan.notes, *model.notes))
 
+    @classmethod
+    def _of(cls, engine: Engine) -> "LLM":
+        llm = cls.__new__(cls)
+        llm._open(engine)  # noqa: SLF001
+        return llm
+
     def _open(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
         self._lock = threading.RLock()
         self._sessions = Sessions(engine.core, engine.tokenizer, engine.spec.vocab_size)
 
     @property
-    def _live(self) -> Engine:
+    def engine(self) -> Engine:
+        """Its parts, for measurement; the door is what stands below.
+
+        Raises:
+            EngineError: It was closed.
+        """
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             raise EngineError("LLM: it was closed. Build a new one.")
@@ -162,7 +162,7 @@ class LLM:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads out: two in one engine would mix their steps."""
-        _ = self._live  # raises where it was closed
+        _ = self.engine  # raises where it was closed
         if not self._lock.acquire(blocking=False):
             raise EngineError(
                 "LLM: expected one thread at a time, got a second one. Use AsyncLLM, which many "
@@ -182,37 +182,37 @@ class LLM:
     @property
     def config(self) -> EngineConfig:
         """What was asked."""
-        return self._live.config
+        return self.engine.config
 
     @property
     def plan(self) -> MemoryPlan:
         """The memory plan in force."""
-        return self._live.plan
+        return self.engine.plan
 
     @property
     def spec(self) -> ModelSpec:
         """Sizes of the model."""
-        return self._live.spec
+        return self.engine.spec
 
     @property
     def load_report(self) -> LoadReport:
         """Where the time of the load went."""
-        return self._live.load_report
+        return self.engine.load_report
 
     @property
     def tokenizer(self) -> Any | None:
         """The tokenizer, or None: prompts must be token ids then."""
-        return self._live.tokenizer
+        return self.engine.tokenizer
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, tokens."""
-        return self._live.plan.max_model_len
+        return self.engine.plan.max_model_len
 
     @property
     def last_step(self) -> StepStats | None:
         """What the newest step did."""
-        return self._live.core.last_step
+        return self.engine.core.last_step
 
     def generate(
         self,
@@ -239,16 +239,13 @@ class LLM:
 
     @property
     def _requests(self) -> Sessions:
-        _ = self._live  # raises where it was closed
+        _ = self.engine  # raises where it was closed
         return self._sessions
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Queue a prompt; its tokens come from `step`.
-
-        Returns:
-            The request's id.
+        """Queue a prompt, whose tokens come from `step`; return the request's id.
 
         Raises:
             RequestError: It cannot be served.
@@ -268,30 +265,15 @@ class LLM:
         requests, events = self._requests, list[TokenEvent]()
         try:
             with self._whole():
-                events += requests.take_kept() or requests.apply(self._live.core.step())
+                events += requests.take_kept() or requests.apply(self.engine.core.step())
         except KeyboardInterrupt:
             requests.keep(events)
             raise
         return events
 
-    def replay_only(self, size: int) -> None:
-        """Enqueue the graph of the newest decode step once more: what a step costs without a host.
-
-        For measurement, between calls of `step` that decode `size` requests: replays between two
-        events of the current stream, against `last_step.duration_s`. Tokens do not change.
-
-        Args:
-            size: Rows of the newest step, padded to one of `effective()["graphs"]`.
-
-        Raises:
-            EngineError: There is no such graph, or the newest step launched was another one.
-        """
-        with self._alone():
-            self._live.executor.replay_only(size)
-
     def has_unfinished(self) -> bool:
         """Whether a call of `step` has work: a request waits or runs, or its tokens are kept."""
-        return self._live.core.scheduler.has_unfinished or self._requests.has_kept
+        return self.engine.core.scheduler.has_unfinished or self._requests.has_kept
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown and finished ids are ignored."""
@@ -300,11 +282,11 @@ class LLM:
 
     def effective(self) -> dict[str, Any]:
         """Return what is really used: device, dtype, placements, graphs, fallbacks."""
-        return describe(self._live)
+        return describe(self.engine)
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the load."""
-        core, executor = self._live.core, self._live.executor
+        core, executor = self.engine.core, self.engine.executor
         first, *others = core.pools
         return {
             "steps": core.num_steps,
@@ -326,7 +308,7 @@ class LLM:
 
     def _kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers and what was found, moved and read in place."""
-        engine, groups = self._live, self._live.plan.kv.groups
+        engine, groups = self.engine, self.engine.plan.kv.groups
         found = engine.core.scheduler.kv_stats()
         found["cpu"]["pinned"] = sum(group.num_pinned for group in groups)
         found["cpu"]["pageable"] = sum(group.num_pageable for group in groups)
@@ -340,8 +322,7 @@ class LLM:
     def reset_cache(self, tier: Tier | None = None) -> None:
         """Forget the content of KV blocks, so that no prompt finds any; sequences go on.
 
-        Args:
-            tier: gpu or cpu; None: both.
+        The tier is gpu or cpu; None: both.
 
         Raises:
             EngineError: There is no such tier.
@@ -349,7 +330,7 @@ class LLM:
         if tier not in {None, "gpu", "cpu"}:
             raise EngineError(f"reset_cache: expected tier gpu, cpu or None, got {tier!r}.")
         with self._whole():
-            core = self._live.core
+            core = self.engine.core
             core.scheduler.reset_cache(tier)
             if not core.scheduler.has_unfinished:
                 core.transfers.drain()  # no step comes that would ask what is done
@@ -361,13 +342,13 @@ class LLM:
         tier. Blocks until it is stored.
         """
         with self._whole():
-            core = self._live.core
+            core = self.engine.core
             core.scheduler.evict_gpu_cache()
             core.transfers.drain()
 
     def memory(self) -> dict[str, int]:
         """Return bytes on both sides, from the engine's own ledger and the device."""
-        engine = self._live
+        engine = self.engine
         pinned, pageable = engine.host_bytes()
         return {
             "gpu_peak_bytes": engine.device.peak_bytes(),
@@ -385,7 +366,7 @@ class LLM:
             self._close()
 
     def _close(self) -> None:
-        engine, self._engine = self._live, None
+        engine, self._engine = self.engine, None
         engine.device.synchronize()
         engine.executor.close()
         engine.tier.stop()
@@ -412,8 +393,6 @@ def _refereed(config: EngineConfig) -> MemoryPlan | None:
     timed = replace(config, model=replace(config.model, load_format="dummy"))
 
     def open_engine(plan: MemoryPlan) -> LLM:
-        llm = LLM.__new__(LLM)
-        llm._open(build_engine(timed, plan=plan))  # noqa: SLF001
-        return llm
+        return LLM._of(build_engine(timed, plan=plan))  # noqa: SLF001
 
     return judge(plans, spec.vocab_size, open_engine)

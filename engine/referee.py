@@ -14,6 +14,7 @@ from engine.errors import CapacityError
 from engine.plan.memory import MemoryPlan
 from engine.plan.queue import QUEUE_REQUESTS, queue_of
 from engine.plan.times import CONTEXT_TOKENS
+from engine.run.core import StepStats
 
 NUM_CANDIDATES: Final = 2
 SETTLE_STEPS: Final = 3
@@ -21,20 +22,6 @@ SETTLE_STEPS: Final = 3
 TIMED_STEPS: Final = 12
 LONGEST_PROMPT: Final = 2048
 """Longest prompt of the objective context, so that the referee computes none at length."""
-
-
-class StepStats(Protocol):
-    """What an engine says of its newest step."""
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens in it."""
-        ...
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Decoded tokens in it."""
-        ...
 
 
 class TimedEngine(Protocol):
@@ -94,11 +81,7 @@ def judge(
     the next takes its own. One candidate alone, or one whose times cannot be had, is not timed
     against others: the best predicted plan stays, and `choice` says why.
 
-    Args:
-        plans: Of the best candidates, the best predicted first; each with its `choice`.
-        vocab_size: Of the model.
-        open_engine: Builds an engine of a plan.
-        clock: Seconds.
+    `plans` begin with the best predicted; each has its `choice`.
     """
     objective = str((plans[0].choice or {}).get("objective", "latency"))
     if len(plans) < NUM_CANDIDATES:
@@ -170,8 +153,8 @@ def run_load(
         now_s, step = clock(), engine.last_step
         if not prefill_s and len(started) == load.batch:
             prefill_s = now_s - begin_s
-        is_full = step is not None and not step.num_prefill_tokens
-        is_full = is_full and step is not None and step.num_decode_tokens == load.batch
+        counts = None if step is None else (step.num_prefill_tokens, step.num_decode_tokens)
+        is_full = counts == (0, load.batch)
         in_a_row = in_a_row + 1 if is_full else 0
         if in_a_row > SETTLE_STEPS or (is_full and load.output_tokens <= SETTLE_STEPS + 1):
             gaps.append(now_s - last_s)

@@ -92,17 +92,7 @@ def check_number(
 ) -> None:
     """Raise ConfigError unless `value` is a finite number (or an integer) in [low, high].
 
-    Args:
-        name: The setting's full name, for the message.
-        value: What was given.
-        low: Smallest value allowed (not allowed itself if `low_open`).
-        high: Largest value allowed.
-        integer: Require an int.
-        low_open: The lower bound is exclusive.
-        hint: What to change, appended to the message.
-
-    Raises:
-        ConfigError: The value has the wrong type or is out of bounds.
+    With `low_open` in (low, high]. The message names the setting and ends in the hint.
     """
     kinds = (int,) if integer else (int, float)
     kind = "an integer" if integer else "a number"
@@ -118,21 +108,13 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is True or False.
-
-    Raises:
-        ConfigError: It is anything else; a text such as "false" would count as true.
-    """
+    """Raise ConfigError unless `value` is True or False; a text such as "false" would be true."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}: expected true or false, got {value!r}.")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
-    """Raise ConfigError unless `value` is one of `choices`.
-
-    Raises:
-        ConfigError: The value is not among the choices.
-    """
+    """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
         tail = f" {hint}" if hint else ""
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}.{tail}")
@@ -210,10 +192,7 @@ class Setting:
 def settings(node: type, prefix: str = "", whole: tuple[type, ...] = ()) -> Iterator[Setting]:
     """Yield every field of a configuration class and of the classes below it, in order.
 
-    Args:
-        node: a dataclass.
-        prefix: before each path, with its dot.
-        whole: classes whose fields are left out: a value of them is one setting.
+    Fields of the classes in `whole` are left out: a value of them is one setting.
     """
     hints = typing.get_type_hints(node)
     for item in fields(node):
@@ -246,15 +225,10 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 
 def from_plain(kind: type, content: Mapping[str, Any], name: str = "") -> Any:
-    """Return an object of a configuration class from plain data, with those of its nodes.
-
-    Args:
-        kind: a dataclass.
-        content: values by field; a dict for a node.
-        name: of the node, for messages; empty at the root.
+    """Return an object of a configuration class from plain data, a dict for each of its nodes.
 
     Raises:
-        ConfigError: an unknown key, or a value that the class refuses.
+        ConfigError: An unknown key, named below `name`, or a value that the class refuses.
     """
     known = {found.path: found for found in settings(kind) if "." not in found.path}
     prefix = f"{name}." if name else ""

@@ -12,14 +12,13 @@ from time import perf_counter
 import psutil
 import torch
 
-from engine.device.base import CopyStream, Graph, HostBuffer
+from engine.device.base import CopyStream, HostBuffer, capabilities
 from engine.device.facts import available_bytes, num_threads
-from engine.device.host import MappedBuffer, capabilities
 from engine.errors import CapacityError, EngineError
 from engine.plan.memory import DeviceFacts
 
 
-class EmulatedPinnedBuffer(MappedBuffer):
+class EmulatedPinnedBuffer(HostBuffer):
     """Host memory that counts as pinned in emulation; nothing is registered with a driver."""
 
     pinned = True
@@ -128,31 +127,23 @@ class CPUDevice:
         )
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Allocate emulated GPU memory.
-
-        Raises:
-            CapacityError: The budget would be exceeded.
-        """
+        """Allocate emulated GPU memory."""
         self.count_working(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
         """Allocate host memory of exactly that size."""
-        return EmulatedPinnedBuffer(num_bytes) if pin else MappedBuffer(num_bytes)
+        return EmulatedPinnedBuffer(num_bytes) if pin else HostBuffer(num_bytes)
 
     def in_place(self, buffer: HostBuffer, view: torch.Tensor) -> torch.Tensor:
-        """Return the view itself: compute runs where the memory is.
-
-        Raises:
-            CapacityError: The buffer is pageable, which a GPU could not read in place.
-        """
+        """Return the view itself: compute runs where the memory is."""
         if not buffer.pinned:
             raise CapacityError("in-place reads: expected pinned memory, got pageable memory.")
         return view
 
-    def reach(self, host: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
-        """Return None: a CPU copies with its own hands."""
-        return None
+    def reach(self, host: torch.Tensor) -> torch.Tensor:
+        """Return the buffer itself: a CPU copies with its own hands."""
+        return host
 
     def copy_stream(self) -> LazyCopyStream:
         """Create a copy stream."""
@@ -167,11 +158,7 @@ class CPUDevice:
         self._budget, self._allocated = num_bytes, 0
 
     def count_working(self, num_bytes: int) -> None:
-        """Count emulated GPU memory that is not allocated through `empty`.
-
-        Raises:
-            CapacityError: The budget would be exceeded.
-        """
+        """Count emulated GPU memory that is not allocated through `empty`."""
         if self._budget is not None and self._allocated + num_bytes > self._budget:
             raise CapacityError(
                 f"emulated GPU: {num_bytes} bytes more than {self._allocated} exceed the budget of "
@@ -187,12 +174,8 @@ class CPUDevice:
         """Return the emulated GPU memory in use."""
         return self._allocated
 
-    def new_graph(self, run: Callable[[], object]) -> Graph:  # noqa: ARG002
-        """Refuse: a CPU has no graphs, and no plan for it asks for one.
-
-        Raises:
-            EngineError: Always.
-        """
+    def new_graph(self, run: Callable[[], object]) -> Callable[[], None]:  # noqa: ARG002
+        """Refuse: a CPU has no graphs, and no plan for it asks for one."""
         raise EngineError("graphs: expected a CUDA device, got the CPU.")
 
     def mark(self) -> "CPUMark":

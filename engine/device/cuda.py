@@ -12,20 +12,21 @@ from typing import Any
 
 import torch
 
-from engine.device.base import CopyStream, Device, Graph, HostBuffer
+from engine.device.base import CopyStream, Device, HostBuffer, capabilities
 from engine.device.cpu import CPUDevice
-from engine.device.facts import available_bytes, gpu_holders, memlock_room, num_threads
-from engine.device.host import MappedBuffer, capabilities
+from engine.device.facts import (
+    available_bytes,
+    gpu_holders,
+    gpu_processes,
+    memlock_room,
+    num_threads,
+)
 from engine.errors import CapacityError, ConfigError, PinningError
 from engine.plan.memory import DeviceFacts
 
 
 class SharedAllocator:
-    """Bounds the allocator by what the open engines may take together, and knows their peak.
-
-    Args:
-        index: Of the GPU.
-    """
+    """Bounds a GPU's allocator by what the open engines may take together; knows their peak."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -71,34 +72,6 @@ def shared_allocator(index: int) -> SharedAllocator:
     return SharedAllocator(index)
 
 
-def own_bytes(index: int) -> int | None:
-    """Return the GPU memory that this process holds, context included, bytes.
-
-    None where NVML is absent, does not count per process, or does not know this process by its
-    number (some containers).
-
-    Args:
-        index: The device's index in torch.
-    """
-    try:
-        import pynvml  # noqa: PLC0415 - absent on machines without the package
-
-        pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - the module may be missing, or the driver
-        return None
-    try:
-        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-    return None
-
-
 CONTEXT_BYTES = 640 * 2**20
 """A CUDA context with its modules, about."""
 
@@ -117,7 +90,7 @@ def _unregister(address: int, keep: object, owner: int) -> None:  # noqa: ARG001
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-class RegisteredBuffer(MappedBuffer):
+class RegisteredBuffer(HostBuffer):
     """Host memory of an exact size, registered with CUDA once.
 
     Forked children do not get it: the kernel would copy every pinned page at the fork, and where it
@@ -185,10 +158,10 @@ def _counts_as_locked() -> bool:
 
 
 class _HostArray:
-    """Tells torch where pinned host memory lies; keeps its buffer alive."""
+    """Tells torch where pinned host memory lies; keeps its owner alive."""
 
-    def __init__(self, buffer: HostBuffer | torch.Tensor, view: torch.Tensor) -> None:
-        self._buffer = buffer
+    def __init__(self, keep: object, view: torch.Tensor) -> None:
+        self._keep = keep
         self.__cuda_array_interface__ = {
             "shape": (view.numel() * view.element_size(),),
             "typestr": "|u1",
@@ -246,19 +219,6 @@ class CUDACopyStream:
         return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-class CUDAGraph:
-    """A captured step."""
-
-    def __init__(self, run: Callable[[], object], pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            run()
-
-    def replay(self) -> None:
-        """Enqueue the captured work on the compute stream."""
-        self._graph.replay()
-
-
 class CUDAMark:
     """An event on the stream that was current."""
 
@@ -294,6 +254,7 @@ class CUDADevice:
         index = torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
+        self._uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(index)
         outside = total - free - torch.cuda.memory_reserved(index)
@@ -326,7 +287,7 @@ class CUDADevice:
             reason=reason,
             pin_limit_bytes=limit,
             num_threads=num_threads(),
-            holders=gpu_holders(f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"),
+            holders=gpu_holders(self._uuid),
         )
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -335,7 +296,7 @@ class CUDADevice:
 
     def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
         """Allocate host memory of exactly that size, registered where asked."""
-        return RegisteredBuffer(num_bytes) if pin else MappedBuffer(num_bytes)
+        return RegisteredBuffer(num_bytes) if pin else HostBuffer(num_bytes)
 
     def in_place(self, buffer: HostBuffer, view: torch.Tensor) -> torch.Tensor:
         """Return a CUDA tensor over pinned host memory; it keeps the buffer alive.
@@ -347,21 +308,25 @@ class CUDADevice:
             raise CapacityError("in-place reads: expected pinned memory, got pageable memory.")
         if view.numel() == 0:
             return torch.empty(view.shape, dtype=view.dtype, device=self.torch_device)
-        flat = torch.as_tensor(_HostArray(buffer, view), device=self.torch_device)
-        if flat.data_ptr() != view.data_ptr():
+        found = self._reached(buffer, view)
+        if found is None:
             raise CapacityError(
                 "in-place reads: this device maps host memory to another address. "
                 "Set TIGHTFIT_DISABLE_UVA=1."
             )
-        return flat.view(view.dtype).view(view.shape)
+        return found
 
-    def reach(self, host: torch.Tensor) -> torch.Tensor | None:
-        """Return an upload buffer as kernels see it; None where it is pageable or out of reach."""
-        if not (host.is_pinned() and capabilities()[1]):
-            return None
-        flat = torch.as_tensor(_HostArray(host, host), device=self.torch_device)
-        is_same = flat.data_ptr() == host.data_ptr()
-        return flat.view(host.dtype).view(host.shape) if is_same else None
+    def _reached(self, keep: object, view: torch.Tensor) -> torch.Tensor | None:
+        """Return pinned host memory as a CUDA tensor; None where its device address differs."""
+        flat = torch.as_tensor(_HostArray(keep, view), device=self.torch_device)
+        is_same = flat.data_ptr() == view.data_ptr()
+        return flat.view(view.dtype).view(view.shape) if is_same else None
+
+    def reach(self, host: torch.Tensor) -> torch.Tensor:
+        """Return an upload buffer as kernels see it; itself where pageable or out of reach."""
+        is_pinned = host.is_pinned() and capabilities()[1]
+        found = self._reached(host, host) if is_pinned else None
+        return host if found is None else found
 
     def copy_stream(self) -> CUDACopyStream:
         """Create a copy stream."""
@@ -380,9 +345,8 @@ class CUDADevice:
 
     def _outside_bytes(self) -> int:
         """Memory of this process outside torch's allocator: context, modules, graphs."""
-        index = torch.cuda.current_device()
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        own = own_bytes(index)
+        own = gpu_processes(self._uuid).get(os.getpid())
         if own is None:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             own = total - free - self._others
@@ -392,21 +356,21 @@ class CUDADevice:
         """Return at once: the allocator counts what steps take."""
 
     def peak_bytes(self) -> int:
-        """Return the allocator's peak since opening plus what lies outside it.
-
-        Where several engines of this process are open at once, that of all of them together.
-        """
+        """Return the peak of all engines of this process since opening, and what lies outside."""
         return self._allocator.peak_bytes() + self._outside_bytes()
 
     def allocated_bytes(self) -> int:
         """Return bytes of live tensors."""
         return torch.cuda.memory_allocated(self.torch_device)
 
-    def new_graph(self, run: Callable[[], object]) -> Graph:
+    def new_graph(self, run: Callable[[], object]) -> Callable[[], None]:
         """Capture `run`; all graphs share one memory pool."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        return CUDAGraph(run, self._pool)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
 
     def mark(self) -> "CUDAMark":
         """Record an event after the current stream's work so far."""

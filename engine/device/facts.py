@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +14,39 @@ from engine.plan.sizes import MAX_LOAD_THREADS
 from engine.sealed import GIB
 
 
-def gpu_holders(uuid: str | None, module: Any = None) -> tuple[str, ...]:
-    """Return the other processes that compute on a GPU in words, the largest first.
+def gpu_processes(uuid: str | None, module: Any = None) -> dict[int, int | None]:
+    """Return the processes on a GPU and the bytes that each holds, context included, by number.
 
-    Empty where there are none, or where NVML does not answer. A process whose bytes the driver does
-    not tell (some containers) is named without them.
+    Empty where NVML is absent or does not answer; None where it does not count a process's bytes.
+    In some containers it does not know this process by its number.
 
     Args:
-        uuid: Of the GPU, as NVML writes it.
+        uuid: That of the GPU, as NVML writes it.
         module: What asks the driver; None: pynvml, where it is installed.
     """
     try:
-        nvml = _pynvml() if module is None else module
+        nvml: Any = import_module("pynvml") if module is None else module
         nvml.nvmlInit()
     except Exception:  # noqa: BLE001 - the module may be missing, or the driver
-        return ()
+        return {}
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        found = {p.pid: p.usedGpuMemory or 0 for p in _processes(nvml, handle)}
+        found = [  # one that computes and draws is in both
+            *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+            *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+        ]
     except Exception:  # noqa: BLE001 - NVML raises one class per code
-        return ()
+        return {}
     finally:
         nvml.nvmlShutdown()
-    others = sorted((size, pid) for pid, size in found.items() if pid != os.getpid())
+    return {process.pid: process.usedGpuMemory for process in found}
+
+
+def gpu_holders(uuid: str | None, module: Any = None) -> tuple[str, ...]:
+    """Return the other processes of `gpu_processes` in words, the largest first."""
+    found = gpu_processes(uuid, module).items()
+    others = sorted((size or 0, pid) for pid, size in found if pid != os.getpid())
     return tuple(_words(size, pid) for size, pid in reversed(others))
-
-
-def _pynvml() -> Any:
-    import pynvml  # noqa: PLC0415 - absent on machines without the package
-
-    return pynvml
-
-
-def _processes(nvml: Any, handle: Any) -> list[Any]:
-    """Return those that compute and those that draw; one that does both is in twice."""
-    return [
-        *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
-        *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-    ]
 
 
 def _words(num_bytes: int, pid: int) -> str:

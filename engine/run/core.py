@@ -199,12 +199,8 @@ class EngineCore:
     sequences wait for loads, a call waits for one piece of them, and returns no tokens if nothing
     can run then either.
 
-    Args:
-        plan: The memory plan in force.
-        executor: Runs steps.
-        eos_token_ids: The model's end-of-sequence tokens.
-        movers: Move blocks of each group of layers; none where there is no host tier.
-        identity: What the values in a KV block depend on beside tokens.
+    There is a mover for each group of layers, none where there is no host tier. `identity` is what
+    the values in a KV block depend on beside tokens.
     """
 
     def __init__(

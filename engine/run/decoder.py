@@ -6,41 +6,52 @@ T tokens, N query heads, K KV heads, H head size, D hidden.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from engine.device.base import Device
 from engine.kv.memory import KVCache
-from engine.model.formats import EMBEDDING, HEAD, Products, TensorFormats
+from engine.model.formats import EMBEDDING, HEAD, Products
 from engine.model.spec import ModelSpec
-from engine.run.batch import Batch
-from engine.run.stages import PrefillStages
+from engine.plan.memory import MemoryPlan
+from engine.plan.sizes import pad_batch
+from engine.run.inputs import Batch, PrefillPiece, StagedPrefill
 from engine.weights.store import WeightStore
-from kernels.arguments import AttentionCall, DecodeWorkspace, PrefillWorkspace
+from kernels.arguments import (
+    AttentionCall,
+    DecodeWorkspace,
+    HostCache,
+    PrefillPart,
+    PrefillWorkspace,
+    decode_workspace,
+    prefill_state,
+    prefill_workspace,
+)
 from kernels.ops import attention, kv, linear, norm
+from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES, prefill_state_bytes
 
+NUM_BUFFERS = 2
+"""Buffers that pieces of a prefill's keys are copied into."""
 Weights = Mapping[str, Any]
 """A layer's tensors, each as the products of its format take it."""
-Product = Callable[..., torch.Tensor]
+Product = Callable[..., Tensor]
+Hidden = tuple[Tensor, Tensor | None]
+"""[T, D] twice: hidden states, and the residual that they are not yet added to, where that is."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """How one layer attends."""
+class DecoderLayer:
+    """How one layer attends, and its products, each that of its weight's format."""
 
-    rotary: torch.Tensor
+    rotary: Tensor
     """float32 [max_model_len, H]."""
     window: int | None
     """Most keys that a query sees, its own among them; None: all."""
-    group: int = 0
+    group: int
     """The group of layers whose slots and block tables it uses."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProducts:
-    """The products of one layer, each that of its weight's format."""
-
     qkv: Product
     out: Product
     gate_up: Product
@@ -48,36 +59,71 @@ class LayerProducts:
     down: Product
 
 
-@dataclass(frozen=True, slots=True)
-class ModelProducts:
-    """Every product of a model."""
+class PrefillStages:
+    """Prefills over blocks of both tiers; host blocks are copied to the GPU in pieces.
 
-    embedding: Product
-    layers: tuple[LayerProducts, ...]
-    head: Product
+    Of each layer the host blocks of one piece of the keys at a time go into one of two buffers,
+    beside the attention to the piece before.
+    """
 
+    def __init__(self, plan: MemoryPlan, spec: ModelSpec, device: Device, cache: KVCache) -> None:
+        assert plan.host_kv is not None
+        size, shape = plan.host_kv.stage_blocks, cache.tensor.shape[2:]
+        num_bytes = size * cache.layer_bytes
+        raws = [device.empty(num_bytes) for _ in range(NUM_BUFFERS)]
+        views = [raw.view(cache.tensor.dtype).view(size, *shape) for raw in raws]
+        self._words = [raw.view(torch.int32).view(size, -1) for raw in raws]
+        self._hosts = [HostCache(view[:, 0], view[:, 1]) for view in views]
+        self._slots = device.empty(2 * size * 8).view(torch.int64)
+        """Slots of blocks in order, from any slot on."""
+        self._slots.copy_(torch.arange(2 * size) % size)
+        rows = plan.max_num_batched_tokens, spec.num_attention_heads, spec.head_dim
+        device.count_working(prefill_state_bytes(*rows))
+        self._state = prefill_state(*rows, device.torch_device)
+        self._cache, self._size = cache, size
+        self._stream = device.copy_stream()
+        self._turn = 0
+        self.staged_bytes = 0
+        """Bytes copied from the host tier so far."""
 
-def model_products(spec: ModelSpec, formats: TensorFormats) -> ModelProducts:
-    """Ask the format of every weight for the operator that takes it."""
-    is_gelu = spec.architecture.activation == "gelu_tanh"
+    def attend(self, layer: int, call: AttentionCall, staged: StagedPrefill) -> None:
+        """Attend from a sequence's queries to its keys in both tiers, its own already written.
 
-    def layer(index: int) -> LayerProducts:
-        def of(name: str) -> Products:
-            return formats[f"model.layers.{index}.{name}.weight"].products(linear)
+        Stream: enqueued on the current stream; copies run beside it and are joined.
+        """
+        calls = [replace(call, host=host) for host in self._hosts]
+        ready = [self._fill(layer, staged, staged.pieces[0])]
+        for at, piece in enumerate(staged.pieces):
+            is_last = at + 1 == len(staged.pieces)
+            if not is_last:
+                ready.append(self._fill(layer, staged, staged.pieces[at + 1]))
+            buffer, event = ready[at]
+            if event is not None:
+                self._stream.compute_after(event)
+            attention.paged_prefill_part(
+                calls[buffer],
+                staged.starts,
+                PrefillPart(piece.begin_key, piece.end_key, is_last=is_last, state=self._state),
+                max_query_len=staged.stop - staged.first,
+            )
 
-        gated = of("mlp.gate_up_proj")
-        return LayerProducts(
-            of("self_attn.qkv_proj").linear,
-            of("self_attn.o_proj").linear,
-            gated.linear_gelu_mul if is_gelu else gated.linear_silu_mul,
-            of("mlp.down_proj").linear,
-        )
+    def _fill(self, layer: int, staged: StagedPrefill, piece: PrefillPiece) -> tuple[int, Any]:
+        """Copy a piece's host blocks; return in which buffer, and the event behind the copy.
 
-    return ModelProducts(
-        formats[EMBEDDING].products(linear).embedding,
-        tuple(map(layer, range(spec.num_hidden_layers))),
-        formats[EMBEDDING if spec.tie_word_embeddings else HEAD].products(linear).linear,
-    )
+        Behind all that is enqueued on the current stream: it wrote the newest of the blocks, and
+        reads the buffer no more, because the piece before this one is enqueued later.
+        """
+        if not piece.num_hosts:
+            return self._turn, None
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        start, stop = piece.first_host, piece.first_host + piece.num_hosts
+        slot = start % self._size
+        self._stream.after_compute()
+        targets, sources = self._slots[slot : slot + piece.num_hosts], staged.host_ids[start:stop]
+        words, rows = self._words[self._turn], self._cache.host_rows(layer)
+        self._stream.run(partial(kv.copy_blocks, words, rows, targets, sources))
+        self.staged_bytes += piece.num_hosts * self._cache.layer_bytes
+        return self._turn, self._stream.record()
 
 
 @dataclass(frozen=True)
@@ -87,17 +133,45 @@ class Decoder:
     spec: ModelSpec
     weights: WeightStore
     cache: KVCache
-    attention: tuple[LayerAttention, ...]
-    """Attention of each layer."""
-    products: ModelProducts
+    layers: tuple[DecoderLayer, ...]
+    embedding: Product
+    head: Product
     workspace: DecodeWorkspace
     prefill_workspace: PrefillWorkspace
-    logits: torch.Tensor
+    logits: Tensor
     """float32 [most rows of a step, V], written by every step."""
-    stages: PrefillStages | None = None
+    stages: PrefillStages | None
     """For prefills over blocks of both tiers; None where sequences own no host blocks."""
 
-    def forward(self, batch: Batch, between: Callable[[], object] | None = None) -> torch.Tensor:
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        device: Device,
+        store: WeightStore,
+        cache: KVCache,
+    ) -> "Decoder":
+        """Allocate what steps need and ask every weight's format for the operator that takes it."""
+        rows, at = pad_batch(plan.max_num_seqs), device.torch_device
+        queries = min(plan.max_num_batched_tokens, PREFILL_SPLIT_MAX_QUERIES)
+        sizes = spec.num_attention_heads, spec.head_dim, plan.max_model_len
+        head = EMBEDDING if spec.tie_word_embeddings else HEAD
+        is_tiered = cache.host_layer(plan.kv.groups[0].layers[0]) is not None
+        return cls(
+            spec,
+            store,
+            cache,
+            _layers(spec, plan, at),
+            plan.formats[EMBEDDING].products(linear).embedding,
+            plan.formats[head].products(linear).linear,
+            decode_workspace(rows, *sizes, at),
+            prefill_workspace(queries, *sizes, at),
+            torch.zeros((rows, spec.vocab_size), device=at),
+            PrefillStages(plan, spec, device, cache) if is_tiered else None,
+        )
+
+    def forward(self, batch: Batch, between: Callable[[], object] | None = None) -> Tensor:
         """Run one step; return float32 logits [R, V] of the wanted rows, a view of `logits`.
 
         Args:
@@ -109,28 +183,23 @@ class Decoder:
         """
         spec, store = self.spec, self.weights
         store.begin_step(batch.num_tokens)
-        table = store.outer(EMBEDDING)
-        hidden = self.products.embedding(batch.input_ids, table, spec.embedding_scale)
-        run = _LAYERS[spec.architecture.norms]
-        residual: torch.Tensor | None = None
+        hidden = self.embedding(batch.input_ids, store.outer(EMBEDDING), spec.embedding_scale)
+        run = self._pre_norm_layer if spec.architecture.norms == "pre" else self._post_norm_layer
+        residual: Tensor | None = None
         for index in range(spec.num_hidden_layers):
             weights = store.acquire(index)
-            hidden, residual = run(self, batch, weights, index, hidden, residual)
+            hidden, residual = run(batch, weights, index, hidden, residual)
             store.release(index)
             if between is not None:
                 between()
-        rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
+        rows = batch.num_logits
         if rows:
             self._write_logits(batch, hidden, residual, self.logits[:rows])
         store.end_step()
         return self.logits[:rows]
 
     def _write_logits(
-        self,
-        batch: Batch,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        out: torch.Tensor,
+        self, batch: Batch, hidden: Tensor, residual: Tensor | None, out: Tensor
     ) -> None:
         if batch.logits_rows is not None:
             hidden = hidden.index_select(0, batch.logits_rows)
@@ -143,203 +212,157 @@ class Decoder:
         else:
             hidden = norm.add_rms_norm(hidden, residual, weight, eps, offset)
         head = self.weights.outer(EMBEDDING if self.spec.tie_word_embeddings else HEAD)
-        out.copy_(self.products.head(hidden, head, workspace=self.workspace))
+        out.copy_(self.head(hidden, head, workspace=self.workspace))
 
-
-def _pre_norm_layer(
-    model: Decoder,
-    batch: Batch,
-    weights: Weights,
-    index: int,
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Norms before the sub-layers; `hidden` is not yet added to `residual`."""
-    eps = model.spec.rms_norm_eps
-    weight = weights["input_layernorm.weight"]
-    if residual is None:
-        residual, hidden = hidden, norm.rms_norm(hidden, weight, eps)
-    else:
-        hidden = norm.add_rms_norm(hidden, residual, weight, eps)
-    hidden = _attention(model, batch, weights, index, hidden)
-    hidden = norm.add_rms_norm(hidden, residual, weights["post_attention_layernorm.weight"], eps)
-    return _mlp(model, weights, index, hidden), residual
-
-
-def _post_norm_layer(
-    model: Decoder,
-    batch: Batch,
-    weights: Weights,
-    index: int,
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Norms of the sub-layers' outputs; `hidden` is the whole stream."""
-    eps = model.spec.rms_norm_eps
-    out = _attention(model, batch, weights, index, hidden)
-    norm.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps)
-    out = _mlp(model, weights, index, hidden)
-    norm.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps)
-    return hidden, residual
-
-
-def _both_norms_layer(
-    model: Decoder,
-    batch: Batch,
-    weights: Weights,
-    index: int,
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Norms of the sub-layers' inputs and of their outputs; `hidden` is the whole stream."""
-    eps, offset = model.spec.rms_norm_eps, model.spec.architecture.norm_offset
-    out = norm.rms_norm(hidden, weights["input_layernorm.weight"], eps, offset)
-    out = _attention(model, batch, weights, index, out)
-    norm.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps, offset)
-    out = norm.rms_norm(hidden, weights["pre_feedforward_layernorm.weight"], eps, offset)
-    out = _mlp(model, weights, index, out)
-    norm.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps, offset)
-    return hidden, residual
-
-
-_LAYERS = MappingProxyType(
-    {"pre": _pre_norm_layer, "post": _post_norm_layer, "both": _both_norms_layer}
-)
-
-
-def _attention(
-    model: Decoder, batch: Batch, weights: Weights, index: int, hidden: torch.Tensor
-) -> torch.Tensor:
-    spec, products = model.spec, model.products.layers[index]
-    qkv = products.qkv(
-        hidden,
-        weights["self_attn.qkv_proj.weight"],
-        weights.get("self_attn.qkv_proj.bias"),
-        workspace=model.workspace,
-    )
-    q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-    tokens = batch.num_tokens
-    q_TNH = q.view(tokens, spec.num_attention_heads, spec.head_dim)
-    k_TKH = k.view(tokens, spec.num_key_value_heads, spec.head_dim)
-    v_TKH = v.view(tokens, spec.num_key_value_heads, spec.head_dim)
-    k_cache, v_cache = model.cache.layer(index)
-    group = model.attention[index].group
-    kv.rotary_write_kv_(
-        q_TNH,
-        k_TKH,
-        v_TKH,
-        weights.get("self_attn.q_norm.weight"),
-        weights.get("self_attn.k_norm.weight"),
-        spec.rms_norm_eps,
-        model.attention[index].rotary,
-        batch.positions,
-        k_cache,
-        v_cache,
-        batch.slots[group],
-        spec.architecture.norm_offset,
-        model.cache.host_layer(index),
-    )
-    out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    _attend(model, batch, index, q_TNH, k_cache, v_cache, batch.block_tables[group], out)
-    return products.out(
-        out.flatten(-2),
-        weights["self_attn.o_proj.weight"],
-        weights.get("self_attn.o_proj.bias"),
-        workspace=model.workspace,
-    )
-
-
-def _attend(
-    model: Decoder,
-    batch: Batch,
-    index: int,
-    q_TNH: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Decodes by the split kernel, prefills by the varlen one; both read the cache."""
-    scale, edge = model.spec.attention_scale, batch.num_decodes
-    window = model.attention[index].window
-    if edge:
-        call = AttentionCall(
-            q_TNH[:edge],
-            k_cache,
-            v_cache,
-            tables[:edge],
-            batch.seq_lens[:edge],
-            scale,
-            out[:edge],
-            window,
-            model.cache.host_layer(index) if batch.reads_host else None,
-        )
-        attention.paged_decode_attention(
-            call, max_seq_len=batch.max_decode_len, workspace=model.workspace
-        )
-    rows = slice(edge, batch.num_rows)
-    if batch.prefill_starts is not None:
-        call = AttentionCall(
-            q_TNH[edge:],
-            k_cache,
-            v_cache,
-            tables[rows],
-            batch.seq_lens[rows],
-            scale,
-            out[edge:],
-            window,
-        )
-        attention.paged_prefill_attention(
-            call,
-            batch.prefill_starts,
-            max_query_len=batch.max_prefill_tokens,
-            workspace=model.prefill_workspace,
-        )
-    if batch.staged:
-        call = AttentionCall(q_TNH, k_cache, v_cache, tables, batch.seq_lens, scale, out, window)
-        _attend_staged(model, batch, index, call)
-
-
-def _attend_staged(model: Decoder, batch: Batch, index: int, step: AttentionCall) -> None:
-    """Prefills over blocks of both tiers; layers without host blocks have theirs on the GPU."""
-    for row, staged in enumerate(batch.staged, start=batch.num_rows):
-        is_tiered = model.cache.host_layer(index) is not None
-        first, stop = staged.first, staged.stop
-        call = replace(
-            step,
-            q=step.q[first:stop],
-            block_tables=staged.table if is_tiered else step.block_tables[row : row + 1],
-            seq_lens=staged.seq_len,
-            out=step.out[first:stop],
-        )
-        if is_tiered:
-            assert model.stages is not None
-            model.stages.attend(index, call, staged)
+    def _pre_norm_layer(
+        self, batch: Batch, weights: Weights, index: int, hidden: Tensor, residual: Tensor | None
+    ) -> Hidden:
+        """Norms before the sub-layers; `hidden` is not yet added to `residual`."""
+        eps = self.spec.rms_norm_eps
+        weight = weights["input_layernorm.weight"]
+        if residual is None:
+            residual, hidden = hidden, norm.rms_norm(hidden, weight, eps)
         else:
-            attention.paged_prefill_attention(
-                call,
-                staged.starts,
-                max_query_len=stop - first,
-                workspace=model.prefill_workspace,
+            hidden = norm.add_rms_norm(hidden, residual, weight, eps)
+        hidden = self._attention(batch, weights, index, hidden)
+        weight = weights["post_attention_layernorm.weight"]
+        hidden = norm.add_rms_norm(hidden, residual, weight, eps)
+        return self._mlp(weights, index, hidden), residual
+
+    def _post_norm_layer(
+        self, batch: Batch, weights: Weights, index: int, hidden: Tensor, residual: Tensor | None
+    ) -> Hidden:
+        """Norms of the sub-layers' outputs, or of both sides; `hidden` is the whole stream."""
+        eps, offset = self.spec.rms_norm_eps, self.spec.architecture.norm_offset
+        is_both, out = self.spec.architecture.norms == "both", hidden
+        if is_both:
+            out = norm.rms_norm(hidden, weights["input_layernorm.weight"], eps, offset)
+        out = self._attention(batch, weights, index, out)
+        norm.rms_norm_add_(out, hidden, weights["post_attention_layernorm.weight"], eps, offset)
+        out = hidden
+        if is_both:
+            out = norm.rms_norm(hidden, weights["pre_feedforward_layernorm.weight"], eps, offset)
+        out = self._mlp(weights, index, out)
+        norm.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps, offset)
+        return hidden, residual
+
+    def _attention(self, batch: Batch, weights: Weights, index: int, hidden: Tensor) -> Tensor:
+        spec, layer, size = (
+            self.spec,
+            self.layers[index],
+            (batch.num_tokens, -1, self.spec.head_dim),
+        )
+        bias, workspace = weights.get("self_attn.qkv_proj.bias"), self.workspace
+        qkv = layer.qkv(hidden, weights["self_attn.qkv_proj.weight"], bias, workspace=workspace)
+        q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        q_TNH, k_TKH, v_TKH = q.view(size), k.view(size), v.view(size)
+        k_cache, v_cache = self.cache.layer(index)
+        kv.rotary_write_kv_(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            weights.get("self_attn.q_norm.weight"),
+            weights.get("self_attn.k_norm.weight"),
+            spec.rms_norm_eps,
+            layer.rotary,
+            batch.positions,
+            k_cache,
+            v_cache,
+            batch.slots[layer.group],
+            spec.architecture.norm_offset,
+            self.cache.host_layer(index),
+        )
+        out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        call = AttentionCall(
+            q_TNH,
+            k_cache,
+            v_cache,
+            batch.block_tables[layer.group],
+            batch.seq_lens,
+            spec.attention_scale,
+            out,
+            layer.window,
+        )
+        self._attend(batch, index, call)
+        return layer.out(
+            out.flatten(-2),
+            weights["self_attn.o_proj.weight"],
+            weights.get("self_attn.o_proj.bias"),
+            workspace=workspace,
+        )
+
+    def _attend(self, batch: Batch, index: int, step: AttentionCall) -> None:
+        """Decodes by the split kernel, prefills by the varlen one; both read the cache."""
+        edge, host = batch.num_decodes, self.cache.host_layer(index)
+        if edge:
+            call = _part(step, slice(edge), slice(edge), host if batch.reads_host else None)
+            attention.paged_decode_attention(
+                call, max_seq_len=batch.max_decode_len, workspace=self.workspace
             )
+        if batch.prefill_starts is not None:
+            attention.paged_prefill_attention(
+                _part(step, slice(edge, None), slice(edge, batch.num_rows)),
+                batch.prefill_starts,
+                max_query_len=batch.max_prefill_tokens,
+                workspace=self.prefill_workspace,
+            )
+        for row, staged in enumerate(batch.staged, start=batch.num_rows):
+            call = _part(step, slice(staged.first, staged.stop), slice(row, row + 1))
+            if host is not None:
+                assert self.stages is not None
+                self.stages.attend(index, replace(call, block_tables=staged.table), staged)
+            else:  # a layer without host blocks has all of the sequence's on the GPU
+                attention.paged_prefill_attention(
+                    call,
+                    staged.starts,
+                    max_query_len=staged.stop - staged.first,
+                    workspace=self.prefill_workspace,
+                )
+
+    def _mlp(self, weights: Weights, index: int, hidden: Tensor) -> Tensor:
+        layer = self.layers[index]
+        bias = weights.get("mlp.gate_up_proj.bias")
+        gated = layer.gate_up(hidden, weights["mlp.gate_up_proj.weight"], bias)
+        weight, bias = weights["mlp.down_proj.weight"], weights.get("mlp.down_proj.bias")
+        return layer.down(gated, weight, bias, workspace=self.workspace)
 
 
-def _mlp(model: Decoder, weights: Weights, index: int, hidden: torch.Tensor) -> torch.Tensor:
-    products = model.products.layers[index]
-    gated = products.gate_up(
-        hidden, weights["mlp.gate_up_proj.weight"], weights.get("mlp.gate_up_proj.bias")
-    )
-    return products.down(
-        gated,
-        weights["mlp.down_proj.weight"],
-        weights.get("mlp.down_proj.bias"),
-        workspace=model.workspace,
-    )
+def _part(
+    step: AttentionCall, tokens: slice, rows: slice, host: HostCache | None = None
+) -> AttentionCall:
+    """Return the call of some tokens of a step, those of some rows of its block tables."""
+    tables, lens = step.block_tables[rows], step.seq_lens[rows]
+    q, out, scale, window = step.q[tokens], step.out[tokens], step.scale, step.window
+    return AttentionCall(q, step.k_cache, step.v_cache, tables, lens, scale, out, window, host)
+
+
+def _layers(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> tuple[DecoderLayer, ...]:
+    full, local = rotary_tables(spec, plan.max_model_len, device)
+    groups = {layer: at for at, group in enumerate(plan.kv.groups) for layer in group.layers}
+    is_gelu = spec.architecture.activation == "gelu_tanh"
+
+    def products(index: int, name: str) -> Products:
+        return plan.formats[f"model.layers.{index}.{name}.weight"].products(linear)
+
+    found = []
+    for index, window in enumerate(spec.windows):
+        gated = products(index, "mlp.gate_up_proj")
+        layer = DecoderLayer(
+            rotary=full if window is None else local,
+            window=plan.kv.groups[groups[index]].window,
+            group=groups[index],
+            qkv=products(index, "self_attn.qkv_proj").linear,
+            out=products(index, "self_attn.o_proj").linear,
+            gate_up=gated.linear_gelu_mul if is_gelu else gated.linear_silu_mul,
+            down=products(index, "mlp.down_proj").linear,
+        )
+        found.append(layer)
+    return tuple(found)
 
 
 def rotary_tables(
     spec: ModelSpec, max_model_len: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the tables of layers without and with a window, of most models the same tensor.
 
     Each is float32 [max_model_len, head_dim]: per position H/2 cosines, then H/2 sines.
@@ -352,9 +375,7 @@ def rotary_tables(
     return full, _table(spec.head_dim, spec.rope_local_base_freq, {}, max_model_len).to(device)
 
 
-def _table(
-    head_dim: int, theta: float, scaling: dict[str, Any], max_model_len: int
-) -> torch.Tensor:
+def _table(head_dim: int, theta: float, scaling: dict[str, Any], max_model_len: int) -> Tensor:
     half = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32)
     powers = torch.pow(theta, half / head_dim)
     factor = 1.0
@@ -368,8 +389,8 @@ def _table(
 
 
 def _yarn(
-    powers: torch.Tensor, head_dim: int, theta: float, scaling: dict[str, Any]
-) -> tuple[torch.Tensor, float]:
+    powers: Tensor, head_dim: int, theta: float, scaling: dict[str, Any]
+) -> tuple[Tensor, float]:
     """Return frequencies, and what cosines and sines are multiplied by (YaRN, Peng et al., 2023).
 
     Pairs that turn often within the context of training are kept, slow ones are slowed by
@@ -402,7 +423,7 @@ def _yarn(
     return frequencies, strength(1)
 
 
-def _scale(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+def _scale(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     kind = scaling.get("rope_type", "default")
     if kind == "default":
         return frequencies

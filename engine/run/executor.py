@@ -1,20 +1,19 @@
 """DeviceExecutor: a StepPlan becomes a batch of device tensors, logits and tokens on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 
 from engine.asked.request import SampledToken
 from engine.device.base import Device, Mark
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import HOST_DECODES
-from engine.run.batch import Batch
 from engine.run.decoder import Decoder
-from engine.run.graphs import StepGraphs, StepShape
-from engine.run.inputs import BatchBuilder
+from engine.run.inputs import Batch, BatchBuilder, StepShape
 from engine.run.sampler import PendingTokens, Sampler, SampleRow
 from engine.schedule.step import StepPlan
 from kernels.sizes import MAX_SMALL_TOKENS
@@ -55,18 +54,63 @@ class DeviceFlight:
         }
 
 
+class StepGraphs:
+    """Captured steps by their shape, and what replaying them moved."""
+
+    def __init__(self, decoder: Decoder, device: Device) -> None:
+        self._decoder, self._device = decoder, device
+        self.captured: dict[StepShape, tuple[Callable[[], None], int, int]] = {}
+        """What replays each, and the weight bytes that it copies and reads in place."""
+        self.steps = 0
+        """Steps that ran as graphs."""
+        self.copied_bytes = 0
+        """Weight bytes that replays copied, less those counted while capturing."""
+        self.in_place_bytes = 0
+        """Bytes that replays read in place."""
+
+    def capture(self, shape: StepShape, batch: Batch) -> None:
+        """Run a batch of padding once, and capture it.
+
+        Stream: waits for the device.
+        """
+        run, store = partial(self._decoder.forward, batch), self._decoder.weights
+        run()
+        self._device.synchronize()
+        copied, read = store.copied_bytes, store.in_place_bytes
+        replay = self._device.new_graph(run)
+        counts = store.copied_bytes - copied, store.in_place_bytes - read
+        self.captured[shape] = (replay, *counts)
+        # Capturing counted the bytes, but moved none.
+        self.copied_bytes -= counts[0]
+        self.in_place_bytes -= counts[1]
+
+    def replay(self, shape: StepShape, num_tokens: int) -> bool:
+        """Run the graph of a shape on what the input buffers hold; return whether there is one.
+
+        Stream: enqueued on the current stream.
+        """
+        found = self.captured.get(shape)
+        if found is None:
+            return False
+        replay, copied, read = found
+        # A step that failed amid its layers left other layers in the slots than the graph expects.
+        store = self._decoder.weights
+        store.begin_step(num_tokens)
+        store.end_step()
+        replay()
+        self.copied_bytes += copied
+        self.in_place_bytes += read
+        return True
+
+
 class DeviceExecutor:
     """Executes steps on a device: owns the input buffers, the graphs and the sampler.
 
     Everything is only enqueued. A step may be launched while the one before it still runs; the one
     before that must have been waited for and collected.
 
-    Args:
-        ranks: The device and the plan of each rank that a step runs on; one.
-        decoder: The forward pass.
-        sampler: Chooses tokens.
-        seed: Keys the draws of requests without a seed.
-        eos_token_ids: The model's end-of-sequence tokens.
+    `ranks` are the device and the plan of each rank that a step runs on: one. `seed` keys the draws
+    of requests without one.
 
     Raises:
         ConfigError: There is not exactly one device.
@@ -97,10 +141,7 @@ class DeviceExecutor:
         self._newest: Mark | None = None
 
     def launch(self, plan: StepPlan) -> DeviceFlight:
-        """Enqueue all of a step.
-
-        Args:
-            plan: What runs, behind what was launched before.
+        """Enqueue all of a step behind what was launched before.
 
         Stream: enqueued on the current stream; waits for nothing.
         """
@@ -109,13 +150,9 @@ class DeviceExecutor:
         logits = self.execute(self.prepare(plan, self.sampler.tokens))
         sampling, pending = plan.sampling, None
         if sampling:
+            seed, eos_ids = self._seed, self._eos_token_ids
             rows = [
-                SampleRow.of(
-                    item.sequence,
-                    self._seed,
-                    self._eos_token_ids,
-                    num_unknown=len(item.token_rows),
-                )
+                SampleRow.of(item.sequence, seed, eos_ids, num_unknown=len(item.token_rows))
                 for item in sampling
             ]
             pending = self.sampler.enqueue(logits[: len(rows)], rows)
@@ -135,17 +172,7 @@ class DeviceExecutor:
         self.mark().wait()
 
     def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
-        """Fill the input buffers and enqueue their upload.
-
-        Args:
-            plan: What runs.
-            tokens: int64 on the device, the tokens of the step before by row of its `sampling`;
-                needed where the plan was made ahead. They are read on the device, behind the
-                sampling of that step, and not here.
-
-        Returns:
-            The inputs on the device.
-        """
+        """Fill the input buffers and enqueue their upload, as `BatchBuilder.prepare`."""
         return self._batches.prepare(plan, tokens)
 
     def execute(self, batch: Batch) -> torch.Tensor:
@@ -163,39 +190,19 @@ class DeviceExecutor:
         if shape is None or not self._graphs.replay(shape, batch.num_tokens):
             return self._decoder.forward(batch, look)
         self._graphs.steps += 1
-        rows = batch.num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
-        return self._decoder.logits[:rows]
+        return self._decoder.logits[: batch.num_logits]
 
-    def replay_only(self, size: int) -> None:
-        """Enqueue the graph of `size` rows once more, on the newest step's inputs.
+    def replay_newest(self, size: int) -> bool:
+        """Enqueue the newest step once more if it was a decode of `size` rows with a graph.
 
         For measuring what a step costs beside its graph. It computes the newest step's keys,
         values and logits again and changes no sequence; it counts as moved bytes, not as a step.
 
-        Args:
-            size: Rows of the newest step, padding included.
-
-        Raises:
-            EngineError: No graph of that size was captured, or the newest step was another one.
-
-        Stream: Enqueued on the current stream; nothing is waited for.
+        Stream: enqueued on the current stream; waits for nothing.
         """
-        if size not in self.captured_sizes:
-            raise EngineError(
-                f"replay: expected a captured size, one of {self.captured_sizes}, got {size}."
-            )
         shape = self._batches.shape
-        if shape is None or shape[:2] != (size, 0):
-            newest = "one with a prefill, or none" if shape is None or shape.tokens else shape[0]
-            raise EngineError(
-                f"replay: expected the newest step to be a decode of {size} rows, got {newest}. "
-                "Step until it is."
-            )
-        if not self._graphs.replay(shape, size):
-            raise EngineError(
-                f"replay: expected no blocks in the host tier for a decode of {size} rows, got "
-                "some: it ran without a graph. Use fewer sequences."
-            )
+        is_decode = shape is not None and shape[:2] == (size, 0)
+        return shape is not None and is_decode and self._graphs.replay(shape, size)
 
     def mark(self) -> Mark:
         """Return a point behind everything that is enqueued so far, the end of the newest step."""
@@ -217,11 +224,7 @@ class DeviceExecutor:
             self._graphs.capture(StepShape(decodes, tokens), batch)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run prefills of padding and decodes, so that kernels are compiled and loaded.
-
-        Args:
-            num_tokens: Of the largest prefill, in as many sequences as it takes.
-        """
+        """Run prefills of `num_tokens` and fewer of padding, and decodes: kernels are compiled."""
         plan, batches = self._plan, self._batches
         # Products of few tokens have kernels of their own for up to 16, 32 and 64 of them.
         few = () if plan.facts.emulated else (16, 32, MAX_SMALL_TOKENS)
@@ -284,4 +287,4 @@ class DeviceExecutor:
 
     def close(self) -> None:
         """Release graphs before the buffers that they use."""
-        self._graphs.clear()
+        self._graphs.captured.clear()

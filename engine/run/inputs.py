@@ -1,7 +1,8 @@
-"""BatchBuilder: turn a StepPlan into device tensors, sent from pinned memory in one copy."""
+"""A StepPlan becomes a Batch: device tensors, sent from pinned memory in one copy."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +12,154 @@ from engine.device.base import Device
 from engine.errors import EngineError
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import PREFILL_SEQUENCES, pad_batch, padded_prefill
-from engine.run.batch import PIECE_KEYS, Batch, PrefillPiece, StagedPrefill, cut_pieces, host_places
-from engine.run.graphs import StepShape
 from engine.schedule.step import ScheduledSequence, StepPlan
+from kernels.sizes import PREFILL_PART_KEYS
 
 ALIGN_BYTES = 64
 NO_HOST_TIER = 2**31 - 1
 """No block has a number as large."""
+PIECE_KEYS = PREFILL_PART_KEYS
+"""Pieces begin at multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPiece:
+    """Keys begin_key to end_key - 1 of a sequence, and which of its host blocks hold some."""
+
+    begin_key: int
+    end_key: int
+    first_host: int
+    """The first one, counted in the sequence's host blocks in order of position."""
+    num_hosts: int
+
+
+def host_places(
+    table: SequenceOf[int], num_tokens: int, block_size: int, num_gpu: int
+) -> np.ndarray:
+    """Return the places in a table of the first tokens' blocks in the host tier, int64 ascending.
+
+    Blocks with numbers below `num_gpu` lie on the GPU.
+    """
+    count = -(-num_tokens // block_size)
+    return np.flatnonzero(np.asarray(table[:count], dtype=np.int64) >= num_gpu)
+
+
+def cut_pieces(
+    places: np.ndarray, num_tokens: int, block_size: int, stage_blocks: int
+) -> tuple[PrefillPiece, ...]:
+    """Cut the keys of a sequence into pieces of at most `stage_blocks` host blocks.
+
+    What comes before the first host block is a piece of its own, which needs no copy and runs
+    beside that of the next one.
+
+    Raises:
+        EngineError: A buffer does not hold the blocks of PIECE_KEYS keys.
+    """
+    stops = np.arange(PIECE_KEYS, num_tokens + PIECE_KEYS, PIECE_KEYS)
+    stops[-1] = num_tokens
+    # Host blocks that hold a key before each stop.
+    hosts = np.searchsorted(places, -(-stops // block_size))
+    pieces: list[PrefillPiece] = []
+    begin = 0
+    while begin < num_tokens:
+        first = int(np.searchsorted(places, begin // block_size))
+        end = at = 0
+        for most in (stage_blocks,) if pieces else (0, stage_blocks):
+            at = int(np.searchsorted(hosts, first + most, side="right")) - 1
+            end = int(stops[at]) if at >= 0 else 0
+            if end > begin:
+                break
+        if end <= begin:
+            raise EngineError(
+                f"prefill: expected staging buffers of at least {-(-PIECE_KEYS // block_size)} "
+                f"blocks, got {stage_blocks}. This is a fault of the plan."
+            )
+        pieces.append(PrefillPiece(begin, end, first, int(hosts[at]) - first))
+        begin = end
+    return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPrefill:
+    """The part of a sequence that has blocks in the host tier: they are copied to the GPU first."""
+
+    first: int
+    """Place of its first token among the step's."""
+    stop: int
+    """The one after its last."""
+    table: torch.Tensor
+    """int32 [1, M]; blocks of the host tier are named by their place in a staging buffer, counted
+    from the number of blocks on the GPU."""
+    starts: torch.Tensor
+    """int32 [2]: 0 and its number of tokens."""
+    seq_len: torch.Tensor
+    """int32 [1]."""
+    host_ids: torch.Tensor
+    """int64 [n]: its blocks of the host tier in order of position, numbered within the tier."""
+    pieces: tuple[PrefillPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens of a step, packed: one per decode, then the prefills' parts, staged ones last.
+
+    T tokens, S sequences (rows of the block table: decodes, then prefills), M blocks a sequence.
+    Padded decode rows have slot -1 and length 0.
+    """
+
+    input_ids: torch.Tensor
+    """int64 [T]."""
+    positions: torch.Tensor
+    """int64 [T]."""
+    slots: tuple[torch.Tensor, ...]
+    """int64 [T] for each group of layers: where a token's key and value go, block * block_size +
+    offset; -1: nowhere."""
+    block_tables: tuple[torch.Tensor, ...]
+    """int32 [S, M] for each group; entries before its window are not valid."""
+    seq_lens: torch.Tensor
+    """int32 [S]: tokens in the cache once this step's are written."""
+    num_decodes: int
+    """Decode rows, padding included."""
+    max_decode_len: int
+    """Upper bound of the decodes' lengths; sizes the grid only."""
+    prefill_starts: torch.Tensor | None
+    """int32 [prefills + 1]: first token of each prefill, counted from the first prefill's; without
+    those that are staged, None where there are no others."""
+    max_prefill_tokens: int
+    """Most tokens of one prefill."""
+    logits_rows: torch.Tensor | None
+    """int64 [R]: tokens whose logits are wanted; None: all."""
+    staged: tuple[StagedPrefill, ...] = ()
+    """Prefills over blocks of both tiers."""
+    reads_host: bool = False
+    """Whether a decode reads blocks in the host tier."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the block tables but for staged prefills, whose rows follow."""
+        return int(self.seq_lens.shape[0]) - len(self.staged)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that are wanted."""
+        wanted = self.input_ids if self.logits_rows is None else self.logits_rows
+        return int(wanted.shape[0])
+
+
+class StepShape(NamedTuple):
+    """What a step is padded to, and so which graph runs it."""
+
+    decodes: int
+    """Rows that decode."""
+    tokens: int = 0
+    """Tokens of prompts."""
+    reads_host: bool = False
+    """Whether a decode reads blocks in the host tier, for which attention has a kernel variant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +242,9 @@ class StepInputs:
     Block tables have a place of their own on the device, as wide as the longest sequence allows;
     the columns in use are sent with the rest and spread there.
 
-    Args:
-        device: Where the inputs go.
-        tokens: Most tokens of a step.
-        rows: Most sequences of a step.
-        width: Most blocks of a sequence.
-        num_groups: Groups of layers, each with slots and block tables of its own.
-        num_gpu: Blocks of the first group with smaller numbers lie on the GPU.
-        num_host: Most blocks of a sequence that lie in the host tier.
-        beside_moves: Copy engines also move KV blocks; inputs go by a kernel where it can reach.
+    They hold steps of `tokens` and `rows` (sequences) with `width` blocks each, of which `num_host`
+    may lie in the host tier: those of the first group with numbers from `num_gpu` on. With
+    `beside_moves` inputs go by a kernel where it can reach, as copy engines also move KV blocks.
     """
 
     def __init__(
@@ -137,10 +273,7 @@ class StepInputs:
             num_bytes += rows * (num_host * 8 + 8 + 4 + 2 * ALIGN_BYTES) + 2 * ALIGN_BYTES
         self._hosts = [device.upload_buffer((num_bytes,), torch.uint8) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._hosts]
-        reached = [device.reach(host) if beside_moves else None for host in self._hosts]
-        self._sources = [
-            host if view is None else view for host, view in zip(self._hosts, reached, strict=True)
-        ]
+        self._sources = [device.reach(host) if beside_moves else host for host in self._hosts]
         at = device.torch_device
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=at)
         limits = (num_gpu, *[NO_HOST_TIER] * (num_groups - 1))
@@ -185,12 +318,7 @@ class StepInputs:
             table.write(row, sequence, blocks)
 
     def set_staged_table(self, row: int, blocks: np.ndarray) -> None:
-        """Write a row of the first group for one step only; `set_table` writes it anew.
-
-        Args:
-            row: The row.
-            blocks: int64.
-        """
+        """Write a row of the first group, int64, for one step only; `set_table` writes it anew."""
         self._used_rows = max(self._used_rows, row + 1)
         self._used_width = max(self._used_width, blocks.shape[0])
         self._tables[0].write_once(row, blocks)
@@ -207,9 +335,7 @@ class StepInputs:
     def send(self, tokens: torch.Tensor | None) -> None:
         """Enqueue the copy of everything that was written, and fill in unknown ids.
 
-        Args:
-            tokens: int64 on the device, the newest step's sampled tokens by row; needed where an
-                id is unknown.
+        Unknown ids come from `tokens`, int64 on the device, the newest step's sampled ones by row.
 
         Raises:
             EngineError: An id is unknown and there are no tokens.
@@ -278,11 +404,7 @@ class TieredInputs:
     def split(
         self, prefills: SequenceOf[ScheduledSequence]
     ) -> tuple[list[ScheduledSequence], list[StagedItem]]:
-        """Part prefills whose keys all lie on the GPU from others.
-
-        Returns:
-            Those, and the others with the places of their host blocks in the table.
-        """
+        """Part prefills whose keys all lie on the GPU from others; those with their places."""
         plain, staged = [], []
         for item in prefills:
             table = item.sequence.block_table
@@ -301,14 +423,9 @@ class TieredInputs:
         item: ScheduledSequence,
         places: np.ndarray,
     ) -> StagedPrefill:
-        """Write what one of the others needs beside its tokens, between `begin` and `send`.
+        """Write what a prefill with host blocks needs beside its tokens, before `send`.
 
-        Args:
-            inputs: Of the step.
-            row: Its row of the block tables.
-            first: Its first token among the step's.
-            item: What runs.
-            places: From `split`.
+        `row` of the block tables is the prefill's, `first` its first token among the step's.
         """
         count = -(-item.stop // self.block_size)
         table = np.asarray(item.sequence.block_table[:count], dtype=np.int64)
@@ -374,26 +491,19 @@ class BatchBuilder:
 
     Everything is only enqueued, on the current stream. Batches of padding hold no sequence; they
     are for warming up and capturing.
-
-    Args:
-        plan: The memory plan in force.
-        device: Where the inputs go.
     """
 
     def __init__(self, plan: MemoryPlan, device: Device) -> None:
         self._plan, self._device = plan, device
         rows = pad_batch(plan.max_num_seqs)
-        tokens = max(plan.max_num_batched_tokens, rows)
-        rows += PREFILL_SEQUENCES
-        width = -(-plan.max_model_len // plan.block_size)
         self.tiered = TieredInputs.of(plan)
         """None where sequences own no blocks of the host tier."""
         self.inputs = StepInputs(
             device,
-            tokens,
-            rows,
-            width,
-            len(plan.kv.groups),
+            tokens=max(plan.max_num_batched_tokens, rows),
+            rows=rows + PREFILL_SEQUENCES,
+            width=-(-plan.max_model_len // plan.block_size),
+            num_groups=len(plan.kv.groups),
             num_gpu=NO_HOST_TIER if self.tiered is None else self.tiered.num_gpu,
             num_host=0 if self.tiered is None else self.tiered.width,
             beside_moves=plan.host_kv is not None,
@@ -404,23 +514,13 @@ class BatchBuilder:
         """Keys and values that decodes read in the host tier so far."""
 
     def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
-        """Fill the input buffers and enqueue their upload.
+        """Fill the input buffers and enqueue their upload; return the inputs on the device.
 
-        Args:
-            plan: What runs.
-            tokens: int64 on the device, the tokens of the step before by row of its `sampling`;
-                needed where the plan was made ahead. They are read on the device, behind the
-                sampling of that step, and not here.
-
-        Returns:
-            The inputs on the device.
+        `tokens` are those of the step before by row of its `sampling`, int64 on the device; needed
+        where the plan was made ahead. They are read there, behind the sampling of that step.
         """
         self.shape = None
         if plan.prefills:
-            if self.tiered is not None:
-                plain, staged = self.tiered.split(plan.prefills)
-                if staged:
-                    return self._prepare_staged(self.tiered, plan, plain, staged, tokens)
             return self._prepare_prefills(plan, tokens)
         size = len(plan.decodes)
         if self._plan.graph_sizes:
@@ -430,68 +530,48 @@ class BatchBuilder:
         self.inputs.send(tokens)
         self.shape = StepShape(size, 0, reads_host)
         longest = max(item.stop for item in plan.decodes)
-        return self._decode_batch(size, longest, reads_host=reads_host)
+        return self._batch(size, longest, reads_host=reads_host)
 
     def _prepare_prefills(self, plan: StepPlan, tokens: torch.Tensor | None) -> Batch:
-        """Prompts beside decodes; padded where a graph holds so many."""
-        inputs, prefills = self.inputs, plan.prefills
-        rows, num_tokens = len(plan.decodes), sum(item.num_tokens for item in prefills)
-        num_prefills, most_tokens = len(prefills), max(item.num_tokens for item in prefills)
-        num_wanted = len(plan.sampling)
+        """Prompts beside decodes; padded where a graph holds so many and none is staged."""
+        inputs, rows, tiered = self.inputs, len(plan.decodes), self.tiered
+        plain, staged = ([*plan.prefills], []) if tiered is None else tiered.split(plan.prefills)
+        order = [*plain, *(item for item, _ in staged)]
+        num_tokens, num_prefills = sum(item.num_tokens for item in order), len(order)
+        most_tokens = max((item.num_tokens for item in plain), default=0)
         # The same in every placement.
-        padded = padded_prefill(self._plan.prefill_sizes, rows, num_tokens, num_prefills)
+        sizes = () if staged else self._plan.prefill_sizes
+        padded = padded_prefill(sizes, rows, num_tokens, num_prefills)
         if padded is not None:
             rows, num_tokens = padded
             num_prefills, most_tokens = PREFILL_SEQUENCES, num_tokens
-            num_wanted = self._num_wanted(rows)
         inputs.begin(rows + num_tokens, rows + num_prefills)
         reads_host = self._fill_decodes(plan.decodes, rows)
-        starts = self._fill_prefills(prefills, rows)
+        starts = self._fill_prefills(order, rows)
         self._fill_padding(rows + starts[-1], rows + num_tokens)
-        inputs.lens.host[rows + len(prefills) :] = 0
-        starts += starts[-1:] * (num_prefills - len(prefills))
-        wanted = _wanted_tokens(plan, rows)
-        wanted += [0] * (num_wanted - len(wanted))
-        longest = max((item.stop for item in plan.decodes), default=0)
-        batch = self._prefill_batch(
-            rows, starts, wanted, most_tokens, longest, reads_host=reads_host
-        )
-        inputs.send(tokens)
+        inputs.lens.host[rows + len(order) :] = 0
+        last = {id(item): rows + end - 1 for item, end in zip(order, starts[1:], strict=True)}
+        wanted = [*range(len(plan.decodes)), *(last[id(x)] for x in plan.prefills if x.samples)]
         if padded is not None:
             self.shape = StepShape(*padded, reads_host)
-        return batch
-
-    def _prepare_staged(
-        self,
-        tiered: TieredInputs,
-        plan: StepPlan,
-        plain: SequenceOf[ScheduledSequence],
-        staged: SequenceOf[StagedItem],
-        tokens: torch.Tensor | None,
-    ) -> Batch:
-        """Prompts beside decodes, some of them over blocks of both tiers; not padded."""
-        inputs, rows = self.inputs, len(plan.decodes)
-        order = [*plain, *(item for item, _ in staged)]
-        inputs.begin(rows + sum(item.num_tokens for item in order), rows + len(order))
-        reads_host = self._fill_decodes(plan.decodes, rows)
-        starts = self._fill_prefills(order, rows)
-        last = {id(item): rows + end - 1 for item, end in zip(order, starts[1:], strict=True)}
-        wanted = [*range(rows), *(last[id(item)] for item in plan.prefills if item.samples)]
+            wanted += [0] * (self._num_wanted(rows) - len(wanted))
+        begun = starts[: len(plain) + 1] + starts[-1:] * (num_prefills - len(order))
         longest = max((item.stop for item in plan.decodes), default=0)
-        most_tokens = max((item.num_tokens for item in plain), default=0)
-        batch = self._prefill_batch(
-            rows, starts, wanted, most_tokens, longest, reads_host=reads_host
+        batch = self._batch(
+            rows,
+            longest,
+            starts=begun if plain else (),
+            wanted=wanted,
+            most_tokens=most_tokens,
+            reads_host=reads_host,
         )
-        num_plain = len(plain)
-        parts = enumerate(zip(staged, starts[num_plain:-1], strict=True), start=rows + num_plain)
-        batch = replace(
-            batch,
-            prefill_starts=inputs.add(starts[: num_plain + 1], torch.int32) if plain else None,
-            staged=tuple(
+        if tiered is not None and staged:
+            parts = zip(staged, starts[len(plain) : -1], strict=True)
+            found = [
                 tiered.stage(inputs, row, rows + start, item, places)
-                for row, ((item, places), start) in parts
-            ),
-        )
+                for row, ((item, places), start) in enumerate(parts, rows + len(plain))
+            ]
+            batch = replace(batch, staged=tuple(found))
         inputs.send(tokens)
         return batch
 
@@ -499,50 +579,34 @@ class BatchBuilder:
         """Rows of logits of a captured step with prompts."""
         return min(decodes + PREFILL_SEQUENCES, pad_batch(self._plan.max_num_seqs))
 
-    def _prefill_batch(
+    def _batch(
         self,
         decodes: int,
-        starts: SequenceOf[int],
-        wanted: SequenceOf[int],
-        most_tokens: int,
         longest: int,
         *,
+        starts: SequenceOf[int] = (),
+        wanted: SequenceOf[int] | None = None,
+        most_tokens: int = 0,
         reads_host: bool = False,
     ) -> Batch:
-        """The batch of what is in the input buffers, prompts among it; `send` follows."""
-        return replace(
-            self._batch(decodes, decodes + len(starts) - 1, longest, reads_host=reads_host),
-            prefill_starts=self.inputs.add(starts, torch.int32),
-            max_prefill_tokens=most_tokens,
-            logits_rows=self.inputs.add(wanted, torch.int64),
-        )
-
-    def _batch(self, decodes: int, rows: int, max_len: int, *, reads_host: bool) -> Batch:
+        """The batch of what is in the input buffers; `send` follows where there are prompts."""
         inputs = self.inputs
         return Batch(
             input_ids=inputs.ids.device,
             positions=inputs.positions.device,
             slots=tuple(slots.device for slots in inputs.slots),
-            block_tables=tuple(table[:rows] for table in inputs.tables),
+            block_tables=tuple(table[: len(inputs.lens.host)] for table in inputs.tables),
             seq_lens=inputs.lens.device,
             num_decodes=decodes,
-            max_decode_len=max_len,
-            prefill_starts=None,
-            max_prefill_tokens=0,
-            logits_rows=None,
+            max_decode_len=longest,
+            prefill_starts=inputs.add(starts, torch.int32) if starts else None,
+            max_prefill_tokens=most_tokens,
+            logits_rows=None if wanted is None else inputs.add(wanted, torch.int64),
             reads_host=reads_host,
         )
 
-    def _decode_batch(self, size: int, max_len: int, *, reads_host: bool) -> Batch:
-        """The batch of decodes alone that is in the input buffers."""
-        return self._batch(size, size, max_len, reads_host=reads_host)
-
     def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence], size: int) -> bool:
-        """Write the rows of decodes, then padding up to `size` rows.
-
-        Returns:
-            Whether one of them reads blocks in the host tier.
-        """
+        """Write decodes, then padding up to `size` rows; return whether one reads the host tier."""
         inputs, block_size = self.inputs, self._plan.block_size
         positions: list[int] = []
         for row, item in enumerate(decodes):
@@ -596,38 +660,42 @@ class BatchBuilder:
             first = stop
         return starts
 
+    def _begin_padding(self, num_tokens: int, num_rows: int, length: int = 0) -> None:
+        self.inputs.begin(num_tokens, num_rows)
+        self._fill_padding(0, num_tokens)
+        self.inputs.lens.host[:] = length
+
     def padding_decode(self, size: int, *, reads_host: bool = False) -> Batch:
         """Return a captured decode of padding."""
-        self.inputs.begin(size, size)
-        self._fill_padding(0, size)
-        self.inputs.lens.host[:] = 0
+        self._begin_padding(size, size)
         self.inputs.send(None)
-        return self._decode_batch(size, self._plan.max_model_len, reads_host=reads_host)
+        return self._batch(size, self._plan.max_model_len, reads_host=reads_host)
+
+    def padding_unknown(self, *, reads_host: bool) -> Batch:
+        """Return a decode of one row of padding whose token is read on the device."""
+        self._begin_padding(1, 1)
+        self.inputs.set_unknown(0, 0)
+        self.inputs.send(torch.zeros(1, dtype=torch.int64, device=self._device.torch_device))
+        return self._batch(1, self._plan.max_model_len, reads_host=reads_host)
 
     def padding_prefill(self, decodes: int, tokens: int) -> Batch:
         """Return a captured step with prompts, all padding."""
-        inputs = self.inputs
-        inputs.begin(decodes + tokens, decodes + PREFILL_SEQUENCES)
-        self._fill_padding(0, decodes + tokens)
-        inputs.lens.host[:] = 0
+        self._begin_padding(decodes + tokens, decodes + PREFILL_SEQUENCES)
         starts, wanted = [0] * (PREFILL_SEQUENCES + 1), [0] * self._num_wanted(decodes)
-        batch = self._prefill_batch(decodes, starts, wanted, tokens, self._plan.max_model_len)
-        inputs.send(None)
+        longest = self._plan.max_model_len
+        batch = self._batch(decodes, longest, starts=starts, wanted=wanted, most_tokens=tokens)
+        self.inputs.send(None)
         return batch
 
     def padding_prompts(self, num_tokens: int) -> Batch:
         """Return prompts of padding of so many tokens, in as many sequences as it takes."""
-        plan = self._plan
-        longest = min(num_tokens, plan.max_model_len)
-        rows = min(num_tokens // longest, plan.max_num_seqs)
+        longest = min(num_tokens, self._plan.max_model_len)
+        rows = min(num_tokens // longest, self._plan.max_num_seqs)
         count = rows * longest
-        inputs = self.inputs
-        inputs.begin(count, rows)
-        self._fill_padding(0, count)
-        inputs.lens.host[:] = longest
+        self._begin_padding(count, rows, longest)
         starts, wanted = range(0, count + 1, longest), range(longest - 1, count, longest)
-        batch = self._prefill_batch(0, starts, wanted, longest, 0)
-        inputs.send(None)
+        batch = self._batch(0, 0, starts=starts, wanted=wanted, most_tokens=longest)
+        self.inputs.send(None)
         return batch
 
     def padding_staged(self, tiered: TieredInputs) -> Batch:
@@ -636,14 +704,12 @@ class BatchBuilder:
         Block tables name its blocks until `forget_tables`.
         """
         longest = min(3 * PIECE_KEYS, self._plan.max_model_len)
-        inputs, count = self.inputs, min(2, longest)
-        inputs.begin(count, 1)
-        self._fill_padding(0, count)
-        inputs.lens.host[:] = longest
-        batch = self._prefill_batch(0, [0, count], [count - 1], 0, 0)
-        staged = tiered.padding(inputs, count, longest)
-        inputs.send(None)
-        return replace(batch, prefill_starts=None, staged=(staged,))
+        count = min(2, longest)
+        self._begin_padding(count, 1, longest)
+        batch = self._batch(0, 0, wanted=[count - 1])
+        staged = tiered.padding(self.inputs, count, longest)
+        self.inputs.send(None)
+        return replace(batch, staged=(staged,))
 
     def forget_tables(self) -> None:
         """Let padding of later steps name blocks that are there.
@@ -651,28 +717,3 @@ class BatchBuilder:
         Stream: enqueued on the current stream.
         """
         self.inputs.tables[0].zero_()
-
-    def padding_unknown(self, *, reads_host: bool) -> Batch:
-        """Return a decode of one row of padding whose token is read on the device."""
-        inputs = self.inputs
-        inputs.begin(1, 1)
-        self._fill_padding(0, 1)
-        inputs.lens.host[:] = 0
-        inputs.set_unknown(0, 0)
-        inputs.send(torch.zeros(1, dtype=torch.int64, device=self._device.torch_device))
-        return self._decode_batch(1, self._plan.max_model_len, reads_host=reads_host)
-
-
-def _wanted_tokens(plan: StepPlan, decodes: int) -> list[int]:
-    """Return the tokens whose logits are wanted, in the order of plan.sampling.
-
-    Args:
-        plan: What runs.
-        decodes: Decode rows, padding included; prompts follow them.
-    """
-    wanted, at = list(range(len(plan.decodes))), decodes
-    for item in plan.prefills:
-        at += item.num_tokens
-        if item.samples:
-            wanted.append(at - 1)
-    return wanted

@@ -54,13 +54,10 @@ class SampleRow:
     """What is known of the sequence that a row of logits belongs to."""
 
     params: SamplingParams
-    """How its tokens are chosen; checked."""
     key: SampleKey
-    """What its draws depend on."""
     position: int
     """Place of the new token in prompt and output, from 0."""
     prompt_ids: Sequence[int]
-    """Tokens of the prompt."""
     output_ids: Sequence[int]
     """Tokens of the output so far; read for repetition_penalty only."""
     num_output_tokens: int
@@ -77,28 +74,19 @@ class SampleRow:
         *,
         num_unknown: int = 0,
     ) -> "SampleRow":
-        """Make the row of a sequence; the token lists are not copied.
+        """Make the row of a sequence's next token; the token lists are not copied.
 
-        Args:
-            sequence: Whose next token is sampled.
-            engine_seed: Keys the draws of requests without a seed.
-            eos_ids: The model's end-of-sequence tokens.
-            num_unknown: Tokens before it that the host does not know yet, 0 or 1.
+        `num_unknown` tokens before it, 0 or 1, the host does not know yet.
         """
         params = sequence.params
         if params.seed is None:
             key = SampleKey(engine_seed, sequence.request.arrival, sequence.index)
         else:
             key = SampleKey(params.seed, 0, sequence.index)
-        return cls(
-            params=params,
-            key=key,
-            position=sequence.num_tokens + num_unknown,
-            prompt_ids=sequence.prompt_token_ids,
-            output_ids=sequence.output_token_ids,
-            num_output_tokens=sequence.num_output_tokens + num_unknown,
-            eos_ids=eos_ids,
-        )
+        position = sequence.num_tokens + num_unknown
+        prompt_ids, output_ids = sequence.prompt_token_ids, sequence.output_token_ids
+        num_output = sequence.num_output_tokens + num_unknown
+        return cls(params, key, position, prompt_ids, output_ids, num_output, eos_ids)
 
     @property
     def banned_ids(self) -> set[int]:
@@ -120,7 +108,6 @@ class PendingTokens:
     """Tokens that are being chosen; `Sampler.collect` reads them."""
 
     rows: Sequence[SampleRow]
-    """Rows that the tokens belong to."""
     width: int
     """Alternatives returned."""
     table: Tensor
@@ -137,14 +124,9 @@ class Sampler:
     The tokens come back through two host buffers used in turn: those of a call must be collected
     before the next call but one. More rows than `max_rows` make the buffers grow.
 
-    Args:
-        vocab_size: V, columns of the logits.
-        device: Where the logits are.
-        max_rows: Rows for which memory is allocated at once.
-        host_tensor: Allocates zeros of a shape and dtype on the host (Device.upload_buffer), pinned
-            where that is possible; None: never pinned.
-        reach: Gives such memory as kernels write it (Device.reach), for engines whose copy engines
-            also move KV blocks; None: tokens go to the host by a copy engine.
+    `host_tensor` allocates zeros on the host (Device.upload_buffer; None: never pinned), `reach`
+    gives them as kernels write them (Device.reach), for engines whose copy engines also move KV
+    blocks; None: tokens go to the host by a copy engine.
     """
 
     def __init__(
@@ -154,7 +136,7 @@ class Sampler:
         *,
         max_rows: int = 0,
         host_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
-        reach: Callable[[Tensor], Tensor | None] | None = None,
+        reach: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if not 1 <= vocab_size < 2 ** (62 - WEIGHT_BITS):
             raise EngineError(
@@ -184,31 +166,14 @@ class Sampler:
         self._hosts = [self._host_tensor(shape, torch.float64) for _ in range(2)]
         self._targets = self._hosts
         if self._reach is not None:
-            reached = [self._reach(host) for host in self._hosts]
-            self._targets = [
-                host if view is None else view
-                for host, view in zip(self._hosts, reached, strict=True)
-            ]
-
-    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
-        """Choose a token for each row and wait for them; else as `enqueue` and `collect`.
-
-        Stream: Waits for the current stream.
-        """
-        pending = self.enqueue(logits_SV, rows)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return self.collect(pending)
+            self._targets = [self._reach(host) for host in self._hosts]
 
     def enqueue(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
-        """Start choosing a token for each row.
+        """Start choosing a token for each row; `collect` returns them once the work is done.
 
         Args:
             logits_SV: [S, V] float32 on the sampler's device; not changed.
             rows: S rows.
-
-        Returns:
-            What `collect` turns into tokens, after the work enqueued here.
 
         Raises:
             EngineError: The shape or type is wrong, or every token of a row is masked.
@@ -232,16 +197,14 @@ class Sampler:
         return PendingTokens(rows, width, table)
 
     def collect(self, pending: PendingTokens) -> list[SampledToken | None]:
-        """Read the tokens of `enqueue`, whose work the caller has waited for.
+        """Return the S tokens of `enqueue`, whose work the caller has waited for.
 
-        Args:
-            pending: What `enqueue` returned.
-
-        Returns:
-            S tokens with their log-probabilities; None where a row has NaN, +infinity or nothing
-            finite.
+        None where a row has NaN, +infinity or nothing finite.
         """
-        return _read(pending.table.tolist(), pending.rows, pending.width)
+        return [
+            _read(line, row, pending.width)
+            for line, row in zip(pending.table.tolist(), pending.rows, strict=True)
+        ]
 
     def _enqueue(
         self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int, table: Tensor
@@ -452,20 +415,12 @@ def _order_keys(raw_DV: Tensor) -> Tensor:
     return keys
 
 
-def _read(
-    table: list[list[float]], rows: Sequence[SampleRow], width: int
-) -> list[SampledToken | None]:
-    found: list[SampledToken | None] = []
-    for line, row in zip(table, rows, strict=True):
-        if not math.isfinite(line[1]):
-            found.append(None)
-            continue
-        token_id, logprob = int(line[0]), line[1]
-        top = None
-        if row.params.logprobs is not None:
-            top = {token_id: logprob}
-            count = min(row.params.logprobs, width)
-            pairs = zip(line[2 : 2 + count], line[2 + width :], strict=False)
-            top |= {int(other): value for other, value in pairs}
-        found.append(SampledToken(token_id, logprob, top))
-    return found
+def _read(line: list[float], row: SampleRow, width: int) -> SampledToken | None:
+    if not math.isfinite(line[1]):
+        return None
+    token_id, logprob, top = int(line[0]), line[1], None
+    if row.params.logprobs is not None:
+        count = min(row.params.logprobs, width)
+        pairs = zip(line[2 : 2 + count], line[2 + width :], strict=False)
+        top = {token_id: logprob} | {int(other): value for other, value in pairs}
+    return SampledToken(token_id, logprob, top)

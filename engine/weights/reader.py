@@ -19,9 +19,8 @@ import torch
 
 from engine.asked.offload import OffloadWarning
 from engine.clock import PhaseClock
-from engine.device.base import CopyStream, Device, HostBuffer
+from engine.device.base import CopyStream, Device, HostBuffer, chunks, worker_pool
 from engine.device.facts import num_threads
-from engine.device.host import chunks, worker_pool
 from engine.errors import CheckpointError, PinningError
 from engine.model.checkpoint import StoredTensor
 from engine.model.formats import ALIGNMENT, ParamSpec, TensorFormats, TensorSpec

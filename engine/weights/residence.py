@@ -40,11 +40,8 @@ class SlotRing:
     after the chain's last unit with its first, for the next step; so between steps slot s holds
     unit s. Without wrapping the first units are copied when a step begins.
 
-    Args:
-        stream: The copy stream.
-        slots: uint8 tensors on the device, all of one size.
-        sources: uint8 host tensors, one per unit in order of use.
-        wrap: Refill for the next step.
+    Slots are uint8 tensors of one size on the device, sources uint8 host tensors, one per unit in
+    order of use.
     """
 
     def __init__(
@@ -151,11 +148,7 @@ class Held:
 class HeldUnits:
     """The units of one residence, in the order of their layers.
 
-    Args:
-        units: In that order.
-        planned: The residence and its slots.
-        slots: uint8 tensors on the device, one for each planned slot.
-        device: Gives the copy stream.
+    `slots` are uint8 tensors on the device, one for each planned slot.
     """
 
     def __init__(

@@ -15,10 +15,9 @@ import torch
 
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
 from engine.asked.sampling import SamplingParams
-from engine.device.base import Device, HostBuffer
+from engine.device.base import Device, HostBuffer, worker_pool
 from engine.device.cuda import open_device
 from engine.device.facts import num_threads
-from engine.device.host import worker_pool
 from engine.errors import CapacityError, PinningError
 from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch, MoveKind

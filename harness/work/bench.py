@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from engine.asked.config import EngineConfig
 from engine.asked.sampling import SamplingParams
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
 from engine.model.formats import EMBEDDING
 from engine.plan.memory import resolve_dtype
 from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
@@ -199,15 +199,26 @@ def _predicted(llm: Any, of: Callable[[Any, Rates], float]) -> float | None:
 
 
 def replay_s(llm: Any, size: int, step_s: float) -> float:
-    """Time bare replays of the newest step's graph of `size` rows, on a GPU."""
+    """Time bare replays of the newest step's graph of `size` rows, on a GPU.
+
+    Raises:
+        EngineError: The newest step was no decode of that size with a graph.
+    """
     import torch  # noqa: PLC0415  not for the parent
+
+    def replay() -> None:
+        if not llm.engine.executor.replay_newest(size):
+            raise EngineError(
+                f"replay: expected the newest step to be a decode of {size} rows with a graph, got "
+                "another one. Step until it is; use fewer sequences where blocks lie on the host."
+            )
 
     num = min(MOST_REPLAYS, max(LEAST_REPLAYS, round(REPLAY_S / step_s)))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    llm.replay_only(size)  # the step in flight ends before the clock starts
+    replay()  # the step in flight ends before the clock starts
     begin.record()
     for _ in range(num):
-        llm.replay_only(size)
+        replay()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / num

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM
-from engine.run.graphs import StepShape
+from engine.run.inputs import StepShape
 from tests.engine.conftest import TinyModels
 from tests.tiny import VOCAB, greedy, greedy_params, make_prompt, open_llm
 

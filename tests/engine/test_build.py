@@ -9,7 +9,6 @@ import torch
 from engine import LLM, build
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
-from engine.device.host import MappedBuffer
 from engine.errors import PinningError
 from engine.kv.prefix import BlockHasher
 from tests.engine.conftest import TinyModels
@@ -25,7 +24,7 @@ def test_memory_that_could_not_be_pinned_is_free_before_the_next_is_taken(
     class NoPinning(CPUDevice):
         def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
             if pin:
-                buffer = MappedBuffer(num_bytes)
+                buffer = HostBuffer(num_bytes)
                 refused.append(weakref.ref(buffer))
                 raise PinningError("tests say so")
             alive.extend(found() for found in refused)

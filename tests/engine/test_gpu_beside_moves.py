@@ -6,7 +6,7 @@ import torch
 from engine.device.cuda import open_device
 from engine.run.inputs import StepInputs
 from engine.run.sampler import Sampler
-from tests.engine.run.test_sampler import make_row
+from tests.engine.run.test_sampler import make_row, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def test_inputs_and_tokens_pass_moves_of_both_directions() -> None:
     # Kernels are loaded, which waits for the device.
     inputs.begin(64, 8)
     inputs.send(None)
-    sampler.sample(logits, rows)
+    sample(sampler, logits, rows)
     for dst, src in ((gpu, buffer.tensor), (buffer.tensor, gpu)):
         device.synchronize()
         moved = move(stream, dst, src)

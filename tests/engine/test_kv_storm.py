@@ -15,8 +15,8 @@ from engine.errors import EngineError
 from engine.kv import memory as mover
 from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch, MoveLedger
-from engine.run import stages
-from engine.run.stages import PrefillStages
+from engine.run import decoder
+from engine.run.decoder import PrefillStages
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.many_streams import POLICIES, SimulatedStream, on_many_streams, simulate
@@ -214,7 +214,7 @@ def stages_not_waited_for(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def one_stage(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The next piece goes where this one is still read."""
-    monkeypatch.setattr(stages, "NUM_BUFFERS", 1)
+    monkeypatch.setattr(decoder, "NUM_BUFFERS", 1)
 
 
 def a_stale_block(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -11,7 +11,7 @@ import pytest
 from engine import LLM, OffloadConfig, SamplingParams
 from engine.asked.offload import OffloadWarning, UVAOffloadConfig
 from engine.errors import CapacityError, ConfigError
-from engine.run.graphs import StepShape
+from engine.run.inputs import StepShape
 from tests.engine.conftest import TinyModels
 from tests.engine.feeds import only_feed
 from tests.tiny import add_tokenizer, greedy, greedy_params, make_prompt, open_llm, write_config
@@ -109,9 +109,8 @@ def test_a_graph_finds_its_layers_after_a_failure(
     runner, store = engine._engine.executor, engine._engine.store
     feed, held = only_feed(store), []
 
-    class Replay:
-        def replay(self) -> None:
-            held.append((list(feed._held), list(feed._pending)))
+    def replay() -> None:
+        held.append((list(feed._held), list(feed._pending)))
 
     acquire, calls = store.acquire, []
 
@@ -128,7 +127,7 @@ def test_a_graph_finds_its_layers_after_a_failure(
     with pytest.raises(RuntimeError, match="tests say so"):
         engine.step()
     assert feed._held != [0, 1]
-    runner._graphs.captured[StepShape(1)] = (Replay(), 0, 0)
+    runner._graphs.captured[StepShape(1)] = (replay, 0, 0)
     engine.step()  # the tokens of the step in flight
     engine.step()
     assert held == [([0, 1], [None, None])] * 2

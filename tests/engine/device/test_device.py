@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.clock import PhaseClock
+from engine.device import base as host
 from engine.device import facts as host_limits
-from engine.device import host
 from engine.device.cpu import CPUDevice
 from engine.device.cuda import open_device
 from engine.errors import CapacityError, ConfigError

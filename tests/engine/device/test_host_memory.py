@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
+from engine.device import base as host
 from engine.device import facts as host_limits
-from engine.device import host
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError
 from engine.plan.planner import plan_memory
@@ -43,7 +43,7 @@ def test_no_more_pages_are_taken_than_asked_for(num_bytes: int) -> None:
 
 
 def test_whole_huge_pages_are_asked_for_and_the_rest_is_not() -> None:
-    buffer = host.MappedBuffer(5 * MIB)
+    buffer = host.HostBuffer(5 * MIB)
     address = buffer.tensor.data_ptr()
     if "hg" not in mapped(address, 4 * MIB):
         pytest.skip("this kernel has no huge pages")
@@ -54,7 +54,7 @@ def test_whole_huge_pages_are_asked_for_and_the_rest_is_not() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, in 3.12
 def test_memory_that_children_do_not_get() -> None:
-    kept, shared = host.MappedBuffer(3 * MIB, inherit=False), host.MappedBuffer(3 * MIB)
+    kept, shared = host.HostBuffer(3 * MIB, inherit=False), host.HostBuffer(3 * MIB)
     assert mapped(kept.tensor.data_ptr(), 3 * MIB)["dc"] == 2
     assert "dc" not in mapped(shared.tensor.data_ptr(), 3 * MIB)
     address = kept.tensor.data_ptr()
@@ -71,7 +71,7 @@ def test_a_kernel_that_knows_none_of_the_advice(monkeypatch: pytest.MonkeyPatch)
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(host.mmap, "mmap", Mapping)
-    buffer = host.MappedBuffer(33 * MIB + 5, inherit=False)
+    buffer = host.HostBuffer(33 * MIB + 5, inherit=False)
     assert present_bytes(buffer.tensor) == pages(33 * MIB + 5)
     assert not buffer.tensor.any()
 
@@ -82,7 +82,7 @@ def test_a_kernel_without_room_is_named_with_the_figures(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(host.mmap, "mmap", refuse)
     with pytest.raises(CapacityError, match=r"3221225472 bytes \(3\.00 GiB\).*Cannot allocate"):
-        host.MappedBuffer(3 * GIB)
+        host.HostBuffer(3 * GIB)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, in 3.12
@@ -195,7 +195,7 @@ def test_hosts_that_are_too_small_are_refused_with_the_figures(available: float)
 @pytest.mark.parametrize("num_bytes", [0, 1, 4097, 5 * 2**20 + 3])
 def test_the_storage_of_a_slab_begins_where_it_does(num_bytes: int) -> None:
     """CUDA registers the slab alone, and torch asks of a storage's first byte whether it is."""
-    found = host.MappedBuffer(num_bytes).tensor
+    found = host.HostBuffer(num_bytes).tensor
     assert found.numel() == num_bytes
     assert found.storage_offset() == 0
     assert num_bytes == 0 or found.untyped_storage().data_ptr() == found.data_ptr()

@@ -10,7 +10,7 @@ from engine.errors import CapacityError
 from engine.kv.sequences import BlockGroups
 from engine.model.spec import ModelSpec
 from engine.plan.planner import plan_memory
-from engine.run.batch import cut_pieces, host_places
+from engine.run.inputs import cut_pieces, host_places
 from tests.engine.specs import CPU, GIB, check_plan, configuration, model_specs
 
 LIMITS = {"max_num_seqs": 4, "gpu_memory_utilization": 1.0}

@@ -10,12 +10,10 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.device import cpu
-from engine.errors import EngineError
 from engine.run import core
 from engine.run.core import StepStats
 from engine.run.executor import DeviceExecutor
-from engine.run.graphs import StepShape
-from engine.run.inputs import Upload
+from engine.run.inputs import StepShape, Upload
 from engine.weights.store import WeightStore
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
@@ -303,22 +301,18 @@ def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
     llm = open_llm(tiny.folder("llama"))
     replays: list[int] = []
 
-    class Graph:
-        def replay(self) -> None:
-            replays.append(1)
-
     runner = llm._engine.executor
-    with pytest.raises(EngineError, match=r"one of \[\], got 2"):
-        llm.replay_only(2)
+    assert not runner.replay_newest(2)
     for prompt in PROMPTS[1:3]:
         llm.add_request(prompt, greedy_params(4))
-    runner._graphs.captured[StepShape(2)] = (Graph(), 100, 20)
+    runner._graphs.captured[StepShape(2)] = (lambda: replays.append(1), 100, 20)
     llm.step()
     assert llm.last_step.used_graph is False
     before = llm.stats()
     replays.clear()
-    llm.replay_only(2)
-    llm.replay_only(2)
+    assert runner.replay_newest(2)
+    assert runner.replay_newest(2)
+    assert not runner.replay_newest(1)
     after = llm.stats()
     assert replays == [1, 1]
     assert after["graph_steps"] == before["graph_steps"]
@@ -326,8 +320,7 @@ def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
     assert after["in_place_bytes"] - before["in_place_bytes"] == 40
     llm.add_request(PROMPTS[3], greedy_params(1))
     llm.step()
-    with pytest.raises(EngineError, match="one with a prefill"):
-        llm.replay_only(2)
+    assert not runner.replay_newest(2)
     llm.close()
 
 

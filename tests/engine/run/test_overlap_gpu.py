@@ -123,11 +123,12 @@ def test_replays_alone_change_no_token(tiny: TinyModels) -> None:
     for index, prompt in enumerate(PROMPTS[:2]):
         llm.add_request(prompt, greedy_params(12), str(index))
     tokens: dict[str, list[int]] = {}
+    replays: list[bool] = []
     while llm.has_unfinished():
         for event in llm.step():
             tokens.setdefault(event.request_id, []).append(event.token_id)
-        llm.replay_only(2)
-        llm.replay_only(2)
+        replays += [llm.engine.executor.replay_newest(2) for _ in range(2)]
     assert list(tokens.values()) == wanted
+    assert all(replays)
     assert greedy(llm, PROMPTS[:2], 12) == wanted
     llm.close()

@@ -29,6 +29,14 @@ def make_row(position=5, *, request=0, index=0, seed=0, prompt=(1, 2), output=()
     )
 
 
+def sample(sampler, logits, rows):
+    """Choose a token for each row and wait for them."""
+    pending = sampler.enqueue(logits, rows)
+    if sampler.device.type == "cuda":
+        torch.cuda.current_stream(sampler.device).synchronize()
+    return sampler.collect(pending)
+
+
 def make_logits(seed, rows=1, *, size=V, step=None):
     logits = np.random.default_rng(seed).normal(size=(rows, size)) * 2
     if step is not None:
@@ -112,7 +120,7 @@ def test_equals_the_slow_way(batch, select):
     before = logits.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_SELECT", 8 if select else 0)
-        found = Sampler(V, "cpu").sample(logits, rows)
+        found = sample(Sampler(V, "cpu"), logits, rows)
     assert torch.equal(logits, before)
     assert [token.token_id for token in found] == [
         reference(logits[at].numpy(), row) for at, row in enumerate(rows)
@@ -136,14 +144,14 @@ def test_equals_the_slow_way(batch, select):
 def test_batch_and_order_do_not_matter(batch, portion, order):
     logits, rows = batch
     sampler = Sampler(V, "cpu")
-    together = sampler.sample(logits, rows)
-    alone = [sampler.sample(logits[at : at + 1], [row])[0] for at, row in enumerate(rows)]
+    together = sample(sampler, logits, rows)
+    alone = [sample(sampler, logits[at : at + 1], [row])[0] for at, row in enumerate(rows)]
     places = list(range(len(rows)))
     order.shuffle(places)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SAMPLER_SORT_ELEMENTS", portion * V)
         patch.setattr(module, "SAMPLER_GREEDY_ELEMENTS", portion * V)
-        mixed = sampler.sample(logits[places], [rows[at] for at in places])
+        mixed = sample(sampler, logits[places], [rows[at] for at in places])
     for at, place in enumerate(places):
         assert mixed[at].token_id == together[place].token_id == alone[place].token_id
         assert mixed[at].logprob == pytest.approx(alone[place].logprob, abs=1e-6)
@@ -167,15 +175,15 @@ def test_ties_go_to_the_lower_id():
     logits[0, [7, 20]] = 5.0
     sampler = Sampler(V, "cpu")
     for params in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}):
-        assert sampler.sample(logits, [make_row(**params)])[0].token_id == 7
+        assert sample(sampler, logits, [make_row(**params)])[0].token_id == 7
     row = make_row(temperature=0, logprobs=3)
-    assert list(sampler.sample(logits, [row])[0].top_logprobs) == [7, 20, 0]
+    assert list(sample(sampler, logits, [row])[0].top_logprobs) == [7, 20, 0]
 
 
 def draws(count=400, **params):
     logits = make_logits(3).expand(count, V)
     rows = [make_row(position, **params) for position in range(count)]
-    return [token.token_id for token in Sampler(V, "cpu").sample(logits, rows)]
+    return [token.token_id for token in sample(Sampler(V, "cpu"), logits, rows)]
 
 
 def test_draws_follow_the_probabilities():
@@ -229,7 +237,7 @@ def test_min_tokens_masks_what_would_end_the_output():
     sampler = Sampler(V, "cpu")
 
     def greedy(**params):
-        return sampler.sample(logits, [make_row(temperature=0, **params)])[0].token_id
+        return sample(sampler, logits, [make_row(temperature=0, **params)])[0].token_id
 
     assert greedy() == EOS
     assert greedy(min_tokens=1) == 9
@@ -247,7 +255,7 @@ def test_repetition_penalty_counts_prompt_and_output():
 
     def greedy(penalty, **ids):
         row = make_row(temperature=0, repetition_penalty=penalty, **ids)
-        return sampler.sample(logits, [row])[0].token_id
+        return sample(sampler, logits, [row])[0].token_id
 
     assert greedy(1.5) == 10
     assert greedy(1.5, prompt=[10, 10]) == 11
@@ -257,14 +265,14 @@ def test_repetition_penalty_counts_prompt_and_output():
     assert greedy(5e-324, prompt=[12]) == 12
     negative = torch.full((1, V), -1.0)
     row = make_row(temperature=0, repetition_penalty=2.0, prompt=range(V - 1))
-    assert sampler.sample(negative, [row])[0].token_id == V - 1
+    assert sample(sampler, negative, [row])[0].token_id == V - 1
 
 
 def test_zero_probability_is_never_drawn():
     logits = torch.full((1000, V), -math.inf)
     logits[:, [4, 30]] = 0.0
     rows = [make_row(position) for position in range(1000)]
-    assert {token.token_id for token in Sampler(V, "cpu").sample(logits, rows)} == {4, 30}
+    assert {token.token_id for token in sample(Sampler(V, "cpu"), logits, rows)} == {4, 30}
 
 
 def test_uniform_is_in_range_and_even():
@@ -287,7 +295,7 @@ def test_edges_of_the_uniform(monkeypatch, edge):
     logits = make_logits(4)
     order, probs = kept_probabilities(logits[0].numpy(), make_row())
     expected = order[0] if edge == 0 else order[-1]
-    assert Sampler(V, "cpu").sample(logits, [make_row()])[0].token_id == expected
+    assert sample(Sampler(V, "cpu"), logits, [make_row()])[0].token_id == expected
     assert (probs > 0).all()
 
 
@@ -298,7 +306,7 @@ def test_border_between_two_tokens(monkeypatch, uniform, token_id):
     monkeypatch.setattr(SampleKey, "uniform", lambda self, position: uniform)
     logits = torch.full((1, V), -math.inf)
     logits[0, [4, 30]] = 1.5
-    assert Sampler(V, "cpu").sample(logits, [make_row()])[0].token_id == token_id
+    assert sample(Sampler(V, "cpu"), logits, [make_row()])[0].token_id == token_id
 
 
 def test_row_of_a_sequence():
@@ -321,8 +329,8 @@ def test_unusable_logits_give_no_token_to_their_row_alone(value):
         logits[1, 5] = value
     for params in ({"temperature": 0}, {}, {"temperature": 0, "logprobs": 1}):
         rows = [make_row(request=at, **params) for at in range(3)]
-        found = Sampler(V, "cpu").sample(logits, rows)
-        alone = Sampler(V, "cpu").sample(logits[[0, 2]], [rows[0], rows[2]])
+        found = sample(Sampler(V, "cpu"), logits, rows)
+        alone = sample(Sampler(V, "cpu"), logits[[0, 2]], [rows[0], rows[2]])
         assert found[1] is None
         assert [found[0].token_id, found[2].token_id] == [token.token_id for token in alone]
 
@@ -331,24 +339,26 @@ def test_misuse_raises():
     sampler = Sampler(V, "cpu")
     logits = make_logits(0)
     row = make_row()
-    assert sampler.sample(logits[:0], []) == []
+    assert sample(sampler, logits[:0], []) == []
     with pytest.raises(EngineError, match=r"shape \(2, 40\)"):
-        sampler.sample(logits, [row, row])
+        sample(sampler, logits, [row, row])
     with pytest.raises(EngineError, match="float32"):
-        sampler.sample(logits.double(), [row])
+        sample(sampler, logits.double(), [row])
     with pytest.raises(EngineError, match="on cuda, got them on cpu"):
-        Sampler(V, "cuda").sample(logits, [row])
+        sample(Sampler(V, "cuda"), logits, [row])
     everything = make_row(min_tokens=1, stop_token_ids=list(range(V)))
     with pytest.raises(EngineError, match="all 40 tokens masked"):
-        sampler.sample(logits, [everything])
+        sample(sampler, logits, [everything])
     for size in (0, 2**22):
         with pytest.raises(EngineError, match="vocabulary"):
             Sampler(size, "cpu")
 
 
 def test_top_logprobs_of_a_tiny_vocabulary():
-    token = Sampler(3, "cpu").sample(
-        torch.tensor([[0.0, 2.0, 1.0]]), [make_row(temperature=0, logprobs=20, prompt=[0])]
+    token = sample(
+        Sampler(3, "cpu"),
+        torch.tensor([[0.0, 2.0, 1.0]]),
+        [make_row(temperature=0, logprobs=20, prompt=[0])],
     )[0]
     assert list(token.top_logprobs) == [1, 2, 0]
     assert sum(map(math.exp, token.top_logprobs.values())) == pytest.approx(1)
@@ -376,8 +386,8 @@ def test_cuda_chooses_like_the_cpu(monkeypatch, size, select):
     if size == V:
         rows = [replace(row, prompt_ids=[1]) for row in rows]
     logits = make_logits(2, len(rows), size=size, step=2.0**-6)
-    on_cpu = Sampler(size, "cpu").sample(logits, rows)
-    on_gpu = Sampler(size, "cuda").sample(logits.cuda(), rows)
+    on_cpu = sample(Sampler(size, "cpu"), logits, rows)
+    on_gpu = sample(Sampler(size, "cuda"), logits.cuda(), rows)
     assert [t.token_id for t in on_gpu] == [t.token_id for t in on_cpu]
     for one, other in zip(on_gpu, on_cpu, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
@@ -393,8 +403,8 @@ def test_cuda_memory_stays_within_the_stated_bytes(size, plain):
     rows = [make_row(request=at, temperature=0) for at in range(256)] if plain else big_rows(256)
     logits = torch.randn(len(rows), size, device="cuda")
     sampler = Sampler(size, "cuda")
-    sampler.sample(logits, rows)
+    sample(sampler, logits, rows)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    sampler.sample(logits, rows)
+    sample(sampler, logits, rows)
     assert torch.cuda.max_memory_allocated() - before <= sampler_workspace_bytes(size)
