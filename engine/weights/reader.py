@@ -29,7 +29,7 @@ from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 PROGRESS_S = 0.05
 """Time between two reports of progress."""
 KINDS = ("read", "convert", "copy")
-"""Kinds of work; the first is the phase that is open meanwhile."""
+"""Kinds of work of one thread."""
 DUMMY_POOL_SIZE = 4_194_301
 """Normal draws that dummy weights are cut from; a prime, so that rows do not repeat in step."""
 DUMMY_STD = 0.02
@@ -358,12 +358,13 @@ class CheckpointReader:
 
     def _account(self, hands: list[_OneThread], wall_s: float) -> None:
         """Divide the time of the open phase by what the threads did in it."""
-        spent_s = {kind: sum(hand.spent_s[kind] for hand in hands) for kind in KINDS}
-        for kind, seconds in spent_s.items():
-            self._clock.add_busy(kind, seconds)
-        if total_s := sum(spent_s.values()):
-            for kind in KINDS[1:]:  # what is left of the phase is reading
-                self._clock.part(kind, wall_s * spent_s[kind] / total_s)
+        read_s, convert_s, copy_s = (sum(hand.spent_s[kind] for hand in hands) for kind in KINDS)
+        self._clock.add_busy("read", read_s)
+        self._clock.add_busy("convert", convert_s)
+        self._clock.add_busy("copy", copy_s)
+        if total_s := read_s + convert_s + copy_s:
+            self._clock.part("convert", wall_s * convert_s / total_s)
+            self._clock.part("copy", wall_s * copy_s / total_s)
 
 
 def fill_dummy(
