@@ -632,7 +632,8 @@ class TieredBlockPool:
         states, num_free = self.states, len(self.states.gpu_free)
         taken = list(islice(chain(states.gpu_free, states.gpu_idle), n))
         states.own(taken)
-        self._evict(taken[num_free:])
+        if n > num_free:
+            self._evict(taken[num_free:])
         return taken
 
     def _take_host(self, block_ids: Iterable[int]) -> list[int]:
