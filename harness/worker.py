@@ -49,7 +49,7 @@ from harness.work.correctness import (
     write_reference,
 )
 from harness.work.drive import Engine, Outcome, StepTotals
-from harness.work.kv import KVWatch, kv_link_share
+from harness.work.kv import KVWatch
 from harness.work.load import FIRST_PROMPT_TOKENS, measure_load
 from harness.work.offline import (
     engine_prompts,
@@ -60,6 +60,7 @@ from harness.work.offline import (
 )
 from harness.work.predicted import (
     differences,
+    kv_link_share,
     link_notes,
     link_reasons,
     memory_metrics,

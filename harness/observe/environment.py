@@ -16,6 +16,7 @@ import psutil
 
 from harness.folders import ROOT
 from harness.observe.gpu import Gpu, attempt
+from harness.observe.host import read_text
 
 PACKAGES: Final = (
     "tightfit",
@@ -171,7 +172,4 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+    return read_text(path).splitlines()

@@ -122,6 +122,11 @@ class Gpu:
         found = self._try("nvmlDeviceGetComputeRunningProcesses")
         return None if found is None else {process.pid for process in found}
 
+    def process_bytes(self, pid: int) -> int | None:
+        """Return what a process holds of this GPU; None where the driver does not say."""
+        found = self._try("nvmlDeviceGetComputeRunningProcesses") or ()
+        return next((process.usedGpuMemory for process in found if process.pid == pid), None)
+
     def num_other_processes(self, own_pids: set[int]) -> int | None:
         """Return how many processes outside `own_pids` compute on this GPU."""
         pids = self.compute_pids()

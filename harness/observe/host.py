@@ -21,7 +21,7 @@ def process_memory(pid: int | None = None) -> dict[str, int | None]:
     The engine's slab of offloaded weights is private anonymous memory: it counts in anon_bytes,
     pinned or not.
     """
-    text = _read(Path("/proc") / (str(pid) if pid else "self") / "status")
+    text = read_text(Path("/proc") / (str(pid) if pid else "self") / "status")
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE))
     return {
         name: int(found[key]) * 1024 if key in found else None
@@ -43,7 +43,7 @@ def start_ticks(pid: int) -> int | None:
 
     A pid and its start ticks together name one process: pids are used again.
     """
-    text = _read(Path("/proc") / str(pid) / "stat")
+    text = read_text(Path("/proc") / str(pid) / "stat")
     after_name = text.rpartition(")")[2].split()
     return int(after_name[19]) if len(after_name) > 19 and after_name[0] != "Z" else None
 
@@ -51,10 +51,10 @@ def start_ticks(pid: int) -> int | None:
 def oom_kills() -> dict[str, int]:
     """Return every counter of out-of-memory kills that this process can see, by name."""
     counters = {}
-    vmstat = re.search(r"^oom_kill (\d+)$", _read(Path("/proc/vmstat")), flags=re.MULTILINE)
+    vmstat = re.search(r"^oom_kill (\d+)$", read_text(Path("/proc/vmstat")), flags=re.MULTILINE)
     if vmstat:
         counters["vmstat"] = int(vmstat[1])
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             name, file = "cgroup", Path(f"/sys/fs/cgroup{path}/memory.events")
@@ -62,7 +62,7 @@ def oom_kills() -> dict[str, int]:
             name, file = "cgroup-v1", Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
         else:
             continue
-        match = re.search(r"^oom_kill (\d+)$", _read(file), flags=re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", read_text(file), flags=re.MULTILINE)
         if match:
             counters[name] = int(match[1])
     return counters
@@ -73,7 +73,8 @@ def num_new_kills(before: dict[str, int], after: dict[str, int]) -> int:
     return max((after[name] - before.get(name, 0) for name in after if name in before), default=0)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file, empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 from reports.record.telemetry import Table
 
@@ -27,7 +27,7 @@ class Reading:
 
 
 class CounterReader:
-    """Reads a counter again and again in a thread of its own, until it is stopped.
+    """Reads a counter again and again in a thread of its own, while it is entered.
 
     `read` returns GB/s over about 20 ms, or None where there is no such counter; then reading ends.
     """
@@ -39,7 +39,8 @@ class CounterReader:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._read, self._clock = read, clock
-        self._readings: list[Reading] = []
+        self.readings: list[Reading] = []
+        """In order of time."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pcie-counter", daemon=True)
         self._thread.start()
@@ -50,13 +51,14 @@ class CounterReader:
             value = self._read()
             if value is None:
                 return
-            self._readings.append(Reading(begin_s, self._clock(), value))
+            self.readings.append(Reading(begin_s, self._clock(), value))
 
-    def stop(self) -> list[Reading]:
-        """End reading and return every reading in order of time."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        return self._readings
 
 
 def mean_rate(readings: list[Reading], begin_s: float, end_s: float) -> float | None:
@@ -81,12 +83,9 @@ def calibrate(
     """
     if read() is None:
         return None
-    reader = CounterReader(read, clock=clock)
-    try:
+    with CounterReader(read, clock=clock) as reader:
         num_bytes, begin_s, end_s = stream(CALIBRATION_S)
-    finally:
-        readings = reader.stop()
-    counted = mean_rate(readings, begin_s, end_s)
+    counted = mean_rate(reader.readings, begin_s, end_s)
     return num_bytes / 1e9 / (end_s - begin_s) / counted if counted else None
 
 
@@ -109,14 +108,11 @@ class LinkCounter:
         """Do the work; return its result and the payload that the GPU received meanwhile, GB/s."""
         if self.factor is None:
             return work(), None
-        reader = CounterReader(self._read, clock=self._clock)
-        begin_s = self._clock()
-        try:
+        with CounterReader(self._read, clock=self._clock) as reader:
+            begin_s = self._clock()
             result = work()
             end_s = self._clock()
-        finally:
-            readings = reader.stop()
-        counted = mean_rate(readings, begin_s, end_s)
+        counted = mean_rate(reader.readings, begin_s, end_s)
         return result, None if counted is None else counted * self.factor
 
 

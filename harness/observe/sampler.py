@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from harness.observe.gpu import open_gpu
+from harness.observe.gpu import Gpu, open_gpu
 from harness.observe.parent import die_with_parent
 from reports.record.record import STATE_NAME
 from reports.record.telemetry import SPOOL_NAME
@@ -285,23 +285,10 @@ _STOPPED: Final = 0
 Row = dict[str, Any]
 
 
-class Card(Protocol):
-    """A GPU, as harness.observe.gpu reads it."""
-
-    def sample(self) -> dict[str, float | None]:
-        """Return what changes fast."""
-
-    def sample_slow(self, own_pids: set[int]) -> dict[str, float | None]:
-        """Return what changes slowly."""
-
-    def sample_costly(self) -> dict[str, float | None]:
-        """Return what takes long to read."""
-
-
 class Rows:
     """Builds one row after another."""
 
-    def __init__(self, run_dir: Path, gpu: Card | None, machine: Machine) -> None:
+    def __init__(self, run_dir: Path, gpu: Gpu | None, machine: Machine) -> None:
         self._gpu, self._machine = gpu, machine
         self._state = _StateFile(run_dir / STATE_NAME)
         self._tree: ProcessTree | None = None

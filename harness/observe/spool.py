@@ -1,26 +1,23 @@
 """Rows while a run lasts and after it: the spool's tail for the live view, Parquet at the end."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from reports.record.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, line_rows, spool_rows
-
-if TYPE_CHECKING:
-    import pyarrow
 
 
 def replace_spool(
     spool: Path,
     target: Path,
     rows: Iterable[dict[str, Any]],
-    schema: "Callable[[], pyarrow.Schema]",
+    kinds: Mapping[str, str],
     batch_rows: int,
 ) -> str | None:
     """Write rows as Parquet and remove the spool that they are from; return what kept it from that.
 
-    The file appears in one rename; the spool stays until then, and where pyarrow is missing.
-    `schema` is called once pyarrow is known to be there; `batch_rows` are held at once.
+    The file appears in one rename; the spool stays until then, and where pyarrow is missing. Its
+    columns are those of `kinds`, also where no row has them; `batch_rows` are held at once.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     try:
@@ -32,7 +29,9 @@ def replace_spool(
             "pyarrow to get Parquet files."
         )
     try:
-        columns = schema()
+        types = {"floats": pa.list_(pa.float64()), "text": pa.string(), "bool": pa.bool_()}
+        types |= {"float": pa.float64(), "int": pa.int64()}
+        columns = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
         with pq.ParquetWriter(temporary, columns, compression="zstd") as writer:
             batch: list[dict[str, Any]] = []
             for row in rows:
@@ -94,13 +93,6 @@ def write_parquet(run_dir: Path) -> str | None:
     spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
     if not spool.is_file():
         return "telemetry: the sampler wrote no row."
-    lack = replace_spool(spool, target, spool_rows(spool), schema, _BATCH_ROWS)
+    kinds = {name: column.kind for name, column in COLUMNS.items()}
+    lack = replace_spool(spool, target, spool_rows(spool), kinds, _BATCH_ROWS)
     return None if lack is None else f"telemetry: {lack}"
-
-
-def schema() -> "pyarrow.Schema":
-    """Return the Parquet file's columns and their types; the same for every run."""
-    import pyarrow as pa  # noqa: PLC0415
-
-    types = {"float": pa.float64(), "int": pa.int64(), "text": pa.string()}
-    return pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])

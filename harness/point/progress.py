@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, TextIO
 
 from catalogue.files import read_json
 from harness.observe.spool import LineTail, one_a_second
@@ -22,27 +22,6 @@ LEAST_SEEN_S: Final = 2.0
 LEAST_SHARE: Final = 0.02
 """Progress before it is told."""
 _GIB: Final = 2**30
-
-
-class Display(Protocol):
-    """Shows one point."""
-
-    def say(self, text: str) -> None:
-        """Show a line that stays."""
-
-    def update(self, state: Mapping[str, Any]) -> None:
-        """Show what state.json says."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-def open_display(stream: TextIO | None = None) -> Display:
-    """Return a display on `stream` (default: stderr): rich on a terminal, plain lines elsewhere."""
-    target = sys.stderr if stream is None else stream
-    if target.isatty() and importlib.util.find_spec("rich") is not None:
-        return RichDisplay(target)
-    return LineDisplay(target)
 
 
 def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
@@ -69,26 +48,6 @@ def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
     return title, share, details
 
 
-class _ByteRate:
-    """Bytes per second of the phase at hand, from the states seen."""
-
-    def __init__(self) -> None:
-        self._start: tuple[str, float, float] | None = None
-
-    def text(self, state: Mapping[str, Any]) -> str:
-        progress = state.get("progress")
-        if not isinstance(progress, Mapping) or "done_bytes" not in progress:
-            self._start = None
-            return ""
-        now, done = float(state.get("updated_at", 0.0)), float(progress["done_bytes"])
-        key = f"{state.get('job')}/{state.get('phase')}"
-        if self._start is None or self._start[0] != key:
-            self._start = (key, now, done)
-            return ""
-        _, then, before = self._start
-        return f", {(done - before) / (now - then) / 1e9:.2f} GB/s" if now > then else ""
-
-
 def memory_text(state: Mapping[str, Any]) -> str:
     """Return GPU memory against the budget and host memory, as the newest telemetry has them."""
     now = state.get("now") or {}
@@ -104,25 +63,20 @@ def memory_text(state: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-class _Remaining:
-    """What is left of the phase at hand, from its progress so far."""
+class _Since:
+    """How far a figure of a phase has come since it was first seen."""
 
     def __init__(self) -> None:
-        self._start: tuple[str, float, float] | None = None
+        self._first: tuple[str, float, float] | None = None
 
-    def text(self, title: str, share: float | None, now_s: float) -> str:
-        """Return the time left in words, empty until it can be told."""
-        if share is None:
-            self._start = None
-            return ""
-        if self._start is None or self._start[0] != title or share < self._start[1]:
-            self._start = (title, share, now_s)
-            return ""
-        _, first, begin_s = self._start
-        if now_s - begin_s < LEAST_SEEN_S or share - first < LEAST_SHARE or share >= 1:
-            return ""
-        left_s = (now_s - begin_s) * (1 - share) / (share - first)
-        return f"{_span(left_s)} left"
+    def grown(self, phase: str, value: float | None, now_s: float) -> tuple[float, float]:
+        """Return by how much it grew in how many seconds; 0 in 0 while it is new or not known."""
+        if value is None:
+            self._first = None
+            return 0.0, 0.0
+        if self._first is None or self._first[0] != phase or value < self._first[1]:
+            self._first = (phase, value, now_s)
+        return value - self._first[1], now_s - self._first[2]
 
 
 def _span(seconds: float) -> str:
@@ -136,13 +90,20 @@ class _Words:
     """What is said beside the title of a phase."""
 
     def __init__(self) -> None:
-        self._rate, self._remaining = _ByteRate(), _Remaining()
+        self._bytes, self._share = _Since(), _Since()
 
     def of(self, state: Mapping[str, Any]) -> tuple[str, float | None, str, str]:
         """Return a state as a title, the share that is done (None: unknown), time left, details."""
         title, share, details = describe(state)
-        details += self._rate.text(state)
-        left = self._remaining.text(title, share, float(state.get("updated_at", 0.0)))
+        now_s, progress = float(state.get("updated_at", 0.0)), state.get("progress")
+        done = progress.get("done_bytes") if isinstance(progress, Mapping) else None
+        phase = f"{state.get('job')}/{state.get('phase')}"
+        grown, took_s = self._bytes.grown(phase, done, now_s)
+        if took_s > 0:
+            details += f", {grown / took_s / 1e9:.2f} GB/s"
+        grown, took_s, left = *self._share.grown(title, share, now_s), ""
+        if share is not None and share < 1 and took_s >= LEAST_SEEN_S and grown >= LEAST_SHARE:
+            left = f"{_span(took_s * (1 - share) / grown)} left"
         parts = (details, memory_text(state))
         return title, share, left, ", ".join(part for part in parts if part)
 
@@ -233,6 +194,18 @@ class RichDisplay:
     def close(self) -> None:
         """Remove the bar."""
         self._bar.stop()
+
+
+Display = LineDisplay | RichDisplay
+"""Shows one point."""
+
+
+def open_display(stream: TextIO | None = None) -> Display:
+    """Return a display on `stream` (default: stderr): rich on a terminal, plain lines elsewhere."""
+    target = sys.stderr if stream is None else stream
+    if target.isatty() and importlib.util.find_spec("rich") is not None:
+        return RichDisplay(target)
+    return LineDisplay(target)
 
 
 UPLOAD_INTERVAL_S: Final = 5.0

@@ -264,17 +264,9 @@ def _dispatch(
 
 def _check(model: Any, spec: ModelSpec, dtype: str, host_modules: tuple[str, ...]) -> PlacedModel:
     """Count the weights by where they are; weights that a pass copies lie on no device."""
-    host = resident = 0
-    seen: set[int] = set()
-    for param in model.parameters():
-        if id(param) in seen:
-            continue
-        seen.add(id(param))
-        size = param.nbytes
-        if param.device.type == "meta":
-            host += size
-        else:
-            resident += size
+    params = list(model.parameters())  # each once, tied or not
+    host = sum(param.nbytes for param in params if param.device.type == "meta")
+    resident = sum(param.nbytes for param in params) - host
     layer = sum(map(FORMATS[dtype].num_bytes, spec.layer_tensors(0)))
     expected = len(host_modules) * layer
     if host != expected:

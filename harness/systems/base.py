@@ -12,6 +12,7 @@ from engine.errors import ConfigError
 from engine.model.checkpoint import read_folder
 from engine.model.families import FULL, WINDOW
 from engine.model.spec import ModelSpec
+from harness.observe.gpu import open_gpu
 from harness.work.drive import Clock
 
 UNKNOWN_TOKEN: Final = -1
@@ -242,7 +243,8 @@ class PeerDevice:
         import torch  # noqa: PLC0415  takes seconds
 
         reserved = int(torch.cuda.memory_reserved(0))
-        own = _own_bytes(str(torch.cuda.get_device_properties(0).uuid))
+        gpu = open_gpu(f"GPU-{str(torch.cuda.get_device_properties(0).uuid).removeprefix('GPU-')}")
+        own = gpu.process_bytes(os.getpid()) if gpu is not None else None
         outside = self.runtime_bytes if own is None else max(0, own - reserved)
         return int(torch.cuda.max_memory_reserved(0)) + outside
 
@@ -279,18 +281,3 @@ def open_peer_device(config: EngineConfig) -> PeerDevice:
         runtime_bytes=RUNTIME_BYTES if is_cuda else 0,
         card_bytes=card,
     )
-
-
-def _own_bytes(uuid: str) -> int | None:
-    """Return what the driver says that this process holds; None where it does not say."""
-    import pynvml  # noqa: PLC0415  needs a driver
-
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-    except pynvml.NVMLError:
-        return None
-    return None

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn, Protocol, TypeVar, TypeVarTuple
+from typing import Any, Final, NoReturn, TypeVar, TypeVarTuple
 
 from engine.asked.config import EngineConfig
 from engine.asked.request import NO_TOKEN, FinishReason, TokenEvent
@@ -21,7 +21,7 @@ from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.sealed import GIB
 from harness.config.schema import FakeScript
-from harness.systems.base import no_prediction, no_probe
+from harness.systems.base import StepCounts, no_prediction, no_probe
 from harness.systems.door import EngineDoor, Progress
 from harness.work.correctness import STREAM
 
@@ -119,16 +119,6 @@ DIGITS: Final = 9
 """Decimals of scripted seconds."""
 
 
-class FakeClock(Protocol):
-    """Seconds, and a way to let them pass."""
-
-    def __call__(self) -> float:
-        """Return the time."""
-
-    def wait_until(self, time_s: float) -> None:
-        """Return when it is `time_s` or later."""
-
-
 class RealClock:
     """The machine's clock."""
 
@@ -189,6 +179,9 @@ class ScriptedClock:
             return runner.run(main)
 
 
+FakeClock = RealClock | ScriptedClock
+
+
 class _Selector(selectors.SelectSelector):
     """Moves the clock where a real selector would wait."""
 
@@ -230,14 +223,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def strike(failure: str, plan: dict[str, Any] | None) -> NoReturn:
-    """Fail in a way of `harness.config.schema.FAILURES`; does not return.
-
-    Raises:
-        CapacityError: no_fit.
-        OutOfMemoryError: oom.
-        MemoryError: host_oom.
-        RuntimeError: error.
-    """
+    """Fail in a way of `harness.config.schema.FAILURES`, by an exception or by an end."""
     match failure:
         case "no_fit":
             raise CapacityError("GPU: scripted not to fit. Set model.fake.fail=none.", plan)
@@ -269,16 +255,6 @@ _PAGE_BYTES: Final = 4096
 _NUM_SPECIAL: Final = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class FakeStep:
-    """What a step did."""
-
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    h2d_bytes: int
-    in_place_bytes: int
-
-
 @dataclass(kw_only=True, eq=False)
 class FakeSequence:
     """One request and how far it is."""
@@ -308,14 +284,6 @@ class FakeTokenizer:
         """Return the tokens of a text."""
         free = self._vocab_size - _NUM_SPECIAL
         return [_NUM_SPECIAL + byte % free for byte in text.encode()]
-
-
-@dataclass(kw_only=True)
-class _Work:
-    """A step under way."""
-
-    sequences: list[FakeSequence]
-    is_prefill: bool
 
 
 @dataclass(kw_only=True)
@@ -353,11 +321,12 @@ class FakeLLM:
         self.plan = plan_of(script, config, reference=reference)
         self.max_model_len = config.engine.max_model_len or self.spec.max_position_embeddings
         self.tokenizer = FakeTokenizer(self.spec.vocab_size)
-        self.last_step: FakeStep | None = None
+        self.last_step: StepCounts | None = None
         self._script, self._clock, self._is_reference = script, clock, reference
         self._max_num_seqs = config.engine.max_num_seqs
         self._counts = _Counts()
-        self._work: _Work | None = None
+        self._work: tuple[list[FakeSequence], bool] | None = None
+        """Sequences of the step under way, and whether it is a prefill."""
         total = self.plan.resident_bytes + self.plan.offloaded_bytes
         self._touched = bytearray(round(script.host_touched_gib * GIB))
         self._touched[::_PAGE_BYTES] = b"\1" * len(self._touched[::_PAGE_BYTES])
@@ -430,7 +399,7 @@ class FakeLLM:
             is_now = counts.timed_steps > script.fail_after_steps
             if script.fails_at("step") and is_now:
                 strike(script.fail, self.plan.to_dict())
-        self._work = _Work(sequences=sequences, is_prefill=is_prefill)
+        self._work = (sequences, is_prefill)
         time_ms = self.plan.offloaded_bytes / GIB * script.ms_per_offloaded_gib
         if is_prefill:
             time_ms += script.prefill_ms[counts.prefills % len(script.prefill_ms)]
@@ -447,13 +416,14 @@ class FakeLLM:
         work, self._work = self._work, None
         if work is None:
             raise RuntimeError("end_step: expected a step under way, found none.")
+        sequences, is_prefill = work
         copied, read = self.plan.moved_per_step()
-        num_prompt = sum(len(sequence.prompt) for sequence in work.sequences)
+        num_prompt = sum(len(sequence.prompt) for sequence in sequences)
         running = set(self._counts.running)  # without those that were aborted meanwhile
-        alive = [sequence for sequence in work.sequences if sequence in running]
-        self.last_step = FakeStep(
-            num_prefill_tokens=num_prompt if work.is_prefill else 0,
-            num_decode_tokens=0 if work.is_prefill else len(work.sequences),
+        alive = [sequence for sequence in sequences if sequence in running]
+        self.last_step = StepCounts(
+            num_prefill_tokens=num_prompt if is_prefill else 0,
+            num_decode_tokens=0 if is_prefill else len(sequences),
             h2d_bytes=copied,
             in_place_bytes=read,
         )
@@ -584,8 +554,9 @@ class ScriptedServer:
     def __init__(
         self,
         llm: FakeLLM,
-        clock: ScriptedClock,
+        /,
         *,
+        clock: ScriptedClock,
         max_pending: int,
         on_step: Callable[[Any, float], None],
     ) -> None:
@@ -663,31 +634,19 @@ class FakeFactory:
 
 def fake_door(script: FakeScript) -> EngineDoor:
     """Return a door to an engine that pretends what the script says."""
-    plan = partial(plan_of, script, reference=False)
-    if script.clock == "real":
-        real = RealClock()
-        return EngineDoor(
-            load_code=lambda: FakeFactory(script, real),
-            probe=no_probe,
-            plan_for=plan,
-            predict=no_prediction,
-            clock=real,
-        )
-    clock = ScriptedClock()
-
-    def open_async(
-        llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
-    ) -> ScriptedServer:
-        return ScriptedServer(llm, clock, max_pending=max_pending, on_step=on_step)
-
-    return EngineDoor(
+    clock: FakeClock = RealClock() if script.clock == "real" else ScriptedClock()
+    door = EngineDoor(
         load_code=lambda: FakeFactory(script, clock),
         probe=no_probe,
-        plan_for=plan,
+        plan_for=partial(plan_of, script, reference=False),
         predict=no_prediction,
         clock=clock,
+    )
+    if isinstance(clock, RealClock):
+        return door
+    return replace(
+        door,
         clock_zero_s=time.perf_counter() - clock(),
-        wait=asyncio.sleep,
-        open_async=open_async,
+        open_async=partial(ScriptedServer, clock=clock),
         run_async=clock.run,
     )

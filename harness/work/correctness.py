@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.files import read_json
 from engine.asked.config import EngineConfig
 from engine.errors import RequestError
 from harness.config.schema import CorrectnessConfig
@@ -128,11 +129,9 @@ def write_reference(
 
 def read_reference(path: Path) -> dict[str, list[list[int]]] | None:
     """Return prompts and tokens of a reference, None where there is none that can be read."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return {"prompts": document["prompts"], "tokens": document["tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    document = read_json(path)
+    is_whole = {"prompts", "tokens"} <= document.keys()
+    return {name: document[name] for name in ("prompts", "tokens")} if is_whole else None
 
 
 def _checkpoint_identity(folder: str | None) -> list[tuple[str, int, int]]:

@@ -6,7 +6,7 @@ of steps and submits are this module's, of the same clock.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 from engine.asked.request import TokenEvent
 from engine.asked.sampling import SamplingParams
@@ -265,32 +265,35 @@ class Driver:
             self._on_end(times)
 
 
+class Conduct(TypedDict, total=False):
+    """How requests are run, and who is told of it."""
+
+    clock: Required[Clock]
+    on_progress: OnProgress | None
+    """Called after each step."""
+    on_end: OnEnd | None
+    """Called with each request that ended."""
+    limit_s: float | None
+    """Seconds after which what has not ended is taken back, once something has come."""
+    salt: str | None
+    """Of their prefixes in a cache; requests with another salt share none with them."""
+
+
 def run_in_turn(
     llm: Engine,
     prompts: Sequence[Sequence[int]],
     output_tokens: int | Sequence[int],
     *,
-    clock: Clock,
     prefix: str,
-    on_progress: OnProgress | None = None,
-    on_end: OnEnd | None = None,
-    limit_s: float | None = None,
-    salt: str | None = None,
+    **how: Unpack[Conduct],
 ) -> tuple[list[RequestTimes], StepTotals]:
     """Run the requests one at a time; return times of those sent and the sums over the steps.
 
-    Args:
-        llm: the engine.
-        prompts: token ids of each.
-        output_tokens: of each, or a list with one of each.
-        clock: seconds.
-        prefix: of their ids.
-        on_progress: called after each step.
-        on_end: called with each request that ended.
-        limit_s: after which the one at work is taken back and no other is sent, once one has ended.
-        salt: of their prefixes in a cache; requests with another salt share none with them.
+    `output_tokens` is the number of all, or a list with one of each; ids begin with `prefix`. Once
+    the time is over and a request has ended, no other is sent.
     """
-    driver = Driver(llm, clock, on_end, salt)
+    clock, on_progress, limit_s = how["clock"], how.get("on_progress"), how.get("limit_s")
+    driver = Driver(llm, clock, how.get("on_end"), how.get("salt"))
     requests: list[RequestTimes] = []
     num_tokens, begin_s = 0, clock()
     lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
@@ -322,28 +325,13 @@ def run_at_once(
     prompts: Sequence[Sequence[int]],
     output_tokens: int,
     *,
-    clock: Clock,
     prefix: str,
-    on_progress: OnProgress | None = None,
-    on_end: OnEnd | None = None,
-    limit_s: float | None = None,
-    salt: str | None = None,
+    **how: Unpack[Conduct],
 ) -> tuple[list[RequestTimes], StepTotals]:
-    """Offer all requests, then step until they are done; return times and sums over the steps.
-
-    Args:
-        llm: the engine.
-        prompts: token ids of each.
-        output_tokens: of each.
-        clock: seconds.
-        prefix: of their ids.
-        on_progress: called after each step.
-        on_end: called with each request that ended.
-        limit_s: after which those that have not ended are taken back, once there is a token.
-        salt: of their prefixes in a cache; requests with another salt share none with them.
-    """
+    """Offer all requests, then step until they are done; return times and sums over the steps."""
+    clock, on_progress, limit_s = how["clock"], how.get("on_progress"), how.get("limit_s")
     begin_s = clock()
-    driver = Driver(llm, clock, on_end, salt)
+    driver = Driver(llm, clock, how.get("on_end"), how.get("salt"))
     requests = [
         driver.offer(prompt, output_tokens, f"{prefix}-{index}")
         for index, prompt in enumerate(prompts)
@@ -440,6 +428,30 @@ def cut_reasons(
         f"requests had ended; {effect}. Raise it, or lower {setting} or {outputs} of "
         f"scenario.{node}."
     ]
+
+
+def run_warm_up(
+    llm: Engine,
+    part: str,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int | Sequence[int],
+    *,
+    clock: Clock,
+    limit_s: float | None,
+    salt: str | None,
+) -> list[str]:
+    """Run the requests before a part, one at a time; return what went wrong."""
+    requests, _ = run_in_turn(
+        llm,
+        prompts,
+        output_tokens,
+        prefix=f"{part}-warm-up",
+        clock=clock,
+        limit_s=limit_s,
+        salt=salt and f"{salt}/warm-up",
+    )
+    name = f"{part} warm-up"
+    return [*cut_reasons(name, requests, len(prompts), limit_s), *failure_reasons(name, requests)]
 
 
 def ratio(amount: float, seconds: float) -> float | None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from engine.sealed import GIB
-from harness.work.drive import Clock, Engine, Outcome, ratio
+from harness.work.drive import Clock, Engine, Outcome
 from harness.work.times import RequestTimes, has_passed
 
 Counts = dict[str, float]
@@ -173,16 +173,6 @@ def kv_metrics(rose: Counts, wall_s: float) -> dict[str, float | None]:
     metrics["kv/transfer_gb_s"] = moved / wall_s / 1e9 if wall_s > 0 else None
     metrics["kv/h2d_gb_s"] = total(TO_DEVICE) / wall_s / 1e9 if wall_s > 0 else None
     return metrics
-
-
-def kv_link_share(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the share of the link that KV took, where both are known."""
-    if "kv/h2d_gb_s" not in metrics:
-        return {}
-    probed = (metrics.get("link/h2d_gb_s"), metrics.get("link/h2d_after_gb_s"))
-    rates = [rate for rate in probed if rate]
-    mean = sum(rates) / len(rates) if rates else 0.0
-    return {"kv/link_share": ratio(metrics["kv/h2d_gb_s"] or 0.0, mean)}
 
 
 TIERS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (

@@ -1,14 +1,14 @@
 """What is sent in one part of the scenario: token ids for the engine that is here."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from harness.config.schema import RequestSet
 from harness.observe.statistics import Quantile, drift
 from harness.work.drive import (
     Clock,
+    Conduct,
     Engine,
-    OnEnd,
-    OnProgress,
     Outcome,
     StepTotals,
     cut_reasons,
@@ -16,6 +16,7 @@ from harness.work.drive import (
     ratio,
     run_at_once,
     run_in_turn,
+    run_warm_up,
     short_reasons,
 )
 from harness.work.kv import hit_tokens, note_reuse, reuse_since, with_outputs
@@ -28,47 +29,35 @@ def measure_latency(
     prompts: Sequence[Sequence[int]],
     output_tokens: int,
     *,
-    clock: Clock,
-    on_progress: OnProgress | None = None,
-    on_end: OnEnd | None = None,
-    limit_s: float | None = None,
-    salt: str | None = None,
     t: Quantile,
+    **how: Unpack[Conduct],
 ) -> tuple[Outcome, StepTotals]:
     """Run the prompts one after the other; return their figures and the sums over the steps."""
     before = hit_tokens(llm.stats())
-    requests, totals = run_in_turn(
-        llm,
-        prompts,
-        output_tokens,
-        clock=clock,
-        prefix="latency",
-        on_progress=on_progress,
-        on_end=on_end,
-        limit_s=limit_s,
-        salt=salt,
-    )
-    cut = cut_reasons("latency", requests, len(prompts), limit_s)
-    num_complete = sum(request.is_complete for request in requests)
-    note = floor_note(num_complete)
-    pools = latency_pools(requests)
-    outcome = Outcome(
-        metrics=pool_metrics(pools),
-        pools=pools,
-        samples=[request.to_row() for request in requests],
-        num_measured=num_complete,
-        is_cut=bool(cut),
-        reasons=[
-            *cut,
-            *failure_reasons("latency", requests),
-            *short_reasons("latency", requests, output_tokens),
-            *drift_reasons(requests, t),
-        ],
-        notes=[note] if note else [],
-    )
+    requests, totals = run_in_turn(llm, prompts, output_tokens, prefix="latency", **how)
+    outcome = _outcome("latency", prompts, requests, output_tokens, how)
+    outcome.reasons += drift_reasons(requests, t)
+    outcome.num_measured = sum(request.is_complete for request in requests)
+    outcome.notes += filter(None, [floor_note(outcome.num_measured)])
+    outcome.pools = latency_pools(requests)
+    outcome.metrics = pool_metrics(outcome.pools)
+    outcome.samples = [request.to_row() for request in requests]
     found = reuse_since(before, llm.stats(), requests, lambda: with_outputs(prompts, requests))
     note_reuse(outcome, "latency", found)
     return outcome, totals
+
+
+def _outcome(
+    part: str,
+    prompts: Sequence[Sequence[int]],
+    requests: Sequence[RequestTimes],
+    output_tokens: int,
+    how: Conduct,
+) -> Outcome:
+    """Return what speaks against the figures of a part; the figures are to be filled in."""
+    cut = cut_reasons(part, requests, len(prompts), how.get("limit_s"))
+    failed, short = failure_reasons(part, requests), short_reasons(part, requests, output_tokens)
+    return Outcome(is_cut=bool(cut), reasons=[*cut, *failed, *short])
 
 
 def drift_reasons(requests: Sequence[RequestTimes], t: Quantile) -> list[str]:
@@ -88,12 +77,7 @@ def measure_throughput(
     llm: Engine,
     prompts: Sequence[Sequence[int]],
     output_tokens: int,
-    *,
-    clock: Clock,
-    on_progress: OnProgress | None = None,
-    on_end: OnEnd | None = None,
-    limit_s: float | None = None,
-    salt: str | None = None,
+    **how: Unpack[Conduct],
 ) -> tuple[Outcome, StepTotals]:
     """Offer all prompts at once; return their figures and the sums over the steps.
 
@@ -103,19 +87,9 @@ def measure_throughput(
     that were taken back the tokens until then count.
     """
     before = hit_tokens(llm.stats())
-    requests, totals = run_at_once(
-        llm,
-        prompts,
-        output_tokens,
-        clock=clock,
-        prefix="throughput",
-        on_progress=on_progress,
-        on_end=on_end,
-        limit_s=limit_s,
-        salt=salt,
-    )
+    requests, totals = run_at_once(llm, prompts, output_tokens, prefix="throughput", **how)
     found = reuse_since(before, llm.stats(), requests, lambda: with_outputs(prompts, requests))
-    cut = cut_reasons("throughput", requests, len(prompts), limit_s)
+    outcome = _outcome("throughput", prompts, requests, output_tokens, how)
     done = [request for request in requests if request.is_complete]
     cancelled = [request for request in requests if request.is_cancelled]
     counted = done + [request for request in cancelled if request.token_ids]
@@ -125,7 +99,8 @@ def measure_throughput(
     if counted:
         begin_s = min(request.submit_s for request in requests)
         wall_s = max(request.token_times_s[-1] for request in counted) - begin_s
-    metrics = {
+    outcome.num_measured = len(counted)
+    outcome.metrics = {
         "throughput/requests_s": ratio(len(done), wall_s),
         "throughput/output_tok_s": ratio(num_output, wall_s),
         "throughput/total_tok_s": ratio(prompt_tokens + num_output, wall_s),
@@ -135,7 +110,7 @@ def measure_throughput(
         "throughput/decode_tok_s": ratio(totals.num_decode_tokens, totals.decode_s),
         "throughput/wall_s": wall_s or None,
     }
-    samples = {
+    outcome.samples = {
         "num_requests": len(requests),
         "num_completed": len(done),
         "num_failed": len(requests) - len(done) - len(cancelled),
@@ -153,18 +128,6 @@ def measure_throughput(
             for request in requests
         ],
     }
-    reasons = [
-        *cut,
-        *failure_reasons("throughput", requests),
-        *short_reasons("throughput", requests, output_tokens),
-    ]
-    outcome = Outcome(
-        metrics=metrics,
-        samples=samples,
-        num_measured=len(counted),
-        reasons=reasons,
-        is_cut=bool(cut),
-    )
     note_reuse(outcome, "throughput", found)
     return outcome, totals
 
@@ -210,18 +173,10 @@ def engine_prompts(
 def warm_up_part(
     llm: Engine, part: str, config: RequestSet, *, clock: Clock, salt: str | None = None
 ) -> list[str]:
-    """Run the requests before a part, one at a time; return what went wrong."""
+    """Run the requests before a part, with prompts of their own; return what went wrong."""
     stream, num = f"{part}/warm-up", config.warmup_requests
     prompts = engine_prompts(llm, num, config.prompt_tokens, seed=config.seed, stream=stream)
-    requests, _ = run_in_turn(
-        llm,
-        prompts,
-        config.output_tokens,
-        clock=clock,
-        prefix=f"{part}-warm-up",
-        limit_s=config.max_duration_s,
-        salt=salt and f"{salt}/warm-up",
+    limit_s = config.max_duration_s
+    return run_warm_up(
+        llm, part, prompts, config.output_tokens, clock=clock, limit_s=limit_s, salt=salt
     )
-    name = f"{part} warm-up"
-    cut = cut_reasons(name, requests, num, config.max_duration_s)
-    return [*cut, *failure_reasons(name, requests)]

@@ -110,6 +110,20 @@ PROBED_AFTER: Final = {
 """Rate of the probe -> metric of the probe after the scenarios."""
 
 
+def probed_h2d_gb_s(metrics: Mapping[str, float | None]) -> float:
+    """Return the mean of the link's rates before and after the scenarios; 0 where neither is."""
+    probed = (metrics.get("link/h2d_gb_s"), metrics.get(PROBED_AFTER["h2d_gb_s"]))
+    rates = [rate for rate in probed if rate]
+    return sum(rates) / len(rates) if rates else 0.0
+
+
+def kv_link_share(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the share of the link that KV took, where both are known."""
+    if "kv/h2d_gb_s" not in metrics:
+        return {}
+    return {"kv/link_share": ratio(metrics["kv/h2d_gb_s"] or 0.0, probed_h2d_gb_s(metrics))}
+
+
 def transfer_metrics(
     totals: StepTotals, metrics: Mapping[str, float | None]
 ) -> dict[str, float | None]:
@@ -127,10 +141,8 @@ def transfer_metrics(
         )
     }
     used_gb_s = ratio(totals.decode_moved_bytes / 1e9, totals.decode_s) if count else None
-    probed = (metrics.get("link/h2d_gb_s"), metrics.get(PROBED_AFTER["h2d_gb_s"]))
-    rates = [rate for rate in probed if rate]
-    mean = sum(rates) / len(rates) if rates else None
-    found["link/share"] = used_gb_s / mean if used_gb_s and mean else None
+    probed_gb_s = probed_h2d_gb_s(metrics)
+    found["link/share"] = used_gb_s / probed_gb_s if used_gb_s and probed_gb_s else None
     return found
 
 

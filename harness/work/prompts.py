@@ -2,10 +2,12 @@
 
 import json
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
+
+T = TypeVar("T")
 
 _PACKED: Final = (
     (b"\x1f\x8b", "gzip"),
@@ -14,6 +16,8 @@ _PACKED: Final = (
     (b"PK\3\4", "zip"),
 )
 _SHOWN_CHARS: Final = 80
+_SHOWN: Final = 5
+"""Problems of a file that are told."""
 
 
 class TextError(ValueError):
@@ -131,6 +135,26 @@ def synthetic_prompts(
     return prompts
 
 
+def parse_lines(
+    lines: Iterable[str], parse: Callable[[int, str], T], problems: list[str], *, first: int = 1
+) -> list[T]:
+    """Return the rows of the lines that are not empty; what is wrong goes to `problems`."""
+    found = []
+    for number, line in enumerate(lines, start=first):
+        if line.strip():
+            try:
+                found.append(parse(number, line))
+            except TextError as error:
+                problems.append(f"line {number}: {error}.")
+    return found
+
+
+def told(problems: Sequence[str]) -> str:
+    """Return the first problems, and how many more there are."""
+    more = f" And {len(problems) - _SHOWN} more." if len(problems) > _SHOWN else ""
+    return f"{' '.join(problems[:_SHOWN])}{more} Correct or remove these lines."
+
+
 def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
     """Return the first `num_prompts` rows of a JSONL file; every row of the file is checked.
 
@@ -146,18 +170,10 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
         lines = read_text(path).split("\n")
     except TextError as error:
         raise PromptError(f"prompts_file {path}: {error}") from error
-    rows: list[PromptRow] = []
     problems: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                rows.append(_parse(line, number))
-            except TextError as error:
-                problems.append(f"line {number}: {error}.")
+    rows = parse_lines(lines, _parse, problems)
     if problems:
-        first = " ".join(problems[:5])
-        more = f" And {len(problems) - 5} more." if len(problems) > 5 else ""
-        raise PromptError(f"prompts_file {path}: {first}{more} Correct or remove these lines.")
+        raise PromptError(f"prompts_file {path}: {told(problems)}")
     if len(rows) < num_prompts:
         raise PromptError(
             f"prompts_file {path}: expected at least {num_prompts} rows, one for each request that "
@@ -167,7 +183,7 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
     return rows[:num_prompts]
 
 
-def _parse(line: str, number: int) -> PromptRow:
+def _parse(number: int, line: str) -> PromptRow:
     row = parse_object(line)
     if ("prompt" in row) == ("prompt_token_ids" in row):
         raise TextError("expected one of prompt and prompt_token_ids")

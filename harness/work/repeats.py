@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from harness.config.schema import RequestSet
+from harness.config.serve import ServeScenario
 from harness.observe.statistics import Quantile, interval, is_settled
 from harness.work.drive import Outcome, StepTotals
 from harness.work.times import floor_note, pool_metrics
@@ -21,20 +23,8 @@ _POSITION: Final = "window_"
 """Beginning of the names of samples that are times of one repeat, which have no sum."""
 
 
-class Repeated(Protocol):
-    """A part of the scenario that may be measured several times."""
-
-    @property
-    def part(self) -> str:
-        """Throughput, latency or serve."""
-
-    @property
-    def repeats(self) -> int:
-        """Measurements at most."""
-
-    @property
-    def stop_share(self) -> float | None:
-        """Half of an interval's width over its mean that ends a series early."""
+Repeated = RequestSet | ServeScenario
+"""Parts of the scenario that may be measured several times."""
 
 
 def measure_repeats(

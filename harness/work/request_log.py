@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from harness.observe.spool import replace_spool
 from harness.work.times import RequestTimes, ServedRequest
 from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, request_rows
-
-if TYPE_CHECKING:
-    import pyarrow
 
 INTERVAL_S: Final = 0.5
 _BATCH_ROWS: Final = 1000
@@ -104,19 +101,6 @@ def write_parquet(run_dir: Path) -> str | None:
     spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
     if not spool.is_file():
         return None
-    lack = replace_spool(spool, target, request_rows(spool), schema, _BATCH_ROWS)
+    kinds = {name: kind for name, (kind, _) in COLUMNS.items()}
+    lack = replace_spool(spool, target, request_rows(spool), kinds, _BATCH_ROWS)
     return None if lack is None else f"requests: {lack}"
-
-
-def schema() -> "pyarrow.Schema":
-    """Return the Parquet file's columns and their types; the same for every run."""
-    import pyarrow as pa  # noqa: PLC0415
-
-    types = {
-        "text": pa.string(),
-        "int": pa.int64(),
-        "float": pa.float64(),
-        "bool": pa.bool_(),
-        "floats": pa.list_(pa.float64()),
-    }
-    return pa.schema([(name, types[kind]) for name, (kind, _) in COLUMNS.items()])

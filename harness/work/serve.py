@@ -7,7 +7,8 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol, TypeVar
+from functools import partial
+from typing import Any, Final, Protocol
 
 from engine.async_llm import AsyncLLM
 from harness.config.serve import PeakSearch, ServeScenario
@@ -19,9 +20,8 @@ from harness.work.drive import (
     OnProgress,
     Outcome,
     StepTotals,
-    cut_reasons,
     failure_reasons,
-    run_in_turn,
+    run_warm_up,
 )
 from harness.work.kv import Reuse, Sent, hit_tokens, note_reuse, reuse_since
 from harness.work.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
@@ -91,7 +91,6 @@ def search_peak(config: PeakSearch, measure: Callable[[float], float]) -> Peak:
     return ended(low, f"{high:g}/s failed")
 
 
-T = TypeVar("T")
 LEAST_SENT_SHARE: Final = 0.95
 """Share of the planned rate below which the client did not keep its schedule."""
 
@@ -112,11 +111,8 @@ class OpenDoor(Protocol):
         """Return the door; `on_step` gets the counts of each step and its seconds."""
 
 
-class RunAsync(Protocol):
-    """Runs a coroutine; asyncio.run is one."""
-
-    def __call__(self, main: Coroutine[Any, Any, T], /) -> T:
-        """Return what the coroutine returns."""
+RunAsync = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine and returns its result; asyncio.run is one."""
 
 
 def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
@@ -124,7 +120,7 @@ def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
 
     Where more are asked for than are planned, the lengths begin again.
     """
-    config, name = load.config, "serve warm-up"
+    config = load.config
     lengths = itertools.cycle(load.first.requests)
     planned = list(itertools.islice(lengths, config.warmup_requests))
     prompts = [
@@ -138,17 +134,15 @@ def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
         )[0]
         for index, request in enumerate(planned)
     ]
-    served, _ = run_in_turn(
+    return run_warm_up(
         llm,
+        "serve",
         prompts,
         [request.output_tokens for request in planned],
         clock=clock,
-        prefix="serve-warm-up",
         limit_s=config.max_duration_s,
-        salt=load.salt and f"{load.salt}/warm-up",
+        salt=load.salt,
     )
-    cut = cut_reasons(name, served, len(planned), config.max_duration_s)
-    return [*cut, *failure_reasons(name, served)]
 
 
 def measure_serve(
@@ -165,39 +159,42 @@ def measure_serve(
 ) -> tuple[Outcome, StepTotals]:
     """Run the scenario; return its figures and the sums over the steps.
 
-    Args:
-        llm: the engine; a thread of its own steps it until this returns.
-        load: what is sent.
-        clock: seconds, the clock of the tokens' times.
-        wait: lets time pass on that clock.
-        on_progress: called with requests done, requests in all, output tokens.
-        on_end: called with each request, of every rate of a search, when it has ended.
-        open_door: opens the asynchronous door of the engine.
-        run_async: runs a coroutine on an event loop in which `wait` lets time pass.
-        t: Student's.
+    A thread of its own steps the engine until this returns. `wait` lets time pass on `clock`, the
+    clock of the tokens' times, and on the event loop of `run_async`. `on_end` gets each request, of
+    every rate of a search, when it has ended.
     """
-    totals = StepTotals()
-    plan = llm.plan
+    totals, config, plan = StepTotals(), load.config, llm.plan
 
-    def open_one(max_pending: int) -> ServingDoor:
-        return open_door(
+    async def send(schedule: Schedule) -> list[ServedRequest]:
+        door = open_door(
             llm,
-            max_pending=max_pending,
+            max_pending=len(schedule.requests),
             on_step=lambda step, duration_s: totals.add(step, duration_s, plan),
         )
+        try:
+            return await run_open_loop(
+                door,
+                schedule,
+                limits_of(config),
+                clock=clock,
+                wait=wait,
+                on_progress=on_progress,
+                on_end=on_end,
+                give_up=partial(is_lost, config) if config.search is not None else None,
+            )
+        finally:
+            door.release()
 
     def serve(schedule: Schedule) -> tuple[list[ServedRequest], Reuse]:
-        check_counted(schedule, load.config)
+        check_counted(schedule, config)
         before = hit_tokens(llm.stats())
-        served = run_async(
-            _serve(open_one, schedule, load.config, clock, wait, on_progress, on_end)
-        )
+        served: list[ServedRequest] = run_async(send(schedule))
         sent = [request for request in served if request.sent_s is not None]
         return served, reuse_since(before, llm.stats(), sent, lambda: sent_tokens(schedule, sent))
 
-    if load.config.search is None:
+    if config.search is None:
         served, reuse = serve(load.first)
-        outcome = judge(load.config, load.first, served, t)
+        outcome = judge(config, load.first, served, t)
         note_reuse(outcome, "serve", reuse)
         return outcome, totals
     found: dict[float, tuple[Schedule, list[ServedRequest], Reuse]] = {}
@@ -207,44 +204,17 @@ def measure_serve(
         schedule = load.schedule(rate_per_s, trial) if found else load.first
         served, reuse = serve(schedule)
         found[rate_per_s] = (schedule, served, reuse)
-        return good_share(load.config, schedule, served)
+        return good_share(config, schedule, served)
 
-    peak = search_peak(load.config.search, measure)
-    shown = load.config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
+    peak = search_peak(config.search, measure)
+    shown = config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
     schedule, served, reuse = found[shown]
-    outcome = judge(load.config, schedule, served, t)
+    outcome = judge(config, schedule, served, t)
     note_reuse(outcome, "serve", reuse)
     others = (served for rate_per_s, (_, served, _) in found.items() if rate_per_s != shown)
     outcome.num_unlisted_tokens = sum(len(item.token_ids) for served in others for item in served)
     _note_peak(outcome, peak)
     return outcome, totals
-
-
-async def _serve(
-    open_one: Callable[[int], ServingDoor],
-    schedule: Schedule,
-    config: ServeScenario,
-    clock: Clock,
-    wait: Wait,
-    on_progress: OnProgress | None,
-    on_end: OnEnd | None,
-) -> list[ServedRequest]:
-    is_trial = config.search is not None
-    door = open_one(len(schedule.requests))
-    limits = limits_of(config)
-    try:
-        return await run_open_loop(
-            door,
-            schedule,
-            limits,
-            clock=clock,
-            wait=wait,
-            on_progress=on_progress,
-            on_end=on_end,
-            give_up=(lambda served, now_s: is_lost(config, served, now_s)) if is_trial else None,
-        )
-    finally:
-        door.release()
 
 
 def limits_of(config: ServeScenario) -> Limits:

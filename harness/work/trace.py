@@ -3,19 +3,26 @@
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from catalogue.files import expanded
 from harness.config.serve import MOST_PROMPT_TOKENS, MOST_REQUESTS, NODE, TraceSource
-from harness.work.prompts import PromptError, TextError, parse_object, read_text, shown
+from harness.work.prompts import (
+    PromptError,
+    TextError,
+    parse_lines,
+    parse_object,
+    read_text,
+    shown,
+    told,
+)
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS: Final = 512
 """Tokens that one entry of hash_ids stands for."""
-_SHOWN: Final = 5
 _MOST_MS: Final = 1e14
 _MOST_TOKENS: Final = 10**9
 
@@ -54,11 +61,7 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
     problems: list[str] = []
     rows = sorted(parse(text, problems), key=lambda row: row.time_s)
     if problems:
-        more = f" And {len(problems) - _SHOWN} more." if len(problems) > _SHOWN else ""
-        raise TraceError(
-            f"trace {path} ({source.kind}): {' '.join(problems[:_SHOWN])}{more} Correct or remove "
-            "these lines."
-        )
+        raise TraceError(f"trace {path} ({source.kind}): {told(problems)}")
     if not rows:
         raise TraceError(f"trace {path} ({source.kind}): expected rows, got none.")
     if len(rows) < (num_requests or 1):
@@ -75,16 +78,7 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
             f"{NODE}.num_requests or {NODE}.trace.length_scale."
         )
     first_s = rows[0].time_s
-    return [
-        TraceRow(
-            line=row.line,
-            time_s=row.time_s - first_s,
-            prompt_tokens=row.prompt_tokens,
-            output_tokens=row.output_tokens,
-            hash_ids=row.hash_ids,
-        )
-        for row in rows
-    ]
+    return [replace(row, time_s=row.time_s - first_s) for row in rows]
 
 
 def check_lengths(
@@ -117,18 +111,6 @@ def check_lengths(
     )
 
 
-def _collect(
-    rows: Iterable[tuple[int, Any]], parse: Callable[[int, Any], TraceRow], problems: list[str]
-) -> list[TraceRow]:
-    found = []
-    for line, content in rows:
-        try:
-            found.append(parse(line, content))
-        except TextError as error:
-            problems.append(f"line {line}: {error}.")
-    return found
-
-
 def _azure(text: str, problems: list[str]) -> list[TraceRow]:
     lines = text.splitlines()
     header = lines[0] if lines else ""
@@ -155,8 +137,7 @@ def _azure(text: str, problems: list[str]) -> list[TraceRow]:
             output_tokens=_written_tokens("GeneratedTokens", generated),
         )
 
-    rows = ((line, row) for line, row in enumerate(lines[1:], start=2) if row.strip())
-    return _collect(rows, parse, problems)
+    return parse_lines(lines[1:], parse, problems, first=2)
 
 
 def _cells(content: str) -> list[str]:
@@ -188,8 +169,7 @@ def _tokens(name: str, value: Any) -> int:
 
 
 def _mooncake(text: str, problems: list[str]) -> list[TraceRow]:
-    rows = ((line, row) for line, row in enumerate(text.split("\n"), start=1) if row.strip())
-    return _collect(rows, _mooncake_row, problems)
+    return parse_lines(text.split("\n"), _mooncake_row, problems)
 
 
 def _mooncake_row(line: int, content: str) -> TraceRow:

@@ -6,7 +6,8 @@ import pytest
 
 from engine.sealed import GIB
 from harness.work import kv
-from harness.work.kv import KVWatch, kv_link_share, kv_series
+from harness.work.kv import KVWatch, kv_series
+from harness.work.predicted import kv_link_share
 from tests.harness.fakes import FakeClock
 
 pytestmark = pytest.mark.usefixtures("clock_start_s")
