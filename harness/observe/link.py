@@ -33,10 +33,7 @@ class CounterReader:
     """
 
     def __init__(
-        self,
-        read: Callable[[], float | None],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, read: Callable[[], float | None], *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._read, self._clock = read, clock
         self.readings: list[Reading] = []

@@ -61,8 +61,7 @@ def stream_link(seconds: float, device: str = "auto") -> tuple[int, float, float
     opened = open_device(device)
     is_cpu = opened.kind == "cpu"
     size = EMULATED_COPY_BYTES if is_cpu else COPY_BYTES
-    buffer = opened.host_buffer(size, pin=True)
-    try:
+    with _registered(opened, size) as buffer:
         target = opened.empty(size)
         num_copies, marks = 0, []
         begin_s = perf_counter()
@@ -74,25 +73,50 @@ def stream_link(seconds: float, device: str = "auto") -> tuple[int, float, float
                 marks.pop(0).wait()
         opened.synchronize()
         end_s = perf_counter()
+        del target
+    return num_copies * size, begin_s, end_s
+
+
+@contextmanager
+def _registered(opened: Device, size: int) -> Iterator[HostBuffer]:
+    """Registered host memory; what was left in torch's cache goes back to the card with it.
+
+    Raises:
+        PinningError: the driver registers none.
+    """
+    buffer = opened.host_buffer(size, pin=True)
+    try:
+        yield buffer
     finally:
         opened.synchronize()
         buffer.close()
-    del target
-    _give_back(opened)
-    return num_copies * size, begin_s, end_s
+        if opened.kind == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _median_s(
+    work: Callable[[], object],
+    repeats: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+    skip: int = 0,
+) -> float:
+    """Median seconds of the work, each time after `before`; the first ones are not counted."""
+    times = []
+    for _ in range(repeats + skip):
+        before()
+        begin_s = perf_counter()
+        work()
+        times.append(perf_counter() - begin_s)
+    return median(times[skip:])
 
 
 def _probe_cuda(opened: Device) -> dict[str, float | None]:
     try:
-        buffer = opened.host_buffer(2 * COPY_BYTES, pin=True)
+        with _registered(opened, 2 * COPY_BYTES) as buffer:
+            return _rates(opened, buffer.tensor, _view(opened, buffer))
     except PinningError:
         return dict.fromkeys(RATES)
-    try:
-        return _rates(opened, buffer.tensor, _view(opened, buffer))
-    finally:
-        opened.synchronize()
-        buffer.close()
-        _give_back(opened)
 
 
 def _view(opened: Device, buffer: HostBuffer) -> torch.Tensor | None:
@@ -133,12 +157,6 @@ def _rates(
     }
 
 
-def _give_back(opened: Device) -> None:
-    """Return what the probe's tensors left in torch's cache to the card."""
-    if opened.kind == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _read_in_place(view: torch.Tensor, target: torch.Tensor) -> None:
     """Read host memory by a kernel, not by the copy engine."""
     torch.add(view.view(torch.int32), 0, out=target.view(torch.int32))
@@ -159,26 +177,19 @@ def _rate(work: Callable[[], object], num_bytes: int) -> float:
 
 def _launch_us(opened: Device, small: torch.Tensor) -> float:
     """The host's microseconds for one launch; the device is faster than that."""
-    times = []
-    for _ in range(REPEATS):
-        opened.synchronize()
-        begin = perf_counter()
+
+    def launch() -> None:
         for _ in range(LAUNCHES):
             small.add_(1)
-        times.append(perf_counter() - begin)
-    return median(times) / LAUNCHES * 1e6
+
+    return _median_s(launch, REPEATS, before=opened.synchronize) / LAUNCHES * 1e6
 
 
 def _probe_cpu(opened: Device) -> dict[str, float | None]:
-    source = opened.host_buffer(EMULATED_COPY_BYTES, pin=True)
     target = torch.zeros(EMULATED_COPY_BYTES, dtype=torch.uint8)
-    times = []
-    for _ in range(REPEATS):
-        begin = perf_counter()
-        target.copy_(source.tensor)
-        times.append(perf_counter() - begin)
-    source.close()
-    rate = EMULATED_COPY_BYTES / median(times) / 1e9
+    with _registered(opened, EMULATED_COPY_BYTES) as source:
+        copy_s = _median_s(lambda: target.copy_(source.tensor), REPEATS)
+    rate = EMULATED_COPY_BYTES / copy_s / 1e9
     return dict.fromkeys(RATES) | {"h2d_gb_s": rate, "d2h_gb_s": rate}
 
 
@@ -346,32 +357,15 @@ def probe_rates(device: str = "auto") -> dict[str, float | None]:
     if opened.kind == "cpu":
         read_gb_s = _weights_gb_s(opened)
         found |= {"hbm_copy_gb_s": read_gb_s, "in_place_gb_s": read_gb_s, **probe_layers()}
-    with _buffer(opened) as buffer:
-        if buffer is None:
-            return found | dict.fromkeys(("host_read_gb_s", "pin_gb_s", "copy_overhead_s"))
-        size = buffer.tensor.numel()
-        found["pin_gb_s"] = size / max(1e-9, buffer.touch_s + buffer.pin_s) / 1e9
-        found["host_read_gb_s"] = _host_read_gb_s(buffer.tensor)
-        found["copy_overhead_s"] = _copy_overhead_s(opened, buffer.tensor, found["h2d_gb_s"])
-    return found
-
-
-@contextmanager
-def _buffer(opened: Device) -> Iterator[HostBuffer | None]:
-    """Registered host memory; None where the driver registers none."""
+    size = EMULATED_HOST_BYTES if opened.kind == "cpu" else HOST_BYTES
     try:
-        size = EMULATED_HOST_BYTES if opened.kind == "cpu" else HOST_BYTES
-        buffer = opened.host_buffer(size, pin=True)
+        with _registered(opened, size) as buffer:
+            found["pin_gb_s"] = size / max(1e-9, buffer.touch_s + buffer.pin_s) / 1e9
+            found["host_read_gb_s"] = _host_read_gb_s(buffer.tensor)
+            found["copy_overhead_s"] = _copy_overhead_s(opened, buffer.tensor, found["h2d_gb_s"])
     except PinningError:
-        yield None
-        return
-    try:
-        yield buffer
-    finally:
-        opened.synchronize()
-        buffer.close()
-        if opened.kind == "cuda":
-            torch.cuda.empty_cache()
+        found |= dict.fromkeys(("host_read_gb_s", "pin_gb_s", "copy_overhead_s"))
+    return found
 
 
 def _products(opened: Device) -> dict[str, float | None]:
@@ -405,30 +399,22 @@ def _weights_gb_s(opened: Device) -> float:
 
 def _seconds(opened: Device, work: Callable[[], object]) -> float:
     """Median time of one call; calls are enqueued in threes, so that none waits for its launch."""
-    times = []
-    for index in range(RATE_REPEATS + 2):
-        opened.synchronize()
-        begin = perf_counter()
+
+    def thrice() -> None:
         for _ in range(3):
             work()
         opened.synchronize()
-        if index >= 2:
-            times.append((perf_counter() - begin) / 3)
-    return median(times)
+
+    return _median_s(thrice, RATE_REPEATS, before=opened.synchronize, skip=2) / 3
 
 
 def _host_read_gb_s(host: torch.Tensor) -> float:
     count = num_threads()
     step = host.numel() // count // 8 * 8
     parts = [host[i * step : (i + 1) * step].view(torch.int64) for i in range(count)]
-    times = []
     with worker_pool(count) as pool:
-        for index in range(RATE_REPEATS + 1):
-            begin = perf_counter()
-            list(pool.map(torch.sum, parts))
-            if index:
-                times.append(perf_counter() - begin)
-    return count * step / median(times) / 1e9
+        read_s = _median_s(lambda: list(pool.map(torch.sum, parts)), RATE_REPEATS, skip=1)
+    return count * step / read_s / 1e9
 
 
 def _copy_overhead_s(opened: Device, host: torch.Tensor, h2d_gb_s: float | None) -> float | None:

@@ -559,11 +559,7 @@ class _Point:
             )
 
     def _measure(
-        self,
-        findings: Findings,
-        command: Sequence[str],
-        display: Display,
-        tracker: GuardedTracker,
+        self, findings: Findings, command: Sequence[str], display: Display, tracker: GuardedTracker
     ) -> None:
         telemetry = Telemetry(self._run_dir, self._gpu)
         view = LiveView(self._run_dir, display, tracker)

@@ -241,10 +241,7 @@ def _filled(shape: Any, tile: Any, where: str, *, is_norm: bool) -> Any:
 
 
 def _dispatch(
-    model: Any,
-    placed: dict[str, str | int],
-    host_modules: tuple[str, ...],
-    device: PeerDevice,
+    model: Any, placed: dict[str, str | int], host_modules: tuple[str, ...], device: PeerDevice
 ) -> None:
     """Let accelerate copy the modules in host memory when they run."""
     from accelerate import dispatch_model  # noqa: PLC0415  an extra
@@ -364,10 +361,7 @@ class StaticBatch:
         seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         self._mask = torch.tensor(seen, device=self._device)
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
-        return {
-            "input_ids": torch.tensor(ids, device=self._device),
-            "position_ids": positions,
-        }
+        return {"input_ids": torch.tensor(ids, device=self._device), "position_ids": positions}
 
     def _next(self) -> dict[str, Any]:
         """Return the newest tokens and their positions; lengthen the mask."""
@@ -565,10 +559,7 @@ class AccelerateEngine:
 def accelerate_door() -> EngineDoor:
     """Return the door to transformers and accelerate."""
     return EngineDoor(
-        load_code=_load_code,
-        probe=probe_engine_link,
-        predict=no_prediction,
-        is_exact=False,
+        load_code=_load_code, probe=probe_engine_link, predict=no_prediction, is_exact=False
     )
 
 

@@ -42,11 +42,7 @@ def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Ag
         return Agreement(facts={"checked": False, "why": note}, notes=[note])
     leading = [_num_equal(want, have) for want, have in zip(expected, got, strict=True)]
     total, equal = sum(len(tokens) for tokens in expected), sum(leading)
-    facts: dict[str, Any] = {
-        "checked": True,
-        "num_prompts": len(got),
-        "num_tokens": total,
-    }
+    facts: dict[str, Any] = {"checked": True, "num_prompts": len(got), "num_tokens": total}
     if equal < total:
         facts["leading_equal"] = leading
     found = Agreement(facts=facts, metrics={"correctness/equal_share": equal / total})

@@ -637,12 +637,7 @@ class HTTPEngine:
                 "(usage.prompt_tokens_details): whether prompts were computed is not known. "
                 "Restart it before a run, or have it tell them."
             )
-        return {
-            **counts,
-            "prefix_hit_tokens": self._hit_tokens,
-            "notes": notes,
-            "reasons": reasons,
-        }
+        return {**counts, "prefix_hit_tokens": self._hit_tokens, "notes": notes, "reasons": reasons}
 
     def memory(self) -> dict[str, Any]:
         """Return nothing: the memory is the server's."""

@@ -305,10 +305,7 @@ class VLLMEngine:
 def vllm_door() -> EngineDoor:
     """Return the door to vLLM."""
     return EngineDoor(
-        load_code=_load_code,
-        probe=probe_engine_link,
-        predict=no_prediction,
-        is_exact=False,
+        load_code=_load_code, probe=probe_engine_link, predict=no_prediction, is_exact=False
     )
 
 

@@ -74,10 +74,7 @@ def drift_reasons(requests: Sequence[RequestTimes], t: Quantile) -> list[str]:
 
 
 def measure_throughput(
-    llm: Engine,
-    prompts: Sequence[Sequence[int]],
-    output_tokens: int,
-    **how: Unpack[Conduct],
+    llm: Engine, prompts: Sequence[Sequence[int]], output_tokens: int, **how: Unpack[Conduct]
 ) -> tuple[Outcome, StepTotals]:
     """Offer all prompts at once; return their figures and the sums over the steps.
 
@@ -133,10 +130,7 @@ def measure_throughput(
 
 
 def part_prompts(
-    llm: Engine,
-    part: str,
-    config: RequestSet,
-    rows: Sequence[PromptRow] | None,
+    llm: Engine, part: str, config: RequestSet, rows: Sequence[PromptRow] | None
 ) -> list[list[list[int]]]:
     """Return the prompts of each repeat; no two repeats share one.
 

@@ -193,10 +193,7 @@ class _Run:
     async def _send(self, served: ServedRequest, prompt: list[int]) -> None:
         """Send one request and note its tokens until it ends, fails or is cancelled."""
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=served.output_tokens,
-            ignore_eos=True,
-            cache_salt=self._salt,
+            temperature=0.0, max_tokens=served.output_tokens, ignore_eos=True, cache_salt=self._salt
         )
         served.is_cancelled, served.error = False, None
         served.sent_s = self._clock()
