@@ -53,10 +53,8 @@ def probe_link(device: str = "auto") -> dict[str, float | None]:
 def stream_link(seconds: float, device: str = "auto") -> tuple[int, float, float]:
     """Copy host to device without a pause, for reading a counter of the link meanwhile.
 
-    It lasts about so many seconds; on a CPU the copies are between host buffers.
-
-    Returns:
-        Bytes copied, and when on `time.perf_counter` the first copy began and the last was done.
+    It lasts about so many seconds; on a CPU the copies are between host buffers. Bytes are
+    returned, and when on `time.perf_counter` the first copy began and the last was done.
     """
     opened = open_device(device)
     is_cpu = opened.kind == "cpu"

@@ -123,12 +123,12 @@ class Report:
     effective: dict[str, Any] = field(default_factory=dict)
 
 
-class Telemetry:
-    """Samples while it is open."""
+class Telemetry(Sampler):
+    """The sampler of a run, and what its rows say."""
 
     def __init__(self, run_dir: Path, gpu: Gpu | None) -> None:
-        self._run_dir, self._gpu = run_dir, gpu
-        self.sampler = Sampler(run_dir, gpu.uuid if gpu is not None else None)
+        super().__init__(run_dir, gpu.uuid if gpu is not None else None)
+        self._gpu = gpu
 
     def missing(self) -> str | None:
         """Return a line that says what of the GPU will not be sampled, None where all is."""
@@ -141,16 +141,12 @@ class Telemetry:
             return None
         return f"telemetry: the driver does not give {', '.join(absent)}: null in every row."
 
-    def close(self) -> None:
-        """End the sampler; the rows are in their last file then."""
-        self.sampler.close()
-
     def report(self, spans: Sequence[Span], link_factor: float | None, *, uses_gpu: bool) -> Report:
         """Return what the rows say of what was timed; after `close`.
 
         `link_factor` is payload bytes per byte that the link's counter tells.
         """
-        found = Report(warnings=list(self.sampler.warnings))
+        found = Report(warnings=list(self.warnings))
         if uses_gpu and self._gpu is None:
             found.warnings.append(
                 "telemetry: NVML cannot be had, so the GPU was not sampled, and clocks, "

@@ -35,9 +35,7 @@ def hold_one(
 
     The lock ends with the process that holds it, however that ends. The preferred file is the
     first; files are created when absent, never removed. A file says `owner` to those who wait.
-
-    Yields:
-        Which one, and how many of the others were in use then.
+    Yields which one it is, and how many of the others were in use then.
     """
     locks = [_lock(path) for path in paths]
     index = _first_free(locks)

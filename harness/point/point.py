@@ -569,9 +569,9 @@ class _Point:
             environment=self._environment,
             gpu=self._gpu,
             command=command,
-            on_start=telemetry.sampler.watch,
+            on_start=telemetry.watch,
             on_tick=view.tick,
-            on_end=telemetry.sampler.unwatch,
+            on_end=telemetry.unwatch,
             say=display.say,
         )
         attempt = Attempt(self._config, around, findings)

@@ -564,11 +564,7 @@ def accelerate_door() -> EngineDoor:
 
 
 def _load_code() -> type[AccelerateEngine]:
-    """Import what the engine needs.
-
-    Raises:
-        EngineError: accelerate is not installed.
-    """
+    """Import what the engine needs, or refuse where accelerate is not installed."""
     require_package("accelerate")
     import accelerate  # noqa: F401, PLC0415  takes seconds, as the next two, and is measured
     import torch  # noqa: F401, PLC0415

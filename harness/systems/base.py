@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,23 +140,10 @@ CLASSES: Final = {
     "olmo2": "Olmo2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-_SAME: Final = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "sliding_window",
-    "dtype",
+_OTHERWISE: Final = frozenset(
+    ("rope_theta", "rope_scaling", "rope_local_base_freq", "layer_types", "query_pre_attn_scalar")
 )
+"""Fields of a ModelSpec that a config.json holds under other names, or not always."""
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
@@ -175,7 +162,7 @@ def model_spec(model: ModelConfig) -> ModelSpec:
 
 def config_json(spec: ModelSpec) -> dict[str, Any]:
     """Return the content of a config.json with these sizes."""
-    found: dict[str, Any] = {name: getattr(spec, name) for name in _SAME}
+    found = {name: v for name, v in asdict(spec).items() if name not in _OTHERWISE}
     found["architectures"] = [CLASSES[spec.model_type]]
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     full |= spec.rope_scaling

@@ -32,11 +32,7 @@ class EngineFactory(Protocol):
 
 
 def _plan_engine(config: EngineConfig) -> Any:
-    """Plan the project's engine without allocating anything.
-
-    Raises:
-        CapacityError: it does not fit.
-    """
+    """Plan the project's engine without allocating anything, or refuse what does not fit."""
     from engine import LLM  # noqa: PLC0415  imports torch
 
     return LLM.plan_for(config)

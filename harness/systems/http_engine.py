@@ -481,13 +481,11 @@ class HTTPEngine:
     def send(
         self, prompt: list[int], params: SamplingParams, name: str, on_events: OnEvents
     ) -> Any:
-        """Send a request; `on_events` gets its tokens on the client's thread.
+        """Send a request; return what cancels it.
 
-        The last token comes when the answer has ended, with the time at which it arrived. A request
-        that fails gets one event with finish_reason error and the reason in stop_reason.
-
-        Returns:
-            What cancels it.
+        `on_events` gets its tokens on the client's thread. The last token comes when the answer has
+        ended, with the time at which it arrived. A request that fails gets one event with
+        finish_reason error and the reason in stop_reason.
         """
         request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
         check_request(request, self.max_model_len, self.spec.vocab_size)

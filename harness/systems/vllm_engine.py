@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import count
 from math import nan
 from pathlib import Path
@@ -63,24 +63,12 @@ def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str,
 
 
 def _offload_arguments(config: EngineConfig) -> dict[str, Any]:
-    offload = config.offload
-    if offload.backend == "none":
+    backend = config.offload.backend
+    if backend == "none":
         return {}
-    if offload.backend == "uva":
-        uva = offload.uva
-        return {
-            "offload_backend": "uva",
-            "cpu_offload_gb": uva.cpu_offload_gb,
-            "cpu_offload_params": set(uva.cpu_offload_params),
-        }
-    ahead = offload.prefetch
-    return {
-        "offload_backend": "prefetch",
-        "offload_group_size": ahead.offload_group_size,
-        "offload_num_in_group": ahead.offload_num_in_group,
-        "offload_prefetch_step": ahead.offload_prefetch_step,
-        "offload_params": set(ahead.offload_params),
-    }
+    asked = asdict(getattr(config.offload, backend))  # under vLLM's own names
+    chosen = {name: set(v) if isinstance(v, list) else v for name, v in asked.items()}
+    return {"offload_backend": backend, **chosen}
 
 
 def check_arguments(arguments: Collection[str], known: Collection[str], version: str) -> None:
@@ -310,11 +298,7 @@ def vllm_door() -> EngineDoor:
 
 
 def _load_code() -> type[VLLMEngine]:
-    """Import vLLM, to run in this process: so its memory and its offload can be looked at.
-
-    Raises:
-        EngineError: it is not installed.
-    """
+    """Import vLLM, to run in this process: so its memory and its offload can be looked at."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         import vllm  # noqa: F401, PLC0415  takes seconds, and is measured

@@ -428,12 +428,13 @@ def _runner(
     t: Quantile,
 ) -> Callable[[], Any]:
     """Return what sends all requests for so many tokens, by a part or a bare loop."""
-    if part not in BARE:
-        return lambda: _bare(llm, prompts, num_tokens, in_turn=part == "in turn")
-    if part != "serve":
-        latency = partial(measure_latency, t=t)
-        measure = latency if part == "latency" else measure_throughput
-        return lambda: measure(llm, prompts, num_tokens, **reports)
+    match part:
+        case "latency":
+            return partial(measure_latency, llm, prompts, num_tokens, **reports, t=t)
+        case "throughput":
+            return partial(measure_throughput, llm, prompts, num_tokens, **reports)
+        case "in turn" | "at once":
+            return partial(_bare, llm, prompts, num_tokens, in_turn=part == "in turn")
     config = ServeScenario(
         num_requests=len(prompts),
         warmup_requests=0,
@@ -442,7 +443,7 @@ def _runner(
         output=Lengths(tokens=num_tokens),
     )
     load = Load(config=config, vocab_size=llm.spec.vocab_size)
-    return lambda: measure_serve(llm, load, **reports, **served, t=t)
+    return partial(measure_serve, llm, load, **reports, **served, t=t)
 
 
 def _bare(llm: Engine, prompts: Sequence[list[int]], num_tokens: int, *, in_turn: bool) -> None:

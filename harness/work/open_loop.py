@@ -38,6 +38,9 @@ class Door(Protocol):
     ) -> AsyncGenerator[list[TokenEvent], None]:
         """Yield the tokens of a request as they come."""
 
+    def release(self) -> Any:
+        """Take no more requests; the engine may be used by others again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

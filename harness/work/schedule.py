@@ -309,11 +309,7 @@ class _Source:
         self._counts: dict[int, int] = {}
 
     def new(self, num_tokens: int) -> list[int]:
-        """Return tokens that were not returned before.
-
-        Raises:
-            PromptError: every sequence of that length is used.
-        """
+        """Return tokens that were not returned before; refuse where every sequence is used."""
         count = self._counts[num_tokens] = self._counts.get(num_tokens, 0) + 1
         if len(self._allowed) ** min(num_tokens, 64) < count:
             raise PromptError(

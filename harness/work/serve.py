@@ -95,19 +95,12 @@ LEAST_SENT_SHARE: Final = 0.95
 """Share of the planned rate below which the client did not keep its schedule."""
 
 
-class ServingDoor(Door, Protocol):
-    """An asynchronous door that can be shut."""
-
-    def release(self) -> Any:
-        """Take no more requests; the engine may be used by others again."""
-
-
 class OpenDoor(Protocol):
     """Opens the asynchronous door of an engine; `engine.async_llm.AsyncLLM` is one."""
 
     def __call__(
         self, llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
-    ) -> ServingDoor:
+    ) -> Door:
         """Return the door; `on_step` gets the counts of each step and its seconds."""
 
 
