@@ -23,6 +23,7 @@ from reports.record.record import STATE_NAME
 from reports.record.telemetry import SPOOL_NAME
 
 PROC: Final = Path("/proc")
+# Not psutil: it takes 2 to 5 times the CPU time for a row, and 200 times for a list of children.
 _LINE_BYTES: Final = 40
 """Bytes of a line after its name: blanks, a number, a unit."""
 _READ_BYTES: Final = 2**16

@@ -39,6 +39,7 @@ from harness.point.process import (
     WorkerJob,
     classify_exception,
     classify_exit,
+    error_facts,
     job_path,
     result_path,
     start_worker,
@@ -505,15 +506,8 @@ class _Point:
         except KeyboardInterrupt as error:
             interrupt = error
             state = read_json(self._run_dir / STATE_NAME)
-            findings.fail(
-                "killed",
-                {
-                    "type": "Interrupted",
-                    "message": "the harness was interrupted; the worker was ended.",
-                    "phase": state.get("phase"),
-                    "traceback": None,
-                },
-            )
+            message = "the harness was interrupted; the worker was ended."
+            findings.fail("killed", error_facts("Interrupted", message, state.get("phase")))
         finally:
             display.close()
         with interrupt_afterwards(interrupt):
@@ -524,8 +518,7 @@ class _Point:
     def skip(self, reason: str) -> RunRecord:
         """Record the point as skipped."""
         findings = Findings()
-        error = {"type": "Skipped", "message": reason, "phase": None, "traceback": None}
-        findings.fail("skipped", error)
+        findings.fail("skipped", error_facts("Skipped", reason, None))
         with interrupt_afterwards():
             tracker = self._start_tracker(self._facts())
             return self._finish(findings, tracker, with_report=False)

@@ -248,6 +248,12 @@ def start_worker(
 ErrorFacts = dict[str, Any]
 """Keys type, message, phase, traceback, as in the record."""
 
+
+def error_facts(kind: str, message: str, phase: str | None, lines: str | None = None) -> ErrorFacts:
+    """Return an error as the record has it; `lines` are a traceback, or the end of a log."""
+    return {"type": kind, "message": message, "phase": phase, "traceback": lines}
+
+
 CLEAN_ERRORS: Final = (EngineError, ModelUnavailableError, PromptError, WrongTokensError)
 """Their message says it all; no traceback is kept."""
 _OOM_TYPES: Final = {"OutOfMemoryError", "MemoryError"}
@@ -267,13 +273,8 @@ def classify_exception(error: BaseException, phase: str) -> tuple[str, ErrorFact
     lines = None if is_clean else "".join(traceback.format_exception(error))
     message = str(error) or f"{type(error).__name__} without a message"
     kind = getattr(error, "kind", None)
-    facts = {
-        "type": kind if isinstance(kind, str) else type(error).__name__,
-        "message": message[:_MESSAGE_CHARS],
-        "phase": phase,
-        "traceback": lines,
-    }
-    return status, facts
+    name = kind if isinstance(kind, str) else type(error).__name__
+    return status, error_facts(name, message[:_MESSAGE_CHARS], phase, lines)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -327,12 +328,7 @@ def classify_exit(
         message = f"{where}: ended by signal {kind}{_rss(state)}. See {log}."
     else:
         message = f"{where}: exit code {ended.returncode} and no result. See {log}."
-    return status, {
-        "type": kind,
-        "message": message,
-        "phase": phase,
-        "traceback": _tail(log) if status != "oom" else None,
-    }
+    return status, error_facts(kind, message, phase, _tail(log) if status != "oom" else None)
 
 
 def _rss(state: Mapping[str, Any]) -> str:
