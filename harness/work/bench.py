@@ -435,15 +435,16 @@ def _runner(
             return partial(measure_throughput, llm, prompts, num_tokens, **reports)
         case "in turn" | "at once":
             return partial(_bare, llm, prompts, num_tokens, in_turn=part == "in turn")
-    config = ServeScenario(
-        num_requests=len(prompts),
-        warmup_requests=0,
-        arrivals=Arrivals(process="at_once"),
-        prompt=Lengths(tokens=len(prompts[0])),
-        output=Lengths(tokens=num_tokens),
-    )
-    load = Load(config=config, vocab_size=llm.spec.vocab_size)
-    return partial(measure_serve, llm, load, **reports, **served, t=t)
+        case _:
+            config = ServeScenario(
+                num_requests=len(prompts),
+                warmup_requests=0,
+                arrivals=Arrivals(process="at_once"),
+                prompt=Lengths(tokens=len(prompts[0])),
+                output=Lengths(tokens=num_tokens),
+            )
+            load = Load(config=config, vocab_size=llm.spec.vocab_size)
+            return partial(measure_serve, llm, load, **reports, **served, t=t)
 
 
 def _bare(llm: Engine, prompts: Sequence[list[int]], num_tokens: int, *, in_turn: bool) -> None:
