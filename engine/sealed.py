@@ -12,21 +12,37 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError, did_you_mean
 
 GIB = 2**30
 
 
+def number(default: Any = dataclasses.MISSING, *, keyword: str = "", **bounds: Any) -> Any:
+    """Return a field of a Sealed class that must be a number within bounds (see `check_number`)."""
+    metadata = {"bounds": bounds} | ({"keyword": keyword} if keyword else {})
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 class Sealed:
     """A dataclass base that runs `check` after construction and refuses changes afterwards.
 
     Lists and dicts among its fields are copied and refuse changes too. Frozen dataclasses cannot be
-    filled by OmegaConf, hence this class.
+    filled by OmegaConf, hence this class. Where a class says its `section`, flags and fields of
+    `number` are checked before.
     """
 
+    section: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
+        node: type = type(self)
+        for name, kind, is_optional, bounds in _checked(node) if self.section else ():
+            value = getattr(self, name)
+            if kind is bool:
+                check_flag(f"{self.section}.{name}", value)
+            elif value is not None or not is_optional:
+                check_number(f"{self.section}.{name}", value, integer=kind is int, **bounds)
         self.check()
         for field in fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, field.name, _freeze(getattr(self, field.name)))
@@ -41,6 +57,17 @@ class Sealed:
         if name not in {field.name for field in fields(self)}:  # type: ignore[arg-type]
             raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
         super().__setattr__(name, value)
+
+
+@functools.cache
+def _checked(node: type) -> list[tuple[str, Any, bool, Mapping[str, Any]]]:
+    """Return name, type, whether it may be null, and bounds of the fields that are checked."""
+    hints, found = typing.get_type_hints(node), []
+    for item in fields(node):
+        inner, bounds = without_null(hints[item.name]), item.metadata.get("bounds")
+        if bounds is not None or inner is bool:
+            found.append((item.name, inner, inner is not hints[item.name], bounds or {}))
+    return found
 
 
 def _refuse(self: object, *_: object, **__: object) -> Any:

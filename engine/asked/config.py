@@ -1,13 +1,13 @@
 """What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
-from engine.sealed import Sealed, check_choice, check_flag, check_number
+from engine.sealed import Sealed, check_choice, number
 
 OBJECTIVES = ("latency", "throughput", "context")
 AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
@@ -17,53 +17,53 @@ AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
 class GPUConfig(Sealed):
     """The device and its budget; the rates are for prediction only."""
 
+    section: ClassVar = "gpu"
     name: str = field(default="auto", metadata={"keyword": "gpu_name"})
     """What the report calls it."""
     device: str = "auto"
     """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
-    memory_gib: float | None = field(default=None, metadata={"keyword": "gpu_memory_gib"})
+    memory_gib: float | None = number(None, keyword="gpu_memory_gib", low=0, low_open=True)
     """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
     gpu_memory_utilization. null: what the card has (CPU: half of the free host memory)."""
-    host_gib: float | None = None
+    host_gib: float | None = number(None, low=0, low_open=True)
     """Memory of the host that the card is in, GiB: no more is planned. null: what is free here
     (mode=plan of a card that is not here: any)."""
-    link_gb_s: float | None = None
+    link_gb_s: float | None = number(None, low=0, low_open=True)
     """Host link, one direction, GB/s (10^9)."""
-    hbm_gb_s: float | None = None
+    hbm_gb_s: float | None = number(None, low=0, low_open=True)
     """GPU memory bandwidth, GB/s."""
-    bf16_tflops: float | None = None
+    bf16_tflops: float | None = number(None, low=0, low_open=True)
     """Dense bf16 matrix rate, TFLOP/s."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
         check_choice("gpu.device", self.device, ("auto", "cuda", "cpu"))
-        for name in ("memory_gib", "host_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops"):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"gpu.{name}", value, low=0, low_open=True)
 
 
 @dataclass(kw_only=True)
 class EngineSettings(Sealed):
     """Limits and switches of the engine."""
 
-    gpu_memory_utilization: float = 0.9
+    section: ClassVar = "engine"
+    gpu_memory_utilization: float = number(
+        0.9, low=0, high=1, low_open=True, hint="It is a share of the GPU's memory."
+    )
     """Share of the GPU's memory that the engine may use, (0, 1]."""
-    max_model_len: int | None = None
+    max_model_len: int | None = number(None, low=1)
     """Longest prompt plus output, tokens; null: the model's own limit."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = number(64, low=1)
     """Sequences that run at once."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = number(2048, low=1)
     """Tokens of one step."""
     enforce_eager: bool = False
     """Run decode without CUDA graphs."""
     dtype: str = "auto"
     """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
-    seed: int = 0
+    seed: int = number(0, low=0, high=2**63 - 1)
     """Seed of dummy weights and of requests that carry none."""
-    host_reserve_gib: float = 1.0
+    host_reserve_gib: float = number(1.0, low=0)
     """Host memory that must stay free after the load, GiB."""
-    uva_stage_tokens: int = 65
+    uva_stage_tokens: int = number(65, low=1)
     """From this many tokens in a step on, uva weights are staged through GPU slots first.
 
     On an H200 (`make bench`, docs/performance.md), read in place, a step of 64 tokens takes 1 %
@@ -74,40 +74,26 @@ class EngineSettings(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        check_number(
-            "engine.gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            low=0,
-            high=1,
-            low_open=True,
-            hint="It is a share of the GPU's memory.",
-        )
-        if self.max_model_len is not None:
-            check_number("engine.max_model_len", self.max_model_len, low=1, integer=True)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "uva_stage_tokens"):
-            check_number(f"engine.{name}", getattr(self, name), low=1, integer=True)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"engine.max_num_batched_tokens: expected at least max_num_seqs="
                 f"{self.max_num_seqs}, got {self.max_num_batched_tokens}. Raise it, or lower "
                 "engine.max_num_seqs."
             )
-        check_flag("engine.enforce_eager", self.enforce_eager)
         check_choice("engine.dtype", self.dtype, ("auto", *DTYPES))
-        check_number("engine.seed", self.seed, low=0, high=2**63 - 1, integer=True)
-        check_number("engine.host_reserve_gib", self.host_reserve_gib, low=0)
 
 
 @dataclass(kw_only=True)
 class PlannerConfig(Sealed):
     """What is chosen by predicted times where the weights do not fit the GPU budget."""
 
+    section: ClassVar = "planner"
     choose: bool = False
     """Choose the placement of every tensor; offload=auto sets it."""
     objective: str = "latency"
     """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
     sequence)."""
-    kv_tokens: int | None = None
+    kv_tokens: int | None = number(None, low=1)
     """Tokens of KV that must have room beside the chosen placement; null: one sequence of
     max_model_len."""
     auto_fields: list[str] = field(default_factory=list)
@@ -118,8 +104,6 @@ class PlannerConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError for an unknown objective or field, or for what has no effect."""
-        for name in ("choose", "referee"):
-            check_flag(f"planner.{name}", getattr(self, name))
         check_choice("planner.objective", self.objective, OBJECTIVES)
         names: object = self.auto_fields
         if not isinstance(names, (list, tuple)):
@@ -133,8 +117,6 @@ class PlannerConfig(Sealed):
             raise ConfigError(
                 f"planner.auto_fields: expected each name once, got {list(self.auto_fields)!r}."
             )
-        if self.kv_tokens is not None:
-            check_number("planner.kv_tokens", self.kv_tokens, low=1, integer=True)
         for name, is_set in (
             ("objective", self.objective != "latency"),
             ("kv_tokens", self.kv_tokens is not None),
@@ -163,8 +145,7 @@ class PlannerConfig(Sealed):
                 "planner.auto_fields: expected no cpu_offload_gb with planner.choose=true, which "
                 "chooses every placement. Remove one of the two."
             )
-        is_prefetch = offload.offload_backend == "prefetch" or offload.prefetch.is_set
-        if is_prefetch:
+        if offload.offload_backend == "prefetch" or offload.prefetch.is_set:
             raise ConfigError(
                 "planner.auto_fields: expected the uva backend for cpu_offload_gb, got prefetch "
                 "settings. Remove them, or cpu_offload_gb."

@@ -22,11 +22,7 @@ COMBINED = {
 
 
 def keywords_of(config: type = EngineConfig) -> dict[str, Setting]:
-    """Return the keyword of every single setting below a configuration class.
-
-    Args:
-        config: with a node for each part of an engine.
-    """
+    """Return the keyword of every single setting below a configuration class."""
     found = settings(config, whole=(ModelSpec,))
     return {
         setting.keyword: setting
@@ -51,10 +47,7 @@ def config_from_keywords(
 ) -> EngineConfig:
     """Return the configuration that the keywords ask for; absent ones keep their defaults.
 
-    Args:
-        model: a folder, or a model whose fields keywords replace.
-        keywords: as given to LLM.
-        config: EngineConfig, or a class that has more fields.
+    `model` is a folder, or a model whose fields keywords replace.
 
     Raises:
         ConfigError: A keyword is unknown, contradicts another, or is not available yet.

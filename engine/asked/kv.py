@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
-from engine.sealed import GIB, Sealed, check_flag, check_number
+from engine.sealed import GIB, Sealed, check_number, number
 
 CONNECTOR: Final = "OffloadingConnector"
 ROLE: Final = "kv_both"
+IN_GIB: Final = "It is a size in GiB."
 EXTRA: Final = ("num_cpu_blocks", "cpu_bytes_to_use", "block_size")
 """What kv_connector_extra_config may hold."""
 
@@ -16,22 +17,23 @@ EXTRA: Final = ("num_cpu_blocks", "cpu_bytes_to_use", "block_size")
 class KVConfig(Sealed):
     """The paged KV cache."""
 
+    section: ClassVar = "kv"
     SIZES: ClassVar = ("num_cpu_blocks", "cpu_gib", "swap_space")
     """Settings that size the host tier, of which one may be set."""
     block_size: int = 16
     """Tokens in a block: 8, 16, 32, 64 or 128."""
     enable_prefix_caching: bool = False
     """Keep full blocks by their content, and share those of equal prefixes."""
-    num_cpu_blocks: int | None = None
+    num_cpu_blocks: int | None = number(None, low=0)
     """Blocks of the host tier; 0: no host tier."""
-    cpu_gib: float | None = None
+    cpu_gib: float | None = number(None, low=0, hint=IN_GIB)
     """Size of the host tier, GiB; 0: no host tier."""
-    swap_space: float = 0.0
+    swap_space: float = number(0.0, low=0, hint=IN_GIB)
     """Host room, GiB: for weights that do not fit where no OffloadConfig was given, the rest for KV
     blocks."""
     disable_sliding_window: bool = False
     """Attend to the whole context where the checkpoint has a sliding window."""
-    pin_limit_gib: float | None = None
+    pin_limit_gib: float | None = number(None, low=0, hint=IN_GIB)
     """Most pinned memory of KV blocks, GiB; the others are pageable, and reached by copies only.
     null: all are pinned."""
 
@@ -41,17 +43,6 @@ class KVConfig(Sealed):
             raise ConfigError(
                 f"kv.block_size: expected 8, 16, 32, 64 or 128 tokens, got {self.block_size!r}."
             )
-        for name in ("enable_prefix_caching", "disable_sliding_window"):
-            check_flag(f"kv.{name}", getattr(self, name))
-        check_number("kv.swap_space", self.swap_space, low=0, hint="It is a size in GiB.")
-        if self.num_cpu_blocks is not None:
-            check_number("kv.num_cpu_blocks", self.num_cpu_blocks, low=0, integer=True)
-        for name in ("cpu_gib", "pin_limit_gib"):
-            if getattr(self, name) is not None:
-                check_number(f"kv.{name}", getattr(self, name), low=0, hint="It is a size in GiB.")
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
         sizes = self.sizes
         if len(sizes) > 1:
             given = " and ".join(f"kv.{name}={value:g}" for name, value in sizes.items())
@@ -131,10 +122,7 @@ class KVTransferConfig(Sealed):
             )
 
     def to_kv(self, block_size: int) -> dict[str, Any]:
-        """Return the fields of KVConfig that mean the same.
-
-        Args:
-            block_size: Tokens in a block of the cache.
+        """Return the fields of KVConfig that mean the same, for a cache of so many tokens a block.
 
         Raises:
             ConfigError: `block_size` of the extra config is no multiple of it.

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from typing import ClassVar
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, check_number
+from engine.sealed import Sealed, check_choice, number, settings
 
 BACKENDS = ("auto", "uva", "prefetch")
 
@@ -33,19 +35,14 @@ def _check_selectors(name: str, value: object) -> None:
 class UVAOffloadConfig(Sealed):
     """Weights that GPU kernels read in place from pinned host memory."""
 
-    cpu_offload_gb: float = 0.0
+    section: ClassVar = "offload.uva"
+    cpu_offload_gb: float = number(0.0, low=0, hint="It is a size in GiB; 0 turns it off.")
     """GiB of weights per GPU that live in host memory; 0 turns it off."""
     cpu_offload_params: list[str] = field(default_factory=list)
     """Selectors of whole dotted segments of parameter names; empty selects every decoder layer."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        check_number(
-            "offload.uva.cpu_offload_gb",
-            self.cpu_offload_gb,
-            low=0,
-            hint="It is a size in GiB; 0 turns it off.",
-        )
         _check_selectors("offload.uva.cpu_offload_params", self.cpu_offload_params)
 
     @property
@@ -58,46 +55,27 @@ class UVAOffloadConfig(Sealed):
 class PrefetchOffloadConfig(Sealed):
     """Layers that are copied ahead of their use into slots on the GPU."""
 
-    offload_group_size: int = 0
+    section: ClassVar = "offload.prefetch"
+    offload_group_size: int = number(0, low=0, hint="It counts layers; 0 turns prefetch off.")
     """Layers in a group; 0 turns prefetch off."""
-    offload_num_in_group: int = 1
+    offload_num_in_group: int = number(
+        1, low=1, hint="To offload nothing set offload_group_size=0."
+    )
     """How many of each group, its last ones, live in host memory."""
-    offload_prefetch_step: int = 1
+    offload_prefetch_step: int = number(1, low=0)
     """How many offloaded layers ahead the copies run."""
     offload_params: list[str] = field(default_factory=list)
     """Selectors of whole dotted segments of parameter names; empty selects whole layers."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        prefix = "offload.prefetch."
-        check_number(
-            prefix + "offload_group_size",
-            self.offload_group_size,
-            low=0,
-            integer=True,
-            hint="It counts layers; 0 turns prefetch off.",
-        )
-        check_number(
-            prefix + "offload_num_in_group",
-            self.offload_num_in_group,
-            low=1,
-            integer=True,
-            hint="To offload nothing set offload_group_size=0.",
-        )
-        check_number(
-            prefix + "offload_prefetch_step", self.offload_prefetch_step, low=0, integer=True
-        )
-        _check_selectors(prefix + "offload_params", self.offload_params)
+        _check_selectors("offload.prefetch.offload_params", self.offload_params)
 
     @property
     def is_set(self) -> bool:
         """Whether any field differs from its default."""
-        return (
-            self.offload_group_size > 0
-            or self.offload_num_in_group != 1
-            or self.offload_prefetch_step != 1
-            or bool(self.offload_params)
-        )
+        numbers = self.offload_group_size, self.offload_num_in_group, self.offload_prefetch_step
+        return numbers != (0, 1, 1) or bool(self.offload_params)
 
 
 @dataclass(kw_only=True)
@@ -152,15 +130,11 @@ class OffloadConfig(Sealed):
 
     def changed(self) -> dict[str, object]:
         """The fields that differ from their defaults, by name."""
-        found: dict[str, object] = {}
-        if self.offload_backend != "auto":
-            found["offload.offload_backend"] = self.offload_backend
-        for name, node in (("uva", self.uva), ("prefetch", self.prefetch)):
-            default = type(node)()
-            for item in fields(node):
-                value = getattr(node, item.name)
-                if value != getattr(default, item.name):
-                    found[f"offload.{name}.{item.name}"] = value
+        found = {}
+        for item in settings(OffloadConfig, "offload."):
+            value = attrgetter(item.path.removeprefix("offload."))(self)
+            if item.node is None and value != item.default:
+                found[item.path] = value
         return found
 
     def ignored(self) -> list[str]:

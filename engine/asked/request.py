@@ -10,7 +10,7 @@ from functools import reduce
 from numbers import Integral
 from typing import Any, Final, Literal
 
-from engine.asked.sampling import SamplingParams
+from engine.asked.sampling import SamplingParams, check_text
 from engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,9 +27,7 @@ class Request:
     prompt: str | None = None
     """The text, where there was one."""
     prompt_token_ids: list[int]
-    """The prompt in tokens."""
     params: SamplingParams = field(default_factory=SamplingParams)
-    """How its tokens are chosen."""
     arrival: int = 0
     """Number in order of arrival; keys the draws of a request without a seed."""
 
@@ -53,7 +51,6 @@ class Sequence:
     seq_id: int
     """Unique in an engine."""
     request: Request
-    """What it answers."""
     index: int = 0
     """Which of the n answers, 0 to n - 1."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -74,9 +71,7 @@ class Sequence:
     pending: tuple[frozenset[int], ...] = ()
     """For each group of layers the moves that bring content which it begins behind."""
     status: SequenceStatus = SequenceStatus.WAITING
-    """Where it stands."""
     finish_reason: FinishReason | None = None
-    """Why it ended."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's own end of sequence."""
     num_preemptions: int = 0
@@ -84,7 +79,6 @@ class Sequence:
     num_turns: int = 0
     """How often of those it gave way to one that had waited."""
     token_logprobs: list[float] = field(default_factory=list)
-    """The log-probability of each output token."""
     logprobs: list[dict[int, float]] | None = None
     """For each output token its own and the top log-probabilities, if asked for."""
 
@@ -123,7 +117,7 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """How its tokens are chosen."""
+        """The request's own."""
         return self.request.params
 
     @property
@@ -194,7 +188,6 @@ class SampledToken:
     """One token chosen by the sampler."""
 
     token_id: int
-    """The token."""
     logprob: float
     """Its log-probability under the model (before penalties and temperature)."""
     top_logprobs: dict[int, float] | None = None
@@ -209,11 +202,8 @@ class TokenEvent:
     """
 
     request_id: str
-    """The request that the token belongs to."""
     index: int
-    """Which of the n answers."""
     token_id: int
-    """The token."""
     position: int
     """Its place in prompt and output, from 0."""
     finish_reason: FinishReason | None = None
@@ -221,9 +211,7 @@ class TokenEvent:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it, if one did; of a failure why."""
     logprob: float
-    """Its log-probability under the model."""
     top_logprobs: dict[int, float] | None = None
-    """Itself first, then the most probable tokens in order; None if not asked for."""
     time_s: float = math.nan
     """When the token was on the host, seconds of the engine's clock; set by the core."""
     text: str = ""
@@ -235,7 +223,6 @@ class CompletionOutput:
     """One answer to a prompt."""
 
     index: int
-    """Which of the n answers."""
     text: str
     """The output decoded; empty without a tokenizer."""
     token_ids: list[int]
@@ -255,17 +242,13 @@ class RequestOutput:
     """What came of one request."""
 
     request_id: str
-    """The request that the output belongs to."""
     prompt: str | None
     """The text, where there was one."""
     prompt_token_ids: list[int]
-    """The prompt in tokens."""
     outputs: list[CompletionOutput]
     """The n answers; one with finish_reason error if the request was refused."""
     finished: bool
-    """Whether every answer ended."""
     error: str | None = None
-    """Why the request failed; None if it did not."""
 
 
 def finish_reason(
@@ -285,16 +268,8 @@ def finish_reason(
 
 
 def check_request_id(request_id: object) -> None:
-    """Return if a caller's name of a request is usable.
-
-    Raises:
-        RequestError: It is no text, or empty.
-    """
-    if not isinstance(request_id, str) or not request_id:
-        raise RequestError(
-            f"request_id: expected a string of at least one character, got {request_id!r}. None "
-            "makes a name."
-        )
+    """Raise RequestError unless a caller's name of a request is usable."""
+    check_text("request_id", request_id, "None makes a name.")
 
 
 def check_request(
@@ -304,13 +279,7 @@ def check_request(
     *,
     eos_token_ids: Collection[int] = (),
 ) -> None:
-    """Return if the request can be served.
-
-    Args:
-        request: What was sent.
-        max_model_len: Most tokens of prompt and output.
-        vocab_size: Token ids are below it.
-        eos_token_ids: The model's end-of-sequence tokens.
+    """Raise RequestError unless the request can be served.
 
     Raises:
         RequestError: The prompt is empty, too long or holds no valid token ids, or a sampling

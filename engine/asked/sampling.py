@@ -116,12 +116,8 @@ class SamplingParams:
             raise RequestError(
                 f"ignore_eos: expected True or False, got {ignore_eos!r}. Pass a bool."
             )
-        salt: Any = self.cache_salt
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(
-                f"cache_salt: expected a string of at least one character, got {salt!r}. None "
-                "shares with all that have none."
-            )
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt, "None shares with all that have none.")
         self._check_lengths()
         self._check_stops()
 
@@ -160,6 +156,14 @@ class SamplingParams:
             )
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, low=0, hint="Pass token ids.")
+
+
+def check_text(name: str, value: object, hint: str) -> None:
+    """Raise RequestError unless a value is a text, and not empty."""
+    if not isinstance(value, str) or not value:
+        raise RequestError(
+            f"{name}: expected a string of at least one character, got {value!r}. {hint}"
+        )
 
 
 def _check_integer(name: str, value: Any, *, low: float, high: float = math.inf, hint: str) -> None:

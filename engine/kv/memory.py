@@ -14,8 +14,8 @@ import torch
 from engine.device.base import TORCH_DTYPES, CopyStream, Device, HostBuffer
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.model.spec import ModelSpec
-from engine.plan.kv_memory import DMA_RUN_BYTES, ID_SLOTS, piece_moves, staging_blocks
 from engine.plan.memory import MemoryPlan
+from engine.plan.sizes import DMA_RUN_BYTES, ID_SLOTS, piece_moves, staging_blocks
 from kernels.arguments import HostCache
 from kernels.ops import kv
 

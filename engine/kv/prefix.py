@@ -11,7 +11,7 @@ from typing import Literal
 from engine.asked.request import Sequence
 from engine.errors import EngineError
 from engine.kv.pool import Match, Retain, TieredBlockPool
-from engine.plan.kv_memory import SwapRates
+from engine.plan.sizes import SwapRates
 
 DIGEST_BYTES = 32
 """Length of a key; long enough that two contents with one key need not be considered."""

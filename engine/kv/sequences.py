@@ -14,8 +14,8 @@ from engine.asked.request import Sequence
 from engine.errors import EngineError
 from engine.kv.pool import TieredBlockPool
 from engine.kv.prefix import BlockContent, Found, KVPolicy, num_expired
-from engine.plan.kv_memory import num_held
 from engine.plan.memory import MemoryPlan
+from engine.plan.sizes import num_held
 
 GONE = -1
 AHEAD_PARTS = 8

@@ -90,11 +90,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not JSON ({error}). Fetch it again.") from error
+        raise _damaged(file, f"not JSON ({error})") from error
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise CheckpointError(f"{file}: expected an object, got {kind}. Fetch it again.")
+        raise _damaged(file, f"expected an object, got {kind}")
     return content
+
+
+def _damaged(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {what}. Fetch it again.")
 
 
 def _dtype_of(stored: Mapping[str, StoredTensor]) -> tuple[str | None, list[str]]:
@@ -164,9 +168,7 @@ def _files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [folder / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index}: expected a weight_map of file names, got {error!r}. Fetch it again."
-        ) from error
+        raise _damaged(index, f"expected a weight_map of file names, got {error!r}") from error
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -183,9 +185,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             if name != "__metadata__"
         }
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{file}: not a safetensors file ({error!r}). Fetch it again."
-        ) from error
+        raise _damaged(file, f"not a safetensors file ({error!r})") from error
     _check_apart(file, found)
     return found
 
@@ -195,9 +195,7 @@ def _check_apart(file: Path, stored: Mapping[str, StoredTensor]) -> None:
     in_order = sorted(stored.items(), key=lambda item: (item[1].start, item[1].num_bytes))
     for (first, one), (second, other) in pairwise(in_order):
         if one.start + one.num_bytes > other.start:
-            raise CheckpointError(
-                f"{file}: {first} and {second} share bytes of the file. Fetch it again."
-            )
+            raise _damaged(file, f"{first} and {second} share bytes of the file")
 
 
 def _stored(
@@ -215,11 +213,8 @@ def _stored(
         raise ValueError(f"{name}: expected whole numbers in shape and data_offsets")
     num_bytes = FORMATS[dtype].num_bytes(ParamSpec(name, shape))
     if end - begin != num_bytes:
-        raise CheckpointError(
-            f"{file}: {name} of shape {list(shape)} in {entry['dtype']} takes "
-            f"{num_bytes} bytes, the header says {begin} to {end}. "
-            "Fetch it again."
-        )
+        what = f"{name} of shape {list(shape)} in {entry['dtype']}"
+        raise _damaged(file, f"{what} takes {num_bytes} bytes, the header says {begin} to {end}")
     if data_start + end > file_bytes:
         raise CheckpointError(
             f"{file}: {name} ends at byte {data_start + end}, the file has {file_bytes}. "
@@ -287,11 +282,8 @@ def check_checkpoint(
                 f"{list(part.shape)}."
             )
     ignored = {HEAD} if spec.tie_word_embeddings else set()
-    extra = sorted(
-        name
-        for name in set(stored) - set(wanted) - ignored
-        if not name.endswith("rotary_emb.inv_freq")
-    )
+    others = set(stored) - set(wanted) - ignored
+    extra = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise CheckpointError(
             f"{folder}: {len(extra)} tensors do not belong to a {spec.model_type} model, the first "

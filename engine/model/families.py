@@ -1,7 +1,7 @@
 """What the content of a config.json says of a model's sizes; no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import CheckpointError
@@ -25,41 +25,36 @@ class Architecture:
     norm_offset: float = 0.0
     """Added to the weight of every RMS norm."""
     activation: str = "silu"
-    """ gelu_tanh.|Activation of the MLP's gate: silu | gelu_tanh.| gelu_tanh."""
+    """Activation of the MLP's gate: silu | gelu_tanh."""
     scales_embedding: bool = False
     """Hidden states start as the embedding times the root of hidden_size."""
     sliding_window: str = "never"
     """never | all (every layer, when sliding_window is set) | flag (when use_sliding_window is true
     too: layers from max_window_layers on) | pattern (all but every sixth layer); the last two
     unless layer_types says otherwise."""
-    window_default: int | None = 4096
-    """transformers' default of sliding_window where a config.json leaves it out."""
-    theta_default: float = 10000.0
-    """transformers' default of rope_theta."""
     local_theta_default: float | None = None
     """transformers' default of rope_local_base_freq; None: window layers rotate as the others."""
-    tied_default: bool = False
-    """transformers' default of tie_word_embeddings."""
-    vocab_default: int
-    """transformers' default of vocab_size."""
-    hidden_default: int = 4096
-    """transformers' default of hidden_size."""
-    intermediate_default: int
-    """transformers' default of intermediate_size."""
-    layers_default: int = 32
-    """transformers' default of num_hidden_layers."""
-    heads_default: int = 32
-    """transformers' default of num_attention_heads."""
-    eps_default: float = 1e-6
-    """transformers' default of rms_norm_eps where a config.json leaves it out."""
-    kv_heads_default: int | None = None
-    """transformers' default of num_key_value_heads; None: as many as query heads."""
-    head_dim_default: int | None = None
-    """transformers' default of head_dim; None: hidden_size over heads."""
-    positions_default: int = 2048
-    """transformers' default of max_position_embeddings."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' defaults of keys that a config.json may leave out, beside those of DEFAULTS."""
     heads_divide_hidden: bool = False
-    """Whether transformers refuses heads that do not divide hidden_size beside a head_dim too."""
+    """transformers refuses heads that do not divide hidden_size beside a head_dim too."""
+
+
+DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "sliding_window": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+"""transformers' defaults of most families; num_key_value_heads and head_dim follow from others."""
+
+
+def _defaults(vocab_size: int, intermediate_size: int, **others: Any) -> dict[str, Any]:
+    return {"vocab_size": vocab_size, "intermediate_size": intermediate_size, **others}
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -67,44 +62,33 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias=None,
         o_bias=None,
         mlp_bias=None,
-        vocab_default=32000,
-        intermediate_default=11008,
+        defaults=_defaults(32000, 11008),
         heads_divide_hidden=True,
     ),
     "mistral": Architecture(
         sliding_window="all",
-        vocab_default=32000,
-        intermediate_default=14336,
-        kv_heads_default=8,
-        positions_default=131072,
+        defaults=_defaults(32000, 14336, num_key_value_heads=8, max_position_embeddings=131072),
     ),
     "qwen2": Architecture(
         qkv_bias=True,
         sliding_window="flag",
-        vocab_default=151936,
-        intermediate_default=22016,
-        kv_heads_default=32,
-        positions_default=32768,
+        defaults=_defaults(151936, 22016, num_key_value_heads=32, max_position_embeddings=32768),
     ),
     "qwen3": Architecture(
         qkv_bias=None,
         o_bias=None,
         qk_norm="head",
         sliding_window="flag",
-        vocab_default=151936,
-        intermediate_default=22016,
-        kv_heads_default=32,
-        head_dim_default=128,
-        positions_default=32768,
+        defaults=_defaults(
+            151936, 22016, num_key_value_heads=32, head_dim=128, max_position_embeddings=32768
+        ),
     ),
     "olmo2": Architecture(
         qkv_bias=None,
         o_bias=None,
         qk_norm="full",
         norms="post",
-        vocab_default=50304,
-        intermediate_default=11008,
-        eps_default=1e-5,
+        defaults=_defaults(50304, 11008, rms_norm_eps=1e-5),
     ),
     "gemma3_text": Architecture(
         qkv_bias=None,
@@ -115,17 +99,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         activation="gelu_tanh",
         scales_embedding=True,
         sliding_window="pattern",
-        theta_default=1e6,
         local_theta_default=1e4,
-        tied_default=True,
-        vocab_default=262208,
-        hidden_default=2304,
-        intermediate_default=9216,
-        layers_default=26,
-        heads_default=8,
-        kv_heads_default=4,
-        head_dim_default=256,
-        positions_default=131072,
+        defaults=_defaults(
+            262208,
+            9216,
+            hidden_size=2304,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            max_position_embeddings=131072,
+            rope_theta=1e6,
+            tie_word_embeddings=True,
+        ),
         heads_divide_hidden=True,
     ),
 }
@@ -135,12 +121,7 @@ WINDOW, FULL = "sliding_attention", "full_attention"
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """Kind of rotary scaling -> the factors that it needs."""
@@ -153,21 +134,22 @@ ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
 TEXT_PARTS = {"gemma3": "gemma3_text"}
 """model_type of a model of text and images -> that of its text_config."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+UNSUPPORTED = "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"
 PATTERN = 6
 """transformers' default of sliding_window_pattern."""
 MAX_LAYERS = 1024
 """More than any model has; planning takes seconds for so many."""
 
 
+def _wrong(text: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {text}")
+
+
 def sizes_of(config: Mapping[str, Any], stored_dtype: str | None = None) -> dict[str, Any]:
-    """Return the fields of a ModelSpec.
+    """Return the fields of a ModelSpec from the content of a config.json.
 
     Of a model of text and images the text part is read. A value that has an old and a new name is
-    read from where transformers reads it.
-
-    Args:
-        config: Content of a config.json.
-        stored_dtype: dtype where the config states none; None: float32.
+    read from where transformers reads it. `stored_dtype`: where none is stated; None: float32.
 
     Raises:
         CheckpointError: The architecture, activation or rotary scaling is not supported.
@@ -178,48 +160,47 @@ def sizes_of(config: Mapping[str, Any], stored_dtype: str | None = None) -> dict
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *TEXT_PARTS])
-        raise CheckpointError(
-            f"config.json: expected model_type among {known}, got {kind!r}. "
+        raise _wrong(
+            f"expected model_type among {known}, got {kind!r}. "
             "Other architectures are not supported."
         )
     arch = ARCHITECTURES[kind]
+    config = {
+        **DEFAULTS,
+        **arch.defaults,
+        # Of positions, as of no other of them, null means the default.
+        **{key: x for key, x in config.items() if (key, x) != ("max_position_embeddings", None)},
+    }
     rope, local_theta = _rope(config, arch)
     _check_supported(config, arch, rope)
     scaling = _rope_scaling(config, arch, rope)
-    heads = _stated(config, "num_attention_heads", arch.heads_default)
-    hidden = _stated(config, "hidden_size", arch.hidden_default)
-    layers = _stated(config, "num_hidden_layers", arch.layers_default)
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    layers = _size(config, "num_hidden_layers")
     if layers > MAX_LAYERS:
-        raise CheckpointError(
-            f"config.json: num_hidden_layers: expected at most {MAX_LAYERS}, got {layers}."
-        )
-    # The family's defaults are for a key that is absent; null means as in Llama.
-    kv_default = None if "num_key_value_heads" in config else arch.kv_heads_default
-    dim_default = None if "head_dim" in config else arch.head_dim_default
-    is_derived = config.get("head_dim", dim_default) is None
+        raise _wrong(f"num_hidden_layers: expected at most {MAX_LAYERS}, got {layers}.")
+    is_derived = config.get("head_dim") is None
     if heads > 0 and hidden % heads and (is_derived or arch.heads_divide_hidden):
-        raise CheckpointError(
-            f"config.json: num_attention_heads: expected a divisor of hidden_size={hidden}, got "
-            f"{heads}. Fetch it again."
+        raise _wrong(
+            f"num_attention_heads: expected a divisor of hidden_size={hidden}, got {heads}. Fetch "
+            "it again."
         )
     window, layer_types = _window(config, arch, layers)
-    scalar = config.get("query_pre_attn_scalar") if arch.scales_embedding else None
     return {
         "model_type": kind,
-        "vocab_size": _stated(config, "vocab_size", arch.vocab_default),
+        "vocab_size": _size(config, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": _stated(config, "intermediate_size", arch.intermediate_default),
+        "intermediate_size": _size(config, "intermediate_size"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": _size(config, "num_key_value_heads", kv_default or heads),
-        "head_dim": _size(config, "head_dim", dim_default or hidden // max(1, heads)),
-        "max_position_embeddings": _positions(config, arch, scaling),
-        "rms_norm_eps": float(config.get("rms_norm_eps", arch.eps_default)),
+        "num_key_value_heads": _size(config, "num_key_value_heads", heads),
+        "head_dim": _size(config, "head_dim", hidden // max(1, heads)),
+        "max_position_embeddings": _positions(config, scaling),
+        "rms_norm_eps": float(config["rms_norm_eps"]),
         "rope_theta": float(rope["rope_theta"]),
         "rope_scaling": scaling,
         "rope_local_base_freq": local_theta if window is not None else None,
-        "query_pre_attn_scalar": _scalar(scalar, arch),
-        "tie_word_embeddings": config.get("tie_word_embeddings", arch.tied_default) or False,
+        "query_pre_attn_scalar": _scalar(config, arch),
+        "tie_word_embeddings": config["tie_word_embeddings"] or False,
         "attention_bias": config.get("attention_bias") or False,
         "mlp_bias": config.get("mlp_bias") or False,
         "sliding_window": window,
@@ -249,16 +230,10 @@ def text_part_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"model_type": TEXT_PARTS[kind]} | text | shared
 
 
-def _scalar(value: Any, arch: Architecture) -> float | None:
-    """What attention is scaled by in place of head_dim; None: head_dim."""
-    if not arch.scales_embedding:
-        return None
-    return 256.0 if value is None else float(value)
-
-
-def _stated(config: Mapping[str, Any], name: str, default: int) -> int:
-    """A size that may be absent, and then has the family's default, but not null."""
-    return _size(config if name in config else {name: default}, name)
+def _scalar(config: Mapping[str, Any], arch: Architecture) -> float | None:
+    """What attention is scaled by in place of head_dim, which other families read alone."""
+    value = config.get("query_pre_attn_scalar")
+    return float(256.0 if value is None else value) if arch.scales_embedding else None
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -266,13 +241,13 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointError(f"config.json: {name}: expected an integer, got {value!r}.")
+        raise _wrong(f"{name}: expected an integer, got {value!r}.")
     return value
 
 
-def _positions(config: Mapping[str, Any], arch: Architecture, scaling: Mapping[str, Any]) -> int:
+def _positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
     """Most positions: yarn stretches those that the model was trained for by its factor."""
-    positions = _size(config, "max_position_embeddings", arch.positions_default)
+    positions = _size(config, "max_position_embeddings")
     if scaling.get("rope_type") != "yarn":
         return positions
     stretched = scaling["original_max_position_embeddings"] * scaling["factor"]
@@ -289,22 +264,21 @@ def _rope(config: Mapping[str, Any], arch: Architecture) -> tuple[Mapping[str, A
     is_nested = WINDOW in params or FULL in params
     if arch.local_theta_default is not None:
         if params and not is_nested:
-            raise CheckpointError(
-                f"config.json: rope_parameters: expected {FULL} and {WINDOW} in it, got "
+            raise _wrong(
+                f"rope_parameters: expected {FULL} and {WINDOW} in it, got "
                 f"{', '.join(sorted(params))}, which transformers does not read. Put them there."
             )
         return _rope_of_kinds(config, arch, params, scaling)
     if is_nested or WINDOW in scaling or FULL in scaling:
-        raise CheckpointError(
-            f"config.json: expected the same rotary parameters for all layers, got {FULL} or "
+        raise _wrong(
+            f"expected the same rotary parameters for all layers, got {FULL} or "
             f"{WINDOW}; not supported with model_type={config['model_type']}."
         )
-    theta = config.get("rope_theta", arch.theta_default)
-    rope = {"rope_theta": theta, **(scaling or params)}
+    rope = {"rope_theta": config["rope_theta"], **(scaling or params)}
     # transformers drops rope_parameters beside rope_scaling, the model's own theta with it.
     if scaling and params.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
-        raise CheckpointError(
-            f"config.json: expected one rope_theta, got {params['rope_theta']} in rope_parameters "
+        raise _wrong(
+            f"expected one rope_theta, got {params['rope_theta']} in rope_parameters "
             f"and {rope['rope_theta']} for rope_scaling. Move the keys of rope_scaling into "
             "rope_parameters."
         )
@@ -320,20 +294,20 @@ def _rope_of_kinds(
     """Read the rotary parameters that each kind of attention has of its own."""
     local, own = params.get(WINDOW) or {}, params.get(FULL) or {}
     if local.get("rope_type", local.get("type", "default")) != "default":
-        raise CheckpointError(
-            "config.json: expected no rotary scaling in layers with a window, got rope_type="
+        raise _wrong(
+            "expected no rotary scaling in layers with a window, got rope_type="
             f"{local.get('rope_type', local.get('type'))!r}; not supported."
         )
     if "type" in scaling and "rope_type" not in scaling:
-        raise CheckpointError(
-            f"config.json: rope_scaling: expected rope_type, got type={scaling['type']!r}, which "
+        raise _wrong(
+            f"rope_scaling: expected rope_type, got type={scaling['type']!r}, which "
             "transformers does not read here. Rename it."
         )
     default = config.get("rope_local_base_freq", arch.local_theta_default)
     local_theta = float(local.get("rope_theta", default))
     # transformers looks for truncate where it cannot be.
     merged = {name: value for name, value in {**own, **scaling}.items() if name != "truncate"}
-    return {"rope_theta": config.get("rope_theta", arch.theta_default), **merged}, local_theta
+    return {"rope_theta": config["rope_theta"], **merged}, local_theta
 
 
 def _check_supported(
@@ -344,33 +318,23 @@ def _check_supported(
     key, usual = ("hidden_activation", "gelu_pytorch_tanh") if is_gelu else ("hidden_act", "silu")
     act = config.get(key, usual)
     if ACTIVATIONS.get(act) != arch.activation:
-        raise CheckpointError(f"config.json: expected {key} {usual}, got {act!r}; not supported.")
-    for name in (
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "use_bidirectional_attention",
-    ):
+        raise _wrong(f"expected {key} {usual}, got {act!r}; not supported.")
+    for name in UNSUPPORTED:
         if config.get(name):
-            raise CheckpointError(
-                f"config.json: expected no {name}, got {config[name]!r}; not supported."
-            )
+            raise _wrong(f"expected no {name}, got {config[name]!r}; not supported.")
     # The second is the name that compressed-tensors had for it.
     if found := config.get("quantization_config") or config.get("compression_config"):
         method = found.get("quant_method", "unknown")
-        raise CheckpointError(
-            f"config.json: quantised checkpoints are not supported, got quant_method={method!r}. "
+        raise _wrong(
+            f"quantised checkpoints are not supported, got quant_method={method!r}. "
             "Use the bfloat16, float16 or float32 checkpoint."
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise CheckpointError(
-            f"config.json: expected rotary scaling among {', '.join(ROPE_TYPES)}, got {kind!r}."
-        )
+        raise _wrong(f"expected rotary scaling among {', '.join(ROPE_TYPES)}, got {kind!r}.")
     factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if float(factor) != 1.0:
-        raise CheckpointError(
-            f"config.json: expected partial_rotary_factor 1, got {factor}; not supported."
-        )
+        raise _wrong(f"expected partial_rotary_factor 1, got {factor}; not supported.")
 
 
 def _rope_scaling(
@@ -382,7 +346,7 @@ def _rope_scaling(
     found = {name: rope.get(name) for name in ROPE_TYPES[kind]}
     name = "original_max_position_embeddings"
     if name in found:
-        positions = _size(config, "max_position_embeddings", arch.positions_default)
+        positions = _size(config, "max_position_embeddings")
         if name in config and arch.local_theta_default is None:
             found[name] = config[name]
         elif name not in rope:
@@ -405,15 +369,14 @@ def _window(
     types = _layer_types(config, arch, layers)
     if WINDOW not in types:
         return None, []
-    if config.get("sliding_window", arch.window_default) is None:
+    if config["sliding_window"] is None:
         if arch.sliding_window == "pattern":
-            raise CheckpointError(
-                "config.json: expected a sliding_window for its layers of sliding_attention, got "
+            raise _wrong(
+                "expected a sliding_window for its layers of sliding_attention, got "
                 "null. Fetch it again."
             )
         return None, []
-    window = _size(config, "sliding_window", arch.window_default)
-    return window, types if FULL in types else []
+    return _size(config, "sliding_window"), types if FULL in types else []
 
 
 def _layer_types(config: Mapping[str, Any], arch: Architecture, layers: int) -> list[str]:
@@ -421,14 +384,14 @@ def _layer_types(config: Mapping[str, Any], arch: Architecture, layers: int) -> 
         return [WINDOW] * layers
     if types := config.get("layer_types"):
         if not isinstance(types, list) or len(types) != layers or {*types} - {WINDOW, FULL}:
-            raise CheckpointError(
-                f"config.json: layer_types: expected {WINDOW} or {FULL} for each of {layers} "
+            raise _wrong(
+                f"layer_types: expected {WINDOW} or {FULL} for each of {layers} "
                 f"layers, got {types!r}."
             )
         return types
     if arch.sliding_window == "flag":
-        # transformers' default of max_window_layers.
-        first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
+        first = config.get("max_window_layers")
+        first = 28 if first is None else first  # transformers' default
         return [WINDOW if index >= first else FULL for index in range(layers)]
     every = _size(config, "sliding_window_pattern", PATTERN)
     return [WINDOW if (index + 1) % every else FULL for index in range(layers)]

@@ -203,12 +203,7 @@ class TensorFormats:
         return sum(map(self.num_bytes, tensors))
 
     def packing_bytes(self, tensors: Iterable[TensorSpec], stored: Format) -> int:
-        """Host memory beside its place that the largest packed tensor is made in.
-
-        Args:
-            tensors: Of the model.
-            stored: How the files have them.
-        """
+        """Host memory beside its place that the largest packed tensor is made in, from files."""
         if not self.others and not self.default.is_packed:
             return 0  # known at once, and asked for often
         packed = (t for t in tensors if self[t.name].is_packed)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import CheckpointError, ConfigError
 from engine.model.families import (
@@ -18,7 +18,7 @@ from engine.model.families import (
     sizes_of,
 )
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, ParamSpec, TensorSpec
-from engine.sealed import Sealed, check_choice, check_flag, check_number
+from engine.sealed import Sealed, check_choice, check_flag, check_number, number
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = tuple(FORMATS)
@@ -41,31 +41,32 @@ NORMS = {
 class ModelSpec(Sealed):
     """Sizes of one decoder model, under the names of its config.json."""
 
+    section: ClassVar = "model.spec"
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    vocab_size: int = number(low=1)
+    hidden_size: int = number(low=1)
+    intermediate_size: int = number(low=1)
+    num_hidden_layers: int = number(low=1, high=MAX_LAYERS)
+    num_attention_heads: int = number(low=1)
+    num_key_value_heads: int = number(low=1)
+    head_dim: int = number(low=1)
+    max_position_embeddings: int = number(low=1)
+    rms_norm_eps: float = number(1e-6, low=0)
+    rope_theta: float = number(10000.0, low=0, low_open=True)
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Empty, or rope_type (linear | llama3 | yarn) with its factors."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = number(None, low=1)
     """Most tokens that a layer with a window attends to, the query's own among them; null: every
     layer attends to the whole context."""
     layer_types: list[str] = field(default_factory=list)
     """sliding_attention or full_attention for each layer; empty: all alike, with a window where
     sliding_window is set."""
-    rope_local_base_freq: float | None = None
+    rope_local_base_freq: float | None = number(None, low=0, low_open=True)
     """rope_theta of layers with a window, which then have no rope_scaling; null: as the others."""
-    query_pre_attn_scalar: float | None = None
+    query_pre_attn_scalar: float | None = number(None, low=0, low_open=True)
     """Attention scores are divided by its root; null: head_dim."""
     dtype: str = "bfloat16"
     """dtype of the checkpoint."""
@@ -78,18 +79,6 @@ class ModelSpec(Sealed):
             tuple(ARCHITECTURES),
             "Other architectures are not supported.",
         )
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            high = MAX_LAYERS if name == "num_hidden_layers" else math.inf
-            check_number(f"model.spec.{name}", getattr(self, name), low=1, high=high, integer=True)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 "model.spec.num_key_value_heads: expected a divisor of num_attention_heads="
@@ -99,22 +88,13 @@ class ModelSpec(Sealed):
             raise ConfigError(
                 f"model.spec.head_dim: expected an even number from 16 to 256, got {self.head_dim}."
             )
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-            check_flag(f"model.spec.{name}", getattr(self, name))
         check_choice("model.spec.dtype", self.dtype, DTYPES)
-        check_number("model.spec.rope_theta", self.rope_theta, low=0, low_open=True)
-        check_number("model.spec.rms_norm_eps", self.rms_norm_eps, low=0)
-        for name in ("rope_local_base_freq", "query_pre_attn_scalar"):
-            if getattr(self, name) is not None:
-                check_number(f"model.spec.{name}", getattr(self, name), low=0, low_open=True)
         self._check_window()
         self._check_rope_scaling()
 
     def _check_window(self) -> None:
         window, types = self.sliding_window, list(self.layer_types)
-        if window is not None:
-            check_number("model.spec.sliding_window", window, low=1, integer=True)
-        elif types or self.rope_local_base_freq is not None:
+        if window is None and (types or self.rope_local_base_freq is not None):
             name = "layer_types" if types else "rope_local_base_freq"
             raise ConfigError(
                 f"model.spec.{name}: expected a sliding_window beside it, got none: it would have "
@@ -260,10 +240,6 @@ class ModelSpec(Sealed):
     def shard(self, rank: int, world_size: int) -> "ModelSpec":
         """Return the sizes of the part of the model that one rank of several holds: of one, all.
 
-        Args:
-            rank: From 0 to world_size - 1.
-            world_size: Devices that the model is split over.
-
         Raises:
             ConfigError: There is more than one rank, or not this one.
         """
@@ -288,11 +264,7 @@ class ModelSpec(Sealed):
     def from_hf_config(
         cls, config: Mapping[str, Any], stored_dtype: str | None = None
     ) -> "ModelSpec":
-        """Read the sizes from the content of a config.json.
-
-        Args:
-            config: What the file holds.
-            stored_dtype: dtype where it states none; None: float32.
+        """Read the sizes from the content of a config.json (see `sizes_of`).
 
         Raises:
             CheckpointError: The architecture, activation or rotary scaling is not supported, or a

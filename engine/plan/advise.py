@@ -20,8 +20,8 @@ from engine.plan.memory import (
     gpu_budget_bytes,
     has_kv_room,
     lay_out,
+    plan_fits,
     resolve_max_model_len,
-    served,
     takes_swap_space,
 )
 from engine.plan.policy import (
@@ -96,7 +96,7 @@ def spread_that_fits(asked: Asked) -> int | None:
     layer_bytes = lay_out(asked, assign_spread(asked.spec, 1)).offloaded_bytes
     room = int(asked.config.kv.swap_space * GIB)
     for count in range(min(asked.spec.num_hidden_layers, room // layer_bytes) + 1):
-        if has_kv_room(build_plan(asked, served(asked, assign_spread(asked.spec, count)))):
+        if has_kv_room(build_plan(asked, assign_spread(asked.spec, count))):
             return count
     return None
 
@@ -126,8 +126,7 @@ def assign_as_set(asked: Asked) -> Assignment | None:
 def with_least_uva(asked: Asked) -> EngineConfig | None:
     """Return the configuration with the least cpu_offload_gb that fits, to 0.01; None: none does.
 
-    Args:
-        asked: Its uva selectors stay; of 0 GiB, which everything fits with, they are removed.
+    Its uva selectors stay, but for 0 GiB, which everything fits with.
     """
     config, node = asked.config, asked.config.offload.uva
 
@@ -138,20 +137,15 @@ def with_least_uva(asked: Asked) -> EngineConfig | None:
         uva = replace(node, cpu_offload_gb=hundredths / 100, cpu_offload_params=selectors)
         return changed(asked, "offload", offload_backend=backend, uva=uva)
 
-    def placed(wanted: Asked) -> Assignment:
-        return served(wanted, assign(wanted.spec, wanted.config.offload, wanted.formats))
-
-    def is_enough(hundredths: int) -> bool:
+    def plan(hundredths: int) -> MemoryPlan:
         wanted = moved(hundredths)
-        return has_kv_room(build_plan(wanted, placed(wanted)))
+        return build_plan(wanted, assign(wanted.spec, wanted.config.offload, wanted.formats))
 
-    count = least(
-        0, math.ceil(asked.formats.total_bytes(asked.spec.tensors()) / GIB * 100), is_enough
-    )
-    if count is None:
+    most = math.ceil(asked.formats.total_bytes(asked.spec.tensors()) / GIB * 100)
+    count = least(0, most, lambda size: has_kv_room(plan(size)))
+    if count is None or not plan_fits(plan(count)):  # it may lack host memory
         return None
-    found = moved(count)
-    return found.config if fits(found, placed(found)) else None  # it may lack host memory
+    return moved(count).config
 
 
 def choose_fields(asked: Asked) -> tuple[EngineConfig, list[str]]:
@@ -220,7 +214,7 @@ def _plan_as_set(asked: Asked) -> MemoryPlan:
         chooser = Chooser(asked)
         found = chooser.best()
         return chooser.resident if found is None else found[0]
-    return build_plan(asked, served(asked, assign_as_set(asked) or assign_resident(asked.spec)))
+    return build_plan(asked, assign_as_set(asked) or assign_resident(asked.spec))
 
 
 # Settings that are advised.
@@ -270,24 +264,17 @@ def limits(asked: Asked) -> list[Setting]:
     engine, memory, facts = asked.config.engine, asked.config.gpu.memory_gib, asked.facts
     seqs, share = engine.max_num_seqs, engine.gpu_memory_utilization
     fewest, most = -(-seqs // TOKEN_STEP), (engine.max_num_batched_tokens - 1) // TOKEN_STEP
-    card = 2**20 if facts.emulated else math.floor(facts.free_bytes / GIB / share * 100)
+    more = math.floor(share * 100) + 1
     found = [
+        Setting("engine", "max_num_seqs", 1, seqs - 1),
         Setting("engine", "max_num_batched_tokens", fewest, most, step=TOKEN_STEP),
-        Setting(
-            "engine",
-            "gpu_memory_utilization",
-            math.floor(share * 100) + 1,
-            100,
-            parts=100,
-            is_least=True,
-        ),
+        Setting("engine", "gpu_memory_utilization", more, 100, parts=100, is_least=True),
     ]
-    if "max_num_seqs" not in asked.config.planner.auto_fields:
-        found.insert(0, Setting("engine", "max_num_seqs", 1, seqs - 1))
     if memory is not None:
+        card = 2**20 if facts.emulated else math.floor(facts.free_bytes / GIB / share * 100)
         low = math.floor(memory * 100) + 1
         found.append(Setting("gpu", "memory_gib", low, card, parts=100, is_least=True))
-    return found
+    return found[1:] if "max_num_seqs" in asked.config.planner.auto_fields else found
 
 
 def host_settings(asked: Asked, plan: MemoryPlan) -> list[Setting]:
@@ -407,7 +394,7 @@ def _more_host_kv(asked: Asked, plan: MemoryPlan) -> list[str]:
         return []
     placed = Assignment(plan.placements, plan.lookahead)
     wide, _ = _with_host_kv(asked, plan, need)
-    gpu_blocks = build_plan(wide, served(asked, placed)).num_gpu_blocks
+    gpu_blocks = build_plan(wide, placed).num_gpu_blocks
     enough, words = _with_host_kv(asked, plan, max(1, need - gpu_blocks))
     return [words] if gpu_blocks and fits(enough, placed) else []
 
@@ -566,7 +553,7 @@ def _with_slots(shape: Shape, count: int) -> Shape:
 
 def _steps_s(shape: Shape, rates: Rates) -> list[float]:
     """A decode step of one sequence, and of as many as have room."""
-    context = min(CONTEXT_TOKENS, shape.max_model_len)
+    context = min(CONTEXT_TOKENS, shape.plan.max_model_len)
     batches = (1, shape.concurrency(context))
     return [decode_step_s(shape, rates, batch, context) for batch in batches]
 

@@ -21,7 +21,6 @@ from engine.plan.memory import (
     build_plan,
     plan_fits,
     prefill_graph_bytes,
-    served,
     step_blocks,
 )
 from engine.plan.policy import Assignment, assign_resident, spread_layers
@@ -42,12 +41,11 @@ TIE: Final = 0.002
 """Times that differ by less count as equal; then fewer bytes in host memory decide."""
 NUM_LISTED: Final = 5
 NOTHING: Final = "everything in GPU memory"
-"""Label of the candidate that moves nothing."""
 GAIN: Final = 1.1
 """How much faster a queue must be predicted to move something where nothing has to be."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Candidate:
     """One placement; its times are predicted when they are asked for."""
 
@@ -61,7 +59,7 @@ class Candidate:
     @cached_property
     def plan(self) -> MemoryPlan:
         """The plan of this placement, which may not fit."""
-        return build_plan(self.asked, served(self.asked, self.assignment))
+        return build_plan(self.asked, self.assignment)
 
     @cached_property
     def shape(self) -> Shape:
@@ -81,15 +79,15 @@ class Candidate:
     @cached_property
     def queue_s(self) -> float:
         """The time of a queue of requests."""
-        prompt, output = queue_of(self.shape.max_model_len)
+        prompt, output = queue_of(self.plan.max_model_len)
         return queue_s(self.shape, self.rates, QUEUE_REQUESTS, prompt, output)
 
     @cached_property
     def waves_s(self) -> float:
         """The same, roughly: as many at once as have room at their mean length, all alike."""
-        prompt, output = queue_of(self.shape.max_model_len)
+        prompt, output = queue_of(self.plan.max_model_len)
         batch = min(QUEUE_REQUESTS, self.shape.concurrency(prompt + output / 2))
-        part = min(batch * prompt, self.shape.max_num_batched_tokens)
+        part = min(batch * prompt, self.plan.max_num_batched_tokens)
         first_s = step_s(self.shape, self.rates, prefill=part, rows=max(1, part // prompt))
         then_s = decode_step_s(self.shape, self.rates, batch, prompt + output / 2)
         wave_s = batch * prompt / part * first_s + (output - 1) * then_s
@@ -102,69 +100,28 @@ class Candidate:
 
     def row(self) -> dict[str, Any]:
         """Return plain data for the record."""
-        prompt, output = queue_of(self.shape.max_model_len)
+        prompt, output = queue_of(self.plan.max_model_len)
         return {
             "label": self.label,
             "host_gib": self.host_bytes / GIB,
-            "kv_tokens": self.shape.kv_tokens,
+            "kv_tokens": self.plan.kv_tokens,
             "decode_step_ms": self.decode_s * 1e3,
             "queue_output_tokens_s": QUEUE_REQUESTS * output / self.queue_s,
             "queue_prompt_tokens": prompt,
         }
 
 
-def record_of(candidates: list[Candidate], objective: str, rates: Rates) -> dict[str, Any]:
-    """Return what was chosen and why as plain data; the first candidate is the choice.
-
-    Without candidates nothing is moved.
-    """
-    if not candidates:
-        why = "it fits the GPU budget"
-        return {"objective": objective, "chosen": NOTHING, "why": why, "candidates": []}
-    best = candidates[0]
-    what = {
-        "latency": "the shortest decode step at batch 1",
-        "throughput": f"the most output tokens/s of a queue of {QUEUE_REQUESTS} requests",
-        "context": "the longest sequence, then the shortest decode step at its end",
-    }[objective]
-    why = f"{what} of {len(candidates)} placements that fit"
-    if best.label == NOTHING:
-        why = f"it fits, and none of {len(candidates)} placements has {GAIN - 1:.0%} more tokens/s"
-    return {
-        "objective": objective,
-        "chosen": best.label,
-        "why": f"{why} (predicted; {rates.source})",
-        "candidates": [candidate.row() for candidate in candidates[:NUM_LISTED]],
-    }
-
-
 def label_of(
-    taken: list[tuple[str, ...]],
-    outer: tuple[str, ...],
-    kind: Residence,
-    slots: int,
-    name: str,
+    taken: list[tuple[str, ...]], outer: tuple[str, ...], kind: Residence, slots: int, name: str
 ) -> str:
-    """Return what a candidate is called.
-
-    Args:
-        taken: Of each layer, the products that are in host memory.
-        outer: Tensors outside the layers that are read in place.
-        kind: Residence of what is taken.
-        slots: That it is copied into.
-        name: Of the granule.
-    """
+    """Return what a candidate is called, with the granule `name` of each layer in `taken`."""
     parts = []
     if outer:
-        names = ["embedding", "output head"][: len(outer)]
-        parts.append(f"{' and '.join(names)} read in place")
-    count = sum(1 for items in taken if items)
-    if count:
-        what = f"{count} layers" if name == "whole layers" else f"{name} of {count} layers"
-        used = [items for items in taken if items]
+        parts.append(f"{' and '.join(['embedding', 'output head'][: len(outer)])} read in place")
+    if used := [items for items in taken if items]:
+        what = f"{len(used)} layers" if name == "whole layers" else f"{name} of {len(used)} layers"
         if used[-1] != used[0]:
-            names = [item.split(".")[-2] for item in used[-1]]
-            what += f" (of the last: {', '.join(names)})"
+            what += f" (of the last: {', '.join(item.split('.')[-2] for item in used[-1])})"
         parts.append(f"{what} {kind.label(slots)}")
     return "; ".join(parts)
 
@@ -192,17 +149,13 @@ NUM_CLOSE: Final = 12
 
 
 class Chooser:
-    """Enumerates candidates for one question.
-
-    Args:
-        asked: Model, budget, limits and machine.
-    """
+    """Enumerates candidates for one question."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._rates = asked_rates(asked)
-        self._spec = asked.spec
         self._layers = asked.spec.num_hidden_layers
+        self._objective = asked.config.planner.objective
         self._tensors = {
             same[0].name.split(".", 3)[3]: min(align(asked.formats.num_bytes(t)) for t in same)
             for same in zip(*map(asked.spec.layer_tensors, range(self._layers)), strict=True)
@@ -229,7 +182,6 @@ class Chooser:
 
     @property
     def _wanted_blocks(self) -> int:
-        """KV blocks that are asked for."""
         return math.ceil((self._asked.config.planner.kv_tokens or 0) / self.resident.block_size)
 
     @property
@@ -242,19 +194,15 @@ class Chooser:
         """Tokens of KV that have a use: of max_num_seqs sequences, unless prefixes are kept."""
         return self.resident.kv.most[0] * self.resident.block_size
 
-    def _is_enough(self, plan: MemoryPlan) -> bool:
-        return plan_fits(plan) and plan.num_gpu_blocks >= self._fewest_blocks
-
     @property
     def resident_fits(self) -> bool:
         """Whether everything fits the GPU."""
-        has_room = self.resident.num_gpu_blocks >= self._least_blocks
-        return has_room and self._is_enough(self.resident)
+        return self.resident.num_gpu_blocks >= self._least_blocks and plan_fits(self.resident)
 
     @property
     def moves_nothing(self) -> bool:
         """Whether everything stays on the GPU: it fits, and more room for KV serves no queue."""
-        return self.resident_fits and self._asked.config.planner.objective != "throughput"
+        return self.resident_fits and self._objective != "throughput"
 
     @property
     def can_fit(self) -> bool:
@@ -271,14 +219,11 @@ class Chooser:
 
     def ranked(self) -> Iterator[tuple[MemoryPlan, list[Candidate]]]:
         """Yield plans that fit, the best first, each with its candidate and all behind it."""
-        objective = self._asked.config.planner.objective
-        is_queue = objective == "throughput"
-        nothing = (
-            [self._named(NOTHING, assign_resident(self._spec))]
-            if is_queue and self.resident_fits
-            else []
-        )
-        ranked = self._in_order([*nothing, *self._candidates(self._block_targets(objective))])
+        is_queue, nothing = self._objective == "throughput", []
+        if is_queue and self.resident_fits:
+            nothing = [self._named(NOTHING, assign_resident(self._asked.spec))]
+        targets = self._block_targets(self._objective)
+        ranked = self._in_order([*nothing, *self._candidates(targets)])
         if is_queue:
             best = next((x for x in ranked if x.label != NOTHING), None)  # all of them fit
             near = [] if best is None else self._candidates(self._near(best))
@@ -292,34 +237,45 @@ class Chooser:
 
     def _named(self, label: str, assignment: Assignment) -> Candidate:
         context = self._asked.max_model_len
-        if self._asked.config.planner.objective != "context":
+        if self._objective != "context":
             context = min(CONTEXT_TOKENS, context)
-        return Candidate(
-            label=label,
-            asked=self._asked,
-            assignment=assignment,
-            rates=self._rates,
-            context_tokens=context,
-        )
+        return Candidate(label, self._asked, assignment, self._rates, context)
 
     def _in_order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return them, the best first; of a queue those that may be are looked at closely."""
-        objective = self._asked.config.planner.objective
-        if objective != "throughput":
-            return sorted(candidates, key=lambda item: item.score(objective))
+        if self._objective != "throughput":
+            return sorted(candidates, key=lambda item: item.score(self._objective))
         rough = sorted(filter(self._fits, candidates), key=lambda item: item.waves_s)
-        head = sorted(rough[:NUM_CLOSE], key=lambda item: item.score(objective))
+        head = sorted(rough[:NUM_CLOSE], key=lambda item: item.score(self._objective))
         return head + rough[NUM_CLOSE:]
 
-    def fitting(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Return those that fit: one may leave enough of the GPU and still lack host memory."""
-        return [item for item in candidates if self._fits(item)]
+    def record(self, candidates: list[Candidate]) -> dict[str, Any]:
+        """Return what was chosen and why as plain data: the first candidate; of none, nothing.
+
+        Others behind it may leave enough of the GPU and still lack host memory.
+        """
+        objective, fitting = self._objective, list(filter(self._fits, candidates))
+        if not fitting:
+            why = "it fits the GPU budget"
+            return {"objective": objective, "chosen": NOTHING, "why": why, "candidates": []}
+        what = {
+            "latency": "the shortest decode step at batch 1",
+            "throughput": f"the most output tokens/s of a queue of {QUEUE_REQUESTS} requests",
+            "context": "the longest sequence, then the shortest decode step at its end",
+        }[objective]
+        why = f"{what} of {len(fitting)} placements that fit"
+        if fitting[0].label == NOTHING:
+            why = f"it fits, and none of {len(fitting)} placements has {GAIN - 1:.0%} more tokens/s"
+        return {
+            "objective": objective,
+            "chosen": fitting[0].label,
+            "why": f"{why} (predicted; {self._rates.source})",
+            "candidates": [candidate.row() for candidate in fitting[:NUM_LISTED]],
+        }
 
     def _fits(self, candidate: Candidate) -> bool:
-        return self._is_enough(candidate.plan)
-
-    def _has_room(self, candidate: Candidate) -> bool:
-        return candidate.plan.num_gpu_blocks >= self._fewest_blocks
+        plan = candidate.plan
+        return plan_fits(plan) and plan.num_gpu_blocks >= self._fewest_blocks
 
     def _candidates(self, targets: list[int]) -> Iterator[Candidate]:
         """Yield what makes room for so many KV blocks each, every placement once."""
@@ -334,15 +290,16 @@ class Chooser:
                     for lookahead in (1, 2) if kind is PREFETCH else (1,):
                         for name in GRANULES:
                             item = self._candidate(blocks, outer, kind, lookahead, name)
-                            found |= item is not None and self._has_room(item)
-                            if item is not None and item.label and item.label not in seen:
+                            if item is None:
+                                continue
+                            found |= item.plan.num_gpu_blocks >= self._fewest_blocks
+                            if item.label and item.label not in seen:
                                 seen.add(item.label)
                                 yield item
                 if found:
                     break  # the head is read from the host only where nothing else is enough
 
     def _block_targets(self, objective: str) -> list[int]:
-        """KV blocks to make room for."""
         asked, least = self._asked, self._least_blocks
         alone = {least, max(least, self._sequence_blocks)}
         fewest = self._fewest_blocks
@@ -363,7 +320,7 @@ class Chooser:
 
     def _outer_options(self) -> list[tuple[str, ...]]:
         """Tensors outside the layers that are read in place; a tied table never is."""
-        if not self._asked.facts.can_uva or self._spec.tie_word_embeddings:
+        if not self._asked.facts.can_uva or self._asked.spec.tie_word_embeddings:
             return [()]
         return [(EMBEDDING,), (EMBEDDING, HEAD)]
 
@@ -379,10 +336,13 @@ class Chooser:
         need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
         if need > 0:  # steps with prompts are captured only where no layer is moved
             need = max(1, need - self._prefill_graphs)
-        taken = self._choose_layers(need, name, self._num_slots(kind, lookahead))
+        settings = self._asked.config.engine
+        stages = settings.uva_stage_tokens <= settings.max_num_batched_tokens
+        slots = kind.num_slots(self._layers, lookahead=lookahead, stages=stages)
+        taken = self._choose_layers(need, name, slots)
         if taken is None:
             return None
-        slots = min(self._num_slots(kind, lookahead), sum(1 for items in taken if items))
+        slots = min(slots, sum(1 for items in taken if items))
         label = label_of(taken, outer, kind, slots, name)
         return self._named(label, self._assignment(taken, outer, kind, lookahead))
 
@@ -396,11 +356,6 @@ class Chooser:
             room = least + tier.in_place_bytes(room)
         return room + 2 * tier.layer_bytes
 
-    def _num_slots(self, kind: Residence, lookahead: int) -> int:
-        settings = self._asked.config.engine
-        stages = settings.uva_stage_tokens <= settings.max_num_batched_tokens
-        return kind.num_slots(self._layers, lookahead=lookahead, stages=stages)
-
     def _choose_layers(self, need: int, name: str, slots: int) -> list[tuple[str, ...]] | None:
         """Return what is taken of each layer so that `need` bytes are freed beside the slots."""
         whole = GRANULES[name] or tuple(self._tensors)
@@ -411,7 +366,7 @@ class Chooser:
         count = slots + math.ceil(need / size)
         if count > self._layers:
             # A queue takes as much room as there is.
-            is_queue = self._asked.config.planner.objective == "throughput"
+            is_queue = self._objective == "throughput"
             return [whole] * self._layers if is_queue and not GRANULES[name] else None
         taken = none
         places = spread_layers(self._layers, count)
@@ -423,11 +378,8 @@ class Chooser:
     def _part(self, whole: tuple[str, ...], least: int) -> tuple[str, ...]:
         """Return the fewest bytes of products that reach `least`, or the whole."""
         products = [item for item in whole if item in {QKV, OUT, GATE_UP, DOWN}]
-        options = [
-            items
-            for count in range(1, len(products) + 1)
-            for items in combinations(products, count)
-        ]
+        counts = range(1, len(products) + 1)
+        options = [items for count in counts for items in combinations(products, count)]
         sizes = {items: sum(self._tensors[item] for item in items) for items in options}
         enough = [items for items in options if sizes[items] >= least]
         part = min(enough, key=sizes.__getitem__, default=whole)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,14 +10,18 @@ from engine.asked.config import EngineConfig, GPUConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
-from engine.plan.kv_memory import HostKVPlan, HostTierSizes, KVSizes, host_tier_sizes, kv_sizes
 from engine.plan.policy import Assignment, fall_back
 from engine.plan.sizes import (
     HOST_DECODES,
     MAX_LOAD_THREADS,
+    HostKVPlan,
+    HostTierSizes,
+    KVSizes,
     activation_bytes,
     captured_bytes,
     graph_sizes,
+    host_tier_sizes,
+    kv_sizes,
     load_staging_bytes,
     logits_bytes,
     pad_batch,
@@ -52,17 +56,12 @@ class DeviceFacts:
     pin_limit_bytes: int | None = None
     """Host memory that may be pinned where a limit on locked memory binds the driver."""
     num_threads: int = MAX_LOAD_THREADS
-    """That read weights."""
     holders: tuple[str, ...] = ()
     """Other processes with memory of the card, in words."""
 
     @classmethod
     def of_card(cls, gpu: GPUConfig) -> "DeviceFacts":
-        """Return a card that is not here, free of others' memory, in a machine of any host memory.
-
-        Args:
-            gpu: its memory_gib is set.
-        """
+        """Return a card that is not here, with all memory free, beside any host memory."""
         total = int((gpu.memory_gib or 0) * 2**30)
         return cls(
             kind="cuda",
@@ -83,7 +82,6 @@ class MemoryPlan:
     """Placement of every tensor, KV blocks, and every other byte on each side."""
 
     dtype: str
-    """That is computed in."""
     formats: TensorFormats = field(repr=False)
     placements: dict[str, Residence]
     layers: tuple[LayerPlan, ...]
@@ -110,7 +108,6 @@ class MemoryPlan:
     the link takes longer than the launches; where few are more would have to be, for the room that
     graphs take, which costs every decode step (docs/performance.md, Predictions)."""
     use_graphs: bool
-    """Decode runs in CUDA graphs."""
     pin: bool
     """Offloaded slabs are pinned."""
     reads_files: bool = True
@@ -123,7 +120,6 @@ class MemoryPlan:
     swap_space_bytes: int = 0
     """Asked for; first for weights where no offload is set, the rest for KV blocks."""
     swap_weights_bytes: int = 0
-    """What weights take of swap_space."""
     host_kv: HostKVPlan | None = None
     """None: all KV blocks lie on the GPU."""
     prefix_caching: bool = False
@@ -207,11 +203,8 @@ class MemoryPlan:
     def moved_per_step(self, num_decodes: int = 1) -> tuple[int, int]:
         """Return weight bytes that cross the link in one decode step: copied, and read in place.
 
-        Rows of an embedding table that are gathered in place are not counted.
-
-        Args:
-            num_decodes: Sequences that decode a token; uva layers are staged from `stage_tokens`
-                rows on, padding included.
+        Rows of an embedding table that are gathered in place are not counted. From `stage_tokens`
+        rows on, padding included, uva layers are staged.
         """
         rows = pad_batch(num_decodes) if self.graph_sizes else num_decodes
         is_staged = self.stage_tokens is not None and rows >= self.stage_tokens
@@ -389,17 +382,7 @@ class Asked:
     @cached_property
     def kv(self) -> KVSizes:
         """What sequences and blocks take."""
-        settings = self.config.engine
-        return kv_sizes(
-            self.spec,
-            self.dtype,
-            windows=resolve_windows(self.config, self.spec, self.max_model_len),
-            block_size=self.config.kv.block_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            step_tokens=settings.max_num_batched_tokens,
-            keeps_idle=self.config.kv.enable_prefix_caching,
-        )
+        return kv_sizes(self.config, self.spec, self.dtype, self.max_model_len)
 
     @cached_property
     def step_bytes(self) -> tuple[int, int]:
@@ -454,38 +437,23 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return asked
 
 
-def resolve_windows(
-    config: EngineConfig, spec: ModelSpec, max_model_len: int
-) -> tuple[int | None, ...]:
-    """Return the window in force in each layer; None where it attends to all that it can see."""
-    if config.kv.disable_sliding_window:
-        return (None,) * spec.num_hidden_layers
-    return tuple(
-        None if window is None or window >= max_model_len else window for window in spec.windows
-    )
-
-
-def served(asked: Asked, assignment: Assignment) -> Assignment:
-    """What this machine makes of an assignment."""
-    facts = asked.facts
-    return fall_back(assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason)
-
-
 def fits(asked: Asked, assignment: Assignment) -> bool:
     """Whether this machine can serve it, in GPU and host memory."""
-    return plan_fits(build_plan(asked, served(asked, assignment)))
+    return plan_fits(build_plan(asked, assignment))
 
 
 def plan_fits(plan: MemoryPlan) -> bool:
     """Whether one sequence of max_model_len has room on the GPU, and the rest in host memory."""
-    has_kv = plan.holds_one
     has_host = plan.host_total_bytes <= plan.host_limit_bytes and not plan.memlock_lack
-    return has_kv and has_host
+    return plan.holds_one and has_host
 
 
 def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
-    """Account for every byte; the KV cache takes what is left."""
+    """Account for every byte of what this machine makes of an assignment; KV takes what is left."""
     config, spec, facts, dtype = asked.config, asked.spec, asked.facts, asked.dtype
+    assignment = fall_back(
+        assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason
+    )
     settings, size = config.engine, DTYPE_BYTES[dtype]
     layout = lay_out(asked, assignment)
     slots, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
@@ -514,29 +482,19 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         "graphs": graph_nodes,
         "runtime": runtime_bytes(facts.kind),
     }
-    kv = asked.kv
     tier = asked_tier(asked, layout.offloaded_bytes)
     if tier.num_blocks:
         items["kv_moves"] = tier.ids_bytes
     room = budget - sum(items.values())
-    kv = tier.share_out(kv, room)
+    kv = tier.share_out(asked.kv, room)
     if kv.groups[0].in_place:
         items["kv_stages"] = tier.stage_bytes(room)
         items["graphs"] += tier.graph_bytes
     items["kv_cache"] = kv.num_bytes(kv.pools)
-    pinned = facts.can_pin
-    host = {
-        "pinned_weights" if pinned else "pageable_weights": layout.offloaded_bytes,
-        **_host_kv_items(tier, kv),
-        "load_staging": (
-            0
-            if config.model.load_format == "dummy"
-            else load_staging_bytes(spec.weight_bytes(), facts.num_threads)
-        )
-        + asked.formats.packing_bytes(spec.tensors(), FORMATS[spec.dtype]),
-        "tokenizer": 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size),
-        "process": CPU_PROCESS_BYTES if facts.emulated else CUDA_PROCESS_BYTES,
-    }
+    host_kv = None
+    if tier.num_blocks:
+        host_kv = HostKVPlan(stage_blocks=tier.stage_blocks(room) if kv.groups[0].in_place else 0)
+    host = _host_items(asked, tier, layout.offloaded_bytes)
     if facts.emulated:
         host["emulated_gpu"] = sum(items.values())
     notes += _tier_notes(asked, tier)
@@ -562,7 +520,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         captured_prefills=captured,
         reads_files=config.model.load_format != "dummy",
         use_graphs=use_graphs,
-        pin=pinned,
+        pin=facts.can_pin,
         gpu_budget_bytes=budget,
         gpu_items=items,
         host_limit_bytes=max(0, facts.host_available_bytes - reserve),
@@ -570,11 +528,27 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         notes=tuple(notes),
         swap_space_bytes=int(config.kv.swap_space * GIB),
         swap_weights_bytes=_swap_weights_bytes(asked, layout.offloaded_bytes),
-        host_kv=_host_kv(tier, kv, room),
+        host_kv=host_kv,
         prefix_caching=config.kv.enable_prefix_caching,
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
         facts=facts,
     )
+
+
+def _host_items(asked: Asked, tier: HostTierSizes, offloaded_bytes: int) -> dict[str, int]:
+    """Host memory by part, but for an emulated GPU."""
+    config, spec, facts = asked.config, asked.spec, asked.facts
+    items = {"pinned_weights" if facts.can_pin else "pageable_weights": offloaded_bytes}
+    if tier.num_blocks:
+        items["pinned_kv"] = tier.num_pinned * sum(asked.kv.block_bytes)
+        items["pageable_kv"] = tier.num_pageable * sum(asked.kv.block_bytes)
+        items["kv_staging"] = tier.staging_bytes + tier.ids_bytes
+    items["load_staging"] = asked.formats.packing_bytes(spec.tensors(), FORMATS[spec.dtype])
+    if config.model.load_format != "dummy":
+        items["load_staging"] += load_staging_bytes(spec.weight_bytes(), facts.num_threads)
+    items["tokenizer"] = 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size)
+    items["process"] = CPU_PROCESS_BYTES if facts.emulated else CUDA_PROCESS_BYTES
+    return items
 
 
 def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
@@ -590,19 +564,16 @@ def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
 
 def asked_tier(asked: Asked, offloaded_bytes: int) -> HostTierSizes:
     """Return the host tier that is asked for, beside so many bytes of weights in host memory."""
-    tier = host_tier_sizes(
+    facts, size = asked.facts, DTYPE_BYTES[asked.dtype]
+    again = tuple(count for count in _captured_decodes(asked) if count <= HOST_DECODES)
+    return host_tier_sizes(
         asked.config.kv,
+        asked.spec,
         asked.kv,
         moved_bytes=_swap_weights_bytes(asked, offloaded_bytes),
-        can_pin=asked.facts.can_pin,
-        can_uva=asked.facts.can_uva,
-        num_heads=asked.spec.num_attention_heads,
-        head_dim=asked.spec.head_dim,
-    )
-    again = tuple(count for count in _captured_decodes(asked) if count <= HOST_DECODES)
-    size = DTYPE_BYTES[asked.dtype]
-    return replace(
-        tier, graph_bytes=captured_bytes(asked.spec, asked.facts.kind, again, (), size)[1]
+        graph_bytes=captured_bytes(asked.spec, facts.kind, again, (), size)[1],
+        can_pin=facts.can_pin,
+        can_uva=facts.can_uva,
     )
 
 
@@ -637,35 +608,15 @@ def _swap_weights_bytes(asked: Asked, offloaded_bytes: int) -> int:
     return offloaded_bytes if takes_swap_space(asked) else 0
 
 
-def _host_kv(tier: HostTierSizes, kv: KVSizes, room: int) -> HostKVPlan | None:
-    if not tier.num_blocks:
-        return None
-    return HostKVPlan(stage_blocks=tier.stage_blocks(room) if kv.groups[0].in_place else 0)
-
-
-def _host_kv_items(tier: HostTierSizes, kv: KVSizes) -> dict[str, int]:
-    """Host memory of the tier, by part."""
-    if not tier.num_blocks:
-        return {}
-    block_bytes = sum(kv.block_bytes)
-    return {
-        "pinned_kv": tier.num_pinned * block_bytes,
-        "pageable_kv": tier.num_pageable * block_bytes,
-        "kv_staging": tier.staging_bytes + tier.ids_bytes,
-    }
-
-
 def _tier_notes(asked: Asked, tier: HostTierSizes) -> list[str]:
     """Say where host blocks are not what one would expect of them."""
-    if not tier.num_blocks:
-        return []
     facts, notes = asked.facts, []
-    if not facts.can_pin:
+    if tier.num_blocks and not facts.can_pin:
         notes.append(
             f"fallback: KV blocks in host memory are pageable ({facts.reason}): they are reached "
             "by staged copies, and no sequence exceeds the GPU's room."
         )
-    elif not facts.can_uva:
+    elif tier.num_blocks and not facts.can_uva:
         notes.append(
             f"fallback: KV blocks in host memory are not read in place ({facts.reason}): no "
             "sequence exceeds the GPU's room."
@@ -688,7 +639,6 @@ def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> 
 
 
 def _window_notes(asked: Asked) -> list[str]:
-    """Say what kv.disable_sliding_window does."""
     if not asked.config.kv.disable_sliding_window:
         return []
     windows = [window for window in asked.spec.windows if window is not None]

@@ -4,7 +4,7 @@ Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from engine.plan.advise import (
     waste_notes,
     with_least_swap_space,
 )
-from engine.plan.choose import Chooser, record_of
+from engine.plan.choose import Chooser
 from engine.plan.memory import (
     Asked,
     DeviceFacts,
@@ -29,7 +29,6 @@ from engine.plan.memory import (
     plan_fits,
     resolve_dtype,
     resolve_max_model_len,
-    served,
     takes_swap_space,
 )
 from engine.plan.policy import (
@@ -46,7 +45,6 @@ from engine.plan.times import (
     Rates,
     asked_rates,
     decode_step_s,
-    first_token_s,
     load_s,
     predict_host_kv,
     prefill_s,
@@ -77,7 +75,7 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
         "decode_step_long_ms": decode_step_s(shape, rates, 1, plan.max_model_len) * 1e3,
         "prefill_tokens": prefill,
         "prefill_ms": prefill_time_s * 1e3,
-        "ttft_ms": first_token_s(shape, rates, prompt) * 1e3,
+        "ttft_ms": prefill_s(shape, rates, prompt) * 1e3,
         "ttft_prompt_tokens": prompt,
         "queue": {
             "requests": QUEUE_REQUESTS,
@@ -89,7 +87,7 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
         },
         "load_s": load_s(shape, rates),
         "bytes_per_step": plan.bytes_per_step(),
-        "rates": rates.to_dict(),
+        "rates": asdict(rates),
     }
 
 
@@ -101,17 +99,14 @@ def plan_memory(
     reference: bool = False,
     tensor_formats: Mapping[str, Format] = NO_FORMATS,
 ) -> MemoryPlan:
-    """Plan every byte, and predict the times.
+    """Return a plan of every byte that fits, with its predicted times.
 
     Args:
         config: What was asked.
         spec: Sizes of the model.
         facts: What the machine has.
         reference: Ignore the offload settings and copy every layer on demand, eagerly.
-        tensor_formats: Of tensors that are kept in another format than that of the dtype, by name.
-
-    Returns:
-        A plan that fits.
+        tensor_formats: Formats of tensors that are not kept in that of the dtype, by name.
 
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
@@ -129,26 +124,16 @@ def plan_candidates(
 
     Fewer where fewer fit, and one where everything stays on the GPU.
 
-    Args:
-        config: What was asked, with planner.choose.
-        spec: Sizes of the model.
-        facts: What the machine has.
-        count: At most so many.
-
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: Nothing fits; the message says what would.
     """
     asked, notes = _ask(config, spec, facts, reference=False)
     first = _finished(_plan(asked), asked, notes)
-    chooser, rates = Chooser(asked), asked_rates(asked)
-    if chooser.moves_nothing:
-        return [first]
-    objective, found = config.planner.objective, []
-    for plan, candidates in islice(chooser.ranked(), count):
-        chosen = replace(plan, choice=record_of(chooser.fitting(candidates), objective, rates))
-        found.append(_finished(chosen, asked, notes))
-    return [first, *found[1:]]
+    chooser = Chooser(asked)
+    others = () if chooser.moves_nothing else islice(chooser.ranked(), 1, count)
+    chosen = [replace(plan, choice=chooser.record(ranked)) for plan, ranked in others]
+    return [first, *(_finished(plan, asked, notes) for plan in chosen)]
 
 
 def _ask(
@@ -210,7 +195,7 @@ def _plan(asked: Asked) -> MemoryPlan:
     elif takes_swap_space(asked):
         plan = _plan_with_swap_space(asked, assignment.notes)
     else:
-        plan = _fit(asked, served(asked, assignment))
+        plan = _fit(asked, assignment)
     needless = _not_needed(asked, plan, rates) if backend in {"uva", "prefetch"} else []
     notes = needless or waste_notes(plan, asked, rates)
     return replace(plan, notes=(*plan.notes, *notes))
@@ -252,8 +237,7 @@ def _plan_chosen(asked: Asked) -> MemoryPlan:
     if found is None:
         raise CapacityError(refusal(chooser.resident, asked), chooser.resident.to_dict())
     plan, candidates = found
-    objective, fitting = asked.config.planner.objective, chooser.fitting(candidates)
-    return replace(plan, choice=record_of(fitting, objective, asked_rates(asked)))
+    return replace(plan, choice=chooser.record(candidates))
 
 
 def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
@@ -268,13 +252,13 @@ def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
             text += " does not help: it does not fit with every layer in host memory either."
         else:
             count = spread_that_fits(enough) or 0
-            moved = build_plan(enough, served(enough, assign_spread(asked.spec, count)))
+            moved = build_plan(enough, assign_spread(asked.spec, count))
             text += (
                 f" is not enough: {enough.config.kv.swap_space:g} would be, for {count} of {layers}"
                 f" layers, {moved.swap_weights_bytes / GIB:.3f} GiB, and KV blocks."
             )
         raise CapacityError(text, plan.to_dict())
-    plan = build_plan(asked, served(asked, assign_spread(asked.spec, count)))
+    plan = build_plan(asked, assign_spread(asked.spec, count))
     _check_host(plan, asked)
     weights, blocks = plan.swap_weights_bytes, plan.kv.host_blocks
     note = (

@@ -27,31 +27,20 @@ def selected(tensor: TensorSpec, selectors: Sequence[str]) -> bool:
 
 
 def check_selectors(setting: str, selectors: Sequence[str], tensors: Iterable[TensorSpec]) -> None:
-    """Raise ConfigError for a selector that matches none of the tensors.
-
-    Args:
-        setting: The setting's full name, for the message.
-        selectors: What was given.
-        tensors: The tensors that the setting may choose from.
-
-    Raises:
-        ConfigError: A selector matches nothing.
-    """
+    """Raise ConfigError for a selector of a setting that matches none of the tensors."""
     candidates = list(tensors)
     for selector in selectors:
-        if not any(selected(tensor, [selector]) for tensor in candidates):
-            segments = {
-                segment
-                for tensor in candidates
-                for part in tensor.parts
-                for segment in part.name.split(".")
-                if not segment.isdigit() and segment not in {"model", "layers", "weight", "bias"}
-            }
-            raise ConfigError(
-                f"{setting}: expected whole dotted segments of a parameter name, got {selector!r}, "
-                f"which matches no parameter of this model. Segments here: "
-                f"{', '.join(sorted(segments))}; aliases: qkv_proj, gate_up_proj."
-            )
+        if any(selected(tensor, [selector]) for tensor in candidates):
+            continue
+        names = (part.name for tensor in candidates for part in tensor.parts)
+        segments = {segment for name in names for segment in name.split(".")}
+        segments -= {"model", "layers", "weight", "bias"}
+        shown = ", ".join(sorted(segment for segment in segments if not segment.isdigit()))
+        raise ConfigError(
+            f"{setting}: expected whole dotted segments of a parameter name, got {selector!r}, "
+            f"which matches no parameter of this model. Segments here: {shown}; aliases: qkv_proj, "
+            "gate_up_proj."
+        )
 
 
 def widened(tensors: Iterable[TensorSpec], selectors: Sequence[str]) -> list[str]:
@@ -122,12 +111,17 @@ def assign_resident(spec: ModelSpec) -> Assignment:
     return Assignment({tensor.name: RESIDENT for tensor in spec.tensors()})
 
 
+def _with_layers(
+    spec: ModelSpec, layers: Iterable[int], residence: Residence
+) -> dict[str, Residence]:
+    """Place whole layers in a residence, everything else on the GPU."""
+    taken = (tensor.name for layer in layers for tensor in spec.layer_tensors(layer))
+    return assign_resident(spec).placements | dict.fromkeys(taken, residence)
+
+
 def assign_layers_on_demand(spec: ModelSpec) -> Assignment:
     """Place every layer in host memory, copied when it runs: the reference of equality checks."""
-    placements = assign_resident(spec).placements
-    for layer in range(spec.num_hidden_layers):
-        for tensor in spec.layer_tensors(layer):
-            placements[tensor.name] = ON_DEMAND
+    placements = _with_layers(spec, range(spec.num_hidden_layers), ON_DEMAND)
     return Assignment(placements, notes=["reference: every layer is copied on demand"])
 
 
@@ -145,7 +139,8 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
     layers = [t for i in range(spec.num_hidden_layers) for t in spec.layer_tensors(i)]
     candidates = layers
     if selectors:
-        outer = [t for t in spec.outer_tensors() if not _is_tied_embedding(spec, t)]
+        is_tied = spec.tie_word_embeddings
+        outer = [t for t in spec.outer_tensors() if not (is_tied and t.name == EMBEDDING)]
         check_selectors(setting, selectors, [*layers, *outer])
         candidates = [t for t in [*layers, *outer] if selected(t, selectors)]
     if budget <= 0:
@@ -218,43 +213,24 @@ def spread_layers(total: int, count: int) -> list[int]:
 
 def assign_spread(spec: ModelSpec, num_layers: int) -> Assignment:
     """Place `num_layers` layers, spread evenly, in host memory, copied one ahead."""
-    placements = assign_resident(spec).placements
-    for layer in spread_layers(spec.num_hidden_layers, num_layers):
-        for tensor in spec.layer_tensors(layer):
-            placements[tensor.name] = PREFETCH
-    return Assignment(placements)
+    layers = spread_layers(spec.num_hidden_layers, num_layers)
+    return Assignment(_with_layers(spec, layers, PREFETCH))
 
 
 def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: str) -> Assignment:
-    """Replace placements that this machine cannot serve; every change is noted.
-
-    Args:
-        assignment: What was asked.
-        can_pin: Host memory can be pinned.
-        can_uva: The GPU can read pinned host memory in place.
-        reason: Why not, for the note.
-
-    Returns:
-        The assignment that can be served.
-    """
-    served = {
-        name: place.served(can_pin=can_pin, can_uva=can_uva)
-        for name, place in assignment.placements.items()
-    }
-    changed = [name for name, place in assignment.placements.items() if served[name] is not place]
+    """Replace placements that this machine cannot serve, for a reason that a note gives."""
+    places = assignment.placements
+    served = {n: place.served(can_pin=can_pin, can_uva=can_uva) for n, place in places.items()}
+    changed = [name for name, place in places.items() if served[name] is not place]
     if not changed:
         return assignment
-    kinds = sorted({assignment.placements[name].name for name in changed})
+    kinds = sorted({places[name].name for name in changed})
     memory = "pinned" if can_pin else "pageable"
     note = (
         f"fallback: {', '.join(kinds)} is not possible ({reason}); {len(changed)} tensors are "
         f"copied on demand from {memory} host memory."
     )
     return Assignment(served, assignment.lookahead, [*assignment.notes, note])
-
-
-def _is_tied_embedding(spec: ModelSpec, tensor: TensorSpec) -> bool:
-    return spec.tie_word_embeddings and tensor.name == EMBEDDING
 
 
 def _widened_notes(

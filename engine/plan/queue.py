@@ -4,10 +4,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
+from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import pad_batch
-from engine.plan.times import Rates, Shape, decode_step_s, step_s
+from engine.plan.times import Rates, Shape, step_s
 
 QUEUE_REQUESTS: Final = 200
 QUEUE_PROMPT_TOKENS: Final = 128
@@ -28,8 +30,7 @@ class Cohort:
     """Known tokens of each."""
     left: int
     """Tokens that each will still generate."""
-    times: int = 0
-    """How often they were preempted."""
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,47 +60,32 @@ def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int)
     steps cost what one of the mean length costs.
     """
     context = prompt + output / 2
-    known: dict[Stretch, float] = {}
 
-    def once_s(stretch: Stretch) -> float:
-        if not stretch.prefill:
-            return decode_step_s(shape, rates, stretch.decodes, context)
-        return step_s(
-            shape,
-            rates,
-            decodes=stretch.decodes,
-            context=context,
-            prefill=stretch.prefill,
-            rows=max(1, stretch.rows),
-        )
+    most = shape.plan.max_num_seqs
 
-    total_s = 0.0
-    for stretch in queue_steps(shape, requests, prompt, output):
-        decodes = pad_batch(stretch.decodes) if stretch.decodes else 0
-        one = replace(stretch, steps=1, decodes=min(shape.max_num_seqs, decodes))
-        if one not in known:
-            known[one] = once_s(one)
-        total_s += stretch.steps * known[one]
-    return total_s
+    @cache
+    def once_s(decodes: int, prefill: int, rows: int) -> float:
+        rows = max(1, rows) if prefill else 0
+        return step_s(shape, rates, decodes=decodes, context=context, prefill=prefill, rows=rows)
+
+    def stretch_s(each: Stretch) -> float:
+        decodes = min(most, pad_batch(each.decodes)) if each.decodes else 0
+        return each.steps * once_s(decodes, each.prefill, each.rows)
+
+    return sum(map(stretch_s, queue_steps(shape, requests, prompt, output)))
 
 
 def queue_steps(shape: Shape, requests: int, prompt: int, output: int) -> Iterator[Stretch]:
-    """Yield the steps of a queue of equal requests without common prefixes, in order.
-
-    Args:
-        shape: Limits of a step, and blocks.
-        requests: Offered at once.
-        prompt: Tokens of each.
-        output: Tokens that each generates.
-    """
-    yield from _Queue(shape, Cohort(count=requests, length=prompt, left=max(1, output))).steps()
+    """Yield the steps of a queue of equal requests without common prefixes, in order."""
+    offered = Cohort(count=requests, length=prompt, left=max(1, output))
+    yield from _Queue(shape.plan, offered).steps()
 
 
 class _Queue:
     """The scheduler's queues, told of cohorts instead of sequences."""
 
-    def __init__(self, shape: Shape, offered: Cohort) -> None:
-        self._shape = shape
+    def __init__(self, plan: MemoryPlan, offered: Cohort) -> None:
+        self._plan = plan
         self._longest = offered.length + offered.left - 1
         self._waiting = deque([offered])
         self._running: list[Cohort] = []
@@ -115,7 +101,7 @@ class _Queue:
         while self._waiting or self._running:
             self._give_way()
             decodes = self._num_running - (self._part is not None)
-            room = max(1, self._shape.max_num_batched_tokens - decodes)
+            room = max(1, self._plan.max_num_batched_tokens - decodes)
             begun = self._begin(room - self._lacking)
             yield self._prompts(begun, decodes, room) if begun or self._part else self._decode()
             self._running = [cohort for cohort in self._running if cohort.left > 0]
@@ -128,7 +114,7 @@ class _Queue:
         """Blocks of each group that one sequence takes."""
         tokens = min(tokens, self._longest)
         if tokens not in self._needs:
-            self._needs[tokens] = self._shape.kv.blocks(tokens)
+            self._needs[tokens] = self._plan.kv.blocks(tokens)
         return self._needs[tokens]
 
     def _soon(self, length: int, more_tokens: int) -> tuple[int, ...]:
@@ -140,7 +126,7 @@ class _Queue:
 
     def _left(self, needs: Iterable[tuple[Cohort, tuple[int, ...]]]) -> list[int]:
         """Blocks of each group beside those that running sequences need."""
-        left = list(self._shape.kv.pools)
+        left = list(self._plan.kv.pools)
         for cohort, need in needs:
             for group, each in enumerate(need):
                 left[group] -= cohort.count * each
@@ -150,7 +136,7 @@ class _Queue:
         """Whether so many sequences have blocks to their end; one alone is given what it lacks."""
         need = self._need(self._longest)
         return count <= 1 or all(
-            count * each <= n for each, n in zip(need, self._shape.kv.pools, strict=True)
+            count * each <= n for each, n in zip(need, self._plan.kv.pools, strict=True)
         )
 
     def _give_way(self) -> None:
@@ -164,7 +150,8 @@ class _Queue:
                 return
             count = min(count, last.count, self._num_running - 1)
             last.count -= count
-            self._waiting.appendleft(replace(last, count=count, times=last.times + 1))
+            times = last.num_preemptions + 1
+            self._waiting.appendleft(replace(last, count=count, num_preemptions=times))
             if last is self._part:
                 self._part, self._lacking = None, 0
             if not last.count:
@@ -190,12 +177,12 @@ class _Queue:
     def _num_admitted(self, front: Cohort) -> int:
         """How many of a cohort that waits may begin."""
         running, more = self._num_running, 0
-        most = min(front.count, self._shape.max_num_seqs - running)
+        most = min(front.count, self._plan.max_num_seqs - running)
         if self._has_room(running + most):
             return most
-        if front.times and running:
-            share = max(self._shape.block_size, front.length // FIRST_SHARE)
-            more = share << min(front.times - 1, MOST_DOUBLINGS)
+        if front.num_preemptions and running:
+            share = max(self._plan.block_size, front.length // FIRST_SHARE)
+            more = share << min(front.num_preemptions - 1, MOST_DOUBLINGS)
         left = self._left((cohort, self._soon(cohort.length, more)) for cohort in self._running)
         first, then = self._need(front.length + more), self._soon(front.length, more)
         held = min(

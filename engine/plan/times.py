@@ -1,4 +1,4 @@
-"""Predicted times of a host tier of KV blocks: moves, recomputing, sequences beyond the GPU."""
+"""Predicted times: rates of a machine, steps, prompts, loads, and the host tier of KV blocks."""
 
 import math
 import operator
@@ -10,9 +10,8 @@ from typing import Any, Final
 from engine.asked.config import GPUConfig
 from engine.model.formats import EMBEDDING
 from engine.model.spec import DTYPE_BYTES, ModelSpec
-from engine.plan.kv_memory import HostKVPlan, KVSizes, SwapRates
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
-from engine.plan.sizes import padded_prefill
+from engine.plan.sizes import HostKVPlan, SwapRates, padded_prefill
 from engine.plan.units import Feed, Residence, Slots, moving
 from kernels.sizes import MAX_SMALL_TOKENS
 
@@ -176,16 +175,8 @@ class Rates:
     source: str
     """Sheet, probe or assumption, in words."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for a record."""
-        return asdict(self)
-
     def measured(self, probe: Mapping[str, float | None]) -> "Rates":
-        """Replace what a probe of this machine found.
-
-        Args:
-            probe: Rates by name, as probed; None and names that are no rate are left out.
-        """
+        """Replace what a probe of this machine found; None and names of no rate are left out."""
         others = {"source", "is_cpu", "eager_layer_overhead_s"}
         names = [name for name in asdict(self) if name not in others]
         found = {name: rate for name in names if (rate := probe.get(name))}
@@ -256,11 +247,6 @@ def rates_for(
     rates of `gpu`. On a CPU: the rates of `gpu` where it names a card (the emulated one; without
     launches, which its graphs would save and an emulation has none of), else the probe, over
     assumptions. What was used is said in `source`.
-
-    Args:
-        gpu: The budget's card.
-        facts: The machine; its name decides which sheet holds.
-        probe: What probes measured here, or None.
     """
     given = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
     if facts.emulated:
@@ -309,13 +295,11 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the times of a plan depend on; bytes are those of the plan's formats."""
+    """What the times of a plan depend on beside the plan; bytes are those of its formats."""
 
-    resident_bytes: tuple[int, ...]
-    """Bytes of each layer in GPU memory."""
+    plan: MemoryPlan
     moved: tuple[Moved, ...]
     """What lies in host memory, by residence."""
-    stage_tokens: int | None
     head_bytes: int
     """Outside the layers, read from GPU memory by every step."""
     head_in_place_bytes: int
@@ -331,80 +315,53 @@ class Shape:
     """Keys and values of one token in one layer."""
     kv_limits: tuple[int, ...]
     """Most tokens that each layer attends to."""
-    is_float32: bool
-    is_pinned: bool
-    uses_graphs: bool
-    captured_prefills: tuple[tuple[int, int], ...]
-    """Steps with prompts that run as graphs: most decodes and most tokens of prompts of each."""
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    block_size: int
-    kv: KVSizes
-    in_place_layers: tuple[bool, ...] = ()
-    """Which layers are of the first group."""
-    pinned_kv_bytes: int = 0
-    reads_files: bool = True
-    """Weights come from files."""
 
     @property
-    def total_offloaded_bytes(self) -> int:
-        """Bytes of offloaded layers."""
-        return sum(sum(found.sizes) for found in self.moved)
+    def is_float32(self) -> bool:
+        """Whether products take float32."""
+        return self.plan.dtype == "float32"
+
+    @property
+    def resident_bytes(self) -> list[int]:
+        """Bytes of each layer in GPU memory."""
+        return [layer.resident.num_bytes for layer in self.plan.layers]
 
     def concurrency(self, tokens: float) -> int:
         """Sequences of that many tokens that run at once, at least 1."""
-        need = self.kv.blocks(max(1, math.ceil(tokens)))
-        held = min(count // each for count, each in zip(self.kv.pools, need, strict=True))
-        return max(1, min(self.max_num_seqs, held))
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens of KV that the GPU holds, in layers of the first group."""
-        return self.kv.pools[0] * self.block_size
-
-    @property
-    def in_place_blocks(self) -> int:
-        """Blocks of the first group in host memory, where one sequence reads and writes them."""
-        return self.kv.groups[0].num_in_place
+        kv = self.plan.kv
+        need = kv.blocks(max(1, math.ceil(tokens)))
+        held = min(count // each for count, each in zip(kv.pools, need, strict=True))
+        return max(1, min(self.plan.max_num_seqs, held))
 
     def beyond_gpu(self, tokens: float) -> float:
         """Return how many of so many tokens lie in host memory, in a layer of the first group."""
-        return min(self.in_place_blocks * self.block_size, max(0.0, tokens - self.kv_tokens))
+        in_place = self.plan.kv.groups[0].num_in_place * self.plan.block_size
+        return min(in_place, max(0.0, tokens - self.plan.kv_tokens))
 
 
 def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
     """Return what the times of a plan depend on."""
-    size, formats = DTYPE_BYTES[plan.dtype], plan.formats
-    outer = {t.name: formats.num_bytes(t) for t in spec.outer_tensors()}
-    row_bytes = formats[EMBEDDING].row_bytes(spec.outer_tensors()[0])
+    outer = {t.name: plan.formats.num_bytes(t) for t in spec.outer_tensors()}
+    row_bytes = plan.formats[EMBEDDING].row_bytes(spec.outer_tensors()[0])
     places = plan.placements
     read = [name for name in outer if spec.tie_word_embeddings or name != EMBEDDING]
+    copied = [n for n in outer if places[n].is_offloaded and not places[n].reads_in_place]
+    limits = [plan.max_model_len] * len(plan.layers)
+    for group in plan.kv.groups:
+        for layer in group.layers:
+            limits[layer] = group.window or plan.max_model_len
     return Shape(
-        resident_bytes=tuple(layer.resident.num_bytes for layer in plan.layers),
+        plan=plan,
         moved=tuple(_moved(plan, slots) for slots in plan.slots),
-        stage_tokens=plan.stage_tokens,
         head_bytes=sum(outer[n] for n in read if not places[n].reads_in_place),
         head_in_place_bytes=sum(outer[n] for n in read if places[n].reads_in_place),
-        outer_copied_bytes=sum(outer[n] for n in outer if _is_copied(places[n])),
+        outer_copied_bytes=sum(outer[n] for n in copied),
         embed_row_bytes=row_bytes if places[EMBEDDING].reads_in_place else 0,
         layer_params=sum(t.numel for t in spec.layer_tensors(0)),
         head_params=spec.vocab_size * spec.hidden_size,
         q_size=spec.q_size,
-        kv_layer_bytes=2 * spec.kv_size * size,
-        kv_limits=_kv_limits(plan),
-        is_float32=size == 4,
-        is_pinned=plan.pin,
-        uses_graphs=plan.use_graphs,
-        captured_prefills=plan.captured_prefills,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_num_seqs=plan.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        block_size=plan.block_size,
-        kv=plan.kv,
-        in_place_layers=_in_first_group(plan),
-        pinned_kv_bytes=plan.host_items.get("pinned_kv", 0),
-        reads_files=plan.reads_files,
+        kv_layer_bytes=2 * spec.kv_size * DTYPE_BYTES[plan.dtype],
+        kv_limits=tuple(limits),
     )
 
 
@@ -415,24 +372,6 @@ def _moved(plan: MemoryPlan, slots: Slots) -> Moved:
             if unit.residence is slots.residence:
                 sizes[layer.index] = unit.slab.num_bytes
     return Moved(slots.residence, tuple(sizes), slots.count)
-
-
-def _is_copied(place: Residence) -> bool:
-    """Whether a tensor outside the layers is copied by every step."""
-    return place.is_offloaded and not place.reads_in_place
-
-
-def _in_first_group(plan: MemoryPlan) -> tuple[bool, ...]:
-    first = set(plan.kv.groups[0].layers)
-    return tuple(layer.index in first for layer in plan.layers)
-
-
-def _kv_limits(plan: MemoryPlan) -> tuple[int, ...]:
-    limits = [plan.max_model_len] * len(plan.layers)
-    for group in plan.kv.groups:
-        for layer in group.layers:
-            limits[layer] = group.window or plan.max_model_len
-    return tuple(limits)
 
 
 def step_s(
@@ -456,22 +395,20 @@ def step_s(
         before: Tokens of the same prompt that earlier steps computed.
         rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
     """
-    graphed, tokens, sequences = (
-        shape.uses_graphs,
-        decodes + prefill,
-        decodes + (rows or min(1, prefill)),
-    )
+    plan, tokens, sequences = shape.plan, decodes + prefill, decodes + (rows or min(1, prefill))
+    graphed = plan.use_graphs
     if prefill:
-        padded = padded_prefill(shape.captured_prefills, decodes, prefill, rows or 1)
+        padded = padded_prefill(plan.captured_prefills, decodes, prefill, rows or 1)
         graphed = padded is not None
         prefill, tokens = (padded[1], sum(padded)) if padded else (prefill, tokens)
     flops = 2.0 * tokens * shape.layer_params
     matrix_rate = _matrix_rate(shape, rates)
     seen = before + prefill / (2 * max(1, rows or 1))
     hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
-    is_staged = shape.stage_tokens is not None and tokens >= shape.stage_tokens
+    is_staged = plan.stage_tokens is not None and tokens >= plan.stage_tokens
     tiles, reads = math.ceil(tokens / IN_PLACE_TILE_ROWS), _reads(shape, rates, tokens)
-    is_long = shape.in_place_blocks > 0 and max(1, rows or 1) == 1
+    first = set(plan.kv.groups[0].layers)
+    is_long = plan.kv.groups[0].num_in_place > 0 and max(1, rows or 1) == 1
     # Products of few rows read while they compute; those of libraries hide little of their reads.
     is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
     both: Callable[[float, float], float] = max if is_small else operator.add
@@ -494,13 +431,8 @@ def step_s(
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         return seconds, far_s + staged_s
 
-    kinds = zip(
-        *_read_bytes(shape, is_staged=is_staged),
-        shape.kv_limits,
-        shape.in_place_layers,
-        strict=True,
-    )
-    times = [layer_s(*kind) for kind in kinds]
+    kinds = zip(*_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
+    times = [layer_s(*kind, index in first) for index, kind in enumerate(kinds)]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
     launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
@@ -522,7 +454,7 @@ def _run(
 ) -> float:
     """Layers, copies and launches together; copies ahead of several residences share a ring."""
     alone = [0.0] * len(compute)
-    link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
+    link = (rates.h2d_gb_s if shape.plan.pin else rates.pageable_gb_s) * 1e9
     ahead: list[tuple[Moved, list[float]]] = []
     for found in shape.moved:
         feed = found.residence.feed(is_staged=is_staged)
@@ -532,7 +464,7 @@ def _run(
         if feed is Feed.AHEAD:
             ahead.append((found, copies))
             continue
-        if not shape.is_pinned:  # the host waits for each copy, and launches nothing meanwhile
+        if not shape.plan.pin:  # the host waits for each copy, and launches nothing meanwhile
             compute, launch_s = [max(seconds, launch_s) for seconds in compute], 0.0
         compute = list(map(operator.add, compute, copies))
     if not ahead:
@@ -551,7 +483,8 @@ def _run(
 
 def _read_bytes(shape: Shape, *, is_staged: bool) -> tuple[list[int], list[int]]:
     """Return the bytes of each layer that products read from GPU memory, and in place."""
-    from_gpu, in_place = list(shape.resident_bytes), [0] * len(shape.resident_bytes)
+    from_gpu = shape.resident_bytes
+    in_place = [0] * len(from_gpu)
     for found in shape.moved:
         is_direct = found.residence.feed(is_staged=is_staged) is Feed.DIRECT
         target = in_place if is_direct else from_gpu
@@ -573,7 +506,7 @@ def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
     """Embedding and logits."""
     reads = _reads(shape, rates, rows)
     read = reads * shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
-    link = (rates.h2d_gb_s if shape.is_pinned else rates.pageable_gb_s) * 1e9
+    link = (rates.h2d_gb_s if shape.plan.pin else rates.pageable_gb_s) * 1e9
     embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
     head = reads * shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)
     flops = 2.0 * rows * shape.head_params / _matrix_rate(shape, rates)
@@ -592,7 +525,7 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
     """
     seconds, complete, at = 0.0, 0, 0
     while complete < prompts:
-        room = max(1, shape.max_num_batched_tokens - complete)
+        room = max(1, shape.plan.max_num_batched_tokens - complete)
         rows, part, before = 0, 0, at
         while room and complete + rows < prompts:
             taken = min(room, tokens - at)
@@ -612,18 +545,12 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
     return seconds
 
 
-def first_token_s(shape: Shape, rates: Rates, tokens: int) -> float:
-    """Return the time until the first token of a prompt that comes alone is there."""
-    return prefill_s(shape, rates, tokens)
-
-
 def load_s(shape: Shape, rates: Rates) -> float:
     """Return the time from the start of a process until all weights are in their places."""
-    layers = sum(shape.resident_bytes) + shape.total_offloaded_bytes
-    total = layers + shape.head_bytes + shape.head_in_place_bytes
-    pinned = shape.total_offloaded_bytes + shape.head_in_place_bytes if shape.is_pinned else 0
-    pinned += shape.pinned_kv_bytes
-    read_s = total / (rates.file_read_gb_s * 1e9) if shape.reads_files else 0.0
+    plan, in_host = shape.plan, shape.head_in_place_bytes + sum(sum(m.sizes) for m in shape.moved)
+    total = sum(shape.resident_bytes) + shape.head_bytes + in_host
+    pinned = (in_host if plan.pin else 0) + plan.host_items.get("pinned_kv", 0)
+    read_s = total / (rates.file_read_gb_s * 1e9) if plan.reads_files else 0.0
     start_s = CPU_START_S if rates.is_cpu else START_S
     return start_s + read_s + pinned / (rates.pin_gb_s * 1e9)
 
@@ -640,11 +567,6 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
 
     Pageable blocks go at the rate of pageable copies; the rates are those of the whole tier. No
     overlap with compute is counted on.
-
-    Args:
-        plan: Has a host tier.
-        spec: Sizes of the model.
-        rates: Of the machine.
     """
     host = plan.host_kv
     assert host is not None
@@ -672,19 +594,14 @@ def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str
     host = plan.host_kv
     if host is None or host.swap_rates is None:
         return None
-    shape, length = shape_of(plan, spec), plan.max_model_len
-    far_bytes = sum(
-        shape.beyond_gpu(min(length, limit)) * shape.kv_layer_bytes
-        for limit, is_first in zip(shape.kv_limits, shape.in_place_layers, strict=True)
-        if is_first
-    )
+    shape, length, first = shape_of(plan, spec), plan.max_model_len, plan.kv.groups[0]
+    far = shape.beyond_gpu(min(length, first.window or length))
     prefix = min(PREFIX_TOKENS, length)
-    prefix_bytes = plan.kv.sequence_bytes(prefix)
     return {
         "context_tokens": length,
         "decode_step_ms": decode_step_s(shape, rates, 1, length) * 1e3,
-        "in_place_bytes": int(far_bytes),
+        "in_place_bytes": int(far * shape.kv_layer_bytes * len(first.layers)),
         "prefix_tokens": prefix,
-        "prefix_load_ms": prefix_bytes / host.swap_rates.load_bytes_s * 1e3,
+        "prefix_load_ms": plan.kv.sequence_bytes(prefix) / host.swap_rates.load_bytes_s * 1e3,
         "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,
     }

@@ -45,20 +45,13 @@ class Residence(ABC):
 
     @abstractmethod
     def feed(self, *, is_staged: bool) -> Feed:
-        """Return how a step brings units to the products.
-
-        Args:
-            is_staged: The step has so many tokens that units read in place are staged.
-        """
+        """Return how a step brings units to products; `is_staged`: those in place are staged."""
 
     @abstractmethod
     def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
-        """Return the slots on the GPU that so many units are copied into.
+        """Return the slots on the GPU that so many units, at least 1, are copied into.
 
-        Args:
-            num_units: At least 1.
-            lookahead: Units that are copied ahead.
-            stages: Some steps stage units that are read in place.
+        `lookahead` units are copied ahead; `stages`: some steps stage those read in place.
         """
 
     @abstractmethod

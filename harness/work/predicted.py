@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from engine.plan.queue import queue_s
-from engine.plan.times import Rates, decode_step_s, first_token_s, shape_of
+from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
 from engine.sealed import GIB
 from harness.config.schema import RequestSet, ScenarioConfig
 from harness.work.drive import StepTotals, ratio
@@ -27,7 +27,7 @@ def predicted_times(plan: Any, spec: Any, scenario: ScenarioConfig) -> dict[str,
     if (one := scenario.latency) is not None and _has_one_length(one):
         context = one.prompt_tokens + one.output_tokens / 2
         found["predicted/tpot_ms"] = decode_step_s(shape, rates, 1, context) * 1e3
-        found["predicted/ttft_ms"] = first_token_s(shape, rates, one.prompt_tokens) * 1e3
+        found["predicted/ttft_ms"] = prefill_s(shape, rates, one.prompt_tokens) * 1e3
     if (many := scenario.throughput) is not None and _has_one_length(many):
         total_s = queue_s(shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens)
         found["predicted/output_tok_s"] = many.num_requests * many.output_tokens / total_s

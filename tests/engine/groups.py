@@ -9,7 +9,7 @@ import torch
 
 from engine import build
 from engine.model.spec import ModelSpec
-from engine.plan.kv_memory import KVGroup
+from engine.plan.sizes import KVGroup
 from tests.engine.tiers import SIZES
 
 Groups = tuple[KVGroup, ...]

@@ -1,6 +1,7 @@
 """Model sizes, machines and configurations for tests that plan; no torch."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -19,6 +20,7 @@ from engine.model.formats import align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
+from engine.plan.times import Shape
 
 GIB, MIB = 2**30, 2**20
 
@@ -212,3 +214,8 @@ def plan_llama(
     plan = plan_memory(configuration(llama(), kv=kv, **asked), llama(), facts)
     check_plan(plan, llama())
     return plan
+
+
+def planned(shape: Shape, **values: Any) -> Shape:
+    """Return a shape with other values in its plan."""
+    return replace(shape, plan=replace(shape.plan, **values))

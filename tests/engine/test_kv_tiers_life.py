@@ -14,7 +14,7 @@ from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError, EngineError, PinningError
 from engine.kv import memory as mover
 from engine.kv.memory import HostBlocks
-from engine.plan.kv_memory import ids_bytes
+from engine.plan.sizes import ids_bytes
 from engine.run.core import Transfers
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain

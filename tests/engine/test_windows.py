@@ -15,7 +15,7 @@ from engine.errors import EngineError
 from engine.kv import sequences
 from engine.kv.pool import Retain
 from engine.kv.prefix import num_expired
-from engine.plan.kv_memory import KVGroup
+from engine.plan.sizes import KVGroup
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import Groups, with_blocks, with_groups
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm

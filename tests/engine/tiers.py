@@ -9,9 +9,9 @@ import pytest
 
 from engine import LLM, build
 from engine.device.cuda import open_device
-from engine.plan.kv_memory import HostKVPlan, SwapRates
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
+from engine.plan.sizes import HostKVPlan, SwapRates
 from tests.tiny import greedy, open_llm
 
 SIZES: dict[str, Any] = {

@@ -15,7 +15,7 @@ from engine.asked.sampling import SamplingParams
 from engine.kv.pool import TieredBlockPool
 from engine.kv.prefix import KVPolicy, num_expired
 from engine.kv.sequences import GONE, BlockGroups
-from engine.plan.kv_memory import SwapRates, num_held
+from engine.plan.sizes import SwapRates, num_held
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tests.engine.kv.world import take
 

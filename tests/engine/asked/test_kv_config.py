@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.asked.keywords import config_from_keywords
 from engine.asked.kv import KVConfig, KVTransferConfig
 from engine.errors import ConfigError
-from engine.plan.kv_memory import cpu_blocks, cpu_memory_bytes
+from engine.plan.sizes import cpu_blocks
 
 SIZES: dict[str, Any] = {"num_cpu_blocks": 512, "cpu_gib": 2.5, "swap_space": 4.0}
 
@@ -146,12 +146,11 @@ def test_something_else_is_refused() -> None:
 
 def test_the_published_formula() -> None:
     block_bytes = 2 * 8 * 128 * 2 * 16  # keys and values, KV heads, head size, bfloat16, tokens
-    assert cpu_memory_bytes(8192, 32, block_bytes) == 16 * 2**30
     assert cpu_blocks(16 * 2**30, 32, block_bytes) == 8192
 
 
 @given(blocks=st.integers(0, 10**7), layers=st.integers(1, 200), size=st.integers(1, 10**7))
 def test_blocks_and_memory_are_inverse(blocks: int, layers: int, size: int) -> None:
-    memory = cpu_memory_bytes(blocks, layers, size)
+    memory = blocks * layers * size
     assert cpu_blocks(memory, layers, size) == blocks
     assert cpu_blocks(memory - 1, layers, size) == max(0, blocks - 1)

@@ -11,7 +11,7 @@ from engine.errors import CapacityError
 from engine.kv import memory as mover_module
 from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch
-from engine.plan import kv_memory
+from engine.plan import sizes
 from tests.engine.kv.driver import WEIGHTS, Driver
 from tests.engine.kv.tensor_world import BLOCK_BYTES, TensorWorld
 
@@ -205,7 +205,7 @@ def test_what_was_enqueued_of_a_piece_that_failed_is_not_enqueued_again(monkeypa
 
 
 def test_many_pieces_reuse_the_lists_of_block_numbers(monkeypatch):
-    monkeypatch.setattr(kv_memory, "MOVE_PIECE_BYTES", 2 * 64)
+    monkeypatch.setattr(sizes, "MOVE_PIECE_BYTES", 2 * 64)
     monkeypatch.setattr("engine.kv.memory.ID_SLOTS", 3)
     mover, _, host = make(num_gpu=40, num_pinned=40)
     order = random.Random(0).sample(range(40), 40)
@@ -266,18 +266,18 @@ def test_the_host_tier_is_of_exact_size():
 
 
 def test_sizes_of_pieces():
-    assert kv_memory.piece_moves(2**21) == 16
-    assert kv_memory.piece_moves(2**30) == 1
-    assert kv_memory.piece_moves(64) == 1024
-    assert kv_memory.piece_moves(64, 5) == 5
-    assert kv_memory.ids_bytes(2**21) == 0
-    assert kv_memory.ids_bytes(2**15) == 2 * 64 * 2 * 1024 * 8
-    assert kv_memory.staging_blocks(2**30) == 1
-    assert kv_memory.staging_blocks(2**21) == 8
+    assert sizes.piece_moves(2**21) == 16
+    assert sizes.piece_moves(2**30) == 1
+    assert sizes.piece_moves(64) == 1024
+    assert sizes.piece_moves(64, 5) == 5
+    assert sizes.ids_bytes(2**21) == 0
+    assert sizes.ids_bytes(2**15) == 2 * 64 * 2 * 1024 * 8
+    assert sizes.staging_blocks(2**30) == 1
+    assert sizes.staging_blocks(2**21) == 8
     device = CPUDevice()
     host = HostBlocks(device, num_pinned=1, num_pageable=0, block_bytes=2**15, can_uva=True)
     gpu = device.empty(2**15).view(1, -1)
     before = device.allocated_bytes()
     BlockMover(device, gpu, host)
-    assert device.allocated_bytes() - before == kv_memory.ids_bytes(2**15, 1)
+    assert device.allocated_bytes() - before == sizes.ids_bytes(2**15, 1)
     assert torch.equal(host.pinned, torch.zeros_like(host.pinned))

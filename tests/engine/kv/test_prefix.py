@@ -18,7 +18,7 @@ from engine.kv.prefix import (
     swap_or_recompute,
     usable_prefix,
 )
-from engine.plan.kv_memory import SwapRates, num_held
+from engine.plan.sizes import SwapRates, num_held
 
 TOKENS = st.lists(st.integers(0, 200_000), min_size=0, max_size=24)
 

@@ -38,6 +38,7 @@ from tests.engine.specs import (
     configuration,
     plan_olmo,
     plan_small,
+    planned,
     prefetch,
     small_spec,
     uva,
@@ -178,7 +179,7 @@ def test_larger_batches_and_contexts_take_longer_and_give_more_tokens() -> None:
 
 def test_staging_beats_in_place_prefills() -> None:
     staged = shape_of(olmo(uva(8)), OLMO_7B)
-    in_place = replace(staged, stage_tokens=None)
+    in_place = planned(staged, stage_tokens=None)
     assert prefill_s(in_place, RATES, 2048) > 5 * prefill_s(staged, RATES, 2048)
 
 
@@ -217,7 +218,7 @@ def test_launches_of_a_step_without_graphs_are_those_that_were_probed() -> None:
     """Layers read in place and on the GPU; on a CPU they are in what a layer takes anyway."""
     for offload, memory_gib in ((None, 40), (uva(0.5), 40)):
         shape = shape_of(olmo(offload, memory_gib), OLMO_7B)
-        eager = replace(shape, uses_graphs=False, captured_prefills=())
+        eager = planned(shape, use_graphs=False, captured_prefills=())
         slow = RATES.measured({"launch_us": 1000.0})
         for tokens in (1, 64):
             seconds = step_s(eager, slow, prefill=tokens)
@@ -238,7 +239,7 @@ def test_predicted_figures_are_complete_and_consistent() -> None:
     assert found["decode_tokens_s"] < queue["output_tokens_s"] < 64 * found["decode_tokens_s"]
     assert found["ttft_ms"] < found["prefill_ms"]
     shape = shape_of(plan, OLMO_7B)
-    read_s = load_s(replace(shape, reads_files=True), RATES) - found["load_s"]  # here dummy weights
+    read_s = load_s(planned(shape, reads_files=True), RATES) - found["load_s"]  # here dummy weights
     assert read_s == pytest.approx(OLMO_7B.weight_bytes() / (RATES.file_read_gb_s * 1e9), rel=0.1)
     assert found["load_s"] > 8
     assert all(value > 0 for value in found.values() if isinstance(value, float | int))
@@ -337,7 +338,7 @@ def test_prompts_that_are_complete_decode_beside_the_others() -> None:
     """16 prompts of 256 tokens fill 2 steps of 2048 but for the tokens that the first 8 decode."""
     plan, spec = plan_olmo(offload=uva(8), max_model_len=512, max_num_seqs=16), OLMO_7B
     shape = shape_of(plan, spec)
-    assert shape.max_num_batched_tokens == 2048
+    assert shape.plan.max_num_batched_tokens == 2048
     whole = prefill_s(shape, RATES, 256, 8)
     assert prefill_s(shape, RATES, 256, 16) > 2.9 * whole  # each step moves all offloaded layers
     assert prefill_s(shape, RATES, 255, 16) < 2.1 * whole
@@ -363,7 +364,7 @@ def test_layers_with_a_slot_of_their_own_do_not_hold_the_link(num: int, step: in
 
 def test_prompts_that_run_as_graphs_do_not_wait_for_launches() -> None:
     shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B)
-    eager = replace(shape, captured_prefills=())
+    eager = planned(shape, captured_prefills=())
     launches = OLMO_7B.num_hidden_layers * RATES.eager_layer_overhead_s
     assert prefill_s(shape, RATES, 256) < 0.5 * launches < prefill_s(eager, RATES, 256)
     assert prefill_s(shape, RATES, 257) >= launches
@@ -373,7 +374,7 @@ def test_prompts_that_run_as_graphs_do_not_wait_for_launches() -> None:
 def test_prompts_beside_decodes_are_padded_to_what_the_engine_runs() -> None:
     """57 tokens beside one decode run as 8 + 256; 16 beside nine as 64 + 16."""
     shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B)
-    bare = replace(shape, captured_prefills=())
+    bare = planned(shape, captured_prefills=())
 
     def seconds(shape: Shape, decodes: int, prefill: int) -> float:
         rates = replace(RATES, eager_layer_overhead_s=0.0, bf16_tflops=10.0)

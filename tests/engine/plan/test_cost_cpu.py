@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.plan.times import PACKED_READS, cpu_rates, shape_of, step_s
-from tests.engine.specs import CPU, plan_small, prefetch, small_spec
+from tests.engine.specs import CPU, plan_small, planned, prefetch, small_spec
 
 
 @pytest.mark.parametrize("offload", [prefetch(8, 5, 2), prefetch(8, 3, 2)])
@@ -25,8 +25,8 @@ def test_copies_of_a_cpu_take_their_time_beside_compute(offload: Any) -> None:
 
 def test_a_cpu_s_products_of_several_float32_rows_lay_their_weight_out_anew() -> None:
     small = shape_of(plan_small(CPU, memory_gib=1), small_spec())
-    for is_float32, expected in ((True, PACKED_READS), (False, 1.0)):
-        shape = replace(small, is_float32=is_float32, kv_layer_bytes=0)
+    for dtype, expected in (("float32", PACKED_READS), ("bfloat16", 1.0)):
+        shape = replace(planned(small, dtype=dtype), kv_layer_bytes=0)
         rates = replace(cpu_rates(), float32_tflops=1e9, bf16_tflops=1e9, sequence_overhead_s=0.0)
         bare = replace(rates, hbm_gb_s=1e9)
         read = [step_s(shape, r, decodes=n) for n in (1, 2) for r in (rates, bare)]

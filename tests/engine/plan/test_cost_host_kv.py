@@ -7,7 +7,7 @@ import pytest
 
 from engine.plan.times import decode_step_s, load_s, prefill_s, shape_of, step_s
 from tests.engine.plan.test_cost import RATES
-from tests.engine.specs import OLMO_7B, plan_olmo, prefetch
+from tests.engine.specs import OLMO_7B, plan_olmo, planned, prefetch
 
 
 def long_shape(offload: Any = None, **kv: Any) -> Any:
@@ -31,7 +31,7 @@ def test_a_step_beyond_the_gpu_takes_the_resident_part_and_the_bytes_read_in_pla
         far_bytes = (context - plan.kv_tokens) * 2**19  # of a token, all layers
         expected = at_limit + far_bytes / 50.7e9
         assert decode_step_s(shape, RATES, 1, context) == pytest.approx(expected)
-    below = replace(shape, kv=shape.kv.with_host(0, 0, in_place=False))
+    below = planned(shape, kv=shape.plan.kv.with_host(0, 0, in_place=False))
     assert decode_step_s(below, RATES, 1, plan.kv_tokens) == at_limit
     assert decode_step_s(below, RATES, 1, 4000) < decode_step_s(shape, RATES, 1, 4000)
 
@@ -39,7 +39,7 @@ def test_a_step_beyond_the_gpu_takes_the_resident_part_and_the_bytes_read_in_pla
 def test_a_prefill_beyond_the_gpu_stages_host_blocks_once_a_layer_and_chunk() -> None:
     plan, shape = long_shape()
     slow = replace(RATES, in_place_gb_s=0.1)
-    below = replace(shape, kv=shape.kv.with_host(0, 0, in_place=False))
+    below = planned(shape, kv=shape.plan.kv.with_host(0, 0, in_place=False))
     start = 3584
     staged = (start + 512 - plan.kv_tokens) * 2**19 / 0.1e9
     more = step_s(shape, slow, prefill=512, before=start) - step_s(
@@ -53,10 +53,10 @@ def test_a_prefill_beyond_the_gpu_stages_host_blocks_once_a_layer_and_chunk() ->
 def test_weights_and_keys_share_the_link() -> None:
     offload = prefetch(8, 1, 1)
     plan, shape = long_shape(offload)
-    bare = replace(shape, kv=shape.kv.with_host(0, 0, in_place=False))
+    bare = planned(shape, kv=shape.plan.kv.with_host(0, 0, in_place=False))
     context = 4000
     copied, _ = plan.moved_per_step()
-    tight = replace(shape, kv=shape.kv.with_pools((64,)).with_host(1024, 0, in_place=True))
+    tight = planned(shape, kv=shape.plan.kv.with_pools((64,)).with_host(1024, 0, in_place=True))
     far_bytes = tight.beyond_gpu(context) * 2**19
     least = copied / 54.8e9 + far_bytes / 50.7e9
     assert decode_step_s(tight, RATES, 1, context) >= least
@@ -74,5 +74,5 @@ def test_predicted_figures_of_a_host_tier() -> None:
     alone = plan_olmo(memory_gib=30)
     assert alone.predicted is not None
     assert alone.predicted["host_kv"] is None
-    pinned = load_s(shape, RATES) - load_s(replace(shape, pinned_kv_bytes=0), RATES)
+    pinned = load_s(shape, RATES) - load_s(planned(shape, host_items={}), RATES)
     assert pinned == pytest.approx(4 * 2**30 / (RATES.pin_gb_s * 1e9))

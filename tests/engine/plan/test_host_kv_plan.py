@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
-from engine.plan.kv_memory import STAGING_BYTES, ids_bytes
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
+from engine.plan.sizes import STAGING_BYTES, ids_bytes
 from tests.engine.specs import (
     CPU,
     GIB,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
-from engine.plan.kv_memory import KVGroup, KVSizes
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
+from engine.plan.sizes import KVGroup, KVSizes
 from tests.engine.specs import CPU, GIB, H200, check_plan, configuration, small_spec
 
 FULL, WINDOW = "full_attention", "sliding_attention"

@@ -5,7 +5,7 @@ import pytest
 from engine.asked.request import SequenceStatus
 from engine.errors import EngineError
 from engine.kv.sequences import GONE
-from engine.plan.kv_memory import SwapRates
+from engine.plan.sizes import SwapRates
 from engine.schedule import admission as rounds
 from tests.engine.tiers_world import Tiers, World
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.asked.request import SequenceStatus
 from engine.kv import prefix, sequences
 from engine.kv.prefix import BlockContent, num_expired
-from engine.plan.kv_memory import SwapRates
+from engine.plan.sizes import SwapRates
 from engine.schedule import admission as rounds
 from tests.engine.tiers_world import STEMS, Tiers, World
 

@@ -10,7 +10,7 @@ from engine.kv import sequences
 from engine.kv.pool import TieredBlockPool
 from engine.kv.prefix import num_expired
 from engine.kv.sequences import GONE, BlockGroups
-from engine.plan.kv_memory import num_held
+from engine.plan.sizes import num_held
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tests.engine.schedule.test_scheduler import make_groups
 from tests.engine.schedule.test_scheduler_ahead_loads import Launched, World, loads
