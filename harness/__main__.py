@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from engine.errors import ConfigError
 from harness.config.cli_args import CommandLine, parse_command_line
-from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
+from harness.console import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
 from harness.point.full_disk import DiskFullError, full_disk_ends
 from harness.point.streams import outlive_readers
 

@@ -9,7 +9,7 @@ from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import tightfit_home
 from catalogue.models import fetch, find
 from engine.errors import ConfigError
-from harness.errors import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK
+from harness.console import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,21 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK
     try:
         for model in [find(name, chosen.config_dir) for name in chosen.names]:
-            folder = fetch(model, report=_say)
+            folder = fetch(model, report=say)
             where = "random weights, nothing to fetch" if folder is None else folder
             sys.stdout.write(f"{model.name}: {where}\n")
     except ModelUnavailableError as error:
-        _say(str(error))
+        say(str(error))
         return EXIT_NOT_ALL_OK
     except ConfigError as error:
-        _say(str(error))
+        say(str(error))
         return EXIT_BAD_CONFIG
     return EXIT_OK
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -1,32 +1,368 @@
-"""`python -m harness.search`: look for the best settings; request.HELP is its help."""
+"""`python -m harness.search`: look for the best settings in an Optuna study that outlives it."""
 
 import csv
 import io
+import json
+import logging
+import shutil
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
+
+from catalogue.files import read_json, tightfit_home
 from engine.errors import ConfigError
 from harness.config.compose import Composer
-from harness.config.schema import RunConfig, SweepContext
-from harness.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
-from harness.point.full_disk import DiskFullError, full_disk_ends, require_writable
-from harness.point.streams import interrupt_afterwards, outlive_readers, sigterm_as_interrupt
-from harness.studies.search import (
-    Outcome,
-    Study,
-    TrialRunner,
-    facts_of,
-    open_study,
-    require_optuna,
-    searches_folder,
-    write_best,
+from harness.config.engine import require_package
+from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
+from harness.console import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, say, show
+from harness.forecast.skip import planned_shortage
+from harness.point.full_disk import (
+    DiskFullError,
+    full_disk_ends,
+    is_full,
+    require_room,
+    require_writable,
 )
-from harness.studies.search_request import HELP, SearchRequest, parse_request
-from harness.studies.search_space import Proposal, overrides_of
-from reports.record.record import write_text_atomic
+from harness.point.streams import interrupt_afterwards, outlive_readers, sigterm_as_interrupt
+from harness.studies.search_request import (
+    HELP,
+    Goal,
+    Proposal,
+    SearchRequest,
+    beside,
+    check_measured,
+    overrides_of,
+    parse_request,
+)
+from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
 from reports.record.text import number
+
+NAME: Final = "best"
+
+
+def write_best(
+    folder: Path, overrides: Sequence[str], config: RunConfig, *, why: str, config_dir: Path | None
+) -> str:
+    """Write the best trial as an experiment; return the command that runs it.
+
+    `why` is a line for the top of the file, which must compose to `config`; it may need the
+    user's own configuration files.
+    """
+    conf = folder / "conf"
+    if config_dir is not None:
+        shutil.copytree(config_dir, conf, dirs_exist_ok=True)
+    file = conf / "experiment" / f"{NAME}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(file, experiment_text(Composer(conf), overrides, why))
+    (point,) = Composer(conf).plan([f"+experiment={NAME}"]).points
+    if point.config.to_dict() != config.to_dict():
+        raise RuntimeError(f"{file}: it composes to another configuration than the trial's.")
+    return f"python -m harness --config-dir {conf} +experiment={NAME}"
+
+
+def experiment_text(composer: Composer, overrides: Sequence[str], why: str) -> str:
+    """Return overrides as the text of an experiment file, `why` at its top."""
+    defaults: list[Any] = []
+    values = OmegaConf.create({})
+    for item in composer.parse(overrides):
+        key = item.key_or_group
+        if key == "experiment":
+            defaults.insert(0, item.value())
+        elif key == "model":
+            defaults.append({"/model": item.value()})
+        elif key in GROUPS:
+            defaults.append({f"override /{key}": item.value()})
+        elif key == "hydra.mode" or not key.startswith("hydra"):  # an experiment's own sweep
+            OmegaConf.update(values, key, item.value(), force_add=True)
+    content = {"defaults": defaults, **OmegaConf.to_container(values)}  # type: ignore[dict-item]
+    body = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return f"# @package _global_\n# {why}\n{body}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a trial ended."""
+
+    status: str
+    """The point's status; refused: the plan does not fit; invalid: contradicting settings."""
+    reason: str | None = None
+    """Why the trial failed; None where it has a value."""
+    value: float | None = None
+    excesses: Sequence[float] = ()
+    """Over each constraint, at most 0 where it is kept."""
+    broken: Sequence[str] = ()
+    """Constraints that are not kept."""
+    folder: Path | None = None
+    """Folder of the run; None where nothing was built."""
+
+
+class TrialRunner:
+    """Runs the trials of one search in its folder."""
+
+    def __init__(self, composer: Composer, base: Sequence[str], goal: Goal) -> None:
+        self._composer, self._base, self._goal = composer, list(base), goal
+        self.records: list[RunRecord] = []
+        self.tracking: TrackingConfig | None = None
+        """Where trials are mirrored to; None before the first."""
+
+    def compose(self, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
+        """Return the configuration of a trial and its overrides in Hydra's spelling."""
+        plan = self._composer.plan([*beside(self._base, overrides), *overrides])
+        if plan.multirun:
+            raise ConfigError(
+                "search: the experiment sweeps by itself. Add hydra.mode=RUN, and give the values "
+                "to search on the command line."
+            )
+        config = plan.points[0].config
+        require_package(config.system.kind)
+        return config, plan.overrides
+
+    def run(self, overrides: Sequence[str], sweep: SweepContext) -> Outcome:
+        """Run a trial; after Ctrl-C too its point has its record."""
+        try:
+            config, spelled = self.compose(overrides)
+        except ConfigError as error:
+            return Outcome(status="invalid", reason=str(error))
+        shortage = planned_shortage(config)
+        if shortage is not None:
+            return Outcome(status="refused", reason=f"the plan does not fit: {shortage}")
+        from harness.point.point import run_point  # noqa: PLC0415  not for requests that are wrong
+
+        folder = sweep.folder / str(sweep.index)
+        self.tracking = config.tracking
+        require_room(sweep.folder)
+        try:
+            record = run_point(replace(config, rerun="failed"), folder, spelled, sweep)
+        except KeyboardInterrupt:
+            if (folder / RESULT_NAME).is_file():
+                self.records.append(RunRecord.read(folder / RESULT_NAME))
+            raise
+        except Exception as error:
+            if is_full(error):
+                raise
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"
+            return Outcome(status="failed", reason=reason, folder=folder)
+        self.records.append(record)
+        return judge(record, self._goal, folder)
+
+    def check_goal(self, overrides: Sequence[str]) -> None:
+        """Raise ConfigError unless the scenario of a trial measures what the goal is about."""
+        check_measured(self._goal, self.compose(overrides)[0].scenario)
+
+
+def judge(record: RunRecord, goal: Goal, folder: Path) -> Outcome:
+    """Return what a record says of a goal."""
+    missing = goal.missing(record.metrics)
+    reason = None
+    if record.status != "ok":
+        reason = f"{record.status}: {(record.error or {}).get('message')}"
+    elif record.valid is False:
+        reason = f"not valid: {'; '.join(record.reasons)}"
+    elif missing:
+        reason = (
+            f"no value of {', '.join(missing)}: it was not measured, or its statistic needs more "
+            "requests."
+        )
+    if reason is not None:
+        return Outcome(status=record.status, reason=reason, folder=folder)
+    return Outcome(
+        status=record.status,
+        value=float(record.metrics[goal.metric] or 0.0),
+        excesses=tuple(goal.excesses(record.metrics)),
+        broken=tuple(goal.broken(record.metrics)),
+        folder=folder,
+    )
+
+
+LEAST_VERSION: Final = 4
+QUESTION_NAME: Final = "search.json"
+DATABASE_NAME: Final = "study.db"
+IDLE: Final = 50
+"""Proposals in a row that build nothing, after which a search ends."""
+
+
+def require_optuna() -> None:
+    """Raise ConfigError unless Optuna 4 or newer is installed."""
+    try:
+        found = version("optuna")
+    except PackageNotFoundError:
+        found = ""
+    if not found or int(found.split(".")[0]) < LEAST_VERSION:
+        got = f"got {found}" if found else "which is not installed"
+        raise ConfigError(
+            f"search: expected the package optuna {LEAST_VERSION} or newer, {got}. Install it: "
+            "pip install 'tightfit[search]'"
+        )
+
+
+@contextmanager
+def open_study(request: SearchRequest, folder: Path) -> Iterator["Study"]:
+    """Open the study of a search, new or where it stopped; one process at a time.
+
+    Raises ConfigError where another process has it, or the name is that of another search.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(folder / "search.lock").acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            f"search {request.name}: another process runs it. Wait, or give another --name."
+        ) from error
+    with lock:
+        _check_question(request, folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Optuna about its own features
+            yield Study(request, folder)
+
+
+class Study:
+    """Proposes settings and keeps what became of them."""
+
+    def __init__(self, request: SearchRequest, folder: Path) -> None:
+        import optuna  # noqa: PLC0415  an extra
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        self._optuna: Any = optuna
+        self._request = request
+        storage = f"sqlite:///{folder / DATABASE_NAME}"
+        self._study = optuna.create_study(
+            study_name=request.name,
+            storage=storage,
+            load_if_exists=True,
+            direction="maximize" if request.goal.is_maximum else "minimize",
+        )
+        before = self._study.get_trials(deepcopy=False)
+        for trial in before:
+            if trial.state.name == "RUNNING":
+                self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        # Seeded by what is there too, so that a search that goes on does not repeat itself.
+        self._study.sampler = optuna.samplers.TPESampler(
+            seed=request.seed + len(before),
+            constraints_func=lambda trial: facts_of(trial).get("excesses", []),
+        )
+
+    def run(self, run_trial: Callable[[int, Proposal], Outcome], say: Callable[[str], None]) -> str:
+        """Run trials until the budget is spent, with a line for each; return why it ended."""
+        begin_s = time.monotonic()
+        todo = self._untried()
+        idle = 0
+        while True:
+            if self.num_built() >= self._request.trials:
+                return f"{self._request.trials} trials were built"
+            limit = self._request.minutes
+            if limit is not None and time.monotonic() - begin_s > limit * 60:
+                return f"{limit:g} minutes have passed"
+            if todo is not None:
+                if not todo:
+                    return "every combination was tried"
+                self._study.enqueue_trial(todo.pop(0))
+            is_new = self._run_one(run_trial, say)
+            idle = 0 if is_new else idle + 1
+            if idle >= IDLE:
+                return f"{IDLE} proposals in a row were refused or known"
+
+    def _run_one(
+        self, run_trial: Callable[[int, Proposal], Outcome], say: Callable[[str], None]
+    ) -> bool:
+        """Run one trial; return whether anything was built."""
+        trial = self._study.ask()
+        proposal = self._request.space.propose(trial)
+        known = self._same_as(trial.number, proposal)
+        try:
+            outcome = known or run_trial(trial.number, proposal)
+        except KeyboardInterrupt:
+            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            raise
+        is_new = known is None and outcome.folder is not None
+        folder = outcome.folder and str(outcome.folder)
+        facts = asdict(outcome) | {"folder": folder, "is_new": is_new}
+        del facts["value"]  # Optuna's own
+        trial.set_user_attr("outcome", facts)
+        if outcome.value is None:
+            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+        else:
+            self._study.tell(trial, outcome.value)
+        if known is None:
+            say(_line(trial.number, proposal, outcome))
+        return is_new
+
+    def _same_as(self, number: int, proposal: Proposal) -> Outcome | None:
+        """Return the outcome of an earlier trial with the same settings; None without one."""
+        for trial in self._study.get_trials(deepcopy=False):
+            facts = dict(facts_of(trial))
+            if trial.number != number and trial.params == proposal and "status" in facts:
+                del facts["is_new"]
+                folder = facts.pop("folder")
+                return Outcome(**facts, value=trial.value, folder=folder and Path(folder))
+        return None
+
+    def _untried(self) -> list[Proposal] | None:
+        """Return the combinations that are left, None where there are more than trials."""
+        found = self._request.space.combinations(self._request.trials)
+        if found is None:
+            return None
+        before = self._study.get_trials(deepcopy=False)
+        tried = [trial.params for trial in before if "status" in facts_of(trial)]
+        return [proposal for proposal in found if proposal not in tried]
+
+    def num_built(self) -> int:
+        """Return how many trials were built, in all processes."""
+        return sum(bool(facts_of(trial).get("is_new")) for trial in self.trials())
+
+    def trials(self) -> list[Any]:
+        """Return Optuna's trials that ended, in order."""
+        found = self._study.get_trials(deepcopy=False)
+        return [trial for trial in found if trial.state.is_finished()]
+
+    def best(self) -> Any | None:
+        """Return the trial with the best value of those that keep the constraints."""
+        kept = [
+            trial
+            for trial in self.trials()
+            if trial.value is not None and not facts_of(trial).get("broken")
+        ]
+        sign = -1 if self._request.goal.is_maximum else 1
+        return min(kept, key=lambda trial: sign * trial.value, default=None)
+
+
+def facts_of(trial: Any) -> dict[str, Any]:
+    """Return what is kept of an Optuna trial's outcome; of one that was cut short its reason."""
+    found: dict[str, Any] = trial.user_attrs.get("outcome", {"reason": "interrupted"})
+    return found
+
+
+def _check_question(request: SearchRequest, folder: Path) -> None:
+    path = folder / QUESTION_NAME
+    before, now = read_json(path), request.question()
+    if before and before != now:
+        differing = [key for key in now if before.get(key) != now[key]]
+        raise ConfigError(
+            f"search {request.name}: expected the search of that name, in which "
+            f"{', '.join(differing)} differ: {path}. Give another --name."
+        )
+    write_text_atomic(path, json.dumps(now, indent=1) + "\n")
+
+
+def _line(number: int, proposal: Proposal, outcome: Outcome) -> str:
+    settings = " ".join(overrides_of(proposal))
+    if outcome.value is None:
+        return f"trial {number}: {settings}: failed, {outcome.reason}"
+    kept = "" if not outcome.broken else f", not {', not '.join(outcome.broken)}"
+    return f"trial {number}: {settings}: {outcome.value:g}{kept}"
+
 
 TABLE_NAME: Final = "trials.csv"
 
@@ -54,23 +390,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def search(request: SearchRequest) -> int:
     """Run a search until its budget is spent; return the exit code.
 
-    Raises:
-        ConfigError: the scenario does not measure what is asked for.
-        KeyboardInterrupt: Ctrl-C; trials that ended are kept.
+    After Ctrl-C, which is raised again, trials that ended are kept.
     """
-    folder = searches_folder() / request.name
+    folder = tightfit_home() / "searches" / request.name
     require_writable("TIGHTFIT_HOME", folder)
     runner = TrialRunner(Composer(request.config_dir), request.base, request.goal)
     _check(runner, request)
     with open_study(request, folder) as study:
-        _say(f"search {request.name}: {study.num_built()} of {request.trials} trials are there.")
+        say(f"search {request.name}: {study.num_built()} of {request.trials} trials are there.")
 
         def run_trial(index: int, proposal: Proposal) -> Outcome:
             return runner.run(overrides_of(proposal), _context(request, folder, index))
 
         interrupt: KeyboardInterrupt | None = None
         try:
-            ended = study.run(run_trial, _say)
+            ended = study.run(run_trial, say)
         except KeyboardInterrupt as error:
             ended, interrupt = "interrupted", error
         with interrupt_afterwards(interrupt):
@@ -80,16 +414,13 @@ def search(request: SearchRequest) -> int:
 
 def _check(runner: TrialRunner, request: SearchRequest) -> None:
     """Check base and goal with the first combination that composes."""
-    first = None
-    for proposal in (request.space.first(), {}):
+    try:
+        runner.check_goal(overrides_of(request.space.first()))
+    except ConfigError as error:
         try:
-            runner.check_goal(overrides_of(proposal))
-        except ConfigError as error:
-            first = first or error
-        else:
-            return
-    if first is not None:
-        raise first
+            runner.check_goal([])
+        except ConfigError:
+            raise error from None
 
 
 def _context(request: SearchRequest, folder: Path, index: int) -> SweepContext:
@@ -119,7 +450,7 @@ def _conclude(
             is_ok=best is not None,
         )
         for text in warnings:
-            _say(f"warning: {text}")
+            say(f"warning: {text}")
     failed = sum(trial.value is None for trial in trials)
     lines = ["", f"search {request.name}: {len(trials)} trials, {failed} failed ({ended})"]
     if best is None:
@@ -127,13 +458,12 @@ def _conclude(
     else:
         lines += _best_lines(request, runner, folder, best)
     lines.append(f"  all trials  {folder / TABLE_NAME}")
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    show(lines)
     return best is not None
 
 
 def _best_lines(request: SearchRequest, runner: TrialRunner, folder: Path, best: Any) -> list[str]:
-    config, spelled = _composed(runner, best.params)
+    config, spelled = runner.compose(overrides_of(best.params))
     goal = request.goal
     why = f"Trial {best.number} of search {request.name}: {goal.metric} {number(best.value)}."
     command = write_best(folder, spelled, config, why=why, config_dir=request.config_dir)
@@ -143,10 +473,6 @@ def _best_lines(request: SearchRequest, runner: TrialRunner, folder: Path, best:
         f"  its run     {facts_of(best)['folder']}",
         f"  again       {command}",
     ]
-
-
-def _composed(runner: TrialRunner, params: Proposal) -> tuple[RunConfig, list[str]]:
-    return runner.compose(overrides_of(params))
 
 
 def _table(trials: Sequence[Any]) -> str:
@@ -161,11 +487,6 @@ def _table(trials: Sequence[Any]) -> str:
         rest = ["; ".join(facts.get("broken", [])), facts.get("reason"), facts.get("folder")]
         writer.writerow([*lead, *rest, *(trial.params.get(key) for key in keys)])
     return buffer.getvalue()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -116,19 +116,13 @@ class StateWriter:
         self._write()
         self._wait()
 
-    def note_budget(self, num_bytes: int | None) -> None:
-        """Say how much GPU memory the engine may use; None: it is not known."""
-        self._state["gpu_budget_bytes"] = num_bytes
-        self._write()
+    def note(self, **facts: Any) -> None:
+        """Say what is known of the engine; None: it is not.
 
-    def note_pinned(self, num_bytes: int | None) -> None:
-        """Say what the engine's ledger of registered memory holds; None without an engine."""
-        self._state["pinned_bytes"] = num_bytes
-        self._write()
-
-    def note_kv(self, kv: Mapping[str, Any] | None) -> None:
-        """Say what the engine's KV cache holds, as the plan has it; None: it is not known."""
-        self._state["kv"] = kv
+        gpu_budget_bytes: GPU memory that it may use; pinned_bytes: what its ledger of registered
+        memory holds; kv: what its KV cache holds, as the plan has it.
+        """
+        self._state |= facts
         self._write()
 
     def loading(self, phase: str, done_bytes: int, total_bytes: int) -> None:
@@ -213,12 +207,7 @@ def door_for(job: WorkerJob) -> EngineDoor:
             raise ValueError(f"system.kind: expected native or a peer, got {other!r}.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that the arguments name with the system that it names."""
-    return serve(argv)
-
-
-def serve(argv: Sequence[str] | None, door: EngineDoor | None = None) -> int:
+def serve(argv: Sequence[str] | None = None, door: EngineDoor | None = None) -> int:
     """Run the job that the arguments name, with `door` if given; return 0 if it is ok, else 1."""
     parser = argparse.ArgumentParser(prog="python -m harness.worker")
     parser.add_argument("run_dir", type=Path)
@@ -272,15 +261,8 @@ class Work:
         try:
             self._state.enter("import")
             self._factory = self._door.load_code()
-            match self._job.kind:
-                case "measure":
-                    self._measure()
-                case "load":
-                    self._load()
-                case "reference":
-                    self._reference()
-                case other:
-                    raise ValueError(f"job kind: expected measure, load or reference, got {other}.")
+            kinds = {"measure": self._measure, "load": self._load, "reference": self._reference}
+            kinds[self._job.kind]()
             self._result["status"] = "ok"
         except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: carried to the parent
             status, facts = classify_exception(error, self._state.phase)
@@ -313,7 +295,7 @@ class Work:
             self._state.enter("close")
             self._llm.close()
             self._llm = None
-            self._state.note_pinned(None)
+            self._state.note(pinned_bytes=None)
 
     def _note_host_peak(self) -> None:
         """Note the host memory of the scenarios, before what comes after them takes any."""
@@ -327,24 +309,22 @@ class Work:
         except Exception as error:  # noqa: BLE001  the edge: noted
             self._result["notes"].append(f"{what}: {type(error).__name__}: {error}")
 
-    def _code(self) -> EngineFactory:
-        if self._factory is None:
-            raise RuntimeError("the engine's code is not loaded.")
-        return self._factory
-
     def _build(self, *, reference: bool = False) -> Engine:
+        assert self._factory is not None
         self._state.enter("build")
-        llm = self._code().from_config(
+        self._llm = self._factory.from_config(
             self._engine, progress=self._state.loading, reference=reference
         )
-        self._llm = llm
-        return llm
+        return self._llm
 
     def _note_engine(self, llm: Engine) -> None:
-        self._state.note_pinned(llm.memory().get("host_pinned_bytes"))
-        self._state.note_budget(llm.memory().get("gpu_budget_bytes"))
         self._result["plan"] = plan = llm.plan.to_dict()
-        self._state.note_kv(plan.get("kv"))
+        memory = llm.memory()
+        self._state.note(
+            pinned_bytes=memory.get("host_pinned_bytes"),
+            gpu_budget_bytes=memory.get("gpu_budget_bytes"),
+            kv=plan.get("kv"),
+        )
         self._result["effective"] = llm.effective()
         self._save()
 
@@ -359,16 +339,19 @@ class Work:
             config, vocab_size=llm.spec.vocab_size, avoid=special_ids(llm.tokenizer)
         )
         self._state.enter("reference")
-        tokens = greedy_tokens(
-            llm,
-            prompts,
-            config.output_tokens,
-            clock=self._door.clock,
-            on_progress=self._state.running,
-        )
+        tokens = self._greedy_tokens(llm, prompts)
         if self._job.reference is None:
             raise ValueError("job reference: expected a file to write, got none.")
         write_reference(self._job.reference, prompts, tokens)
+
+    def _greedy_tokens(self, llm: Engine, prompts: list[list[int]]) -> list[list[int]]:
+        return greedy_tokens(
+            llm,
+            prompts,
+            self._job.scenario.correctness.output_tokens,
+            clock=self._door.clock,
+            on_progress=self._state.running,
+        )
 
     def _load(self) -> None:
         def first_prompt(llm: Engine) -> list[int]:
@@ -513,13 +496,7 @@ class Work:
         reference, reference_name = read_reference(self._job.reference), self._job.reference.name
         if reference is None:
             raise RuntimeError(f"{self._job.reference}: the reference cannot be read.")
-        got = greedy_tokens(
-            llm,
-            reference["prompts"],
-            self._job.scenario.correctness.output_tokens,
-            clock=self._door.clock,
-            on_progress=self._state.running,
-        )
+        got = self._greedy_tokens(llm, reference["prompts"])
         if self._door.is_exact:
             compare_tokens(reference["tokens"], got)
         found = agree(reference["tokens"], got)
@@ -537,22 +514,19 @@ class Work:
         latency = partial(measure_latency, t=self._job.t)
         measure = latency if part == "latency" else measure_throughput
 
-        def all_of_it(watched: Engine) -> tuple[Outcome, StepTotals]:
-            def once(number: int) -> tuple[Outcome, StepTotals]:
-                return measure(
-                    watched,
-                    prompts[number],
-                    config.output_tokens,
-                    clock=clock,
-                    on_progress=self._state.running,
-                    on_end=self._requests.of(part, number),
-                    limit_s=config.max_duration_s,
-                    salt=f"{salt}/{number}",
-                )
+        def once(watched: Engine, number: int) -> tuple[Outcome, StepTotals]:
+            return measure(
+                watched,
+                prompts[number],
+                config.output_tokens,
+                clock=clock,
+                on_progress=self._state.running,
+                on_end=self._requests.of(part, number),
+                limit_s=config.max_duration_s,
+                salt=f"{salt}/{number}",
+            )
 
-            return measure_repeats(once, config, self._job.t)
-
-        return self._measured(part, llm, all_of_it, len(prompts[0]) * config.output_tokens)
+        return self._measured(part, llm, config, once, len(prompts[0]) * config.output_tokens)
 
     def _run_serve(self, llm: Engine, config: ServeScenario) -> StepTotals:
         load = Load(
@@ -566,38 +540,36 @@ class Work:
         self._state.enter("serve warm-up")
         self._result["reasons"] += warm_up(llm, load, clock=self._door.clock)
 
-        def all_of_it(watched: Engine) -> tuple[Outcome, StepTotals]:
-            return measure_repeats(
-                lambda number: measure_serve(
-                    watched,
-                    load.of_repeat(number),
-                    clock=self._door.clock,
-                    wait=self._door.wait,
-                    on_progress=self._state.running,
-                    on_end=self._requests.of("serve", number),
-                    open_door=self._door.open_async,
-                    run_async=self._door.run_async,
-                    t=self._job.t,
-                ),
-                config,
-                self._job.t,
+        def once(watched: Engine, number: int) -> tuple[Outcome, StepTotals]:
+            return measure_serve(
+                watched,
+                load.of_repeat(number),
+                clock=self._door.clock,
+                wait=self._door.wait,
+                on_progress=self._state.running,
+                on_end=self._requests.of("serve", number),
+                open_door=self._door.open_async,
+                run_async=self._door.run_async,
+                t=self._job.t,
             )
 
-        return self._measured("serve", llm, all_of_it)
+        return self._measured("serve", llm, config, once)
 
     def _measured(
         self,
         part: str,
         llm: Engine,
-        measure: Callable[[Engine], tuple[Outcome, StepTotals]],
+        config: RequestSet | ServeScenario,
+        once: Callable[[Engine, int], tuple[Outcome, StepTotals]],
         num_tokens: int | None = None,
     ) -> StepTotals:
-        """Measure a part with its energy and KV, and note what it found and when it ran."""
+        """Measure a part, all repeats, with its energy and KV; note what it found and when."""
         self._state.enter(part, num_tokens)
         energy = EnergyMeter(self._gpu())
         begin_s = self._door.clock()
         watch = KVWatch(llm, self._door.clock)
-        outcome, totals = measure(cast(Engine, watch))
+        watched = cast(Engine, watch)
+        outcome, totals = measure_repeats(partial(once, watched), config, self._job.t)
         self._note_window(part, begin_s)
         self._requests.flush()
         self._note_outcome(part, outcome)
@@ -637,4 +609,4 @@ class Work:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve())

@@ -19,25 +19,19 @@ CFG_CHOICES = ("job", "hydra", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What the user typed, options and overrides apart."""
+    """What the user typed: overrides, and the options that OPTIONS explains."""
 
     overrides: list[str] = field(default_factory=list)
     """key=value, group=option, with + or ++ before them, in the order given."""
     multirun: bool = False
-    """-m: overrides with several values make a sweep."""
     help: bool = False
     version: bool = False
     settings: bool = False
     choosing: bool = False
-    """Print every key with its default, type and meaning."""
     cfg: str | None = None
-    """Print the composed configuration (job, hydra or all) instead of running."""
     resolve: bool = False
-    """Resolve interpolations in what --cfg prints."""
     package: str | None = None
-    """The part of the configuration that --cfg prints, such as scenario.latency."""
     config_dir: Path | None = None
-    """A folder with configuration files of the user."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,17 +125,6 @@ OPTIONS: Final = {
     "--version": "print the version",
     "-h, --help": "print this",
 }
-GROUP_TITLES: Final = {
-    "model": "what runs (none chosen: the demo model smollm2_135m)",
-    "system": "what answers the requests: this project's engine or a peer",
-    "gpu": "on which card's memory; a budget that is enforced on the hardware that is here",
-    "offload": "which weights live in host memory",
-    "kv": "the KV cache; kv.cpu_gib, num_cpu_blocks or swap_space sizes its part in host memory",
-    "scenario": "what is measured",
-    "tracking": "where runs are mirrored to",
-    "experiment": "files that hold all choices of one question",
-    "study": "points that are run one after another and held against limits",
-}
 
 
 def key_rows() -> dict[str, str]:
@@ -204,14 +187,10 @@ def _first_sentence(path: Path) -> str:
 
 
 def help_text(config_dir: Path | None = None) -> str:
-    """Return the help.
-
-    Args:
-        config_dir: A folder of the user's.
-    """
+    """Return the help; the files of a user's folder are listed too."""
     lines = [_USAGE, *_table("options", OPTIONS)]
     folders = [CONF] if config_dir is None else [CONF, config_dir]
-    for group, title in GROUP_TITLES.items():
+    for group, title in GROUPS.items():
         files = {
             path.stem: path
             for folder in reversed(folders)

@@ -22,6 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
@@ -43,9 +44,8 @@ from engine.errors import ConfigError, closest, did_you_mean
 from engine.sealed import describe_type, key_types, without_null
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
-from harness.config.loader import Loader
 from harness.config.schema import GROUPS, RunConfig
-from harness.config.source import SCHEME, keep_texts, quoted, register_source, split
+from harness.config.source import SCHEME, Loader, TextSource, keep_texts, quoted, split
 
 NAMED: Final = {
     "offload": ("none", "uva", "prefetch"),
@@ -57,17 +57,10 @@ NAMED: Final = {
 
 
 def check_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Check that a point is what the options typed for it say.
+    """Raise ConfigError where settings make of an option that was typed what another one is.
 
-    Where no option was typed nothing is contradicted: offload.uva.cpu_offload_gb alone means uva,
-    kv.cpu_gib alone a host tier.
-
-    Args:
-        config: the point as composed.
-        overrides: of the point, in Hydra's spelling.
-
-    Raises:
-        ConfigError: settings make of an option what another one is.
+    Where no option was typed nothing is contradicted: offload.uva.cpu_offload_gb alone means
+    uva, kv.cpu_gib alone a host tier.
     """
     is_now = {
         "offload": config.offload_name,
@@ -157,12 +150,9 @@ def _hint(found: list[str]) -> str:
 
 
 def check_known_keys(content: dict[str, Any]) -> None:
-    """Check that a composed configuration (plain data) has only keys of RunConfig.
+    """Raise ConfigError for the first key of a composed configuration that RunConfig does not have.
 
-    OmegaConf lets `+key=value` pass a schema, hence this check.
-
-    Raises:
-        ConfigError: naming the first unknown key and the closest known one.
+    OmegaConf lets `+key=value` pass a schema.
     """
     known = dict(key_types(RunConfig))
     for path in _paths(content):
@@ -235,18 +225,12 @@ def _of_no_default(text: str) -> str | None:
 
 
 def explain(error: Exception) -> ConfigError:
-    """Return one message for an error of composing, without Hydra's own vocabulary.
-
-    Args:
-        error: What Hydra, OmegaConf or the YAML reader raised.
-    """
+    """Return one message for an error of composing, without Hydra's own vocabulary."""
     chain = _causes(error)
-    for item in chain:
-        if isinstance(item, ConfigError):
-            return item
-    for item in chain:
-        if isinstance(item, OmegaConfBaseException):
-            return _of_omegaconf(item)
+    if own := next((item for item in chain if isinstance(item, ConfigError)), None):
+        return own
+    if wrong := next((item for item in chain if isinstance(item, OmegaConfBaseException)), None):
+        return _of_omegaconf(wrong)
     for item in chain:
         if isinstance(item, YAMLError):
             return ConfigError("YAML: " + " ".join(str(item).split()))
@@ -320,14 +304,9 @@ def _check_switch(override: Override) -> None:
 
 
 def check_overrides(overrides: Sequence[Override], options: Callable[[str], list[str]]) -> None:
-    """Check keys, groups and options of a command line before anything is composed.
+    """Raise ConfigError for an unknown key, group or option, or a form that is not supported.
 
-    Args:
-        overrides: As parsed.
-        options: Returns the names of a group's files.
-
-    Raises:
-        ConfigError: an unknown key, group or option, or a form that is not supported.
+    `options` returns the names of a group's files.
     """
     known = dict(key_types(RunConfig))
     hydra_keys = dict(key_types(HydraConf, "hydra."))
@@ -446,6 +425,10 @@ class Point:
     warnings: list[str]
 
 
+_Composed = tuple[DictConfig, list[tuple[list[str], DictConfig]], bool]
+"""What a launcher is configured by, every point with its overrides, and whether -m."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a command line asks for: the overrides in Hydra's spelling and every point."""
@@ -478,15 +461,14 @@ def register() -> None:
     OmegaConf.register_new_resolver("tightfit_stamp", _stamp, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("tightfit_default_size", _default_size, replace=True)
     OmegaConf.register_new_resolver("tightfit_sum", lambda *parts: sum(parts), replace=True)
-    register_source()
+    Plugins.instance().register(TextSource)
     setup_globals()
 
 
 def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
     """Turn one composition (with or without Hydra's node) into a RunConfig and its warnings.
 
-    Raises:
-        ConfigError: an unknown key, a wrong type, or a value out of bounds.
+    Raises ConfigError for an unknown key, a wrong type, or a value out of bounds.
     """
     task = copy.deepcopy(composed)
     with read_write(task), open_dict(task):
@@ -511,7 +493,10 @@ def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
 def _loader() -> Loader:
     """Return the loader of conf/; one a process, so that its files are read once."""
     with initialize_config_dir(str(CONF), job_name="harness", version_base="1.3"):
-        return Loader(GlobalHydra.instance().config_loader().get_search_path())
+        path = GlobalHydra.instance().config_loader().get_search_path()
+    # Before the folder that Hydra was given, which is the same, read by TextSource.
+    path.prepend(provider=SCHEME, path=f"{SCHEME}://{CONF}", anchor="main")
+    return Loader(path)
 
 
 class Composer:
@@ -528,15 +513,10 @@ class Composer:
     def plan(
         self, typed: Sequence[str], *, multirun: bool = False, has_model: bool = False
     ) -> Plan:
-        """Compose and check every point that a command line asks for.
+        """Compose every point that a command line asks for, or say what is wrong first.
 
-        Args:
-            typed: Overrides; `model=x`, `+model=x` and `++model=x` are the same here.
-            multirun: -m was given.
-            has_model: It is known that they choose a model.
-
-        Raises:
-            ConfigError: the first thing that is wrong, in any point.
+        `model=x`, `+model=x` and `++model=x` are the same here. `has_model`: it is known
+        that the overrides choose one.
         """
         parsed = self.parse(typed)
         check_overrides(parsed, self.get_group_options)
@@ -550,19 +530,11 @@ class Composer:
             raise explain(error) from error
 
     def check(self, typed: Sequence[str]) -> None:
-        """Check keys, groups and options of overrides without composing.
-
-        Raises:
-            ConfigError: the first thing that is wrong.
-        """
+        """Raise ConfigError for a wrong key, group or option, without composing."""
         check_overrides(self.parse(typed), self.get_group_options)
 
     def parse(self, typed: Sequence[str]) -> list[Override]:
-        """Return overrides as Hydra parses them.
-
-        Raises:
-            ConfigError: one is of another form.
-        """
+        """Return overrides as Hydra parses them; ConfigError for one of another form."""
         # Of the loader it asks for the names of a group's files alone.
         parser = OverridesParser.create(config_loader=cast("ConfigLoader", self))
         return [self._parse_one(text, parser) for text in typed]
@@ -629,9 +601,7 @@ class Composer:
             )
         return any(have)
 
-    def _compose_replaced(
-        self, overrides: list[str], *, multirun: bool
-    ) -> tuple[DictConfig, list[tuple[list[str], DictConfig]], bool]:
+    def _compose_replaced(self, overrides: list[str], *, multirun: bool) -> _Composed:
         try:
             return self._compose_all(overrides, multirun=multirun)
         except ConfigCompositionException as error:
@@ -677,13 +647,8 @@ class Composer:
                     f"{remedy}."
                 )
 
-    def _compose_all(
-        self, overrides: list[str], *, multirun: bool
-    ) -> tuple[DictConfig, list[tuple[list[str], DictConfig]], bool]:
-        """Return what a launcher is configured by, every point with its overrides, and whether -m.
-
-        Interpolations are left as they are: each point resolves its own.
-        """
+    def _compose_all(self, overrides: list[str], *, multirun: bool) -> _Composed:
+        """Compose every point; interpolations are left as they are: each resolves its own."""
         parsed = self.parse(overrides)
         several = [item for item in parsed if item.is_sweep_override()]
         mode = RunMode.MULTIRUN if multirun or several else RunMode.RUN

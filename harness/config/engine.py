@@ -3,11 +3,13 @@
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import expanded
 from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
+from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import plain
@@ -17,43 +19,33 @@ from harness.config.schema import RunConfig
 
 Settings = Mapping[str, Collection[str]]
 
+_ENGINE: Final = (
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_seqs",
+    "enforce_eager",
+    "dtype",
+)
+_PREFETCH: Final = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
 TAKEN: Final[Mapping[str, Settings]] = {
     "accelerate": {
         "offload": ("offload_backend", "uva"),
         "offload.uva": ("cpu_offload_gb",),
         "planner": ("choose", "kv_tokens"),
-        "engine": (
-            "gpu_memory_utilization",
-            "max_model_len",
-            "max_num_seqs",
-            "enforce_eager",
-            "dtype",
-            "seed",
-        ),
+        "engine": (*_ENGINE, "seed"),
     },
     "vllm": {
         "offload": ("offload_backend", "uva", "prefetch"),
         "offload.uva": ("cpu_offload_gb", "cpu_offload_params"),
-        "offload.prefetch": (
-            "offload_group_size",
-            "offload_num_in_group",
-            "offload_prefetch_step",
-            "offload_params",
-        ),
+        "offload.prefetch": (*_PREFETCH, "offload_params"),
         "kv": ("block_size", "enable_prefix_caching", "cpu_gib", "disable_sliding_window"),
-        "engine": (
-            "gpu_memory_utilization",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "enforce_eager",
-            "dtype",
-            "seed",
-        ),
+        "engine": (*_ENGINE, "seed", "max_num_batched_tokens"),
     },
     "http": {"engine": ("max_model_len",)},
 }
 """System -> node of the configuration -> settings that it follows."""
+HOST_KV_FIELDS: Final = ("num_cpu_blocks", "cpu_gib", "swap_space", "pin_limit_gib")
+"""Settings of kv that are about the host tier alone."""
 NODES: Final = ("offload", "offload.uva", "offload.prefetch", "kv", "planner", "engine")
 PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate": ("accelerate", "Run: pip install 'tightfit[accelerate]'"),
@@ -73,11 +65,7 @@ WHY: Final[Mapping[str, str]] = {
 
 
 def require_package(kind: str) -> None:
-    """Check that what a system runs on is installed, before anything is made for it.
-
-    Raises:
-        ConfigError: it is not; the message says what to install.
-    """
+    """Raise ConfigError unless what a system runs on is installed."""
     package, remedy = PACKAGES.get(kind, ("", ""))
     if package and find_spec(package) is None:
         raise ConfigError(
@@ -87,11 +75,7 @@ def require_package(kind: str) -> None:
 
 
 def check_system(config: RunConfig) -> None:
-    """Check that the system follows every setting that differs from its default.
-
-    Raises:
-        ConfigError: naming the first setting that it does not follow.
-    """
+    """Raise ConfigError where the system does not follow a setting that has not its default."""
     kind = config.system.kind
     if kind == "native":
         return
@@ -101,16 +85,9 @@ def check_system(config: RunConfig) -> None:
             "what plans are held against, and there are none. Remove it."
         )
     for node in NODES:
-        _check_node(kind, node, _node(config, node))
+        _check_node(kind, node, attrgetter(node)(config))
     if kind == "http":
         _check_http(config)
-
-
-def _node(config: RunConfig, path: str) -> Any:
-    node: Any = config
-    for name in path.split("."):
-        node = getattr(node, name)
-    return node
 
 
 def _check_node(kind: str, path: str, node: Any) -> None:
@@ -141,26 +118,12 @@ def _check_http(config: RunConfig) -> None:
 
 def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
     """Return the configuration of an engine of this model under a run's settings."""
-    return EngineConfig(
-        model=model,
-        gpu=config.gpu,
-        offload=config.offload,
-        kv=config.kv,
-        engine=config.engine,
-        planner=config.planner,
-    )
+    nodes = ("gpu", "offload", "kv", "engine", "planner")
+    return EngineConfig(model=model, **{node: getattr(config, node) for node in nodes})
 
 
 def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
-    """Return the configuration of the engine under test.
-
-    Args:
-        config: What is asked.
-        model_path: The checkpoint's folder; None for random weights of the sizes in model.spec.
-
-    Raises:
-        ConfigError: No folder for weights that are not random.
-    """
+    """Return the configuration of the engine under test; without a folder of random weights."""
     model = ModelConfig(
         name=config.model.name,
         path=None if model_path is None else str(model_path),
@@ -170,15 +133,16 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
     return with_model(config, model)
 
 
+def without_host_tier(kv: KVConfig) -> KVConfig:
+    """Return settings of a KV cache on the GPU alone, otherwise the same."""
+    return replace(kv, **{name: getattr(KVConfig(), name) for name in HOST_KV_FIELDS})
+
+
 def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
     """Return the configuration whose tokens are the yardstick; the same for every placement.
 
     It has no host tier of KV blocks; where there is one, only room for the prompts that are
     compared, so that it fits where the engine under test does.
-
-    Args:
-        config: What is asked of the engine under test.
-        model_path: As in engine_config.
     """
     longest = config.engine.max_model_len
     if config.kv.has_host_tier:
@@ -188,14 +152,7 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
         engine_config(config, model_path),
         offload=OffloadConfig(),
         planner=PlannerConfig(),
-        kv=replace(
-            config.kv,
-            enable_prefix_caching=False,
-            num_cpu_blocks=None,
-            cpu_gib=None,
-            swap_space=0.0,
-            pin_limit_gib=None,
-        ),
+        kv=replace(without_host_tier(config.kv), enable_prefix_caching=False),
         engine=replace(config.engine, enforce_eager=True, max_model_len=longest),
     )
 
@@ -203,9 +160,8 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
 def check_settings(config: RunConfig) -> None:
     """Check what depends on the model's sizes but on no machine and no weights.
 
-    Raises:
-        ConfigError: A selector matches nothing, an offload moves nothing, a window or a length is
-            refused, or a file of prompts or a trace is absent.
+    Raises ConfigError where a selector matches nothing, an offload moves nothing, a window or a
+    length is refused, or a file of prompts or a trace is absent.
     """
     for name, file in config.scenario.files().items():
         path = expanded(file)

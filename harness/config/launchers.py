@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -16,51 +15,29 @@ LOCAL_JOB_MINUTES: Final = 7 * 24 * 60
 """Minutes of hydra.launcher.timeout_min for local jobs, in the place of the plugin's hour."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plugin:
-    module: str
-    package: str
-    extra: str
-
-
-_SUBMITIT: Final = _Plugin(
-    module="hydra_plugins.hydra_submitit_launcher",
-    package="hydra-submitit-launcher",
-    extra="submitit",
-)
 LAUNCHERS: Final = MappingProxyType(
     {
         BASIC: None,
-        "joblib": _Plugin(
-            module="hydra_plugins.hydra_joblib_launcher",
-            package="hydra-joblib-launcher",
-            extra="joblib",
-        ),
-        "submitit_local": _SUBMITIT,
-        "submitit_slurm": _SUBMITIT,
-        "ray": _Plugin(
-            module="hydra_plugins.hydra_ray_launcher", package="hydra-ray-launcher", extra="ray"
-        ),
+        "joblib": "joblib",
+        "submitit_local": "submitit",
+        "submitit_slurm": "submitit",
+        "ray": "ray",
     }
 )
-"""Name -> what brings it; basic is Hydra's own and runs points one after another."""
+"""Name -> the extra that brings it; basic is Hydra's own and runs points one after another."""
 
 
 def check_launcher(name: object) -> None:
-    """Check that a launcher is one of ours and that what it needs is installed.
-
-    Raises:
-        ConfigError: it is not; the message says what to install.
-    """
+    """Raise ConfigError unless a launcher is one of ours and what it needs is installed."""
     if name not in LAUNCHERS:
         listed = ", ".join(LAUNCHERS)
         hint = did_you_mean(str(name), LAUNCHERS)
         raise ConfigError(f"hydra/launcher: expected one of {listed}, got {name!r}.{hint}")
-    plugin = LAUNCHERS[str(name)]
-    if plugin is not None and not _is_installed(plugin.module):
+    extra = LAUNCHERS[str(name)]
+    if extra is not None and not _is_installed(f"hydra_plugins.hydra_{extra}_launcher"):
         raise ConfigError(
-            f"hydra/launcher={name}: expected the package {plugin.package}, which is not "
-            f"installed. Install it: pip install 'tightfit[{plugin.extra}]'"
+            f"hydra/launcher={name}: expected the package hydra-{extra}-launcher, which is not "
+            f"installed. Install it: pip install 'tightfit[{extra}]'"
         )
     if name == "submitit_slurm" and shutil.which("srun") is None:
         raise ConfigError(

@@ -6,6 +6,7 @@ the files state choices.
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
@@ -16,14 +17,16 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from harness.config.serve import (
-    MOST_LENGTH,
     MOST_REQUESTS,
-    MOST_S,
+    REQUESTS,
+    SECONDS,
+    SHARE,
+    TOKENS,
+    Bounded,
     ServeScenario,
-    check_counts,
-    check_positive,
     check_repeats,
     check_size,
+    within,
 )
 from harness.config.study import (
     BareScenario,
@@ -39,22 +42,22 @@ _MOST_PAIRS: Final = 1000
 
 
 @dataclass(kw_only=True)
-class AbConfig(Sealed):
+class AbConfig(Bounded):
     """Two sides that do the same work: what each overrides, and how often both run."""
 
+    node: ClassVar[str] = "ab"
     a: list[str] = field(default_factory=list)
     """Overrides of side a, which the ratios are over, such as [offload=none]."""
     b: list[str] = field(default_factory=list)
     """Overrides of side b."""
-    pairs: int = 4
+    pairs: int = field(default=4, metadata=within(1, _MOST_PAIRS))
     """Runs of both sides, in the order A B, B A, A B, ..., each in fresh processes."""
-    aa_pairs: int = 3
+    aa_pairs: int = field(default=3, metadata=within(0, _MOST_PAIRS))
     """Runs of side a against itself before, which say what this machine can resolve; 0: none."""
 
     def check(self) -> None:
         """Raise ConfigError when there is nothing to compare."""
-        check_number("ab.pairs", self.pairs, low=1, high=_MOST_PAIRS, integer=True)
-        check_number("ab.aa_pairs", self.aa_pairs, low=0, high=_MOST_PAIRS, integer=True)
+        super().check()
         if self.aa_pairs == 1:
             raise ConfigError(
                 "ab.aa_pairs: expected 0 or at least 2, got 1: one pair has no deviation."
@@ -64,14 +67,6 @@ class AbConfig(Sealed):
                 f"ab.b: expected other overrides than ab.a, got {self.b} for both. Set them, such "
                 "as ab.a=[offload=none] ab.b=[offload=uva]."
             )
-
-    def overrides(self, side: str) -> list[str]:
-        """Return what a side overrides.
-
-        Args:
-            side: a or b.
-        """
-        return list(self.a if side == "a" else self.b)
 
 
 CLOCKS: Final = ("scripted", "real")
@@ -88,52 +83,55 @@ FAILURES: Final = (
 )
 _MOST: Final = 1e6
 """Most of every time in its unit, and of GiB: sums of them stay exact enough to compare."""
+_AMOUNT: Final = within(0, _MOST)
+_SIZE: Final = within(0, _MOST, low_open=True)
 PLACES: Final = ("plan", "build", "reference", "step")
 
 
 @dataclass(kw_only=True)
-class FakeScript(Sealed):
+class FakeScript(Bounded):
     """What the engine of model=fake pretends; nothing is computed.
 
     A step gives every waiting prompt its first token, or else every running sequence its next one.
     """
 
+    node: ClassVar[str] = "model.fake"
     clock: str = "scripted"
     """scripted: steps take no real time and figures are exact | real: steps are waited for."""
-    load_s: float = 0.5
+    load_s: float = field(default=0.5, metadata=_AMOUNT)
     """Seconds of the load, as its phase read."""
-    prefill_ms: list[float] = field(default_factory=lambda: [20.0])
+    prefill_ms: list[float] = field(default_factory=lambda: [20.0], metadata=_AMOUNT)
     """Times of steps with prompts: the first takes the first of them, then in turn."""
-    prefill_ms_per_token: float = 0.0
+    prefill_ms_per_token: float = field(default=0.0, metadata=_AMOUNT)
     """Added to such a step for each of its prompt tokens."""
-    decode_ms: list[float] = field(default_factory=lambda: [5.0])
+    decode_ms: list[float] = field(default_factory=lambda: [5.0], metadata=_AMOUNT)
     """Times of steps that give next tokens, in turn."""
-    ms_per_offloaded_gib: float = 0.0
+    ms_per_offloaded_gib: float = field(default=0.0, metadata=_AMOUNT)
     """Added to every step for each GiB of weights in host memory."""
-    weights_gib: float = 2.0
+    weights_gib: float = field(default=2.0, metadata=_SIZE)
     """Weights; offload moves a part of them to the host."""
-    kv_gib: float = 1.0
+    kv_gib: float = field(default=1.0, metadata=_AMOUNT)
     """KV cache, on the GPU."""
-    gpu_gib: float = 16.0
+    gpu_gib: float = field(default=16.0, metadata=_SIZE)
     """What the card has where gpu.memory_gib is null."""
-    gpu_peak_gib: float | None = None
+    gpu_peak_gib: float | None = field(default=None, metadata=_AMOUNT)
     """Highest GPU memory in use; null: what was planned."""
-    host_touched_gib: float = 0.0
+    host_touched_gib: float = field(default=0.0, metadata=_AMOUNT)
     """Host memory that the worker really takes while it builds, for figures of memory."""
     fail: str = "none"
     """none | no_fit | oom | host_oom | error | exit | sigkill | sigsegv | hang."""
     fail_at: str = "step"
     """plan | build | reference | step (of warm-ups and timed requests)."""
-    fail_after_steps: int = 0
+    fail_after_steps: int = field(default=0, metadata=within(0))
     """Steps of warm-ups and timed requests before a failure at step."""
-    refuse_every: int | None = None
+    refuse_every: int | None = field(default=None, metadata=within(1))
     """Refuse timed requests whose number it divides; null: none."""
-    break_every: int | None = None
+    break_every: int | None = field(default=None, metadata=within(1))
     """End timed requests whose number it divides with an error in the step after that
     of its first token; null: none."""
-    stop_after: int | None = None
+    stop_after: int | None = field(default=None, metadata=within(1))
     """Tokens after which an answer stops by itself, if it is longer; null: at its full length."""
-    wrong_token_at: int | None = None
+    wrong_token_at: int | None = field(default=None, metadata=within(0))
     """Output position at which the engine under test differs from the reference; null: none."""
 
     def check(self) -> None:
@@ -142,43 +140,19 @@ class FakeScript(Sealed):
         check_choice("model.fake.fail", self.fail, FAILURES)
         check_choice("model.fake.fail_at", self.fail_at, PLACES)
         for name in ("prefill_ms", "decode_ms"):
-            times = getattr(self, name)
-            if not times:
+            if not getattr(self, name):
                 raise ConfigError(f"model.fake.{name}: expected at least one time, got none.")
-            for time_ms in times:
-                check_number(f"model.fake.{name}", time_ms, low=0, high=_MOST)
-        for name in ("load_s", "prefill_ms_per_token", "ms_per_offloaded_gib", "kv_gib"):
-            check_number(f"model.fake.{name}", getattr(self, name), low=0, high=_MOST)
-        check_number("model.fake.host_touched_gib", self.host_touched_gib, low=0, high=_MOST)
-        for name in ("weights_gib", "gpu_gib"):
-            check_number(
-                f"model.fake.{name}", getattr(self, name), low=0, high=_MOST, low_open=True
-            )
-        if self.gpu_peak_gib is not None:
-            check_number("model.fake.gpu_peak_gib", self.gpu_peak_gib, low=0, high=_MOST)
-        self._check_counts()
-
-    def fails_at(self, place: str) -> bool:
-        """Return whether a failure is scripted at one of PLACES."""
-        return self.fail != "none" and self.fail_at == place
-
-    def _check_counts(self) -> None:
-        check_number("model.fake.fail_after_steps", self.fail_after_steps, low=0, integer=True)
+        super().check()
         if self.fail_after_steps and not self.fails_at("step"):
             raise ConfigError(
                 f"model.fake.fail_after_steps: expected 0 with fail={self.fail} and "
                 f"fail_at={self.fail_at}, got {self.fail_after_steps}. Set model.fake.fail, and "
                 "fail_at=step."
             )
-        for name, low in (
-            ("refuse_every", 1),
-            ("break_every", 1),
-            ("stop_after", 1),
-            ("wrong_token_at", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"model.fake.{name}", value, low=low, integer=True)
+
+    def fails_at(self, place: str) -> bool:
+        """Return whether a failure is scripted at one of PLACES."""
+        return self.fail != "none" and self.fail_at == place
 
 
 @dataclass(kw_only=True)
@@ -209,9 +183,10 @@ PROMPT_FORMS: Final = ("token_ids", "text")
 
 
 @dataclass(kw_only=True)
-class SystemConfig(Sealed):
+class SystemConfig(Bounded):
     """What answers the requests: this project's engine or a peer."""
 
+    node: ClassVar[str] = "system"
     kind: str = "native"
     """native | accelerate | vllm | http."""
     base_url: str | None = None
@@ -228,7 +203,7 @@ class SystemConfig(Sealed):
     extensions: bool | None = None
     """Send ignore_eos, return_token_ids and cache_salt (null: true), which some servers
     refuse."""
-    request_timeout_s: float | None = None
+    request_timeout_s: float | None = field(default=None, metadata=within(0, low_open=True))
     """Longest wait for the next part of an answer (http; null: 300)."""
 
     def check(self) -> None:
@@ -249,22 +224,11 @@ class SystemConfig(Sealed):
                 "takes text; remove it."
             )
         check_choice("system.prompts", self.prompts or PROMPT_FORMS[0], PROMPT_FORMS)
-        if self.request_timeout_s is not None:
-            check_number("system.request_timeout_s", self.request_timeout_s, low=0, low_open=True)
+        super().check()
 
     def _check_unset(self) -> None:
-        names = (
-            "base_url",
-            "served_model",
-            "api_key_env",
-            "api",
-            "prompts",
-            "extensions",
-            "request_timeout_s",
-        )
-        for name in names:
-            value = getattr(self, name)
-            if value is not None:
+        for name, value in asdict(self).items():
+            if name != "kind" and value is not None:
                 raise ConfigError(
                     f"system.{name}: expected null for system.kind={self.kind}, got {value!r}. "
                     "Remove it, or choose system=http."
@@ -272,18 +236,18 @@ class SystemConfig(Sealed):
 
 
 @dataclass(kw_only=True)
-class LoadScenario(Sealed):
+class LoadScenario(Bounded):
     """Starts of the engine in fresh processes, from nothing to the first token."""
 
-    cold_starts: int = 0
+    node: ClassVar[str] = "scenario.load"
+    cold_starts: int = field(default=0, metadata=within(0, MOST_REQUESTS))
     """Starts with the checkpoint dropped from the page cache first."""
-    warm_starts: int = 1
+    warm_starts: int = field(default=1, metadata=within(0, MOST_REQUESTS))
     """Starts with the checkpoint in the page cache."""
 
     def check(self) -> None:
         """Raise ConfigError when no start is asked for."""
-        least = {"cold_starts": 0, "warm_starts": 0}
-        check_counts("scenario.load", self, least, MOST_REQUESTS)
+        super().check()
         if self.cold_starts + self.warm_starts == 0:
             raise ConfigError(
                 "scenario.load: expected at least one start, got cold_starts=0 and warm_starts=0. "
@@ -292,46 +256,41 @@ class LoadScenario(Sealed):
 
 
 @dataclass(kw_only=True)
-class RequestSet(Sealed):
+class RequestSet(Bounded):
     """Requests of one scenario: synthetic prompts of a set length, or prompts from a file."""
 
     part: ClassVar[str] = "requests"
-    num_requests: int = 32
+    node: ClassVar[str] = "scenario.requests"
+    num_requests: int = field(default=32, metadata=REQUESTS)
     """Requests that are timed."""
-    warmup_requests: int = 2
+    warmup_requests: int = field(default=2, metadata=within(0, MOST_REQUESTS))
     """Requests before, not timed, with prompts of their own."""
-    prompt_tokens: int = 128
+    prompt_tokens: int = field(default=128, metadata=TOKENS)
     """Tokens of each synthetic prompt; the prompts of prompts_file have their own lengths."""
-    output_tokens: int = 64
+    output_tokens: int = field(default=64, metadata=TOKENS)
     """Tokens generated for each request; the end token does not stop it."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=within(0))
     """Seed of the synthetic prompts."""
     prompts_file: str | None = None
     """JSON lines, each with `prompt` (text) or `prompt_token_ids` (list); null: synthetic."""
-    repeats: int = 1
+    repeats: int = field(default=1, metadata=REQUESTS)
     """Measurements, each with prompts of its own; above 1: means with 95 % intervals."""
-    stop_share: float | None = None
+    stop_share: float | None = field(default=None, metadata=SHARE)
     """End when the interval of output tokens/s (latency: of the mean time of a request) is at most
     this share of the mean to either side."""
-    max_duration_s: float | None = None
+    max_duration_s: float | None = field(default=None, metadata=SECONDS)
     """Seconds after which the warm-up, and each measurement, ends with what there is (at least one
     request, of throughput one token); the figures are then not valid. null: no limit."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        node = f"scenario.{self.part}"
-        check_counts(node, self, {"num_requests": 1, "warmup_requests": 0}, MOST_REQUESTS)
-        check_counts(node, self, {"prompt_tokens": 1, "output_tokens": 1}, MOST_LENGTH)
-        check_number(f"{node}.seed", self.seed, low=0, integer=True)
-        check_repeats(node, self.repeats, self.stop_share)
-        check_positive(f"{node}.max_duration_s", self.max_duration_s, high=MOST_S)
+        super().check()
+        check_repeats(self.node, self.repeats, self.stop_share)
         each = self.prompt_tokens if self.prompts_file is None else 0
         settings = "its num_requests, repeats or prompt_tokens"
-        check_size(node, self.num_rows, self.num_rows * each, settings)
+        check_size(self.node, self.num_rows, self.num_rows * each, settings)
         if self.prompts_file is not None and not self.prompts_file.strip():
-            raise ConfigError(
-                f"scenario.{self.part}.prompts_file: expected a JSONL file or null, got ''."
-            )
+            raise ConfigError(f"{self.node}.prompts_file: expected a JSONL file or null, got ''.")
 
     @property
     def num_rows(self) -> int:
@@ -344,9 +303,10 @@ class ThroughputScenario(RequestSet):
     """N requests offered at once."""
 
     part: ClassVar[str] = "throughput"
-    num_requests: int = 64
+    node: ClassVar[str] = "scenario.throughput"
+    num_requests: int = field(default=64, metadata=REQUESTS)
     """Requests that are timed."""
-    output_tokens: int = 128
+    output_tokens: int = field(default=128, metadata=TOKENS)
     """Tokens generated for each request; the end token does not stop it."""
 
 
@@ -355,32 +315,28 @@ class LatencyScenario(RequestSet):
     """One request at a time; a median needs 11 of them, p90 64, p95 130, p99 662."""
 
     part: ClassVar[str] = "latency"
+    node: ClassVar[str] = "scenario.latency"
 
 
 @dataclass(kw_only=True)
-class CorrectnessConfig(Sealed):
+class CorrectnessConfig(Bounded):
     """Greedy tokens compared with the reference before anything is timed."""
 
+    node: ClassVar[str] = "scenario.correctness"
     enabled: bool = True
     """Compare; false times an engine whose tokens nobody checked, and the record says so."""
-    num_prompts: int = 2
+    num_prompts: int = field(default=2, metadata=REQUESTS)
     """Synthetic prompts to compare."""
-    prompt_tokens: int = 16
+    prompt_tokens: int = field(default=16, metadata=TOKENS)
     """Tokens of each."""
-    output_tokens: int = 16
+    output_tokens: int = field(default=16, metadata=TOKENS)
     """Tokens generated for each."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        node = "scenario.correctness"
-        check_counts(node, self, {"prompt_tokens": 1, "output_tokens": 1}, MOST_LENGTH)
-        check_counts(node, self, {"num_prompts": 1}, MOST_REQUESTS)
-        check_size(
-            node,
-            self.num_prompts,
-            self.num_prompts * self.prompt_tokens,
-            "its num_prompts or prompt_tokens",
-        )
+        super().check()
+        num_tokens, settings = self.num_prompts * self.prompt_tokens, "num_prompts or prompt_tokens"
+        check_size(self.node, self.num_prompts, num_tokens, f"its {settings}")
 
 
 @dataclass(kw_only=True)
@@ -483,18 +439,23 @@ class TrackingConfig(Sealed):
             raise ConfigError("tracking.experiment: expected a name, got an empty text.")
 
 
-GROUPS: Final = (
-    "model",
-    "system",
-    "gpu",
-    "offload",
-    "kv",
-    "scenario",
-    "tracking",
-    "experiment",
-    "study",
+GROUPS: Final = MappingProxyType(
+    {
+        "model": "what runs (none chosen: the demo model smollm2_135m)",
+        "system": "what answers the requests: this project's engine or a peer",
+        "gpu": "on which card's memory; a budget that is enforced on the hardware that is here",
+        "offload": "which weights live in host memory",
+        "kv": (
+            "the KV cache; kv.cpu_gib, num_cpu_blocks or swap_space sizes its part in host memory"
+        ),
+        "scenario": "what is measured",
+        "tracking": "where runs are mirrored to",
+        "experiment": "files that hold all choices of one question",
+        "study": "points that are run one after another and held against limits",
+    }
 )
-"""Groups of files in conf/; each but experiment and study fills the node of its name."""
+"""Groups of files in conf/ and what they choose; each but experiment and study fills the node of
+its name."""
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,8 @@
 """ServeScenario: the node scenario.serve, its parts checked against each other."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
@@ -16,60 +16,53 @@ MOST_LENGTH: Final = 10**8
 """Tokens of one prompt or one answer."""
 MOST_S: Final = 1e7
 """Seconds: 115 days."""
-MOST_FACTOR: Final = 1e6
 LEAST_RATE: Final = 1e-4
 MOST_RATE: Final = 1e6
-LEAST_BURSTINESS: Final = 1e-3
-MOST_BURSTINESS: Final = 1e6
 
 
-def check_counts(node: str, settings: object, least: dict[str, int], most: int) -> None:
-    """Check whole numbers of `settings`, from `least` of each to `most`; None is left out.
-
-    Raises:
-        ConfigError: A value is out of bounds.
-    """
-    for name, low in least.items():
-        value = getattr(settings, name)
-        if value is not None:
-            check_number(f"{node}.{name}", value, low=low, high=most, integer=True)
+def within(low: float, high: float = math.inf, *, low_open: bool = False) -> dict[str, Any]:
+    """Return the metadata of a field whose number, or each of its list, is between bounds."""
+    return {"bounds": {"low": low, "high": high, "low_open": low_open}}
 
 
-def check_positive(name: str, value: float | None, *, high: float) -> None:
-    """Raise ConfigError unless `value` is None or a number above 0 and at most `high`."""
-    if value is not None:
-        check_number(name, value, low=0, high=high, low_open=True)
+class Bounded(Sealed):
+    """A node whose numbers are held to the bounds of their fields; null is left out."""
+
+    node: ClassVar[str]
+    """Path in the configuration."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds."""
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if value is None or "bounds" not in item.metadata:
+                continue
+            for number in value if isinstance(value, list) else [value]:
+                name, is_integer = f"{self.node}.{item.name}", "float" not in str(item.type)
+                check_number(name, number, integer=is_integer, **item.metadata["bounds"])
+
+
+TOKENS: Final = within(1, MOST_LENGTH)
+REQUESTS: Final = within(1, MOST_REQUESTS)
+SECONDS: Final = within(0, MOST_S, low_open=True)
+MILLISECONDS: Final = within(0, 1e3 * MOST_S, low_open=True)
+FACTOR: Final = within(0, 1e6, low_open=True)
+SHARE: Final = within(0, 1, low_open=True)
 
 
 def check_repeats(node: str, repeats: int, stop_share: float | None) -> None:
-    """Check how often a part is measured.
-
-    Raises:
-        ConfigError: A value is out of bounds, or would have no effect.
-    """
-    check_number(f"{node}.repeats", repeats, low=1, high=MOST_REQUESTS, integer=True)
-    if stop_share is None:
-        return
-    name = f"{node}.stop_share"
-    check_number(name, stop_share, low=0, high=1, low_open=True)
-    if repeats <= LEAST_REPEATS:
+    """Raise ConfigError where `stop_share` has no effect on so many repeats."""
+    if stop_share is not None and repeats <= LEAST_REPEATS:
         raise ConfigError(
-            f"{name}: expected null with repeats={repeats}: a series does not end before "
-            f"{LEAST_REPEATS}. Raise {node}.repeats or remove it."
+            f"{node}.stop_share: expected null with repeats={repeats}: a series does not end "
+            f"before {LEAST_REPEATS}. Raise {node}.repeats or remove it."
         )
 
 
 def check_size(node: str, num_requests: float, prompt_tokens: float, settings: str) -> None:
-    """Check how much a part builds before it sends anything.
+    """Check how much a part builds before it sends anything; `settings`: what to lower.
 
-    Args:
-        node: the part, such as scenario.serve.
-        num_requests: in all.
-        prompt_tokens: of all of them; 0 where a file decides.
-        settings: what to lower.
-
-    Raises:
-        ConfigError: It is more than MOST_REQUESTS or MOST_PROMPT_TOKENS.
+    `prompt_tokens`, of all requests, is 0 where a file decides.
     """
     for what, asked, most in (
         ("requests", num_requests, MOST_REQUESTS),
@@ -83,11 +76,7 @@ def check_size(node: str, num_requests: float, prompt_tokens: float, settings: s
 
 
 def check_used(node: str, values: dict[str, object], needed: set[str], why: str) -> None:
-    """Check that exactly the needed settings have a value.
-
-    Raises:
-        ConfigError: One is null that is needed, or has a value that would have no effect.
-    """
+    """Raise ConfigError unless exactly the needed settings have a value."""
     for name, value in values.items():
         if name in needed and value is None:
             raise ConfigError(f"{node}.{name}: expected a value for {why}, got null. Set it.")
@@ -105,41 +94,31 @@ TRACE_FORMATS: Final = ("auto", "azure", "mooncake")
 
 
 @dataclass(kw_only=True)
-class Arrivals(Sealed):
+class Arrivals(Bounded):
     """When requests arrive; with several turns, when conversations begin."""
 
+    node: ClassVar[str] = f"{NODE}.arrivals"
     process: str = "poisson"
     """poisson | gamma | constant | at_once | trace (the times of scenario.serve.trace)."""
-    rate_per_s: float | None = None
+    rate_per_s: float | None = field(default=None, metadata=within(LEAST_RATE, MOST_RATE))
     """Mean arrivals a second; null for at_once, trace and a search."""
-    burstiness: float | None = None
+    burstiness: float | None = field(default=None, metadata=within(1e-3, 1e6))
     """Shape of the gamma process: 1 is Poisson, below it bursts, above it evens out."""
-    ramp_up_s: float | None = None
+    ramp_up_s: float | None = field(default=None, metadata=SECONDS)
     """Seconds in which the rate rises from 0 to rate_per_s; what arrives then is not counted."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        check_choice(f"{NODE}.arrivals.process", self.process, PROCESSES)
-        bounds = {
-            "rate_per_s": (LEAST_RATE, MOST_RATE),
-            "burstiness": (LEAST_BURSTINESS, MOST_BURSTINESS),
-        }
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{NODE}.arrivals.{name}", value, low=low, high=high)
-        check_positive(f"{NODE}.arrivals.ramp_up_s", self.ramp_up_s, high=MOST_S)
-        why = f"process={self.process}"
-        is_gamma = self.process == "gamma"
-        check_used(
-            f"{NODE}.arrivals",
-            {"burstiness": self.burstiness},
-            {"burstiness"} if is_gamma else set(),
-            why,
+        check_choice(f"{self.node}.process", self.process, PROCESSES)
+        super().check()
+        why, needed = (
+            f"process={self.process}",
+            {"burstiness"} if self.process == "gamma" else set(),
         )
+        check_used(self.node, {"burstiness": self.burstiness}, needed, why)
         if not self.has_rate:
             given = {"rate_per_s": self.rate_per_s, "ramp_up_s": self.ramp_up_s}
-            check_used(f"{NODE}.arrivals", dict(given), set(), why)
+            check_used(self.node, dict(given), set(), why)
 
     @property
     def has_rate(self) -> bool:
@@ -153,26 +132,25 @@ class Arrivals(Sealed):
 
 
 @dataclass(kw_only=True)
-class Lengths(Sealed):
+class Lengths(Bounded):
     """How many tokens each request has."""
 
+    node: ClassVar[str] = f"{NODE}.(prompt|output)"
     distribution: str = "fixed"
     """fixed | uniform | normal | lognormal."""
-    tokens: int | None = None
+    tokens: int | None = field(default=None, metadata=TOKENS)
     """The length (fixed) or the mean (normal, lognormal)."""
-    std: float | None = None
+    std: float | None = field(default=None, metadata=within(0, MOST_LENGTH, low_open=True))
     """Standard deviation in tokens (normal, lognormal)."""
-    low: int | None = None
+    low: int | None = field(default=None, metadata=TOKENS)
     """Smallest length (uniform), or bound that shorter draws are raised to (default 1)."""
-    high: int | None = None
+    high: int | None = field(default=None, metadata=TOKENS)
     """Largest length (uniform), or bound that longer draws are lowered to."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is absent, out of bounds or has no effect."""
-        node = f"{NODE}.(prompt|output)"
-        check_choice(f"{node}.distribution", self.distribution, DISTRIBUTIONS)
-        check_counts(node, self, {"tokens": 1, "low": 1, "high": 1}, MOST_LENGTH)
-        check_positive(f"{node}.std", self.std, high=MOST_LENGTH)
+        check_choice(f"{self.node}.distribution", self.distribution, DISTRIBUTIONS)
+        super().check()
         needed = {
             "fixed": {"tokens"},
             "uniform": {"low", "high"},
@@ -182,10 +160,11 @@ class Lengths(Sealed):
         values = {name: getattr(self, name) for name in ("tokens", "std", "low", "high")}
         if self.distribution in {"normal", "lognormal"}:
             del values["low"]
-        check_used(node, values, needed, f"distribution={self.distribution}")
+        check_used(self.node, values, needed, f"distribution={self.distribution}")
         if self.high is not None and self.least > self.high:
             raise ConfigError(
-                f"{node}.high: expected at least low={self.least}, got {self.high}. Raise high."
+                f"{self.node}.high: expected at least low={self.least}, got {self.high}. Raise "
+                "high."
             )
 
     @property
@@ -208,17 +187,18 @@ class Lengths(Sealed):
 
 
 @dataclass(kw_only=True)
-class Prefixes(Sealed):
+class Prefixes(Bounded):
     """Beginnings of prompts that several requests share."""
 
-    num: int = 0
+    node: ClassVar[str] = f"{NODE}.prefixes"
+    num: int = field(default=0, metadata=within(0, MOST_LENGTH))
     """How many different ones; each request or conversation draws one. 0: none."""
-    tokens: int = 0
+    tokens: int = field(default=0, metadata=within(0, MOST_LENGTH))
     """Length of each, beside the request's own tokens."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        check_counts(f"{NODE}.prefixes", self, {"num": 0, "tokens": 0}, MOST_LENGTH)
+        super().check()
         if (self.num == 0) != (self.tokens == 0):
             raise ConfigError(
                 f"{NODE}.prefixes: expected num and tokens both above 0 or both 0, got "
@@ -227,20 +207,20 @@ class Prefixes(Sealed):
 
 
 @dataclass(kw_only=True)
-class Turns(Sealed):
+class Turns(Bounded):
     """Conversations: each later turn holds all earlier prompts and answers."""
 
-    num: int = 1
+    node: ClassVar[str] = f"{NODE}.turns"
+    num: int = field(default=1, metadata=TOKENS)
     """Requests of each conversation."""
-    think_s: float = 0.0
+    think_s: float = field(default=0.0, metadata=within(0, MOST_S))
     """Seconds from the last token of an answer to the arrival of the next turn."""
-    first_tokens: int | None = None
+    first_tokens: int | None = field(default=None, metadata=TOKENS)
     """Own tokens of the first prompt of a conversation; null: drawn as those of the others."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        check_counts(f"{NODE}.turns", self, {"num": 1, "first_tokens": 1}, MOST_LENGTH)
-        check_number(f"{NODE}.turns.think_s", self.think_s, low=0, high=MOST_S)
+        super().check()
         if self.num == 1 and self.think_s:
             raise ConfigError(
                 f"{NODE}.turns.think_s: expected 0 with one turn, got {self.think_s}. Raise "
@@ -254,16 +234,17 @@ class Turns(Sealed):
 
 
 @dataclass(kw_only=True)
-class TraceSource(Sealed):
+class TraceSource(Bounded):
     """Arrivals and lengths that were recorded elsewhere."""
 
+    node: ClassVar[str] = f"{NODE}.trace"
     path: str | None = None
     """File: Azure's CSV or Mooncake's JSON lines."""
     format: str = "auto"
     """auto (by the file's ending: .csv or .jsonl) | azure | mooncake."""
-    time_scale: float = 1.0
+    time_scale: float = field(default=1.0, metadata=FACTOR)
     """Factor of all times; 0.5 sends twice as fast."""
-    length_scale: float = 1.0
+    length_scale: float = field(default=1.0, metadata=FACTOR)
     """Factor of all lengths, prompts and outputs; each keeps at least one token."""
 
     def check(self) -> None:
@@ -274,8 +255,7 @@ class TraceSource(Sealed):
                 "Azure's CSV or Mooncake's JSONL format."
             )
         check_choice(f"{NODE}.trace.format", self.format, TRACE_FORMATS)
-        for name in ("time_scale", "length_scale"):
-            check_positive(f"{NODE}.trace.{name}", getattr(self, name), high=MOST_FACTOR)
+        super().check()
 
     def check_ending(self) -> None:
         """Raise ConfigError where the file's ending does not tell the format.
@@ -297,92 +277,77 @@ class TraceSource(Sealed):
 
 
 @dataclass(kw_only=True)
-class Seeds(Sealed):
+class Seeds(Bounded):
     """What is drawn, apart: each of the three can change while the others stay."""
 
-    prompts: int = 0
+    node: ClassVar[str] = f"{NODE}.seeds"
+    prompts: int = field(default=0, metadata=within(0))
     """Lengths and token ids."""
-    order: int | None = None
+    order: int | None = field(default=None, metadata=within(0))
     """Which request takes which arrival; null: in the order of the draws or of the file."""
-    arrivals: int = 0
+    arrivals: int = field(default=0, metadata=within(0))
     """Gaps between arrivals."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a seed is not a whole number from 0."""
-        for name in ("prompts", "order", "arrivals"):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{NODE}.seeds.{name}", value, low=0, integer=True)
 
 
 @dataclass(kw_only=True)
-class Objectives(Sealed):
+class Objectives(Bounded):
     """Bounds that a good request keeps; null: no bound."""
 
-    ttft_ms: float | None = None
+    node: ClassVar[str] = f"{NODE}.slo"
+    ttft_ms: float | None = field(default=None, metadata=MILLISECONDS)
     """Time to first token, from the scheduled arrival."""
-    tpot_ms: float | None = None
+    tpot_ms: float | None = field(default=None, metadata=MILLISECONDS)
     """Time per output token; a request of one token has none, and the bound does not apply."""
-    e2e_ms: float | None = None
+    e2e_ms: float | None = field(default=None, metadata=MILLISECONDS)
     """Time to the last token, from the scheduled arrival."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a bound is not above 0."""
-        for name, value in self.bounds().items():
-            check_positive(f"{NODE}.slo.{name}", value, high=1e3 * MOST_S)
 
     def bounds(self) -> dict[str, float]:
         """Return the bounds that are set, in milliseconds."""
-        names = ("ttft_ms", "tpot_ms", "e2e_ms")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(kw_only=True)
-class PeakSearch(Sealed):
+class PeakSearch(Bounded):
     """The highest rate at which enough requests are good, by bisection."""
 
-    low_per_s: float
+    node: ClassVar[str] = f"{NODE}.search"
+    low_per_s: float = field(metadata=within(LEAST_RATE, MOST_RATE))
     """Rate that is tried first; if it fails, there is no answer."""
-    high_per_s: float
+    high_per_s: float = field(metadata=within(LEAST_RATE, MOST_RATE))
     """Rate that is tried second; if it passes, it is the answer and the search ends."""
-    good_share: float = 0.95
+    good_share: float = field(default=0.95, metadata=SHARE)
     """Share of requests that must be good at a rate."""
-    tolerance: float = 0.1
+    tolerance: float = field(default=0.1, metadata=SHARE)
     """End when the lowest failing rate is at most this share above the highest passing one."""
-    max_trials: int = 8
+    max_trials: int = field(default=8, metadata=within(2, MOST_REQUESTS))
     """End after this many rates."""
-    duration_s: float = 10.0
+    duration_s: float = field(default=10.0, metadata=SECONDS)
     """Least seconds of arrivals at each rate; num_requests is raised to it. In a shorter time a
     queue that grows does not show, and the peak comes out too high."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        node = f"{NODE}.search"
-        for name in ("low_per_s", "high_per_s"):
-            check_number(f"{node}.{name}", getattr(self, name), low=LEAST_RATE, high=MOST_RATE)
+        super().check()
         if self.high_per_s <= self.low_per_s:
             raise ConfigError(
-                f"{node}.high_per_s: expected above low_per_s={self.low_per_s:g}, got "
+                f"{self.node}.high_per_s: expected above low_per_s={self.low_per_s:g}, got "
                 f"{self.high_per_s:g}. Raise it."
             )
-        for name in ("good_share", "tolerance"):
-            check_number(f"{node}.{name}", getattr(self, name), low=0, high=1, low_open=True)
-        check_counts(node, self, {"max_trials": 2}, MOST_REQUESTS)
-        check_positive(f"{node}.duration_s", self.duration_s, high=MOST_S)
 
 
 @dataclass(kw_only=True)
-class ServeScenario(Sealed):
+class ServeScenario(Bounded):
     """Requests that arrive by themselves, whatever the engine does (open loop)."""
 
     part: ClassVar[str] = "serve"
-    num_requests: int | None = 64
+    node: ClassVar[str] = NODE
+    num_requests: int | None = field(default=64, metadata=REQUESTS)
     """Requests in all, later turns too; null with a trace: every row of it."""
-    warmup_requests: int = 2
+    warmup_requests: int = field(default=2, metadata=within(0, MOST_REQUESTS))
     """Requests before, one at a time, not counted, with prompts of their own."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """When requests arrive."""
-    max_concurrency: int | None = None
+    max_concurrency: int | None = field(default=None, metadata=REQUESTS)
     """Requests at the engine at once; later ones wait at the client, and the wait counts."""
     prompt: Lengths | None = None
     """Own tokens of each synthetic prompt; null with a trace or a file of prompts."""
@@ -400,28 +365,24 @@ class ServeScenario(Sealed):
     """What is drawn."""
     slo: Objectives = field(default_factory=Objectives)
     """What a good request keeps to."""
-    drain_s: float = 60.0
+    drain_s: float = field(default=60.0, metadata=within(0, MOST_S))
     """Seconds after the last arrival until requests that still run are cancelled."""
-    max_duration_s: float | None = None
+    max_duration_s: float | None = field(default=None, metadata=SECONDS)
     """Seconds after which the warm-up (at least one request), and each run at a rate, ends with
     what there is; the figures are then not valid. null: no limit."""
-    min_duration_s: float | None = None
+    min_duration_s: float | None = field(default=None, metadata=SECONDS)
     """Least seconds from the first counted arrival to the last; shorter is not valid."""
     search: PeakSearch | None = None
     """Search the highest rate that keeps the SLO; null: one run at arrivals.rate_per_s."""
-    repeats: int = 1
+    repeats: int = field(default=1, metadata=REQUESTS)
     """Measurements, each with draws of its own; above 1: means with 95 % intervals."""
-    stop_share: float | None = None
+    stop_share: float | None = field(default=None, metadata=SHARE)
     """End when the interval of the mean time of a request is at most this share of it to either
     side."""
 
     def check(self) -> None:
         """Raise ConfigError when settings are out of bounds or contradict each other."""
-        counts = {"num_requests": 1, "warmup_requests": 0, "max_concurrency": 1}
-        check_counts(NODE, self, counts, MOST_REQUESTS)
-        check_number(f"{NODE}.drain_s", self.drain_s, low=0, high=MOST_S)
-        for name in ("max_duration_s", "min_duration_s"):
-            check_positive(f"{NODE}.{name}", getattr(self, name), high=MOST_S)
+        super().check()
         if (self.min_duration_s or 0) >= (self.max_duration_s or math.inf):
             raise ConfigError(
                 f"{NODE}.min_duration_s: expected below max_duration_s={self.max_duration_s:g}, "
@@ -523,11 +484,7 @@ class ServeScenario(Sealed):
         return self.repeats * self._num_at(self.search.high_per_s if self.search else 0.0)
 
     def for_rate(self, rate_per_s: float) -> "ServeScenario":
-        """Return the scenario with as many requests as a search needs at a rate.
-
-        Args:
-            rate_per_s: that is tried.
-        """
+        """Return the scenario with as many requests as a search needs at a rate."""
         if self.search is None or self.num_requests is None:
             return self
         return replace(self, num_requests=self._num_at(rate_per_s))
@@ -541,11 +498,7 @@ class ServeScenario(Sealed):
         return max(asked, self.turns.num * (math.ceil(rate_per_s * seconds) + 1))
 
     def for_repeat(self, number: int) -> "ServeScenario":
-        """Return the scenario with draws of its own.
-
-        Args:
-            number: of the repeat, from 0, which keeps the seeds that were set.
-        """
+        """Return the scenario with draws of its own; repeat 0 keeps the seeds that were set."""
         seeds = Seeds(
             prompts=self.seeds.prompts + number,
             order=None if self.seeds.order is None else self.seeds.order + number,

@@ -1,22 +1,31 @@
-"""Keep text settings as they are written, in files and on a command line: 1.10, 81e5034."""
+"""Files and overrides as Hydra reads them: texts kept as written, each file read once."""
 
+import copy
 import functools
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import (
+    CachingConfigRepository,
+    ConfigRepository,
+    IConfigRepository,
+)
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult
+from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from catalogue.files import CONF, quote_texts
+from catalogue.files import quote_texts
 from engine.errors import ConfigError
 from engine.sealed import key_types, without_null
 from harness.config.schema import RunConfig
@@ -42,8 +51,8 @@ def is_text(key: str) -> bool:
     return key in _text_keys()
 
 
-class TextSource(ConfigSource):
-    """YAML files of a folder."""
+class TextSource(FileConfigSource):
+    """YAML files of a folder, whose text settings are as they are written."""
 
     @staticmethod
     def scheme() -> str:
@@ -61,17 +70,13 @@ class TextSource(ConfigSource):
         try:
             content = OmegaConf.create(
                 quote_texts(
-                    text,
-                    lambda key: is_text(prefix + key) or f"{prefix}{key}".startswith(_SWEPT),
+                    text, lambda key: is_text(prefix + key) or f"{prefix}{key}".startswith(_SWEPT)
                 )
             )
         except YAMLError as error:
             raise ConfigError(f"YAML: {file}: {' '.join(str(error).split())}") from error
         return ConfigResult(
-            config=content,
-            path=f"{SCHEME}://{self.path}",
-            provider=self.provider,
-            header=header,
+            config=content, path=f"{SCHEME}://{self.path}", provider=self.provider, header=header
         )
 
     def stamp(self, config_path: str) -> tuple[int, int]:
@@ -82,41 +87,6 @@ class TextSource(ConfigSource):
     def _file(self, config_path: str) -> Path:
         return Path(self.path, self._normalize_file_name(config_path))
 
-    def available(self) -> bool:
-        """Return whether the folder is there."""
-        return self.is_group("")
-
-    def is_group(self, config_path: str) -> bool:
-        """Return whether there is such a folder below."""
-        return Path(self.path, config_path).is_dir()
-
-    def is_config(self, config_path: str) -> bool:
-        """Return whether there is such a file below."""
-        return self._file(config_path).is_file()
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names of groups and files of a folder below."""
-        found: list[str] = []
-        for path in Path(self.path, config_path).iterdir():
-            self._list_add_result(
-                found, str(Path(config_path, path.name)), path.name, results_filter
-            )
-        return sorted(set(found))
-
-
-class ConfPath(SearchPathPlugin):
-    """Has the files of conf/ read by TextSource."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Look there before the folder that Hydra was given, which is the same."""
-        search_path.prepend(provider=SCHEME, path=f"{SCHEME}://{CONF}", anchor="main")
-
-
-def register_source() -> None:
-    """Make both known to Hydra; may be repeated."""
-    Plugins.instance().register(TextSource)
-    Plugins.instance().register(ConfPath)
-
 
 def _package(config_path: str, package: str | None) -> str:
     """Return the dotted path that a file's settings are below, with its last dot."""
@@ -126,13 +96,82 @@ def _package(config_path: str, package: str | None) -> str:
     return f"{path}." if path else ""
 
 
-def keep_texts(override: str, parser: OverridesParser) -> str:
-    """Return an override with quotes around values of text settings that Hydra would convert.
+_NUM_MERGED: Final = 64
+_Key = tuple[Any, ...]
 
-    Args:
-        override: as typed.
-        parser: tells what a value would become.
-    """
+
+class _Files(ConfigRepository):
+    """Configurations by name; those read before are kept while their file stays as it was."""
+
+    def __init__(
+        self, config_search_path: ConfigSearchPath, kept: dict[_Key, ConfigResult | None]
+    ) -> None:
+        self._search_path, self._kept = config_search_path, kept
+        super().__init__(config_search_path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Files":
+        """Return one with sources of its own; Hydra takes one for each composition."""
+        return _Files(self._search_path, self._kept)
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Return a configuration, whose content must not be changed."""
+        key = self.key(config_path)
+        if key is None:
+            return super().load_config(config_path)
+        if key not in self._kept:
+            self._kept[key] = super().load_config(config_path)
+        return copy.copy(self._kept[key])
+
+    def key(self, config_path: str) -> _Key | None:
+        """Return what identifies a configuration and its version; None: it is not kept."""
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.scheme() == "file":
+            return None
+        stamp = source.stamp(config_path) if isinstance(source, TextSource) else None
+        return source.scheme(), source.path, source.provider, config_path, stamp
+
+
+class Loader(ConfigLoaderImpl):
+    """A loader for many compositions."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = _Files(config_search_path, {})
+        self._merged: dict[tuple[_Key, ...], DictConfig] = {}
+
+    def _compose_config_from_defaults_list(
+        self, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
+        key = _key(defaults, repo)
+        if key is None:
+            return super()._compose_config_from_defaults_list(defaults, repo)
+        if key not in self._merged:
+            while len(self._merged) >= _NUM_MERGED:
+                del self._merged[next(iter(self._merged))]
+            self._merged[key] = super()._compose_config_from_defaults_list(defaults, repo)
+        return copy.deepcopy(self._merged[key])
+
+    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        found = super()._load_single_config(default, repo)
+        # Merging moves nodes out of what it is given, and the file's content is kept.
+        return replace(found, config=copy.deepcopy(found.config))
+
+
+def _key(defaults: Sequence[ResultDefault], repo: IConfigRepository) -> tuple[_Key, ...] | None:
+    """Return what a composition without values is made of; None: not all of it is kept."""
+    if not isinstance(repo, CachingConfigRepository) or not isinstance(repo.delegate, _Files):
+        return None
+    found = []
+    for default in defaults:
+        key = repo.delegate.key(str(default.config_path))
+        if key is None:
+            return None
+        found.append((key, default.package, default.is_self, default.primary))
+    return tuple(found)
+
+
+def keep_texts(override: str, parser: OverridesParser) -> str:
+    """Return an override with quotes around values of text settings that Hydra would convert."""
     key, equals, value = override.partition("=")
     path = key.lstrip("+~").partition("@")[0].replace("/", ".")
     return f"{key}{equals}{_keep(path, value, parser)}" if equals else override

@@ -3,11 +3,11 @@
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
-from harness.config.serve import MOST_LENGTH, MOST_REQUESTS, MOST_S, check_counts
+from harness.config.serve import MOST_LENGTH, MOST_S, REQUESTS, TOKENS, Bounded, within
 
 TIERS_PARTS: Final = (
     "fits",
@@ -23,38 +23,29 @@ TIERS_PARTS: Final = (
 BARE_PARTS: Final = ("moves", "attention", "rates")
 
 
-def _check_list(name: str, values: list[int], high: int) -> None:
-    for value in values:
-        check_number(name, value, low=1, high=high, integer=True)
-
-
 @dataclass(kw_only=True)
-class StepsScenario(Sealed):
+class StepsScenario(Bounded):
     """Single steps: decodes of set batches, prefills, and short prompts one after another."""
 
-    batches: list[int] = field(default_factory=list)
+    node: ClassVar[str] = "scenario.steps"
+    batches: list[int] = field(default_factory=list, metadata=REQUESTS)
     """Sequences that decode at once, one batch after another."""
-    prompt_tokens: int = 128
+    prompt_tokens: int = field(default=128, metadata=TOKENS)
     """Tokens of prompts before a decode."""
-    steps: int = 22
+    steps: int = field(default=22, metadata=TOKENS)
     """Decode steps that are timed of each batch."""
-    prefills: list[int] = field(default_factory=list)
+    prefills: list[int] = field(default_factory=list, metadata=REQUESTS)
     """Prompts that are prefilled at once, one number after another."""
-    prefill_tokens: int = 2048
+    prefill_tokens: int = field(default=2048, metadata=TOKENS)
     """Tokens of these prompts."""
-    chunks: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list, metadata=TOKENS)
     """Lengths of prompts that are prefilled alone, one after another."""
-    counter_s: float = 0.0
+    counter_s: float = field(default=0.0, metadata=within(0, MOST_S))
     """Seconds of decode beside NVML's counter of the link."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or nothing is measured."""
-        node = "scenario.steps"
-        check_counts(node, self, {"prompt_tokens": 1, "steps": 1, "prefill_tokens": 1}, MOST_LENGTH)
-        for name in ("batches", "prefills"):
-            _check_list(f"{node}.{name}", getattr(self, name), MOST_REQUESTS)
-        _check_list(f"{node}.chunks", self.chunks, MOST_LENGTH)
-        check_number(f"{node}.counter_s", self.counter_s, low=0, high=MOST_S)
+        super().check()
         if not (self.batches or self.prefills or self.chunks or self.counter_s):
             raise ConfigError(
                 "scenario.steps: expected batches, prefills, chunks or counter_s, got none. Set "
@@ -63,12 +54,13 @@ class StepsScenario(Sealed):
 
 
 @dataclass(kw_only=True)
-class TiersScenario(Sealed):
+class TiersScenario(Bounded):
     """A KV cache over two tiers: what is kept, found, moved, read in place. Lengths in tokens."""
 
+    node: ClassVar[str] = "scenario.tiers"
     parts: list[str] = field(default_factory=list)
     """fits | ttft | itl | shared | parked | rounds | turns | long | streamed; empty: none."""
-    scale: float = 1.0
+    scale: float = field(default=1.0, metadata=within(0, low_open=True))
     """Factor of all lengths and counts below but `steps`, each then at least 2."""
     prefix_tokens: int = 8192
     """Tokens of the prefix whose first token is timed."""
@@ -90,11 +82,11 @@ class TiersScenario(Sealed):
     """Output tokens of each of the sequences that together exceed the GPU's room."""
     rounds_fill: int = 10
     """So many of them fill the GPU's room."""
-    rounds_excess: float = 1.3
+    rounds_excess: float = field(default=1.3, metadata=within(0, low_open=True))
     """All of them together, in multiples of the GPU's room."""
     parked_tokens: int = 4000
     """Tokens of a conversation before its timed turn."""
-    parked_excess: float = 52_000 / 39_344
+    parked_excess: float = field(default=52_000 / 39_344, metadata=within(0, low_open=True))
     """All conversations together, in multiples of the GPU's room."""
     turn_output: int = 128
     """Output of a turn."""
@@ -112,7 +104,7 @@ class TiersScenario(Sealed):
     """Loads of that prefix."""
     alone_steps: int = 700
     """Their steps without a load."""
-    beyond: list[float] = field(default_factory=lambda: [1.3, 3.0])
+    beyond: list[float] = field(default_factory=lambda: [1.3, 3.0], metadata=within(1))
     """Length of one sequence in multiples of the GPU's room; the longest that there is stands for
     the last of them."""
     streamed_tokens: int = 34_000
@@ -122,17 +114,17 @@ class TiersScenario(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        node = "scenario.tiers"
-        least = {item.name: 1 for item in fields(self) if item.type is int}
-        check_counts(node, self, least, MOST_LENGTH)
-        for name in ("scale", "rounds_excess", "parked_excess"):
-            check_number(f"{node}.{name}", getattr(self, name), low=0, low_open=True)
-        for value in self.beyond:
-            check_number(f"{node}.beyond", value, low=1)
+        for item in fields(self):
+            if item.type is int:
+                value = getattr(self, item.name)
+                check_number(
+                    f"{self.node}.{item.name}", value, low=1, high=MOST_LENGTH, integer=True
+                )
+        super().check()
         if not self.beyond:
-            raise ConfigError(f"{node}.beyond: expected some lengths, got none.")
+            raise ConfigError(f"{self.node}.beyond: expected some lengths, got none.")
         for part in self.parts:
-            check_choice(f"{node}.parts", part, TIERS_PARTS)
+            check_choice(f"{self.node}.parts", part, TIERS_PARTS)
 
     def scaled(self) -> "TiersScenario":
         """Return the work with `scale` applied."""
@@ -166,22 +158,18 @@ class BareScenario(Sealed):
 
 
 @dataclass(kw_only=True)
-class OverheadScenario(Sealed):
+class OverheadScenario(Bounded):
     """What the harness itself takes, with model=fake: scenarios against a bare loop in turn."""
 
-    num_requests: int = 64
+    node: ClassVar[str] = "scenario.overhead"
+    num_requests: int = field(default=64, metadata=TOKENS)
     """Requests of each measurement."""
-    prompt_tokens: int = 16
+    prompt_tokens: int = field(default=16, metadata=TOKENS)
     """Prompt tokens of each request."""
-    output_tokens: int = 64
+    output_tokens: int = field(default=64, metadata=within(2, MOST_LENGTH))
     """Output tokens of each request; they are measured with one token too."""
-    repeats: int = 5
+    repeats: int = field(default=5, metadata=within(2, MOST_LENGTH))
     """Repeats of each figure."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds."""
-        least = {"num_requests": 1, "prompt_tokens": 1, "output_tokens": 2, "repeats": 2}
-        check_counts("scenario.overhead", self, least, MOST_LENGTH)
 
 
 _SOURCE: Final = re.compile(r"(\w+):([\w./]+)(?:\*(\d+(?:\.\d+)?))?")
@@ -201,11 +189,7 @@ class StudyPoint(Sealed):
     POINT:PATH*FACTOR."""
 
     def sources(self) -> dict[str, tuple[str, str, float]]:
-        """Return setting -> (point, path in its record, factor) of `take`.
-
-        Raises:
-            ConfigError: A source is of another form.
-        """
+        """Return setting -> (point, path in its record, factor) of `take`."""
         found = {}
         for setting, source in self.take.items():
             parts = _SOURCE.fullmatch(source)

@@ -1,6 +1,5 @@
 """The page docs/choosing.md: what every model of conf/ needs on cards of usual sizes."""
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import yaml
@@ -33,9 +32,59 @@ PUBLISHED_16_GB: Final = ((5e9, "none"), (9e9, "8 GB"), (1e15, "12 GB or more"))
 HOST_BYTES: Final = 2**50
 
 
+_HEAD: Final = f"""\
+# What to offload
+
+Written by `python -m harness --choosing`; every figure is
+predicted from sizes and data sheets, none is measured. bfloat16, sequences of
+{LENGTH} tokens (less where the model ends before), room for {SEQUENCES} of them,
+0.9 of the card. Your own case: `python -m harness +model=... gpu=... mode=plan`.
+
+## Every model on cards of usual sizes
+
+Weights that `offload=auto` puts into host memory, GiB, and decode tokens/s at batch 1.
+The rates are those of an RTX 3060 up to 12 GB, RTX 4080 for 16, RTX 4090 for 24 and 48,
+A100 for 80.
+
+| model | weights | {" | ".join(f"{size} GB" for size in SIZES_GB)} |
+{"|---" * (2 + len(SIZES_GB))}|
+"""
+_ADVICE: Final = """\
+
+## Beside the published advice for 16 GB
+
+The advice: `cpu_offload_gb` none for 1 to 4B, 8 GB for 7B, 12 GB or more from 12B on.
+Least is the smallest `cpu_offload_gb` that leaves room for one sequence; auto as above.
+
+| model | parameters | advice | least uva, GiB | tok/s | auto, GiB | tok/s |
+|---|---|---|---|---|---|---|
+"""
+_DIFFERENCES: Final = """\
+
+Where they differ:
+
+- The advice names bytes for a size class; what is needed follows from the weights, the
+  length and how many sequences must have room. Models of 8B and less with few KV heads
+  need less than 8 GB, and every GiB more costs time in every step.
+- uva reads layers in place, in order. auto first takes the embedding table, of which a
+  step reads a row a token, then as few layers as are needed, copied ahead.
+- auto makes room for as many tokens as are asked for (`planner.kv_tokens`), here for two
+  sequences; the advice leaves what is over to the KV cache.
+
+For many requests at once room for KV counts: `offload=auto planner.objective=throughput`
+also moves weights of a model that fits, where a queue is predicted to gain a tenth by it
+(1.18 to 1.60 times the tokens/s in three measured cases: performance.md, Predictions).
+`mode=plan` of a scenario with throughput or serve shows it beside the other ways.
+"""
+
+
 def page() -> str:
     """Return the page, as `python -m harness --choosing` prints it."""
-    return "\n".join([*_head(), *_sizes_table(), *_advice_table()]) + "\n"
+    names = model_names()
+    sizes, advice = (
+        "".join(f"{row(name)}\n" for name in names) for row in (model_row, _advice_row)
+    )
+    return _HEAD + sizes + _ADVICE + advice + _DIFFERENCES
 
 
 def model_names() -> list[str]:
@@ -88,13 +137,14 @@ def _auto(spec: ModelSpec, size_gb: int) -> MemoryPlan | None:
     return _plan(spec, size_gb, PlannerConfig(choose=True, kv_tokens=tokens))
 
 
-def _host_gib(plan: MemoryPlan) -> float:
+def _host(plan: MemoryPlan) -> str:
     placed = plan.placed_bytes()
-    return (sum(placed.values()) - placed["resident"]) / GIB
+    num_bytes = sum(placed.values()) - placed["resident"]
+    return f"{num_bytes / GIB:.1f}" if num_bytes else "none"
 
 
-def _tokens_s(plan: MemoryPlan) -> float:
-    return float((plan.predicted or {})["decode_tokens_s"])
+def _tokens_s(plan: MemoryPlan) -> str:
+    return number((plan.predicted or {})["decode_tokens_s"])
 
 
 def model_row(name: str) -> str:
@@ -103,70 +153,8 @@ def model_row(name: str) -> str:
     cells = [name, f"{spec.weight_bytes() / GIB:.1f}"]
     for size in SIZES_GB:
         plan = _auto(spec, size)
-        if plan is None:
-            cells.append("no")
-        elif _host_gib(plan) == 0:
-            cells.append(f"none, {number(_tokens_s(plan))}")
-        else:
-            cells.append(f"{_host_gib(plan):.1f}, {number(_tokens_s(plan))}")
+        cells.append("no" if plan is None else f"{_host(plan)}, {_tokens_s(plan)}")
     return f"| {' | '.join(cells)} |"
-
-
-def _head() -> Iterator[str]:
-    yield from (
-        "# What to offload",
-        "",
-        "Written by `python -m harness --choosing`; every figure is",
-        "predicted from sizes and data sheets, none is measured. bfloat16, sequences of",
-        f"{LENGTH} tokens (less where the model ends before), room for {SEQUENCES} of them,",
-        "0.9 of the card. Your own case: `python -m harness +model=... gpu=... mode=plan`.",
-        "",
-        "## Every model on cards of usual sizes",
-        "",
-        "Weights that `offload=auto` puts into host memory, GiB, and decode tokens/s at batch 1.",
-        "The rates are those of an RTX 3060 up to 12 GB, RTX 4080 for 16, RTX 4090 for 24 and 48,",
-        "A100 for 80.",
-        "",
-    )
-
-
-def _sizes_table() -> Iterator[str]:
-    yield f"| model | weights | {' | '.join(f'{size} GB' for size in SIZES_GB)} |"
-    yield "|---" * (2 + len(SIZES_GB)) + "|"
-    for name in model_names():
-        yield model_row(name)
-    yield ""
-
-
-def _advice_table() -> Iterator[str]:
-    yield from (
-        "## Beside the published advice for 16 GB",
-        "",
-        "The advice: `cpu_offload_gb` none for 1 to 4B, 8 GB for 7B, 12 GB or more from 12B on.",
-        "Least is the smallest `cpu_offload_gb` that leaves room for one sequence; auto as above.",
-        "",
-        "| model | parameters | advice | least uva, GiB | tok/s | auto, GiB | tok/s |",
-        "|---|---|---|---|---|---|---|",
-    )
-    for name in model_names():
-        yield _advice_row(name)
-    yield from (
-        "",
-        "Where they differ:",
-        "",
-        "- The advice names bytes for a size class; what is needed follows from the weights, the",
-        "  length and how many sequences must have room. Models of 8B and less with few KV heads",
-        "  need less than 8 GB, and every GiB more costs time in every step.",
-        "- uva reads layers in place, in order. auto first takes the embedding table, of which a",
-        "  step reads a row a token, then as few layers as are needed, copied ahead.",
-        "- auto makes room for as many tokens as are asked for (`planner.kv_tokens`), here for two",
-        "  sequences; the advice leaves what is over to the KV cache.",
-        "",
-        "For many requests at once room for KV counts: `offload=auto planner.objective=throughput`",
-        "also moves weights of a model that fits, where a queue is predicted to gain a tenth by it",
-        "(1.18 to 1.60 times the tokens/s in three measured cases: performance.md, Predictions).",
-        "`mode=plan` of a scenario with throughput or serve shows it beside the other ways.",
-    )
 
 
 def _advice_row(name: str) -> str:
@@ -176,9 +164,5 @@ def _advice_row(name: str) -> str:
     chosen = _auto(spec, 16)
     cells = [name, f"{spec.num_parameters / 1e9:.2f} B", advice]
     for plan in (least, chosen):
-        if plan is None:
-            cells += ["no", "-"]
-        else:
-            host = _host_gib(plan)
-            cells += [f"{host:.1f}" if host else "none", number(_tokens_s(plan))]
+        cells += ["no", "-"] if plan is None else [_host(plan), _tokens_s(plan)]
     return f"| {' | '.join(cells)} |"

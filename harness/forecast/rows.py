@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Any, Final
 
 from catalogue.models import describe
-from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
-from engine.asked.kv import KVConfig
+from engine.asked.config import EngineConfig, GPUConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import (
     OffloadConfig,
     OffloadWarning,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
+from engine.device.facts import available_bytes, gpu_holders, num_threads
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
 from engine.plan.advise import with_least_uva
@@ -24,25 +24,99 @@ from engine.plan.memory import fits as has_room
 from engine.plan.planner import plan_memory
 from engine.plan.policy import assign_prefetch
 from engine.plan.queue import queue_s
-from engine.plan.times import Rates, Shape, decode_step_s, load_s, prefill_s, rates_for, shape_of
-from harness.config.engine import with_model
+from engine.plan.times import (
+    CARDS,
+    Rates,
+    Shape,
+    decode_step_s,
+    load_s,
+    prefill_s,
+    rates_for,
+    shape_of,
+)
+from engine.sealed import yaml_text
+from harness.config.engine import with_model, without_host_tier
 from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
 from harness.config.serve import Lengths, ServeScenario
-from harness.forecast.machine import machine_facts
-from harness.observe.machine_rates import Probed
+from harness.observe.gpu import Gpu, open_gpu
+from harness.observe.machine_rates import Probed, read_rates
+
+ANY_CARD = "auto"
+"""Name in conf/gpu of whatever card is here."""
+
+
+def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
+    """Return what a plan must know of the machine, and what was probed on it.
+
+    gpu.device=cpu, or auto where no GPU is here and no card is named: the CPU. A card with
+    memory_gib that is not here: that card, free of others' memory, in a machine with any host
+    memory. Else the GPU that is here, of which gpu.memory_gib is the part that is used. Nothing is
+    allocated, and nothing probed now.
+    """
+    gpu = config.gpu
+    here = open_gpu() if gpu.device != "cpu" else None
+    if here is not None and (gpu.memory_gib is None or _is_here(gpu, here)):
+        found = _facts_here(here)
+        if found is not None:
+            return found, read_rates(here)
+    if gpu.device != "cpu" and gpu.memory_gib is not None:
+        return DeviceFacts.of_card(gpu), None
+    return _cpu_facts(), read_rates(None)
+
+
+def running_facts(config: RunConfig) -> DeviceFacts:
+    """Return what a plan must know of the device that a run takes here.
+
+    Without a GPU that is the CPU, whatever card is named: it stands in for that one.
+    """
+    return _cpu_facts() if open_gpu() is None else machine_facts(config)[0]
+
+
+def _cpu_facts() -> DeviceFacts:
+    host = available_bytes()
+    return DeviceFacts(
+        kind="cpu",
+        name="CPU",
+        total_bytes=host // 2,
+        free_bytes=host,
+        host_available_bytes=host,
+        num_threads=num_threads(),
+    )
+
+
+def _is_here(gpu: GPUConfig, here: Gpu) -> bool:
+    """Whether the card that is asked for is the one in this machine, by name or by its sheet."""
+    sheet = CARDS.get(str(here.facts().get("name")))
+    asked = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
+    if gpu.name == ANY_CARD and not any(asked):
+        return True
+    return sheet is not None and asked == (sheet.link_gb_s, sheet.hbm_gb_s, sheet.bf16_tflops)
+
+
+def _facts_here(here: Gpu) -> DeviceFacts | None:
+    """Return the facts of the GPU in this machine; None where its driver does not tell."""
+    facts = here.facts()
+    memory = facts.get("memory_bytes")
+    if not memory:
+        return None
+    used = here.sample()["gpu_used_bytes"] or 0
+    return DeviceFacts(
+        kind="cuda",
+        name=str(facts["name"]),
+        total_bytes=int(memory),
+        free_bytes=int(memory) - int(used),
+        host_available_bytes=available_bytes(),
+        num_threads=num_threads(),
+        holders=gpu_holders(here.uuid),
+    )
+
 
 UNKNOWN_TOKENS = 256
 """Length taken for prompts and outputs that come from a file or a trace."""
 
 
 def run_s(shape: Shape, rates: Rates, scenario: ScenarioConfig) -> float:
-    """Return seconds of a point: starts of processes, warm-ups and timed requests.
-
-    Args:
-        shape: of the plan.
-        rates: of the machine.
-        scenario: what is measured.
-    """
+    """Return seconds of a point: starts of processes, warm-ups and timed requests."""
     starts = int(scenario.correctness.enabled) + int(scenario.is_timed)
     if scenario.load is not None:
         starts += scenario.load.cold_starts + scenario.load.warm_starts
@@ -95,8 +169,6 @@ WITHOUT_HOST_KV: Final = "kv=gpu, auto"
 """The row without a host tier of KV blocks, where one sequence would read some in place."""
 FOR_QUEUE: Final = "auto (throughput)"
 """The row of what is best for a queue, where one is timed and another objective is set."""
-HOST_KV_FIELDS: Final = ("num_cpu_blocks", "cpu_gib", "swap_space", "pin_limit_gib")
-"""Settings of kv that are about the host tier alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,23 +260,15 @@ class Forecast:
 
 
 def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
-    """Plan every way to place the weights of one point.
-
-    Args:
-        config: As composed.
-        overrides: The command line's, for the command that runs what is recommended.
-    """
+    """Plan every way to place the weights of one point, which `overrides` composed."""
     found = describe(config.model)
-    spec = found.spec
+    spec, node, scenario = found.spec, config.model, config.scenario
     facts, probed = machine_facts(config)
     # Where files will be read from is of no account here, but that they will be.
-    path = config.model.path or (None if config.model.load_format == "dummy" else ".")
-    model = ModelConfig(
-        name=config.model.name, path=path, load_format=config.model.load_format, spec=spec
-    )
+    path = node.path or (None if node.load_format == "dummy" else ".")
+    model = ModelConfig(name=node.name, path=path, load_format=node.load_format, spec=spec)
     rates = {} if probed is None else probed.rates
     base = replace(with_model(config, model), measured_rates=rates)
-    scenario = config.scenario
     has_queue = scenario.throughput is not None or scenario.serve is not None
     rows = tuple(_rows(base, spec, facts, has_queue=has_queue))
     return Forecast(
@@ -245,23 +309,17 @@ def _rows(
     if none.plan is not None and (none.predicted["host_kv"] or {}).get("in_place_bytes"):
         # Keys and values that a long sequence reads over the link each step may cost more than
         # weights that leave them room.
-        default = KVConfig()
-        without = replace(base.kv, **{name: getattr(default, name) for name in HOST_KV_FIELDS})
-        config = replace(bare, planner=auto, kv=without)
+        config = replace(bare, planner=auto, kv=without_host_tier(base.kv))
         names = ("kv=gpu", *_auto_overrides(auto))
         yield _row(WITHOUT_HOST_KV, names, config, spec, facts)
 
 
 def _auto_overrides(planner: PlannerConfig) -> tuple[str, ...]:
     """What to type for a choice."""
-    overrides = ["offload=auto"]
-    if planner.objective != "latency":
-        overrides.append(f"planner.objective={planner.objective}")
-    if planner.referee:
-        overrides.append("planner.referee=true")
-    if planner.kv_tokens is not None:
-        overrides.append(f"planner.kv_tokens={planner.kv_tokens}")
-    return tuple(overrides)
+    default = PlannerConfig()
+    asked = {name: getattr(planner, name) for name in ("objective", "referee", "kv_tokens")}
+    chosen = {name: value for name, value in asked.items() if value != getattr(default, name)}
+    return ("offload=auto", *(f"planner.{name}={yaml_text(chosen[name])}" for name in chosen))
 
 
 def _row(
@@ -271,12 +329,18 @@ def _row(
     spec: ModelSpec,
     facts: DeviceFacts,
 ) -> Row:
+    plan, error = None, ""
     try:
         plan = plan_memory(config, spec, facts)
-    except CapacityError as error:
-        found: dict[str, Any] = dict(error.plan or {})
-        return Row(label=label, overrides=overrides, plan=None, bytes=found, error=str(error))
-    return Row(label=label, overrides=overrides, plan=plan, bytes=plan.to_dict())
+        found: dict[str, Any] = plan.to_dict()
+    except CapacityError as refusal:
+        found, error = dict(refusal.plan or {}), str(refusal)
+    return Row(label=label, overrides=overrides, plan=plan, bytes=found, error=error)
+
+
+def _asked(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked:
+    dtype, length = resolve_dtype(bare, spec, facts.kind), resolve_max_model_len(bare, spec)
+    return Asked(bare, spec, facts, dtype, length, reference=False)
 
 
 def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
@@ -291,9 +355,9 @@ def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: b
 
     if fits:
         return at(round(100 * min(PRESET_GB, spec.weight_bytes() / 2**30)))
-    dtype, length = resolve_dtype(bare, spec, facts.kind), resolve_max_model_len(bare, spec)
-    found = with_least_uva(Asked(bare, spec, facts, dtype, length, reference=False))
-    every = math.ceil(100 * spec.weight_bytes(dtype) / 2**30)
+    asked = _asked(bare, spec, facts)
+    found = with_least_uva(asked)
+    every = math.ceil(100 * spec.weight_bytes(asked.dtype) / 2**30)
     return at(every if found is None else round(100 * found.offload.uva.cpu_offload_gb))
 
 
@@ -301,26 +365,19 @@ def _prefetch_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fi
     """The fewest layers of each group that fit; where none need to, those of conf/offload."""
     group = min(NUM_GROUP, spec.num_hidden_layers)
 
+    def settings(num: int) -> dict[str, Any]:
+        sizes = {"offload_group_size": group, "offload_num_in_group": num}
+        return sizes | {"offload_prefetch_step": PRESET_STEP}
+
     def offload(num: int) -> OffloadConfig:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OffloadWarning)
-            return OffloadConfig(
-                prefetch=PrefetchOffloadConfig(
-                    offload_group_size=group,
-                    offload_num_in_group=num,
-                    offload_prefetch_step=PRESET_STEP,
-                )
-            )
+            return OffloadConfig(prefetch=PrefetchOffloadConfig(**settings(num)))
 
-    dtype, length = resolve_dtype(bare, spec, facts.kind), resolve_max_model_len(bare, spec)
-    asked = Asked(bare, spec, facts, dtype, length, reference=False)
+    asked = _asked(bare, spec, facts)
     found = (n for n in range(1, group) if has_room(asked, assign_prefetch(spec, offload(n))))
     num = min(PRESET_NUM, group) if fits else next(found, group)
-    overrides = (
-        "offload=prefetch",
-        f"offload.prefetch.offload_group_size={group}",
-        f"offload.prefetch.offload_num_in_group={num}",
-        f"offload.prefetch.offload_prefetch_step={PRESET_STEP}",
-    )
+    sizes = (f"offload.prefetch.{name}={value}" for name, value in settings(num).items())
+    overrides = ("offload=prefetch", *sizes)
     label = f"prefetch, {num} of {group} layers"
     return _row(label, overrides, replace(bare, offload=offload(num)), spec, facts)

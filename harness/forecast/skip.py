@@ -9,10 +9,11 @@ from engine.errors import CapacityError, EngineError
 from engine.plan.planner import plan_memory
 from harness.config.engine import with_model
 from harness.config.schema import RunConfig
-from harness.forecast.machine import running_facts
+from harness.forecast.rows import running_facts
 from harness.point.describe import NOT_IDENTITY
 from harness.systems.fake import plan_fake
 from reports.record.record import RunRecord
+from reports.record.text import flatten
 
 _MEMORY: Final = ("gpu.memory_gib", "engine.gpu_memory_utilization")
 HARDER_LOW: Final = (
@@ -134,18 +135,6 @@ def _moves(flat: Mapping[str, Any]) -> bool:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in _leaves("", config) if not _is_free(key)}
-
-
-def _is_free(key: str) -> bool:
-    return key.partition(".")[0] in NOT_IDENTITY
-
-
-def _leaves(prefix: str, node: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            found += _leaves(f"{prefix}{key}.", value)
-        else:
-            found.append((f"{prefix}{key}", value))
-    return found
+    return {
+        key: value for key, value in flatten(config) if key.partition(".")[0] not in NOT_IDENTITY
+    }

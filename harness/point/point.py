@@ -48,7 +48,7 @@ from harness.point.progress import Display, LiveView, open_display
 from harness.point.rerun import Finished, FinishedPoints, fingerprint, input_hashes, take_over
 from harness.point.show import build_report, print_summary
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
-from harness.tracking.base import GuardedTracker, NoTracker, PointFacts
+from harness.tracking.base import GuardedTracker, PointFacts, Tracker
 from harness.tracking.mlflow import open_tracker
 from harness.work.correctness import read_reference, reference_key
 from harness.work.load import summarise_loads
@@ -487,7 +487,7 @@ class _Point:
     def run(self, command: Sequence[str]) -> RunRecord:
         """Run the point; see run_point."""
         display = open_display()
-        tracker = GuardedTracker(NoTracker())  # until there is the one that is asked for
+        tracker = GuardedTracker(Tracker())  # until there is the one that is asked for
         interrupt: KeyboardInterrupt | None = None
         findings = Findings()
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.sealed import GIB
-from harness.columns import columns
+from harness.console import columns
 from harness.folders import ROOT
 from reports.record.metrics import PREDICTED, interval, metric_parts, shown
 from reports.record.record import RunRecord

@@ -33,13 +33,7 @@ LEAST_PINNED_GIB: Final = 4.0
 
 
 def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
-    """Return all rows that the figures allow.
-
-    Args:
-        found: the points.
-        card: name of the GPU; None: it is emulated.
-        is_default: the shape is that of the targets in seconds.
-    """
+    """Return all rows that the figures allow."""
     good = {name: result for name, result in found.items() if result.sample("steps")}
     rows = [
         *_stream_rows(good),
@@ -104,7 +98,6 @@ def _stream_rows(found: Found) -> Iterator[Row]:
         probe, least, word = kinds[_kind(name)]
         for batch, run in result.decodes():
             moved = _moved(run)
-
             text = f"{_ms(run['step_s'])} ({_moved_text(run)})"
             what = f"{result.title}, batch {batch}: bytes / step time / {word}"
             share = _share(moved, run["step_s"], result.rate(probe)) if moved else None
@@ -140,11 +133,9 @@ def _resident_rows(found: Found, card: str) -> Iterator[Row]:
         moved = result.sample("steps")["read_bytes"] + (run["kv_bytes"] if batch > 1 else 0)
         text = f"{_ms(run['step_s'])} ({moved / 1e9:.2f} GB)"
         words = "weight bytes" if batch == 1 else "weight and KV bytes"
-        yield make_row(
-            f"resident, batch {batch}: {words} / step time / memory copy rate",
-            (text, _share(moved, run["step_s"], result.rate("hbm_copy"))),
-            least=first if batch == 1 else BATCH_TARGETS.get(batch),
-        )
+        what = f"resident, batch {batch}: {words} / step time / memory copy rate"
+        value = text, _share(moved, run["step_s"], result.rate("hbm_copy"))
+        yield make_row(what, value, least=first if batch == 1 else BATCH_TARGETS.get(batch))
 
 
 def _embed_rows(found: Found) -> Iterator[Row]:
@@ -159,11 +150,8 @@ def _embed_rows(found: Found) -> Iterator[Row]:
         if batch in base:
             ours_s, base_s = run["step_s"], base[batch]["step_s"]
             text = f"{_ms(ours_s)} against {_ms(base_s)}"
-            yield make_row(
-                f"embedding table in place / resident, batch {batch}: step",
-                (text, ours_s / base_s),
-                most=1.01,
-            )
+            what = f"embedding table in place / resident, batch {batch}: step"
+            yield make_row(what, (text, ours_s / base_s), most=1.01)
 
 
 def _engine_rows(found: Found) -> Iterator[Row]:
@@ -173,11 +161,8 @@ def _engine_rows(found: Found) -> Iterator[Row]:
         for batch, run in result.decodes():
             if run["replay_s"] and batch == max(sizes):
                 text = f"{_ms(run['step_s'])} against {_ms(run['replay_s'])}"
-                yield make_row(
-                    f"{result.title}, batch {batch}: whole step / bare graph replay",
-                    (text, run["step_s"] / run["replay_s"]),
-                    most=1.05,
-                )
+                what = f"{result.title}, batch {batch}: whole step / bare graph replay"
+                yield make_row(what, (text, run["step_s"] / run["replay_s"]), most=1.05)
 
 
 def _chosen_rows(found: Found, *, is_default: bool) -> Iterator[Row]:
@@ -191,11 +176,8 @@ def _chosen_rows(found: Found, *, is_default: bool) -> Iterator[Row]:
         text = f"{_ms(run['step_s'])} ({_moved_text(run)})"
         share = run["step_s"] / peer_s if is_compared else None
         words = " / vLLM's prefetch, 155.5 ms at 55.5 GB/s, at this link" if is_compared else ""
-        yield make_row(
-            f"{result.title} ({_chosen(result)}), batch {batch}: step{words}",
-            (text, share),
-            most=0.88 if is_compared else None,
-        )
+        what = f"{result.title} ({_chosen(result)}), batch {batch}: step{words}"
+        yield make_row(what, (text, share), most=0.88 if is_compared else None)
 
 
 def _chosen(result: Result) -> str | None:
@@ -212,12 +194,9 @@ def _planned_rows(found: Found) -> Iterator[Row]:
         ]
         worst = max(pairs, key=lambda p: abs(p[0] / p[1] - 1) if p[1] else p[0], default=(0, 0))
         if worst[1]:
-            yield make_row(
-                f"{result.title}: bytes of a step, counted / planned",
-                (f"{worst[0]:,} against {worst[1]:,}", worst[0] / worst[1]),
-                least=0.99,
-                most=1.01,
-            )
+            what = f"{result.title}: bytes of a step, counted / planned"
+            value = f"{worst[0]:,} against {worst[1]:,}", worst[0] / worst[1]
+            yield make_row(what, value, least=0.99, most=1.01)
 
 
 def _counter_rows(found: Found) -> Iterator[Row]:
@@ -228,12 +207,8 @@ def _counter_rows(found: Found) -> Iterator[Row]:
             ours, theirs = counter["engine_gb_s"], counter["nvml_gb_s"]
             text = f"{ours:.2f} against {theirs:.2f} GB/s in {counter['wall_s']:.0f} s "
             text += f"(x {counter['factor']:.3f})"
-            yield make_row(
-                f"{result.title}: engine's bytes / NVML's counter of the link, calibrated",
-                (text, ours / theirs),
-                least=0.9,
-                most=1.1,
-            )
+            what = f"{result.title}: engine's bytes / NVML's counter of the link, calibrated"
+            yield make_row(what, (text, ours / theirs), least=0.9, most=1.1)
 
 
 def _pinning_rows(found: Found) -> Iterator[Row]:
@@ -243,11 +218,9 @@ def _pinning_rows(found: Found) -> Iterator[Row]:
         pinned = result.sample("steps")["memory"]["host_pinned_bytes"] / GIB
         seconds = touched_s(build)
         if pinned >= LEAST_PINNED_GIB and seconds:
-            yield make_row(
-                f"{result.title}: host memory touched and registered, GiB/s",
-                (f"{pinned:.2f} GiB in {seconds:.2f} s", pinned / seconds),
-                least=LEAST_PINNING_GIB_S,
-            )
+            what = f"{result.title}: host memory touched and registered, GiB/s"
+            value = f"{pinned:.2f} GiB in {seconds:.2f} s", pinned / seconds
+            yield make_row(what, value, least=LEAST_PINNING_GIB_S)
 
 
 def _sweep_table(found: Found) -> list[str]:

@@ -4,9 +4,9 @@ A row is there where all the points that it needs were chosen. Where one of them
 what was to be measured did not happen, the row says so and its target is not measured.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from harness.studies.table import (
     Figures,
@@ -24,6 +24,7 @@ from harness.studies.table import (
 )
 from reports.record.record import SAMPLE_FLOORS
 
+_Value = Callable[[Found], Value]
 CONTEXT: Final = 131_072
 """Longest context that is asked for, tokens."""
 LEAST_STREAMED_BYTES: Final = 4e9
@@ -35,26 +36,19 @@ LEAST_EXCESS: Final = 1.25
 
 
 def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
-    """Return the rows of the points that ran, in the order of the targets.
-
-    Args:
-        found: the points.
-        card: name of the GPU; None: it is emulated.
-        is_default: the shape is that of the targets in seconds.
-    """
-    rows = [row for needed, row in _rows(found, is_default=is_default) if needed <= found.keys()]
-    made = [row() for row in rows]
+    """Return the rows of the points that ran, in the order of the targets."""
+    rows = _rows(found, is_default=is_default)
     lacking = [text for text in lacks(found) if card or "on a GPU only" not in text]
-    return Judged(rows=made, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
+    return Judged(rows=rows, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
 
 
-def _rows(found: Found, *, is_default: bool) -> Iterator[tuple[set[str], Callable[[], Row]]]:
-    """Yield the points that each row needs, and what makes it."""
+def _rows(found: Found, *, is_default: bool) -> list[Row]:
+    """Return the rows whose points were chosen."""
+    rows = []
 
-    def row(
-        points: str, what: str, value: Callable[[Found], Value], **bounds: float
-    ) -> tuple[set[str], Callable[[], Row]]:
-        return set(points.split()), partial(make_row, what, partial(value, found), **bounds)
+    def row(points: str, what: str, value: _Value, **bounds: float | None) -> None:
+        if {*points.split()} <= found.keys():
+            rows.append(make_row(what, partial(value, found), **bounds))
 
     moves = "block moves, 16-token blocks, "
     for words, names, least in (
@@ -62,63 +56,44 @@ def _rows(found: Found, *, is_default: bool) -> Iterator[tuple[set[str], Callabl
         ("from the host tier / copies host to device", ("load_gb_s", "h2d"), 0.88),
         ("both ways at once / copies both ways", ("both_gb_s", "two_way"), 0.78),
     ):
-        yield row("kv_bare", moves + words, partial(_moves, names), least=least)
-    yield row(
-        "kv_long",
-        f"longest context that runs to its end / min({CONTEXT:,}, blocks of both tiers)",
-        _longest,
-        least=0.97,
-    )
+        row("kv_bare", moves + words, partial(_moves, names), least=least)
+    what = f"longest context that runs to its end / min({CONTEXT:,}, blocks of both tiers)"
+    row("kv_long", what, _longest, least=0.97)
     for name, times in (("1.3", 1.3), ("longest", 3.0)):
         words = "step / (resident part + host KV bytes / in-place rate)"
         what = f"one sequence of {times:g} times the GPU's room: {words}"
-        yield row("kv_long", what, partial(_beyond, name, times), most=1.10)
+        row("kv_long", what, partial(_beyond, name, times), most=1.10)
     what = "decode, at least 4 GB of KV over the link a step: bytes / step / in-place rate"
-    yield row("kv_long", what, _streamed_kv, least=0.90)
+    row("kv_long", what, _streamed_kv, least=0.90)
     what = "a parked conversation: swap in and out / a turn of 128 tokens"
-    yield row("kv_cpu", what, _parked, most=0.05)
-    for part, point, words, least in (
-        (
-            "rounds",
-            "kv_cpu",
-            "sequences of 1.3 times the GPU's room, in rounds / kv=gpu at its room",
-            0.95,
-        ),
-        (
-            "shared",
-            "kv_cpu",
-            "50 requests on a 10k prefix in the host tier / kv=gpu with it resident",
-            0.98,
-        ),
-        ("turns", "kv_turns", "64 conversations of 8 turns, 32 GiB of host blocks / kv=gpu", 1.7),
-    ):
-        value = partial(_ratio, part, point)
-        yield row(f"{point} kv_gpu", f"{words}: tokens/s", value, least=least)
+    row("kv_cpu", what, _parked, most=0.05)
+    what = "sequences of 1.3 times the GPU's room, in rounds / kv=gpu at its room: tokens/s"
+    row("kv_cpu kv_gpu", what, partial(_ratio, "rounds", "kv_cpu"), least=0.95)
+    what = "50 requests on a 10k prefix in the host tier / kv=gpu with it resident: tokens/s"
+    row("kv_cpu kv_gpu", what, partial(_ratio, "shared", "kv_cpu"), least=0.98)
+    what = "64 conversations of 8 turns, 32 GiB of host blocks / kv=gpu: tokens/s"
+    row("kv_turns kv_gpu", what, partial(_ratio, "turns", "kv_turns"), least=1.7)
     what = "kv=cpu where everything fits the GPU / kv=gpu: time"
-    yield row("kv_cpu kv_gpu", what, _fits, most=1.02)
+    row("kv_cpu kv_gpu", what, _fits, most=1.02)
     first = "first token behind a prefix of 8k tokens"
-    soon: dict[str, float] = {"most": 0.035} if is_default else {}
-    computed: dict[str, float] = {"most": 0.29} if is_default else {}
-    yield row("kv_cpu", f"{first} in the host tier: s", _ttft_host, **soon)
+    soon, computed = (0.035, 0.29) if is_default else (None, None)
+    row("kv_cpu", f"{first} in the host tier: s", _ttft_host, most=soon)
     what = f"{first}: computed / found in the host tier"
-    yield row("kv_cpu", what, _ttft_ratio, least=6.0)
-    yield row("kv_cpu", f"{first}, computed: s", _ttft_computed, **computed)
+    row("kv_cpu", what, _ttft_ratio, least=6.0)
+    row("kv_cpu", f"{first}, computed: s", _ttft_computed, most=computed)
     what = "gaps of running sequences while such a prefix loads / without: p99"
-    yield row("kv_cpu", what, partial(_gaps, "loading"), most=1.2)
+    row("kv_cpu", what, partial(_gaps, "loading"), most=1.2)
     what = "likewise, with the step that computes the request's own tokens: p99"
-    yield row("kv_cpu", what, partial(_gaps, "beside"))
+    row("kv_cpu", what, partial(_gaps, "beside"))
     what = "decode attention alone, all blocks on the GPU / memory copy rate"
-    yield row("kv_bare", what, _attention, least=0.80)
+    row("kv_bare", what, _attention, least=0.80)
     what = "weights and KV over the link together: bytes / step / link rate"
-    yield row("kv_weights", what, _streamed, least=0.90)
+    row("kv_weights", what, _streamed, least=0.90)
+    return rows
 
 
 def _part(found: Found, point: str, part: str) -> Figures:
-    """Return the figures of a part.
-
-    Raises:
-        LackError: it has none.
-    """
+    """Return the figures of a part; LackError where it has none."""
     result = found[point]
     parts = result.sample("bare") or result.sample("tiers").get("parts", {})
     if part not in parts:
@@ -235,10 +210,10 @@ def _fits(found: Found) -> Value:
     return text, ours["wall_s"] / base["wall_s"]
 
 
-def _ttft(found: Found) -> dict[str, Any]:
+def _ttft(found: Found) -> Figures:
     figures = _part(found, "kv_cpu", "ttft")
     _require_found(figures)
-    return dict(figures)
+    return figures
 
 
 def _ttft_host(found: Found) -> Value:

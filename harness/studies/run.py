@@ -2,20 +2,20 @@
 
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import CONF
 from engine.errors import ConfigError
-from harness.config.compose import Composer, Plan
+from harness.config.compose import Composer, Plan, Point
 from harness.config.engine import require_package
 from harness.config.schema import RunConfig
 from harness.config.study import StudyPoint
-from harness.studies import bench, bench_kv, overhead, validate
-from harness.studies.series import RunOne, Series, Verdict
+from harness.console import error_facts, say
+from harness.studies import bench, bench_kv, validate
+from harness.studies.series import RunOne, Series, key_of
 from harness.studies.table import Found, Judged, Result
 from reports.record.record import RunRecord, write_text_atomic
 
@@ -25,11 +25,10 @@ def marks(name: str) -> tuple[str, str]:
     return f"<!-- study {name}: begin -->", f"<!-- study {name}: end -->"
 
 
-def check_document(file: Path, name: str) -> None:
-    """Refuse a document without the marks of a study.
+def check_document(file: Path, name: str) -> tuple[str, str]:
+    """Return what stands before and behind a study's section.
 
-    Raises:
-        ConfigError: it cannot be read, or does not hold each mark once, in order.
+    Raises ConfigError unless the document holds each mark once, in order.
     """
     begin, end = marks(name)
     try:
@@ -45,18 +44,13 @@ def check_document(file: Path, name: str) -> None:
             f"study.output: expected the lines {begin} and {end} once each in {file}, in this "
             "order. Add them where the table shall stand."
         )
+    return text.partition(begin)[0], text.partition(end)[2]
 
 
 def write_section(file: Path, section: str, name: str) -> None:
-    """Replace what stands between the marks of a study.
-
-    Raises:
-        ConfigError: the document lacks them.
-    """
-    check_document(file, name)
+    """Replace what stands between the marks of a study."""
+    head, tail = check_document(file, name)
     begin, end = marks(name)
-    head, rest = file.read_text(encoding="utf-8").split(begin)
-    tail = rest.split(end)[1]
     file.write_text(f"{head}{begin}\n\n{section.rstrip()}\n\n{end}{tail}", encoding="utf-8")
 
 
@@ -74,28 +68,20 @@ SAME_SHAPE: Final = (
 SAME: Final = ("git", "driver", "host", "gpu.uuid", "torch")
 """Facts of the environment that all points of a study share."""
 JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
+    # The points, `card` (name of the GPU; None: it is emulated), and `is_default`: whether the
+    # shape is that of the targets in seconds.
     "bench": bench.judge,
     "bench_kv": bench_kv.judge,
-    "overhead": overhead.judge,
+    "overhead": validate.judge_overhead,
     "validate": validate.judge,
     "validate_grid": validate.judge_grid,
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """One point of a study, composed."""
-
-    overrides: list[str]
-    """Everything that was asked of it."""
-    config: RunConfig
-
-
 def check_studies(plan: Plan, config_dir: Path | None = None) -> None:
     """Compose the points of the study that a command line asks for, before anything runs.
 
-    Raises:
-        ConfigError: a point or a document cannot be had, or a sweep holds a study.
+    Raises ConfigError where a point or a document cannot be had, or a sweep holds a study.
     """
     for asked in plan.points:
         study = asked.config.study
@@ -116,65 +102,31 @@ def check_studies(plan: Plan, config_dir: Path | None = None) -> None:
 
 def compose_points(
     config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None
-) -> dict[str, Planned]:
+) -> dict[str, Point]:
     """Return the points that a study runs, by name, in order.
 
-    Args:
-        config: with `study`.
-        overrides: of the command line; they hold over those of a point.
-        config_dir: a folder of the user's.
-
-    Raises:
-        ConfigError: one cannot be composed.
+    Overrides of the command line hold over those of a point.
     """
     study = config.study
-    if study is None:
-        raise ValueError("compose_points: expected a configuration with study, got none.")
+    assert study is not None
     composer, base = Composer(config_dir), _base(overrides)
     return {name: compose_point(composer, name, study.points[name], base) for name in study.chosen}
 
 
-def compose_point(composer: Composer, name: str, point: StudyPoint, base: Sequence[str]) -> Planned:
-    """Compose one point; settings that it takes from another stay what they are without.
-
-    Raises:
-        ConfigError: it cannot be composed.
-    """
-    typed = {_key(item) for item in base}
-    own = [item for item in point.overrides if _key(item) not in typed]
+def compose_point(composer: Composer, name: str, point: StudyPoint, base: Sequence[str]) -> Point:
+    """Compose one point; settings that it takes from another stay what they are without."""
+    typed = {key_of(item) for item in base}
+    own = [item for item in point.overrides if key_of(item) not in typed]
     try:
         (found,) = composer.plan([*own, *base], has_model=True).points
     except ConfigError as error:
         raise ConfigError(f"study.points.{name}: {error}") from error
-    config = replace(found.config, study=None)
-    return Planned(overrides=[*own, *base], config=config)
+    return replace(found, overrides=[*own, *base], config=replace(found.config, study=None))
 
 
-def run_study(
-    config: RunConfig,
-    run_dir: Path,
-    overrides: Sequence[str],
-    *,
-    run_one: RunOne,
-    config_dir: Path | None = None,
-) -> RunRecord:
-    """Run the points of a study and return its record, which is also in `run_dir`.
+class StudyRun(Series):
+    """Runs the points of a study."""
 
-    Args:
-        config: with `study`.
-        run_dir: a folder of this study's own.
-        overrides: as the user wrote them.
-        run_one: runs one point; `harness.point.point.run_point`.
-        config_dir: a folder of the user's.
-
-    Raises:
-        ConfigError: a point cannot be composed.
-        KeyboardInterrupt: Ctrl-C; the record of what ran until then is written.
-    """
-    return _Study(config, run_dir, overrides, config_dir).run(run_one)
-
-
-class _Study(Series):
     def __init__(
         self, config: RunConfig, run_dir: Path, overrides: Sequence[str], config_dir: Path | None
     ) -> None:
@@ -190,7 +142,7 @@ class _Study(Series):
         for number, name in enumerate(self._study.chosen, start=1):
             title = self._study.points[name].title or name
             total = len(self._study.chosen)
-            sys.stderr.write(f"{self._study.name}: {number} of {total}: {title}\n")
+            say(f"{self._study.name}: {number} of {total}: {title}")
             self._found[name] = self._run_point(name, title, run_one)
 
     def _run_point(self, name: str, title: str, run_one: RunOne) -> Result:
@@ -206,9 +158,9 @@ class _Study(Series):
         planned = compose_point(self._composer, name, point, _base(self.overrides))
         record = self.run_point(
             run_one,
-            replace(planned.config, rerun=self.config.rerun or "all"),
+            planned,
             Path(POINTS, name),
-            planned.overrides,
+            rerun=self.config.rerun or "all",
             label=name,
             shared=planned.overrides,
         )
@@ -228,7 +180,7 @@ class _Study(Series):
         name: str | None = (environments[0].get("gpu") or {}).get("name")
         return name
 
-    def judge(self, *, is_interrupted: bool) -> Verdict:
+    def judge(self, *, is_interrupted: bool) -> RunRecord:
         """Return what was missed, and what is not there although it was asked for."""
         changes = changes_of(self.overrides, self._study.rows)
         judged = JUDGES[self._study.judge](
@@ -246,18 +198,10 @@ class _Study(Series):
         if is_interrupted or faults:
             message = "interrupted" if is_interrupted else f"{len(faults)} faults: {faults[0]}"
             kind = "Interrupted" if is_interrupted else "NotAllMet"
-            error = {"type": kind, "message": message, "phase": None, "traceback": None}
-        points = [
-            {
-                "name": name,
-                "title": result.title,
-                "folder": f"{POINTS}/{name}",
-                "run_id": result.record and result.record.run_id,
-                "status": result.record.status if result.record else "skipped",
-            }
-            for name, result in self._found.items()
-        ]
-        return Verdict(
+            error = error_facts(kind, message)
+        points = [_ended(name, result) for name, result in self._found.items()]
+        return RunRecord(
+            run_id="",
             name=f"study {self._study.name}",
             status="killed" if is_interrupted else "failed" if faults else "ok",
             error=error,
@@ -281,7 +225,7 @@ class _Study(Series):
             if text and not why:
                 write_section(ROOT / file, text, self._study.name)
                 words = "has the table"
-            sys.stderr.write(f"{self._study.name}: {file} {words}\n")
+            say(f"{self._study.name}: {file} {words}")
         return []
 
     def lines(self, record: RunRecord) -> list[str]:
@@ -290,8 +234,7 @@ class _Study(Series):
 
     def _about(self) -> str:
         """Return what ran, where and when."""
-        environment = self.records[0].environment if self.records else {}
-        card = self._card
+        environment, card = self.records[0].environment if self.records else {}, self._card
         command = shlex.join(["python", "-m", "harness", *self.overrides])
         git = environment.get("git") or {}
         commit = f"commit {git['sha'][:12]}" if git.get("sha") else "no commit"
@@ -309,6 +252,18 @@ class _Study(Series):
         if card is None:
             return f"{text} **Emulated: these figures are a CPU's and say nothing of a GPU.**"
         return f"{text} Random weights, clocks not locked, medians."
+
+
+def _ended(name: str, result: Result) -> dict[str, Any]:
+    """Return what the study's record says of a point."""
+    record = result.record
+    return {
+        "name": name,
+        "title": result.title,
+        "folder": f"{POINTS}/{name}",
+        "run_id": record and record.run_id,
+        "status": record.status if record else "skipped",
+    }
 
 
 def _at(value: Any, path: str) -> Any:
@@ -344,12 +299,12 @@ def differing(found: Found) -> list[str]:
 
 def _base(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a command line that are for every point."""
-    return [item for item in overrides if not _key(item).startswith("study.")]
+    return [item for item in overrides if not key_of(item).startswith("study.")]
 
 
 def changes_of(overrides: Sequence[str], rows: Sequence[str]) -> list[str]:
     """Return the overrides that make a study another than the one of its file."""
-    found = [item for item in overrides if not _is_neutral(_key(item))]
+    found = [item for item in overrides if not _is_neutral(key_of(item))]
     return found + (["study.rows"] if rows and not found else [])
 
 
@@ -362,8 +317,4 @@ def _is_neutral(key: str) -> bool:
 
 def keeps_shape(override: str) -> bool:
     """Return whether targets in seconds survive an override."""
-    return _key(override) in SAME_SHAPE
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
+    return key_of(override) in SAME_SHAPE

@@ -7,12 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from catalogue.files import tightfit_home
+from harness.config.compose import Point
 from harness.config.schema import RunConfig, SweepContext
 from harness.folders import plain, write_yaml
 from harness.point.streams import interrupt_afterwards
@@ -24,29 +24,16 @@ RunOne = Callable[[RunConfig, Path, Sequence[str], SweepContext], RunRecord]
 """Runs one point; `harness.point.point.run_point`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the points say together, as fields of the record."""
-
-    name: str
-    status: str
-    error: dict[str, Any] | None
-    valid: bool | None
-    reasons: list[str]
-    samples: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-    metrics: dict[str, float | None] = field(default_factory=dict)
+def key_of(override: str) -> str:
+    """Return the key or group that an override sets."""
+    return override.partition("=")[0].lstrip("+")
 
 
 class Series(ABC):
     """Runs points below a folder of its own and writes one record of them all.
 
-    Args:
-        config: what is asked of all.
-        run_dir: the folder.
-        overrides: as the user wrote them.
-        kind: begins the id under which a tracker shows the points.
-        total: number of points, at most.
+    `kind` begins the id under which a tracker shows the points, of which there are at most
+    `total`.
     """
 
     def __init__(
@@ -73,8 +60,8 @@ class Series(ABC):
         """Run the points in order through `run_point`."""
 
     @abstractmethod
-    def judge(self, *, is_interrupted: bool) -> Verdict:
-        """Return what the points that ran say."""
+    def judge(self, *, is_interrupted: bool) -> RunRecord:
+        """Return what the points that ran say; the series adds who asked for what, and when."""
 
     @abstractmethod
     def lines(self, record: RunRecord) -> list[str]:
@@ -87,34 +74,25 @@ class Series(ABC):
     def run_point(
         self,
         run_one: RunOne,
-        config: RunConfig,
+        point: Point,
         folder: Path,
-        overrides: Sequence[str],
         *,
+        rerun: str,
         label: str,
         shared: Sequence[str],
     ) -> RunRecord:
-        """Run one point and note its record.
+        """Run one point in a folder below the series' own and note its record.
 
-        Args:
-            run_one: runs it.
-            config: of the point.
-            folder: below the series' own.
-            overrides: of the point.
-            label: what its name begins with.
-            shared: overrides that are no part of its name.
+        Its name begins with `label` and leaves out the `shared` overrides.
         """
         sweep = replace(self._sweep, index=len(self.records), label=label, shared=tuple(shared))
-        record = run_one(config, self.run_dir / folder, overrides, sweep)
+        config = replace(point.config, rerun=rerun)
+        record = run_one(config, self.run_dir / folder, point.overrides, sweep)
         self.records.append(record)
         return record
 
     def run(self, run_one: RunOne) -> RunRecord:
-        """Run all points and return the record, which is also in the folder.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C; the record of what ran until then is written.
-        """
+        """Run all points and return the record, which is also in the folder, after Ctrl-C too."""
         interrupt: KeyboardInterrupt | None = None
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_yaml(self.run_dir / "config.yaml", self.config.to_dict())
@@ -130,7 +108,7 @@ class Series(ABC):
 
     def _finish(self, *, is_interrupted: bool) -> RunRecord:
         """Write the record, then what is made from it; their troubles become warnings of it."""
-        record = self._record(self.judge(is_interrupted=is_interrupted))
+        record = self._complete(self.judge(is_interrupted=is_interrupted))
         path = self.run_dir / RESULT_NAME
         record.write(path)
         warnings = [] if is_interrupted else self.publish()
@@ -150,20 +128,16 @@ class Series(ABC):
             record.write(path)
         return record
 
-    def _record(self, verdict: Verdict) -> RunRecord:
-        return RunRecord(
+    def _complete(self, found: RunRecord) -> RunRecord:
+        return replace(
+            found,
             run_id=self._run_id,
-            name=verdict.name,
-            status=verdict.status,
-            error=verdict.error,
-            valid=verdict.valid,
-            reasons=verdict.reasons,
             started_at=self.started.isoformat(timespec="seconds"),
             duration_s=time.monotonic() - self._begin_s,
             config=plain(self.config.to_dict()),
             overrides=self.overrides,
             environment=dict(self.records[0].environment) if self.records else {},
-            effective={"warnings": [], "notes": verdict.notes},
-            metrics=plain(verdict.metrics),
-            samples=plain(verdict.samples),
+            effective={"warnings": [], "notes": []} | found.effective,
+            metrics=plain(found.metrics),
+            samples=plain(found.samples),
         )

@@ -37,11 +37,7 @@ def make_row(
 ) -> Row:
     """Return a row that is held against the bounds that are given.
 
-    Args:
-        what: its name.
-        value: the figure, or what returns it; where that raises LackError the row says so.
-        least: lower bound.
-        most: upper bound.
+    Where `value` is called and raises LackError the row says so.
     """
     bounds = [f"at least {least:g}"] if least is not None else []
     bounds += [f"at most {most:g}"] if most is not None else []
@@ -56,11 +52,7 @@ def make_row(
 
 
 def known(value: float | None, what: str) -> float:
-    """Return a value.
-
-    Raises:
-        LackError: it is None or 0.
-    """
+    """Return a value; LackError where it is None or 0."""
     if not value:
         raise LackError(f"{what} is not known")
     return value
@@ -144,21 +136,13 @@ class Judged:
         return [row.what for row in self.rows if row.target and row.is_met is not True]
 
     def section(self, about: str) -> str:
-        """Return the whole as Markdown.
-
-        Args:
-            about: conditions, in words.
-        """
+        """Return the whole as Markdown, below `about`: the conditions, in words."""
         lines = [about]
         if self.rows:
-            lines += [
-                "",
-                *grid(("what", "measured", "share or ratio", "target", ""), self._cells()),
-            ]
+            head = ("what", "measured", "share or ratio", "target", "")
+            lines += ["", *grid(head, self._cells())]
         lines += self.tables
-        for text in self.remarks:
-            lines += ["", text]
-        for text in self.lacks:
+        for text in (*self.remarks, *self.lacks):
             lines += ["", text]
         return "\n".join(lines) + "\n"
 

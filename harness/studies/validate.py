@@ -1,10 +1,12 @@
-"""Rows of `study=validate` and `validate_grid`: predictions and auto against measured times."""
+"""Rows of `study=validate`, `validate_grid`, `overhead`: what plans and the harness are off by."""
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Final
 
 from engine.sealed import GIB
 from harness.studies.table import Found, Judged, LackError, Row, Value, grid, lacks, make_row
+from reports.record.text import number
 
 TOLERANCE: Final = 0.15
 """Share by which a predicted decode step may differ from the measured one."""
@@ -14,15 +16,8 @@ AUTO: Final = {"decode step": "auto_latency", "queue": "auto_throughput"}
 """What is timed -> the point of auto whose objective it is."""
 
 
-def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
-    """Return a row for each prefill and decode step, and what memory the engines took.
-
-    Args:
-        found: the points.
-        card: as in other studies.
-        is_default: likewise.
-    """
-    del card, is_default
+def judge(found: Found, **_: object) -> Judged:
+    """Return a row for each prefill and decode step, and what memory the engines took."""
     return Judged(rows=list(_rows(found)), tables=_memory(found), lacks=lacks(found))
 
 
@@ -62,15 +57,8 @@ def _memory(found: Found) -> list[str]:
     return ["", *grid(head, rows)] if rows else []
 
 
-def judge_grid(found: Found, *, card: str | None, is_default: bool) -> Judged:
-    """Return what auto reaches of the best split by hand, and every split's times.
-
-    Args:
-        found: points of auto, and points hand_1, ... on the same budget.
-        card: as in other studies.
-        is_default: likewise.
-    """
-    del card, is_default
+def judge_grid(found: Found, **_: object) -> Judged:
+    """Return what auto reaches of the best split by hand (points hand_1, ...), and all times."""
     steps: dict[str, float] = {}
     queues: dict[str, float] = {}
     given_up: list[str] = []
@@ -93,7 +81,7 @@ def judge_grid(found: Found, *, card: str | None, is_default: bool) -> Judged:
     made = [
         make_row(
             f"{what}: best by hand / {found[AUTO[what]].title}",
-            lambda w=what, t=times: _reached(w, t, found, given_up),  # type: ignore[misc]
+            partial(_reached, what, times, found, given_up),
             least=LEAST_SHARE,
         )
         for what, times in (("decode step", steps), ("queue", queues))
@@ -125,3 +113,35 @@ def _reached(what: str, times: dict[str, float], found: Found, given_up: list[st
 
 def _shown(value: float | None, factor: float) -> str:
     return "-" if value is None else f"{value * factor:.4g}"
+
+
+def judge_overhead(found: Found, **_: object) -> Judged:
+    """Return a table for each point: of scenario.overhead, or of a known rate."""
+    tables: list[str] = []
+    for result in found.values():
+        figures = result.sample("overhead")
+        if figures:
+            words = f"{figures['num_requests']} requests of {figures['output_tokens']} tokens to "
+            words += f"an engine that takes no time; microseconds, mean of {figures['repeats']}, "
+            words += "with half of its 95 % interval; own is what exceeds a bare loop of the same"
+            head = ("", "per request", "per token", "own, request", "own, token")
+            tables += ["", f"{result.title}: {words}:", "", *grid(head, _cells(figures))]
+        elif result.record is not None and result.record.status == "ok":
+            metrics = result.record.metrics
+            names = ["latency/ttft_ms/mean", "latency/tpot_ms/mean", "latency/itl_ms/max"]
+            names += ["serve/schedule_lag_ms/mean", "serve/sent_requests_s"]
+            rows = [
+                (name, "n/a" if metrics.get(name) is None else number(metrics[name]))
+                for name in names
+            ]
+            tables += ["", f"{result.title}:", "", *grid(("metric", "measured"), rows)]
+    return Judged(tables=tables, lacks=lacks(found))
+
+
+def _cells(figures: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, part in figures["parts"].items():
+        own = figures["own"].get(name)
+        cells = [part["request_us"], part["token_us"]]
+        cells += [own["request_us"], own["token_us"]] if own else [None, None]
+        shown = [f"{number(c['mean'])} +- {number(c['half'])}" if c else "" for c in cells]
+        yield name if own else f"bare, {name}", *shown

@@ -23,7 +23,7 @@ from harness.config.compose import DEMO_MODEL, Composer, Plan, Point, explain, u
 from harness.config.engine import require_package
 from harness.config.launchers import BASIC, keep_gpus_visible, make_importable
 from harness.config.schema import RunConfig, SweepContext
-from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
+from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
 from harness.point.describe import point_name
 from harness.point.full_disk import (
     DiskFullError,
@@ -34,36 +34,12 @@ from harness.point.full_disk import (
     require_writable_stores,
 )
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
-from harness.studies.ab import check_comparisons
-from harness.studies.run import check_studies
+from harness.studies.ab import Comparison, Sides, check_comparisons
+from harness.studies.run import StudyRun, check_studies
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
 from reports.record.record import RESULT_NAME, RecordError, RunRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepPlan:
-    """What all points of a sweep share."""
-
-    sweep_id: str
-    folder: Path
-    total: int
-    shared: tuple[str, ...]
-    """Overrides that all points have."""
-    began_s: float
-    """Seconds since 1970."""
-
-    def context(self, index: int) -> SweepContext:
-        """Return where one point stands."""
-        return SweepContext(
-            sweep_id=self.sweep_id,
-            folder=self.folder,
-            index=index,
-            total=self.total,
-            shared=self.shared,
-            began_s=self.began_s,
-        )
 
 
 @dataclass(kw_only=True)
@@ -72,10 +48,12 @@ class PointTask:
 
     points: ComposedPoints
     """All of the command."""
-    sweep: SweepPlan | None
-    """None: a single point."""
+    sweep: SweepContext | None
+    """Where the first point of a sweep stands; None: a single point."""
     config_dir: Path | None = None
-    """A folder of the user's, for the sides of a comparison."""
+    """A folder of the user's, for the points of a study."""
+    sides: Sides | None = None
+    """Of a comparison."""
     folders: list[Path] = field(default_factory=list)
     """Folders of the points that began in this process, in order."""
     records: list[RunRecord] = field(default_factory=list)
@@ -84,8 +62,7 @@ class PointTask:
     def __call__(self, _: DictConfig) -> None:
         """Run the point whose number Hydra's job has.
 
-        Raises:
-            DiskFullError: there is no room for its record, or none for what comes after it.
+        Raises DiskFullError without room for its record, or for what comes after it.
         """
         job = HydraConfig.get()
         with sigterm_as_interrupt(), full_disk_ends():
@@ -111,7 +88,7 @@ class PointTask:
         reason = self._reason_to_skip(config, begun)
         with begun.ends_with_session():
             point = replace(point, config=config)
-            record = self._run(point, folder, self.sweep.context(index), reason)
+            record = self._run(point, folder, replace(self.sweep, index=index), reason)
         self.records.append(record)
 
     def _reason_to_skip(self, config: RunConfig, begun: BegunPoints) -> str | None:
@@ -129,11 +106,7 @@ class PointTask:
         return certain_not_to_fit(config, ended)
 
     def _run(
-        self,
-        point: Point,
-        folder: Path,
-        sweep: SweepContext | None,
-        reason: str | None,
+        self, point: Point, folder: Path, sweep: SweepContext | None, reason: str | None
     ) -> RunRecord:
         from harness.point.point import run_point, skip_point  # noqa: PLC0415  not for --cfg and errors
 
@@ -141,62 +114,35 @@ class PointTask:
         try:
             if reason is not None:
                 return skip_point(config, folder, overrides, sweep, reason=reason)
-            if config.ab is not None:
-                from harness.studies.ab import run_ab  # noqa: PLC0415  likewise
-
-                return run_ab(
-                    config, folder, overrides, run_one=run_point, config_dir=self.config_dir
-                )
+            if self.sides is not None:
+                return Comparison(config, folder, overrides, self.sides).run(run_point)
             if config.study is not None:
-                from harness.studies.run import run_study  # noqa: PLC0415  likewise
-
-                return run_study(
-                    config, folder, overrides, run_one=run_point, config_dir=self.config_dir
-                )
+                return StudyRun(config, folder, overrides, self.config_dir).run(run_point)
             return run_point(config, folder, overrides, sweep)
         except Exception as error:
             if is_full(error):
                 raise
             traceback.print_exc()
-            facts = {
-                "type": type(error).__name__,
-                "message": str(error),
-                "phase": "harness",
-                "traceback": traceback.format_exc(),
-            }
-            name = point_name(config, overrides, sweep)
-            return failure_record(
-                config, folder, overrides, status="failed", error=facts, name=name
-            )
+            kind, trace = type(error).__name__, traceback.format_exc()
+            facts = error_facts(kind, str(error), "harness", trace)
+            return failure_record(point, folder, sweep, status="failed", error=facts)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what ran here: a process that a launcher starts has seen nothing."""
-        return {
-            "points": self.points,
-            "sweep": self.sweep,
-            "config_dir": self.config_dir,
-            "folders": [],
-            "records": [],
-        }
+        return vars(self) | {"folders": [], "records": []}
 
 
 def failure_record(
-    config: RunConfig,
-    folder: Path,
-    overrides: list[str],
-    *,
-    status: str,
-    error: dict[str, Any],
-    name: str,
+    point: Point, folder: Path, sweep: SweepContext | None, *, status: str, error: dict[str, Any]
 ) -> RunRecord:
     """Return the record of a point that could not write one, written if there is none yet."""
     record = RunRecord(
         run_id=folder.name,
-        name=name,
+        name=point_name(point.config, point.overrides, sweep),
         status=status,
         error=error,
-        config=config.to_dict(),
-        overrides=overrides,
+        config=point.config.to_dict(),
+        overrides=point.overrides,
     )
     if not (folder / RESULT_NAME).exists():  # never over the record of another point
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,18 +156,16 @@ _ABSENT: Final = object()
 def run(line: CommandLine) -> int:
     """Compose every point, check them all, then run them; return the exit code.
 
-    Raises:
-        ConfigError: something in the command line or a file is wrong; nothing was run.
-        DiskFullError: there is no room for records, or none is left; points that ended have theirs.
+    ConfigError: nothing was run. DiskFullError: points that ended have their records.
     """
     plan = Composer(line.config_dir).plan(line.overrides, multirun=line.multirun)
     if plan.is_demo:
-        _say(
+        say(
             f"No model chosen: taking the demo model {DEMO_MODEL}. model=NAME chooses one, --help "
             "lists them."
         )
     for message in dict.fromkeys(text for point in plan.points for text in point.warnings):
-        _say(f"warning: {message}")
+        say(f"warning: {message}")
     if line.cfg is not None:
         sys.stdout.write("---\n".join(_print_point(point, line) for point in plan.points))
         return EXIT_OK
@@ -235,21 +179,14 @@ def run(line: CommandLine) -> int:
         _check_planned(plan)
         from harness.sweep.plan import show_plans  # noqa: PLC0415  not for runs
 
-        check_comparisons(plan, line.config_dir)
-        return show_plans(plan, line.config_dir)
+        return show_plans(plan, check_comparisons(plan, line.config_dir))
     for point in plan.points:
         require_package(point.config.system.kind)
     require_room(tightfit_home())
     require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
     require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
-    check_comparisons(plan, line.config_dir)
-    return _Session(plan, line.config_dir).run()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    return _Session(plan, check_comparisons(plan, line.config_dir), line.config_dir).run()
 
 
 def _make_home() -> None:
@@ -334,27 +271,22 @@ def _print_point(point: Point, line: CommandLine) -> str:
 class _Session:
     """The points of one command, their records, and how they end."""
 
-    def __init__(self, plan: Plan, config_dir: Path | None) -> None:
+    def __init__(self, plan: Plan, sides: Sides | None, config_dir: Path | None) -> None:
         self._plan = plan
-        self._config_dir = config_dir
         self._hydra = plan.points[0].composed.hydra
         self._launcher = str(self._hydra.runtime.choices["hydra/launcher"])
         self._points = ComposedPoints(points=plan.points)
         self._task = PointTask(
             points=self._points,
-            sweep=self._sweep_plan() if plan.multirun else None,
+            sweep=self._sweep() if plan.multirun else None,
             config_dir=config_dir,
+            sides=sides,
         )
         self._is_shown = False
         """Whether a tracker may show the sweep although no point of it began."""
 
     def run(self) -> int:
-        """Let Hydra run every point; return the exit code.
-
-        Raises:
-            DiskFullError: a disk has no room for what points write.
-            KeyboardInterrupt: Ctrl-C; what ended until then is shown.
-        """
+        """Let Hydra run every point and show what ended, after Ctrl-C too; return the exit code."""
         sweep = self._task.sweep
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
@@ -382,7 +314,7 @@ class _Session:
         statuses = {record.status for _, record in records}
         return EXIT_OK if all_ran and statuses == {"ok"} else EXIT_NOT_ALL_OK
 
-    def _prepare_launch(self, sweep: SweepPlan) -> None:
+    def _prepare_launch(self, sweep: SweepContext) -> None:
         """Get ready what processes of a launcher share, before there is any."""
         from harness.sweep.track import begin_sweep  # noqa: PLC0415  not for --cfg and errors
 
@@ -392,8 +324,8 @@ class _Session:
         self._points.save(sweep.folder / POINTS_FOLDER)
         tracking = self._plan.points[0].config.tracking
         self._is_shown = True
-        for text in begin_sweep(tracking, sweep.context(0)):
-            _say(f"warning: {text}")
+        for text in begin_sweep(tracking, sweep):
+            say(f"warning: {text}")
 
     def _launch(self) -> None:
         try:
@@ -401,20 +333,21 @@ class _Session:
         except Exception as error:  # noqa: BLE001  of a launcher, or of a folder that Hydra makes
             # The points that it started have records, or get one.
             what = f"{type(error).__name__}: {error}"
-            _say(f"warning: hydra/launcher={self._launcher} ended early ({what}).")
+            say(f"warning: hydra/launcher={self._launcher} ended early ({what}).")
 
-    def _sweep_plan(self) -> SweepPlan:
+    def _sweep(self) -> SweepContext:
         folder = Path(str(self._hydra.sweep.dir)).resolve()
         first, *others = (point.overrides for point in self._plan.points)
-        return SweepPlan(
+        return SweepContext(
             sweep_id=_sweep_id(folder),
             folder=folder,
+            index=0,
             total=len(self._plan.points),
             shared=tuple(item for item in first if all(item in other for other in others)),
             began_s=time.time(),
         )
 
-    def _records(self, sweep: SweepPlan | None) -> list[tuple[Path, RunRecord]]:
+    def _records(self, sweep: SweepContext | None) -> list[tuple[Path, RunRecord]]:
         """Return folder and record of every point that ended, in order."""
         if sweep is None or self._launcher == BASIC:
             return list(zip(self._task.folders, self._task.records, strict=False))
@@ -422,7 +355,7 @@ class _Session:
         begun.wait(sweep.total)
         return [self._collect(begun, sweep, index) for index in range(sweep.total)]
 
-    def _interrupted(self, sweep: SweepPlan | None) -> list[tuple[Path, RunRecord]]:
+    def _interrupted(self, sweep: SweepContext | None) -> list[tuple[Path, RunRecord]]:
         """Return what there is after Ctrl-C; points in other processes are ended first."""
         if sweep is None:
             return []
@@ -437,7 +370,9 @@ class _Session:
         indices = [index for index in range(sweep.total) if begun.owner(index) is not None]
         return [self._collect(begun, sweep, index) for index in indices]
 
-    def _collect(self, begun: BegunPoints, sweep: SweepPlan, index: int) -> tuple[Path, RunRecord]:
+    def _collect(
+        self, begun: BegunPoints, sweep: SweepContext, index: int
+    ) -> tuple[Path, RunRecord]:
         """Return folder and record of a point that a launcher ran; write one if it has none."""
         owner, record = begun.owner(index), begun.record(index)
         folder = Path(owner.folder) if owner is not None else sweep.folder / str(index)
@@ -446,41 +381,29 @@ class _Session:
         what = "ended" if owner is not None else "was not started, or ended"
         if begun.is_stopped:  # a launcher may end its processes before they can write theirs
             what = "was interrupted and ended"
-        error = {
-            "type": "LauncherJobEnded",
-            "message": f"the job of hydra/launcher={self._launcher} {what} without a record. See "
-            f"its output in {sweep.folder}.",
-            "phase": "harness",
-            "traceback": None,
-        }
-        point = self._plan.points[index]
-        record = failure_record(
-            point.config,
-            folder,
-            point.overrides,
-            status="killed",
-            error=error,
-            name=point_name(point.config, point.overrides, sweep.context(index)),
+        message = (
+            f"the job of hydra/launcher={self._launcher} {what} without a record. See its output "
+            f"in {sweep.folder}."
         )
-        return folder, record
+        point, here = self._plan.points[index], replace(sweep, index=index)
+        facts = error_facts("LauncherJobEnded", message, "harness")
+        return folder, failure_record(point, folder, here, status="killed", error=facts)
 
     def _finish_sweep(
-        self, sweep: SweepPlan, points: Sequence[tuple[Path, RunRecord]], *, interrupted: bool
+        self, sweep: SweepContext, points: Sequence[tuple[Path, RunRecord]], *, interrupted: bool
     ) -> None:
         from harness.sweep.track import finish_sweep  # noqa: PLC0415  not for --cfg and errors
 
         if not (points or self._task.folders or self._is_shown):
             return
-        context = sweep.context(0)
         folders = [folder for folder, _ in points]
         records = [record for _, record in points]
         warnings = finish_sweep(
-            self._plan.points[0].config.tracking, context, records, interrupted=interrupted
+            self._plan.points[0].config.tracking, sweep, records, interrupted=interrupted
         )
         for text in warnings:
-            _say(f"warning: {text}")
-        sys.stdout.write("\n".join(sweep_lines(records, folders, context)) + "\n")
-        sys.stdout.flush()
+            say(f"warning: {text}")
+        show(sweep_lines(records, folders, sweep))
 
 
 def _sweep_id(folder: Path) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
+from hydra._internal.callbacks import Callbacks
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from catalogue.files import read_json
 from harness.config.compose import Plan, Point, register
 from harness.config.launchers import default_settings
-from harness.errors import EXIT_INTERRUPTED
+from harness.console import EXIT_INTERRUPTED
 from harness.observe.host import start_ticks
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
@@ -100,10 +101,6 @@ class BegunPoints:
                 self._records[index] = RunRecord.read(Path(owner.folder) / RESULT_NAME)
         return self._records.get(index)
 
-    def keep(self, index: int, record: RunRecord) -> None:
-        """Remember the record of a point that ran in this process."""
-        self._records[index] = record
-
     def records(self, total: int) -> dict[int, RunRecord]:
         """Return the records there are, by the number of the point."""
         found = {index: self.record(index) for index in range(total)}
@@ -122,12 +119,8 @@ class BegunPoints:
     ) -> Iterator[None]:
         """Interrupt this process meanwhile, as Ctrl-C would, when that of the sweep is gone.
 
-        Only where both run on this host and are not the same. Then the process ends: a launcher's
-        would wait for more work, and nobody is left to send it.
-
-        Args:
-            poll_s: seconds between looks.
-            exit_now: ends the process.
+        Only where both run on this host and are not the same. Then the process ends: a
+        launcher's would wait for more work, and nobody is left to send it.
         """
         session = self.owner(SESSION)
         if session is None or not session.is_alive or session.pid == os.getpid():
@@ -176,19 +169,20 @@ class BegunPoints:
         ending = self.running(total)
         for owner in ending:
             _signal(owner, signal.SIGTERM)
-        limit_s = clock() + END_S
-        while (left := self.running(total)) and clock() < limit_s:
-            time.sleep(POLL_S)
-        for owner in left:
+        _wait(lambda: not self.running(total), END_S, clock)
+        for owner in self.running(total):
             _signal(owner, signal.SIGKILL)
-        limit_s = clock() + EXIT_S
-        while (alive := [owner for owner in ending if owner.is_alive]) and clock() < limit_s:
-            time.sleep(POLL_S)
-        for owner in alive:
-            _signal(owner, signal.SIGKILL)
-        limit_s = clock() + EXIT_S
-        while any(owner.is_alive for owner in alive) and clock() < limit_s:
-            time.sleep(POLL_S)
+        _wait(lambda: not any(owner.is_alive for owner in ending), EXIT_S, clock)
+        for owner in ending:
+            if owner.is_alive:
+                _signal(owner, signal.SIGKILL)
+        _wait(lambda: not any(owner.is_alive for owner in ending), EXIT_S, clock)
+
+
+def _wait(is_over: Callable[[], bool], most_s: float, clock: Callable[[], float]) -> None:
+    limit_s = clock() + most_s
+    while not is_over() and clock() < limit_s:
+        time.sleep(POLL_S)
 
 
 def _signal(owner: Owner, number: signal.Signals) -> None:
@@ -219,11 +213,7 @@ class ComposedPoints:
             self.numbers.setdefault(tuple(point.overrides), number)
 
     def save(self, folder: Path) -> None:
-        """Write the points for processes that a launcher starts.
-
-        Args:
-            folder: that these reach too.
-        """
+        """Write the points where processes that a launcher starts reach them."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for number, point in enumerate(self.points):
@@ -251,27 +241,9 @@ class ComposedPoints:
         register()
 
 
-class _NoCallbacks:
-    """Stands where Hydra calls back around each job."""
-
-    def on_job_start(self, **_: Any) -> None:
-        """Do nothing."""
-
-    def on_job_end(self, **_: Any) -> None:
-        """Do nothing."""
-
-
 def launch(plan: Plan, points: ComposedPoints, task: Callable[[DictConfig], None]) -> None:
-    """Have every point run by the launcher that was chosen; a single one runs here.
-
-    Args:
-        plan: what was composed.
-        points: of it.
-        task: runs the point whose number Hydra's job has.
-    """
-    context = HydraContext(
-        config_loader=cast("ConfigLoader", points), callbacks=cast("Any", _NoCallbacks())
-    )
+    """Have every point run by the launcher that was chosen; a single one runs here."""
+    context = HydraContext(config_loader=cast("ConfigLoader", points), callbacks=Callbacks())
     if not plan.multirun:
         done = run_job(
             task,

@@ -2,80 +2,25 @@
 
 import csv
 import shlex
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import ConfigError
-from engine.plan.memory import UNKNOWN_HOST_BYTES
+from engine.plan.memory import UNKNOWN_HOST_BYTES, MemoryPlan
 from engine.plan.times import CONTEXT_TOKENS
 from engine.sealed import GIB
-from harness.columns import columns
 from harness.config.compose import Plan, Point
-from harness.config.schema import AbConfig, RunConfig
-from harness.errors import EXIT_NOT_ALL_OK, EXIT_OK
-from harness.forecast.rows import (
-    FOR_QUEUE,
-    HOST_KV_FIELDS,
-    WITHOUT_HOST_KV,
-    Forecast,
-    Row,
-    forecast,
-)
+from harness.config.engine import HOST_KV_FIELDS
+from harness.config.schema import SIDES, RunConfig
+from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, columns, show
+from harness.forecast.rows import FOR_QUEUE, WITHOUT_HOST_KV, Forecast, Row, forecast
 from harness.point.show import build_report, capacity_lines
-from harness.studies.ab import compose_sides
-from harness.studies.ab_ratios import steps
+from harness.studies.ab import Sides, steps
 from reports.record.text import number
 
 _BAR: Final = 50
 _ABSENT: Final = "-"
-COLUMNS: Final = (
-    "offload",
-    "fits",
-    "GPU weights",
-    "host GiB",
-    "KV tokens",
-    "in host",
-    "longest",
-    "at once",
-    "tok/s, 1",
-    "tok/s, full",
-    "prefill ms",
-    "TTFT ms",
-    "load s",
-)
-CSV_COLUMNS: Final = (
-    "point",
-    "model",
-    "gpu",
-    "memory_gib",
-    "max_model_len",
-    "max_num_seqs",
-    "offload",
-    "overrides",
-    "fits",
-    "recommended",
-    "gpu_weights_gib",
-    "host_weights_gib",
-    "kv_tokens",
-    "host_kv_tokens",
-    "longest_tokens",
-    "max_concurrency",
-    "max_kept",
-    "bytes_per_step",
-    "decode_tokens_s",
-    "full_batch",
-    "decode_tokens_full_s",
-    "prefill_tokens",
-    "prefill_ms",
-    "ttft_ms",
-    "queue_output_tokens_s",
-    "load_s",
-    "run_minutes",
-    "rates",
-    "error",
-)
 
 
 def point_lines(found: Forecast) -> list[str]:
@@ -146,7 +91,7 @@ def command_line(overrides: Sequence[str]) -> str:
 
 def _longest(found: Forecast) -> Iterator[str]:
     """What a token of one sequence of max_model_len tokens takes, for each way that fits."""
-    fitting = [row for row in found.rows if row.plan is not None]
+    fitting = [row for row in found.rows if row.fits]
     if fitting:
         times = (f"{row.label} {row.predicted['decode_step_long_ms']:.4g}" for row in fitting)
         tokens = fitting[0].predicted["long_context_tokens"]
@@ -160,7 +105,7 @@ def _longest(found: Forecast) -> Iterator[str]:
 
 def _queue(found: Forecast) -> Iterator[str]:
     """What a queue gets of each way that fits, where what is best for one is shown."""
-    fitting = [row for row in found.rows if row.plan is not None]
+    fitting = [row for row in found.rows if row.fits]
     best = next((row for row in fitting if row.label == FOR_QUEUE), None)
     if best is not None:
         queue = best.predicted["queue"]
@@ -212,27 +157,31 @@ def _title(found: Forecast) -> Iterator[str]:
     )
 
 
+_CELLS: Final[Mapping[str, Callable[[Row, MemoryPlan], str]]] = {
+    "host GiB": lambda row, _: f"{_host_weights(row) / GIB:.2f}",
+    "KV tokens": lambda _, plan: str(plan.kv_tokens),
+    "in host": lambda row, _: str(_host_kv_tokens(row)),
+    "longest": lambda _, plan: str(plan.longest_tokens),
+    "at once": lambda row, _: f"{row.bytes['kv']['max_concurrency']:.1f}",
+    "tok/s, 1": lambda row, _: number(row.predicted["decode_tokens_s"]),
+    "tok/s, full": lambda row, _: _predicted(row, "decode_tokens_full_s", "full_batch"),
+    "prefill ms": lambda row, _: _predicted(row, "prefill_ms", "prefill_tokens"),
+    "TTFT ms": lambda row, _: _predicted(row, "ttft_ms", "ttft_prompt_tokens"),
+    "load s": lambda row, _: number(row.predicted["load_s"]),
+}
+"""Title of a column -> its cell of a plan that fits."""
+COLUMNS: Final = ("offload", "fits", "GPU weights", *_CELLS)
+
+
+def _predicted(row: Row, name: str, size: str) -> str:
+    return f"{number(row.predicted[name])} ({row.predicted[size]})"
+
+
 def _cells(row: Row) -> tuple[str, ...]:
-    weights = row.bytes.get("gpu", {}).get("items", {}).get("weights")
-    if row.plan is None:
-        gpu = _ABSENT if weights is None else f"{weights / GIB:.2f}"
-        return (row.label, "no", gpu, *([_ABSENT] * (len(COLUMNS) - 3)))
-    predicted = row.predicted
-    return (
-        row.label,
-        "yes",
-        f"{(weights or 0) / GIB:.2f}",
-        f"{_host_weights(row) / GIB:.2f}",
-        str(row.plan.kv_tokens),
-        str(_host_kv_tokens(row)),
-        str(row.plan.longest_tokens),
-        f"{row.bytes['kv']['max_concurrency']:.1f}",
-        number(predicted["decode_tokens_s"]),
-        f"{number(predicted['decode_tokens_full_s'])} ({predicted['full_batch']})",
-        f"{number(predicted['prefill_ms'])} ({predicted['prefill_tokens']})",
-        f"{number(predicted['ttft_ms'])} ({predicted['ttft_prompt_tokens']})",
-        number(predicted["load_s"]),
-    )
+    plan, weights = row.plan, row.bytes.get("gpu", {}).get("items", {}).get("weights")
+    size = _ABSENT if weights is None else f"{weights / GIB:.2f}"
+    cells = (_ABSENT if plan is None else cell(row, plan) for cell in _CELLS.values())
+    return (row.label, "yes" if row.fits else "no", size, *cells)
 
 
 def _host_weights(row: Row) -> int:
@@ -288,10 +237,7 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
 def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command: str) -> list[str]:
     """Return both sides of a comparison as a table, with the minutes of all its runs.
 
-    Args:
-        sides: Side -> its point.
-        runs: Side of each run.
-        command: Runs the comparison.
+    `runs` has the side of each; `command` runs the comparison.
     """
     rows = {name: shown(item) for name, item in sides.items()}
     lines = _points(list(sides.values()), list(sides))
@@ -319,10 +265,10 @@ def shown(found: Forecast) -> Row:
 
 
 def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
-    """Return one row of the CSV file."""
-    config, predicted = found.config, row.predicted
+    """Return one row of the CSV file; None for what is not known of a plan that does not fit."""
+    config, plan, predicted = found.config, row.plan, row.predicted
     kv = row.bytes.get("kv", {})
-    values = {
+    return {
         "point": name,
         "model": config.model.name,
         "gpu": found.facts.name,
@@ -333,43 +279,39 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
         "overrides": " ".join(row.overrides),
         "fits": row.fits,
         "recommended": row is found.recommended,
-        "run_minutes": found.minutes(row) if row.fits else None,
+        "gpu_weights_gib": plan and row.bytes["gpu"]["items"]["weights"] / GIB,
+        "host_weights_gib": plan and _host_weights(row) / GIB,
+        "kv_tokens": plan and plan.kv_tokens,
+        "host_kv_tokens": plan and _host_kv_tokens(row),
+        "longest_tokens": plan and plan.longest_tokens,
+        "max_concurrency": plan and kv["max_concurrency"],
+        "max_kept": plan and kv["max_kept"],
+        "bytes_per_step": predicted.get("bytes_per_step"),
+        "decode_tokens_s": predicted.get("decode_tokens_s"),
+        "full_batch": predicted.get("full_batch"),
+        "decode_tokens_full_s": predicted.get("decode_tokens_full_s"),
+        "prefill_tokens": predicted.get("prefill_tokens"),
+        "prefill_ms": predicted.get("prefill_ms"),
+        "ttft_ms": predicted.get("ttft_ms"),
+        "queue_output_tokens_s": plan and predicted["queue"]["output_tokens_s"],
+        "load_s": predicted.get("load_s"),
+        "run_minutes": plan and found.minutes(row),
+        "rates": plan and predicted["rates"]["source"],
         "error": row.error,
     }
-    if row.plan is not None:
-        values |= {
-            "gpu_weights_gib": row.bytes["gpu"]["items"]["weights"] / GIB,
-            "host_weights_gib": _host_weights(row) / GIB,
-            "kv_tokens": row.plan.kv_tokens,
-            "host_kv_tokens": _host_kv_tokens(row),
-            "longest_tokens": row.plan.longest_tokens,
-            "max_concurrency": kv["max_concurrency"],
-            "max_kept": kv["max_kept"],
-            "queue_output_tokens_s": predicted["queue"]["output_tokens_s"],
-            "rates": predicted["rates"]["source"],
-        }
-        values |= {
-            name: predicted[name] for name in CSV_COLUMNS if name in predicted and name != "rates"
-        }
-    return {name: values.get(name) for name in CSV_COLUMNS}
 
 
 CSV_NAME: Final = "plan.csv"
 
 
-def show_plans(plan: Plan, config_dir: Path | None = None) -> int:
+def show_plans(plan: Plan, sides: Sides | None = None) -> int:
     """Print the plan of every point, or of both sides of a comparison; return the exit code.
 
-    Args:
-        plan: What a command line asks for.
-        config_dir: A folder of the user's.
-
-    Raises:
-        ConfigError: A point's settings contradict each other, its model's sizes are not known, or
-            nothing that is asked for is of this project's engine.
+    Raises ConfigError where settings contradict each other, the model's sizes are not known, or
+    nothing that is asked for is of this project's engine.
     """
-    if plan.points[0].config.ab is not None:
-        return _show_sides(plan.points[0], plan.points[0].config.ab, config_dir)
+    if sides is not None:
+        return _show_sides(plan.points[0], sides)
     names = point_names([point.overrides for point in plan.points])
     named = list(zip(plan.points, names, strict=True))
     peers = [name for point, name in named if point.config.system.kind != "native"]
@@ -379,16 +321,18 @@ def show_plans(plan: Plan, config_dir: Path | None = None) -> int:
     found = [forecast(point.config, tuple(point.overrides)) for point, _ in own]
     if not plan.multirun:
         (only,) = found
-        _print(point_lines(only))
+        show(point_lines(only))
         return EXIT_OK if only.recommended is not None else EXIT_NOT_ALL_OK
     path = Path(str(plan.points[0].composed.hydra.sweep.dir)) / CSV_NAME
     names = [name for _, name in own]
     write_csv(path, found, names)
-    lines = [*sweep_table(found, names), *map(_unplanned, peers)]
+    lines = sweep_table(found, names)
+    why = "plans are of this project's engine, system=native"
+    lines += [f"  not planned: {name} ({why})" for name in peers]
     lines.append(f"  every way to place the weights: {path}")
     problems = build_report(path.parent)
     lines += problems or [f"  as a figure: {path.with_suffix('.png')}"]
-    _print(lines)
+    show(lines)
     return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
 
 
@@ -401,17 +345,14 @@ def _refuse_peer(config: RunConfig) -> None:
         )
 
 
-def _unplanned(name: str) -> str:
-    return f"  not planned: {name} (plans are of this project's engine, system=native)"
-
-
-def _show_sides(point: Point, ab: AbConfig, config_dir: Path | None) -> int:
-    both = compose_sides(ab, point.overrides, config_dir, mode="plan")
-    for side in both:
+def _show_sides(point: Point, sides: Sides) -> int:
+    ab = point.config.ab
+    assert ab is not None
+    for side in sides:
         _refuse_peer(side.config)
-    found = [forecast(side.config, tuple(side.overrides)) for side in both]
-    titles = {side.name: f"{side.name}: {' '.join(side.own)}" for side in both}
-    _print(
+    found = [forecast(side.config, tuple(side.overrides)) for side in sides]
+    titles = {name: f"{name}: {' '.join(getattr(ab, name))}" for name in SIDES}
+    show(
         comparison_table(
             dict(zip(titles.values(), found, strict=True)),
             [titles[step.side] for step in steps(ab)],
@@ -432,14 +373,10 @@ def point_names(points: Sequence[Sequence[str]]) -> list[str]:
 
 def write_csv(path: Path, found: Sequence[Forecast], names: Sequence[str]) -> None:
     """Write every row of every point."""
+    named = zip(found, names, strict=True)
+    rows = [csv_row(item, row, name) for item, name in named for row in item.rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS)
+        writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
-        for item, name in zip(found, names, strict=True):
-            writer.writerows(csv_row(item, row, name) for row in item.rows)
-
-
-def _print(lines: Sequence[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+        writer.writerows(rows)

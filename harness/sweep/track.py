@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from catalogue.files import tightfit_home
-from harness.columns import columns
 from harness.config.schema import SweepContext, TrackingConfig
+from harness.console import columns
 from harness.point.show import build_report
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
@@ -30,13 +30,7 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 def sweep_lines(
     records: Sequence[RunRecord], folders: Sequence[Path], sweep: SweepContext
 ) -> list[str]:
-    """Return the table as lines of text.
-
-    Args:
-        records: Of the points that ended, in order.
-        folders: Of the points that started, in order.
-        sweep: Of any of its points.
-    """
+    """Return the table of the points that ended as lines of text; folders are of all that began."""
     lines = ["", f"sweep {sweep.sweep_id}: {len(records)} of {sweep.total} points"]
     if records:
         metrics = found("sweep", [record.metrics for record in records])
@@ -81,12 +75,7 @@ def finish_sweep(
 ) -> list[str]:
     """Make the sweep's report and end its run in the tracker; return warnings.
 
-    Args:
-        tracking: where the points were mirrored to.
-        sweep: of any of its points.
-        records: of the points that ended.
-        interrupted: Ctrl-C ended the sweep.
-        is_ok: whether it found what it was for; None: every point must be ok.
+    `is_ok` says whether it found what it was for; None: every point must be ok.
     """
     counts = Counter(record.status for record in records)
     status = "ok" if (set(counts) <= {"ok"} if is_ok is None else is_ok) else "failed"

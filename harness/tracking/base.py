@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from harness.config.schema import SweepContext
 from reports.record.record import RunRecord
@@ -43,36 +43,30 @@ class SweepFacts:
     """Figures of the points together."""
 
 
-class Tracker(Protocol):
-    """Mirrors points. Calls come in order, from one thread, and may raise."""
+class Tracker:
+    """Mirrors points; this one nowhere. Calls come in order, from one thread, and may raise."""
 
     def open(self) -> None:
         """Get ready; the first call."""
-        ...
 
     def start_sweep(self, sweep: SweepContext) -> None:
         """Show the sweep as running; without it its first point does so."""
-        ...
 
     def start_point(self, point: PointFacts) -> None:
         """Show the point as running."""
-        ...
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show live samples; each row has `time` (seconds since 1970)."""
-        ...
 
     def finish_point(self, record: RunRecord, run_dir: Path) -> None:
         """Show the point as ended, with its figures and files."""
-        ...
 
     def finish_sweep(self, sweep: SweepFacts) -> None:
         """Show the sweep as ended."""
-        ...
 
     def view_command(self) -> str | None:
-        """Return the command that shows the runs to the user."""
-        ...
+        """Return the command that shows the runs to the user; None where there are none."""
+        return None
 
 
 class GuardedTracker:
@@ -91,7 +85,7 @@ class GuardedTracker:
         work = (self._calls, self.warnings, self._is_broken)
         threading.Thread(target=_work, args=work, name="tracking", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
-        self._call("open", tracker.open, timeout_s=OPEN_TIMEOUT_S)
+        self._call("open", tracker.open, wait_s=OPEN_TIMEOUT_S)
 
     def start_sweep(self, sweep: SweepContext) -> None:
         """See Tracker."""
@@ -103,7 +97,7 @@ class GuardedTracker:
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """See Tracker; does not wait."""
-        self._call("log_samples", lambda: self._tracker.log_samples(rows), wait=False)
+        self._call("log_samples", lambda: self._tracker.log_samples(rows), wait_s=0)
 
     def settle(self) -> None:
         """Return when the samples handed over so far are logged, or what they met is a warning."""
@@ -122,20 +116,13 @@ class GuardedTracker:
         is_usable = not (self._is_broken.is_set() or self._is_stuck)
         return self._tracker.view_command() if is_usable else None
 
-    def _call(
-        self,
-        name: str,
-        call: Callable[[], None],
-        *,
-        wait: bool = True,
-        timeout_s: float | None = None,
-    ) -> None:
+    def _call(self, name: str, call: Callable[[], None], *, wait_s: float | None = None) -> None:
         if self._is_stuck or self._is_broken.is_set():
             return
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s if wait_s is None else wait_s
         done = threading.Event()
         self._calls.put((name, call, done))
-        if wait and not done.wait(limit_s):
+        if limit_s and not done.wait(limit_s):
             self._is_stuck = True
             self.warnings.append(
                 f"tracking: {name} took longer than {limit_s:g} s and was given up. The "
@@ -166,29 +153,3 @@ def _make(item: _Call, warnings: list[str], is_broken: threading.Event) -> None:
         )
     finally:
         done.set()
-
-
-class NoTracker:
-    """A tracker that does nothing."""
-
-    def open(self) -> None:
-        """Do nothing."""
-
-    def start_sweep(self, sweep: SweepContext) -> None:
-        """Do nothing."""
-
-    def start_point(self, point: PointFacts) -> None:
-        """Do nothing."""
-
-    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing."""
-
-    def finish_point(self, record: RunRecord, run_dir: Path) -> None:
-        """Do nothing."""
-
-    def finish_sweep(self, sweep: SweepFacts) -> None:
-        """Do nothing."""
-
-    def view_command(self) -> str | None:
-        """Return None: there is nothing to view."""
-        return None

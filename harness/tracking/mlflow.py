@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
 
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
-from harness.tracking.base import GuardedTracker, NoTracker, PointFacts, SweepFacts, Tracker
+from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.work.kv import kv_series
 from reports.record.record import RunRecord
 
@@ -36,16 +36,8 @@ _COLUMNS: Final = (("experiments", "artifact_location"), ("runs", "artifact_uri"
 def follow_store(database: Path, artifacts: str, experiment: str) -> None:
     """Make a moved or copied store keep files beside itself, not where it was made.
 
-    Nothing changes unless the folder of the experiment's files has the name of `artifacts`, is
-    another one, and `artifacts` came along with the store.
-
-    Args:
-        database: the SQLite file; it exists.
-        artifacts: address of the folder beside it, file://...
-        experiment: whose files tell where the store was made.
-
-    Raises:
-        sqlite3.Error: the file cannot be read or written.
+    Nothing changes unless the folder of the experiment's files has the name of `artifacts` (the
+    address of the folder beside the database), is another one, and came along with the store.
     """
     now = _path(artifacts)
     with closing(sqlite3.connect(database, timeout=60.0)) as store, store:
@@ -78,25 +70,16 @@ def _path(address: str) -> Path | None:
 
 DATABASE_NAME: Final = "mlflow.db"
 _FINAL_STATUS: Final = {"ok": "FINISHED", "killed": "KILLED"}
-"""Record status -> MLflow's; the others are FAILED."""
-_SWEEP_STATUS: Final = {"ok": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+"""Status of a record or a sweep -> MLflow's; the others are FAILED."""
+_SHARED: Final = ("config.yaml", "result.json", "report.html", "report.md")
 _ARTIFACTS: Final = (
-    "config.yaml",
-    "overrides.yaml",
-    "result.json",
-    "report.html",
-    "report.md",
-    "metrics.csv",
-    "worker.log",
-    "samples.jsonl",
-    "requests.parquet",
-    "requests.jsonl",
-    "telemetry.parquet",
-    "telemetry.jsonl",
+    *_SHARED,
+    *("overrides.yaml", "metrics.csv", "worker.log", "samples.jsonl"),
+    *("requests.parquet", "requests.jsonl", "telemetry.parquet", "telemetry.jsonl"),
 )
 _SWEEP_ARTIFACTS: Final = (
+    *_SHARED,
     *("multirun.yaml", "sweep.csv", "sweep.html", "sweep.md", "failures.md"),
-    *("config.yaml", "result.json", "report.html", "report.md"),
 )
 _FIGURES: Final = ("*.png", "figures/*.png")
 _ENVIRONMENT: Final = {
@@ -107,6 +90,7 @@ _ENVIRONMENT: Final = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 _DATABASES: Final = ("sqlite", "postgresql", "mysql", "mssql")
+_T = TypeVar("_T")
 _MAX_BATCH: Final = 1000
 _MAX_PARAM_BATCH: Final = 100
 _TS_FIELDS: Final = {
@@ -127,7 +111,7 @@ _TS_FIELDS: Final = {
 }
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Mirrors points to an MLflow experiment."""
 
     def __init__(self, config: TrackingConfig, home: Path) -> None:
@@ -199,6 +183,8 @@ class MlflowTracker:
 
     def start_point(self, point: PointFacts) -> None:
         """Create the point's run with status RUNNING, below its sweep's run if it has one."""
+        from mlflow.entities import Param
+
         tags = {**point.tags, **_own_tags(), "harness.run_id": point.run_id}
         if point.sweep is not None:
             with self._only_one():
@@ -208,7 +194,9 @@ class MlflowTracker:
         run = client.create_run(self._experiment_id, tags=tags, run_name=point.name)
         self._run_id = run.info.run_id
         self._started_s = time.time()
-        self._log_params(self._run_id, point.params)
+        params = [Param(key, str(value)) for key, value in point.params.items()]
+        for batch in _batches(params, _MAX_PARAM_BATCH):
+            client.log_batch(self._run_id, params=batch)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the rows as time series `ts/...`; the step is milliseconds since the start."""
@@ -227,8 +215,8 @@ class MlflowTracker:
             for key, name in _TS_FIELDS.items()
             if _is_finite(row.get(key))
         ]
-        for start in range(0, len(metrics), _MAX_BATCH):
-            self._open_client().log_batch(self._run_id, metrics=metrics[start : start + _MAX_BATCH])
+        for batch in _batches(metrics, _MAX_BATCH):
+            self._open_client().log_batch(self._run_id, metrics=batch)
 
     def finish_point(self, record: RunRecord, run_dir: Path) -> None:
         """Log the figures and files, then end the run FINISHED, FAILED or KILLED."""
@@ -256,11 +244,11 @@ class MlflowTracker:
             client.set_tag(run_id, "harness.status", sweep.status)
             self._log_files(run_id, sweep.context.folder, _SWEEP_ARTIFACTS)
         finally:
-            client.set_terminated(run_id, _SWEEP_STATUS[sweep.status])
+            client.set_terminated(run_id, _FINAL_STATUS.get(sweep.status, "FAILED"))
             for run in self._running("harness.sweep_id", sweep.context.sweep_id):
                 self._kill(run.info.run_id)  # a point whose end a second Ctrl-C cut short
 
-    def view_command(self) -> str | None:
+    def view_command(self) -> str:
         """Return the command that opens the UI, and the page of these runs in it.
 
         The UI's own first page is of another kind of experiment and does not show them.
@@ -297,14 +285,6 @@ class MlflowTracker:
         run = client.create_run(self._experiment_id, tags=own, run_name=f"sweep {sweep_id}")
         return str(run.info.run_id)
 
-    def _log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        all_params = [Param(key, str(value)) for key, value in params.items()]
-        for start in range(0, len(all_params), _MAX_PARAM_BATCH):
-            batch = all_params[start : start + _MAX_PARAM_BATCH]
-            self._open_client().log_batch(run_id, params=batch)
-
     def _log_figures(self, record: RunRecord) -> None:
         from mlflow.entities import Metric, RunTag
 
@@ -329,13 +309,10 @@ class MlflowTracker:
             tags["gpu.uuid"] = str(uuid)
         if record.error is not None:
             tags["error.type"] = str(record.error["type"])
-        batch = [RunTag(key, value[:5000]) for key, value in tags.items()]
-        for start in range(0, max(len(metrics), 1), _MAX_BATCH):
-            self._open_client().log_batch(
-                self._run_id or "",
-                metrics=metrics[start : start + _MAX_BATCH],
-                tags=batch if start == 0 else [],
-            )
+        client, run_id = self._open_client(), self._run_id or ""
+        client.log_batch(run_id, tags=[RunTag(key, value[:5000]) for key, value in tags.items()])
+        for batch in _batches(metrics, _MAX_BATCH):
+            client.log_batch(run_id, metrics=batch)
 
     def _log_files(self, run_id: str, folder: Path, names: Sequence[str]) -> None:
         client = self._open_client()
@@ -395,6 +372,10 @@ def _own_tags() -> dict[str, str]:
     }
 
 
+def _batches(items: list[_T], size: int) -> Iterator[list[_T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
@@ -411,11 +392,6 @@ def note(record: RunRecord) -> str:
 
 
 def open_tracker(config: TrackingConfig, home: Path) -> GuardedTracker:
-    """Return an open tracker; its troubles are in `warnings`, never raised.
-
-    Args:
-        config: the node `tracking`.
-        home: TIGHTFIT_HOME, where the database and the artifacts are.
-    """
-    tracker: Tracker = NoTracker() if config.backend == "none" else MlflowTracker(config, home)
+    """Return an open tracker; its troubles are in `warnings`, never raised."""
+    tracker: Tracker = Tracker() if config.backend == "none" else MlflowTracker(config, home)
     return GuardedTracker(tracker)

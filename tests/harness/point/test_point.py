@@ -15,7 +15,7 @@ from engine.asked.config import GPUConfig
 from harness.config.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ModelNode
 from harness.point import point
 from harness.point.point import run_point, skip_point
-from harness.tracking.base import GuardedTracker, NoTracker
+from harness.tracking.base import GuardedTracker, Tracker
 from reports.record.record import RunRecord
 from tests.harness.cases import SPEC, fake_command, load_only, run_config, scenario
 from tests.harness.fakes import PLAN, Script
@@ -336,7 +336,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
     assert "warning: report: not made" in capsys.readouterr().out
 
 
-class Copying(NoTracker):
+class Copying(Tracker):
     """Cannot log samples; takes a copy of the record's file at the end."""
 
     copy = b""
@@ -348,7 +348,7 @@ class Copying(NoTracker):
         self.copy = (run_dir / "result.json").read_bytes()
 
 
-class Failing(NoTracker):
+class Failing(Tracker):
     def finish_point(self, record, run_dir):
         raise RuntimeError("no room for figures")
 

@@ -82,7 +82,7 @@ def test_what_the_kv_cache_holds_is_shown_once_when_an_engine_has_started(tmp_pa
     state, display = StateWriter(tmp_path, "load"), Shown()
     view = LiveView(tmp_path, display, None)
     for known in (None, {"tokens": 3}, kv, kv):
-        state.note_kv(known)
+        state.note(kv=known)
         state.enter("warm")
         view.tick()
     table = capacity_lines(kv)

@@ -8,8 +8,8 @@ from harness.config.schema import FakeScript
 from harness.config.study import OverheadScenario
 from harness.observe.student import t_table
 from harness.point.process import WorkerJob
-from harness.studies.overhead import judge
 from harness.studies.table import Result
+from harness.studies.validate import judge_overhead as judge
 from harness.systems.fake import fake_door
 from harness.work.bench import BARE
 from harness.worker import Work

@@ -13,13 +13,13 @@ from harness.config.compose import Composer
 from harness.config.study import StudyConfig, StudyPoint
 from harness.studies import run as studies
 from harness.studies.run import (
+    StudyRun,
     changes_of,
     check_document,
     check_studies,
     compose_points,
     keeps_shape,
     marks,
-    run_study,
     write_section,
 )
 from harness.sweep.app import run as run_line
@@ -98,12 +98,8 @@ def study(tmp_path, *more, run_one=None):
     found = asked(*more)
     whole = found.config.study
     few = replace(whole, points={name: whole.points[name] for name in FEW})
-    return run_study(
-        replace(found.config, study=few),
-        tmp_path / "run",
-        found.overrides,
-        run_one=run_one or fake_run(),
-    )
+    config = replace(found.config, study=few)
+    return StudyRun(config, tmp_path / "run", found.overrides, None).run(run_one or fake_run())
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from harness.__main__ import main
 from harness.config.compose import Composer
 from harness.config.engine import check_system
 from harness.config.schema import SystemConfig
-from harness.errors import EXIT_BAD_CONFIG
+from harness.console import EXIT_BAD_CONFIG
 from harness.point.point import Attempt, Findings
-from harness.studies.search import TrialRunner
+from harness.search import TrialRunner
 from harness.systems.accelerate_engine import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import agree, config_json
 from harness.systems.vllm_engine import check_arguments, vllm_arguments

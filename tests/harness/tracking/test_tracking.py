@@ -14,7 +14,7 @@ from harness.observe.host import start_ticks
 from harness.point.describe import flat_params
 from harness.point.point import run_point, skip_point
 from harness.sweep.track import finish_sweep
-from harness.tracking.base import GuardedTracker, NoTracker, PointFacts, SweepFacts
+from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.tracking.mlflow import MlflowTracker, open_tracker
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
@@ -248,7 +248,7 @@ def test_a_broken_database_costs_no_point(tmp_path, request, monkeypatch):
 def test_a_tracker_that_hangs_is_given_up(tmp_path):
     release = threading.Event()
 
-    class Hanging(NoTracker):
+    class Hanging(Tracker):
         def start_point(self, point):
             release.wait(30)
 
@@ -266,7 +266,7 @@ def test_a_tracker_that_hangs_is_given_up(tmp_path):
 
 def test_the_thread_of_a_tracker_ends_with_it(tmp_path):
     before = set(threading.enumerate())
-    tracker = GuardedTracker(NoTracker())
+    tracker = GuardedTracker(Tracker())
     (thread,) = set(threading.enumerate()) - before
     tracker.start_sweep(SweepContext(sweep_id="s", folder=tmp_path, index=0, total=1))
     assert thread.is_alive()

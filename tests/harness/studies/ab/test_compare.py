@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from harness.studies.ab_ratios import (
+from harness.studies.ab import (
     compare,
     compare_tokens,
     geometric,

@@ -11,8 +11,7 @@ from harness.config.schema import AbConfig
 from harness.point import point
 from harness.point.point import run_point
 from harness.studies import ab as ab_run
-from harness.studies.ab import run_ab
-from harness.studies.ab_ratios import steps
+from harness.studies.ab import Comparison, compose_sides, steps
 from reports.record.metrics import definition
 from reports.record.record import RunRecord
 
@@ -42,7 +41,8 @@ def test_runs_are_interleaved_after_a_against_itself():
 
 def compare(tmp_path, *more, run_one=run_point):
     (found,) = Composer().plan([*LINE, *more]).points
-    return run_ab(found.config, tmp_path / "ab", found.overrides, run_one=run_one)
+    sides = compose_sides(found.config.ab, found.overrides)
+    return Comparison(found.config, tmp_path / "ab", found.overrides, sides).run(run_one)
 
 
 def fake_run(outcomes):

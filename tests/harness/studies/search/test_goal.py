@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import ConfigError
-from harness.studies.search import judge
+from harness.search import judge
 from harness.studies.search_request import check_measured, parse_constraint, parse_goal
 from reports.record.record import RunRecord
 from tests.harness.cases import load_only, scenario

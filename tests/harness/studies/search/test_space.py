@@ -2,7 +2,7 @@ import pytest
 
 from engine.errors import ConfigError
 from harness.config.compose import Composer
-from harness.studies.search_space import (
+from harness.studies.search_request import (
     Parameter,
     Space,
     beside,

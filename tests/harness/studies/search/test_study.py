@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 from harness import search as command
 from harness.config.compose import Composer
 from harness.point import point
-from harness.studies.search import Outcome, TrialRunner, open_study, require_optuna, write_best
+from harness.search import Outcome, TrialRunner, open_study, require_optuna, write_best
 from harness.studies.search_request import parse_request
 from harness.sweep import track as sweep
 from reports.record.record import RunRecord
@@ -143,7 +143,7 @@ def test_two_searches_do_not_share_a_name_nor_two_processes_a_search(tmp_path):
 @needs_optuna
 def test_minutes_are_a_limit(tmp_path, monkeypatch):
     times = iter([0.0, 0.0, 59.0, 61.0])
-    monkeypatch.setattr("harness.studies.search.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("harness.search.time.monotonic", lambda: next(times))
     trials, (ended, _, _) = run(tmp_path, request_of(*FEW, "--trials", "9", "--minutes", "1"))
     assert (ended, len(trials.ran)) == ("1 minutes have passed", 2)
 
@@ -157,7 +157,7 @@ def test_optuna_4_is_needed(found, words, monkeypatch, capsys):
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr("harness.studies.search.version", version)
+    monkeypatch.setattr("harness.search.version", version)
     with pytest.raises(ConfigError, match=words):
         require_optuna()
     assert command.main([*FEW, *GOAL]) == 2

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from harness.columns import columns
+from harness.console import columns
 
 ROWS = [("point", "GiB", "folder"), ("gpu[red]:smile:", "1.5", "a b"), ("", "12.25", "")]
 LINES = [
