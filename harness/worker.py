@@ -416,10 +416,9 @@ class Work:
     def _run_parts(self, llm: Engine) -> dict[str, StepTotals]:
         """Run every part of the scenario; return sums over the steps of those with requests."""
         scenario, timed = self._job.scenario, dict[str, StepTotals]()
-        if scenario.latency is not None:
-            timed["latency"] = self._run_part(llm, "latency", scenario.latency)
-        if scenario.throughput is not None:
-            timed["throughput"] = self._run_part(llm, "throughput", scenario.throughput)
+        for config in (scenario.latency, scenario.throughput):
+            if config is not None:
+                timed[config.part] = self._run_part(llm, config.part, config)
         if scenario.serve is not None:
             timed["serve"] = self._run_serve(llm, scenario.serve)
         if scenario.steps is not None:
