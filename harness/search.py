@@ -237,10 +237,10 @@ class Study:
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._optuna: Any = optuna
         self._request = request
-        storage = f"sqlite:///{folder / DATABASE_NAME}"
+        path = str(folder / DATABASE_NAME).replace("{", "{{").replace("}", "}}")  # it is a template
         self._study = optuna.create_study(
             study_name=request.name,
-            storage=storage,
+            storage=f"sqlite:///{path}",
             load_if_exists=True,
             direction="maximize" if request.goal.is_maximum else "minimize",
         )
