@@ -1,6 +1,7 @@
 """ServeScenario: the node scenario.serve, its parts checked against each other."""
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Final
 
@@ -41,6 +42,18 @@ class Bounded(Sealed):
                 name, is_integer = f"{self.node}.{item.name}", "float" not in str(item.type)
                 check_number(name, number, integer=is_integer, **item.metadata["bounds"])
 
+    def check_used(self, names: Collection[str], needed: Collection[str], why: str) -> None:
+        """Raise ConfigError unless exactly the needed ones of some settings have a value."""
+        for name in names:
+            key, value = f"{self.node}.{name}", getattr(self, name)
+            if name in needed and value is None:
+                raise ConfigError(f"{key}: expected a value for {why}, got null. Set it.")
+            if name not in needed and value is not None:
+                raise ConfigError(
+                    f"{key}: expected null for {why}, got {value!r}. It would have no effect; "
+                    "remove it."
+                )
+
 
 TOKENS: Final = within(1, MOST_LENGTH)
 REQUESTS: Final = within(1, MOST_REQUESTS)
@@ -75,18 +88,6 @@ def check_size(node: str, num_requests: float, prompt_tokens: float, settings: s
             )
 
 
-def check_used(node: str, values: dict[str, object], needed: set[str], why: str) -> None:
-    """Raise ConfigError unless exactly the needed settings have a value."""
-    for name, value in values.items():
-        if name in needed and value is None:
-            raise ConfigError(f"{node}.{name}: expected a value for {why}, got null. Set it.")
-        if name not in needed and value is not None:
-            raise ConfigError(
-                f"{node}.{name}: expected null for {why}, got {value!r}. It would have no effect; "
-                "remove it."
-            )
-
-
 NODE: Final = "scenario.serve"
 PROCESSES: Final = ("poisson", "gamma", "constant", "at_once", "trace")
 DISTRIBUTIONS: Final = ("fixed", "uniform", "normal", "lognormal")
@@ -111,14 +112,10 @@ class Arrivals(Bounded):
         """Raise ConfigError when a field is out of bounds or has no effect."""
         check_choice(f"{self.node}.process", self.process, PROCESSES)
         super().check()
-        why, needed = (
-            f"process={self.process}",
-            {"burstiness"} if self.process == "gamma" else set(),
-        )
-        check_used(self.node, {"burstiness": self.burstiness}, needed, why)
+        why, has_shape = f"process={self.process}", self.process == "gamma"
+        self.check_used(["burstiness"], ["burstiness"] if has_shape else [], why)
         if not self.has_rate:
-            given = {"rate_per_s": self.rate_per_s, "ramp_up_s": self.ramp_up_s}
-            check_used(self.node, dict(given), set(), why)
+            self.check_used(["rate_per_s", "ramp_up_s"], [], why)
 
     @property
     def has_rate(self) -> bool:
@@ -157,10 +154,10 @@ class Lengths(Bounded):
             "normal": {"tokens", "std", "high"},
             "lognormal": {"tokens", "std", "high"},
         }[self.distribution]
-        values = {name: getattr(self, name) for name in ("tokens", "std", "low", "high")}
+        names = ["tokens", "std", "low", "high"]
         if self.distribution in {"normal", "lognormal"}:
-            del values["low"]
-        check_used(self.node, values, needed, f"distribution={self.distribution}")
+            names.remove("low")
+        self.check_used(names, needed, f"distribution={self.distribution}")
         if self.high is not None and self.least > self.high:
             raise ConfigError(
                 f"{self.node}.high: expected at least low={self.least}, got {self.high}. Raise "
@@ -400,15 +397,15 @@ class ServeScenario(Bounded):
         self._check_size()
 
     def _check_source(self) -> None:
-        lengths = {"prompt": self.prompt, "output": self.output, "prompts_file": self.prompts_file}
+        lengths = ("prompt", "output", "prompts_file")
         if self.trace is not None:
-            check_used(NODE, dict(lengths), set(), "a trace")
+            self.check_used(lengths, [], "a trace")
         elif self.prompts_file is not None:
-            check_used(NODE, dict(lengths), {"output", "prompts_file"}, "a prompts_file")
+            self.check_used(lengths, ["output", "prompts_file"], "a prompts_file")
             if not self.prompts_file.strip():
                 raise ConfigError(f"{NODE}.prompts_file: expected a JSONL file or null, got ''.")
         else:
-            check_used(NODE, dict(lengths), {"prompt", "output"}, "synthetic prompts")
+            self.check_used(lengths, ["prompt", "output"], "synthetic prompts")
         if self.prompt is None and self.prefixes.num:
             raise ConfigError(
                 f"{NODE}.prefixes: expected none beside a trace or a prompts_file, got "
@@ -440,17 +437,17 @@ class ServeScenario(Bounded):
                 f"set, got {process} with trace={'null' if self.trace is None else 'set'}. Choose "
                 "scenario=serve_trace for a trace, or remove the trace."
             )
-        rate = {"rate_per_s": self.arrivals.rate_per_s}
+        rate = ["rate_per_s"]
         if self.search is None:
             if self.arrivals.has_rate:
-                check_used(f"{NODE}.arrivals", dict(rate), {"rate_per_s"}, f"process={process}")
+                self.arrivals.check_used(rate, rate, f"process={process}")
             return
         if not self.arrivals.has_rate:
             raise ConfigError(
                 f"{NODE}.search: expected arrivals.process of poisson, gamma or constant, got "
                 f"{process}. It has no rate to search."
             )
-        check_used(f"{NODE}.arrivals", dict(rate), set(), "a search of rates")
+        self.arrivals.check_used(rate, [], "a search of rates")
         if not self.slo.bounds():
             raise ConfigError(
                 f"{NODE}.slo: expected at least one bound with a search, got none. Set "
