@@ -35,11 +35,11 @@ class Bounded(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
         for item in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, item.name)
-            if value is None or "bounds" not in item.metadata:
+            value, kind = getattr(self, item.name), str(item.type)
+            if "bounds" not in item.metadata or (value is None and "None" in kind):
                 continue
-            for number in value if isinstance(value, list) else [value]:
-                name, is_integer = f"{self.node}.{item.name}", "float" not in str(item.type)
+            for number in value if kind.startswith("list") else [value]:
+                name, is_integer = f"{self.node}.{item.name}", "float" not in kind
                 check_number(name, number, integer=is_integer, **item.metadata["bounds"])
 
     def check_used(self, names: Collection[str], needed: Collection[str], why: str) -> None:
