@@ -186,7 +186,7 @@ def run(line: CommandLine) -> int:
     require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
     require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
-    return _Session(plan, check_comparisons(plan, line.config_dir), line.config_dir).run()
+    return _Session(plan, line.config_dir, check_comparisons(plan, line.config_dir)).run()
 
 
 def _make_home() -> None:
@@ -271,7 +271,7 @@ def _print_point(point: Point, line: CommandLine) -> str:
 class _Session:
     """The points of one command, their records, and how they end."""
 
-    def __init__(self, plan: Plan, sides: Sides | None, config_dir: Path | None) -> None:
+    def __init__(self, plan: Plan, config_dir: Path | None, sides: Sides | None = None) -> None:
         self._plan = plan
         self._hydra = plan.points[0].composed.hydra
         self._launcher = str(self._hydra.runtime.choices["hydra/launcher"])
