@@ -1,4 +1,4 @@
-"""What operators take beside plain tensors: a second tier of blocks, scratch, an attention call.
+"""What operators take beside plain tensors: weights in codes, a second tier of blocks, scratch.
 
 Shape letters: T tokens, S sequences, M blocks per sequence, B blocks, C blocks beside them or
 splits of a sequence, P tokens per block, N query heads, K KV heads, H head size, R rows of partial
@@ -6,10 +6,123 @@ results.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from kernels.sizes import decode_num_counters, decode_num_splits, prefill_partial_rows
+from kernels.sizes import (
+    MAX_GROUP_ESCAPES,
+    codes_table_size,
+    decode_num_counters,
+    decode_num_splits,
+    prefill_partial_rows,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A bfloat16 matrix of N rows and K columns in 12 bits a weight, each restored to the bit.
+
+    A row has a window of 15 exponents. A weight whose exponent field lies in it is a code of 4 bits
+    (exponent - first, 0 to 14) and a byte (sign << 7 | mantissa). Any other is an escape: code 15,
+    and its byte is its number among the escapes of its group of 16 rows, by row and then column;
+    its 16 bits are in the table at offsets[group] + number.
+
+    Codes and bytes lie in the order in which the 32 lanes of mma.m16n8k16 hold a tile of 16 rows
+    and 64 columns. Lane 4 * g + t holds for half h and product j, with c = 32 * h + 8 * t + 4 * j,
+    four pairs of weights: r0 (row g, columns c and c + 1), r1 (row g + 8, the same), r2 (row g,
+    columns c + 2 and c + 3), r3 (row g + 8, the same). What belongs to the first weight of a pair
+    is in the low 16 bits of a word, what belongs to the second in the high ones.
+
+    Attributes:
+        bytes: int32 [N / 16, K / 64, 2 (h), 32 (lane), 4]. Word 2 * j + p holds A = r0 and B = r1
+            where p = 0, A = r2 and B = r3 where p = 1; of 16 bits: bit 15 is the sign of A, bits 14
+            to 8 the mantissa of B, bit 7 the sign of B, bits 6 to 0 the mantissa of A.
+        codes: int32 [N / 16, K / 64, 32 (lane), 4]. Word 2 * h + j holds the codes of register i at
+            bits 4 * i and 16 + 4 * i.
+        first: uint8 [N], the lowest exponent of each row's window, 0 to 241.
+        offsets: int32 [N / 16], where each group's escapes begin in the table.
+        table: int16 [capacity + 256], the bits of escapes; zeros behind them, so that every byte is
+            an index into it.
+    """
+
+    bytes: torch.Tensor
+    codes: torch.Tensor
+    first: torch.Tensor
+    offsets: torch.Tensor
+    table: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.first.shape[0], 64 * self.codes.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Most escapes."""
+        return self.table.shape[0] - MAX_GROUP_ESCAPES
+
+
+def empty_codes(num_rows: int, num_columns: int, device: torch.device | str) -> Codes:
+    """Allocate the codes of a matrix.
+
+    Args:
+        num_rows: a multiple of 16.
+        num_columns: a multiple of 64.
+        device: where they lie.
+
+    Returns:
+        Tensors that are not initialised.
+    """
+    groups, tiles = num_rows // 16, num_columns // 64
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return Codes(
+        bytes=empty((groups, tiles, 2, 32, 4), torch.int32),
+        codes=empty((groups, tiles, 32, 4), torch.int32),
+        first=empty((num_rows,), torch.uint8),
+        offsets=empty((groups,), torch.int32),
+        table=empty((codes_table_size(num_rows, num_columns),), torch.int16),
+    )
+
+
+class Escapes(NamedTuple):
+    """How many weights are outside the windows of their rows.
+
+    Attributes:
+        count: of all rows.
+        most: of the group of 16 rows that has most.
+    """
+
+    count: int
+    most: int
+
+    def fits(self, capacity: int) -> bool:
+        """Whether codes with so large a table hold the matrix.
+
+        Args:
+            capacity: most escapes of the table.
+        """
+        return self.count <= capacity and self.most <= MAX_GROUP_ESCAPES
+
+
+class TooManyEscapesError(ValueError):
+    """A matrix has more weights outside the windows of their rows than codes can hold.
+
+    Attributes:
+        escapes: how many.
+        capacity: most that the table holds.
+    """
+
+    def __init__(self, escapes: Escapes, capacity: int) -> None:
+        super().__init__(
+            f"codes: expected at most {capacity} escapes and {MAX_GROUP_ESCAPES} in 16 rows, got "
+            f"{escapes.count} and {escapes.most}. Leave the matrix in bfloat16."
+        )
+        self.escapes = escapes
+        self.capacity = capacity
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sizes of the operators' scratch memory; pure arithmetic, so that planning needs no torch."""
+"""Sizes of the operators' scratch memory and of codes: pure arithmetic, no torch needed."""
 
 DECODE_SPLIT_TOKENS = 256
 """Keys that one partial result of decode attention covers.
@@ -26,6 +26,13 @@ MAX_SMALL_TOKENS = 64
 MIN_COUNTERS = 2048
 """Counters of a workspace at least; a product of few tokens needs one for each 64 rows of a weight
 of fewer than 8192 rows."""
+
+MAX_GROUP_ESCAPES = 256
+"""Most weights of 16 rows of a matrix in codes whose bits are in its table: their index is a byte.
+"""
+
+_PACK_BYTES = 64 * 2**20
+"""Scratch of packing and restoring, unless 16 rows need more."""
 
 _FLOAT32_BYTES = 4
 _INT32_BYTES = 4
@@ -125,3 +132,57 @@ def prefill_workspace_bytes(
     """
     rows = prefill_partial_rows(num_queries, num_heads, head_dim, max_seq_len)
     return rows * (head_dim + 1) * _FLOAT32_BYTES
+
+
+def has_codes(num_rows: int, num_columns: int) -> bool:
+    """Tell whether a matrix fills the tiles of its codes.
+
+    Args:
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+    """
+    return num_rows > 0 and num_columns > 0 and num_rows % 16 == 0 and num_columns % 64 == 0
+
+
+def codes_capacity(num_rows: int, num_columns: int) -> int:
+    """Return the most escapes of a matrix in codes: 0.25 % of its weights, at least 256.
+
+    Args:
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+    """
+    return max(MAX_GROUP_ESCAPES, num_rows * num_columns // 400)
+
+
+def codes_table_size(num_rows: int, num_columns: int) -> int:
+    """Return the elements of the table of a matrix in codes.
+
+    Args:
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+    """
+    return codes_capacity(num_rows, num_columns) + MAX_GROUP_ESCAPES
+
+
+def pack_chunk_rows(num_columns: int) -> int:
+    """Return the rows that packing and restoring take at a time, a multiple of 16.
+
+    Args:
+        num_columns: of the matrix.
+    """
+    return max(1, _PACK_BYTES // (16 * _pack_row_bytes(num_columns))) * 16
+
+
+def pack_scratch_bytes(num_rows: int, num_columns: int) -> int:
+    """Return the most bytes that packing allocates beside its argument and the codes.
+
+    Args:
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+    """
+    return min(num_rows, pack_chunk_rows(num_columns)) * _pack_row_bytes(num_columns)
+
+
+def _pack_row_bytes(num_columns: int) -> int:
+    """Bytes beside a row while it is packed: a count of exponents, and of each weight its bits."""
+    return 12 * num_columns + 5 * 1024

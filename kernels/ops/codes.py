@@ -1,0 +1,243 @@
+"""Products with weights in codes of 12 bits, which are restored to the bit; how codes are made.
+
+kernels.arguments.Codes says what codes are. Shape letters: T tokens, N rows, K columns.
+"""
+
+import torch
+
+from kernels.arguments import Codes, DecodeWorkspace, Escapes
+from kernels.ops.checks import KernelArgumentError, check_dims, check_tensor
+from kernels.ref import codes as ref
+from kernels.sizes import codes_table_size, has_codes
+
+# The CUDA kernels are imported by the first call on a GPU: machines without one need not have them.
+# ruff: noqa: PLC0415
+
+
+def pack(weight: torch.Tensor) -> Codes:
+    """Return a matrix in codes.
+
+    Args:
+        weight: [N, K] bfloat16, stride 1 in the last dimension; N a multiple of 16, K of 64.
+
+    Returns:
+        New tensors on the device of the weight. Waits for a GPU, as pack_rows does.
+
+    Raises:
+        TooManyEscapesError: saying how many weights the table would have to hold.
+    """
+    _check_weight("pack", weight)
+    return ref.pack(weight)
+
+
+def pack_into(weight: torch.Tensor, codes: Codes) -> None:
+    """Write a matrix in codes.
+
+    Args:
+        weight: as pack's.
+        codes: of the shape of the weight, contiguous, on its device; written.
+
+    Raises:
+        TooManyEscapesError: as pack does; what is written then is of no use.
+    """
+    _check_weight("pack_into", weight)
+    _check_codes("pack_into", codes, weight.device)
+    if codes.shape != weight.shape:
+        raise KernelArgumentError("pack_into.codes", f"{tuple(weight.shape)}", f"{codes.shape}")
+    ref.pack_into(weight, codes)
+
+
+def pack_rows(weight: torch.Tensor, codes: Codes, row: int = 0, before: int = 0) -> Escapes:
+    """Write some rows of a matrix in codes, and zeros behind their escapes.
+
+    Calls follow each other from the first row to the last. Beside its arguments a call allocates at
+    most kernels.sizes.pack_scratch_bytes, and waits for a GPU once every
+    kernels.sizes.pack_chunk_rows.
+
+    Args:
+        weight: as pack's; some of the rows of the codes.
+        codes: as pack_into's.
+        row: the number of the first of these rows, a multiple of 16.
+        before: how many escapes the rows before have.
+
+    Returns:
+        The escapes of these rows. Where with those before they do not fit, codes are of no use.
+    """
+    _check_weight("pack_rows", weight)
+    _check_codes("pack_rows", codes, weight.device)
+    num_rows, num_columns = codes.shape
+    if weight.shape[1] != num_columns:
+        raise KernelArgumentError(
+            "pack_rows.weight", f"{num_columns} columns", f"{weight.shape[1]}"
+        )
+    if row % 16 or not 0 <= row <= num_rows - weight.shape[0]:
+        expected = f"a multiple of 16 from 0 to {num_rows - weight.shape[0]}"
+        raise KernelArgumentError("pack_rows.row", expected, f"{row}")
+    return ref.pack_rows(weight, codes, row, before)
+
+
+def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the matrix in bfloat16, equal to what was packed in every bit.
+
+    Args:
+        codes: of N rows and K columns; on a GPU also CUDA tensors over pinned host memory.
+        out: [N, K] bfloat16, contiguous; written. Allocated if None.
+
+    Returns:
+        The argument `out`, or a new tensor.
+    """
+    _check_codes("restore", codes, codes.bytes.device)
+    if out is None:
+        out = codes.bytes.new_empty(codes.shape, dtype=torch.bfloat16)
+    check_tensor("restore.out", out, codes.shape, torch.bfloat16, codes.bytes.device)
+    if not out.is_contiguous():
+        raise KernelArgumentError("restore.out", "a contiguous tensor", f"strides {out.stride()}")
+    if out.is_cuda:
+        from kernels.cuda import codes as cuda
+
+        cuda.restore(codes, out)
+        return out
+    return ref.restore(codes, out)
+
+
+def linear(
+    x: torch.Tensor,
+    codes: Codes,
+    bias: torch.Tensor | None = None,
+    *,
+    workspace: DecodeWorkspace | None = None,  # noqa: ARG001
+) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    On the CPU the result is that of kernels.ops.linear over the weight, in every bit.
+
+    Args:
+        x: [..., K] bfloat16.
+        codes: the weight, of N rows and K columns; on a GPU also CUDA tensors over pinned host
+            memory.
+        bias: [N] bfloat16, or None.
+        workspace: as that of kernels.ops.linear, in whose place this operator may be called; it
+            needs none.
+
+    Returns:
+        A new tensor [..., N] bfloat16.
+    """
+    _check_linear("linear", x, codes, bias)
+    if x.is_cuda and x.numel():
+        from kernels.cuda import codes as cuda
+
+        rows = x.reshape(-1, x.shape[-1])
+        return cuda.linear(rows, codes, bias).view(*x.shape[:-1], -1)
+    return ref.linear(x, codes, bias)
+
+
+def linear_silu_mul(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return silu_mul(linear(x, codes, bias)), of kernels.ops.linear and this file.
+
+    Args:
+        x: as linear's.
+        codes: N / 2 rows of gate and then as many of up, as linear's.
+        bias: [N] bfloat16, or None.
+
+    Returns:
+        A new tensor [..., N / 2] bfloat16.
+    """
+    _check_linear("linear_silu_mul", x, codes, bias)
+    if x.is_cuda and x.numel():
+        return _gated(x, codes, bias, is_gelu=False)
+    return ref.linear_silu_mul(x, codes, bias)
+
+
+def linear_gelu_mul(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return gelu_mul(linear(x, codes, bias)), of kernels.ops.linear and this file.
+
+    Args:
+        x: as linear's.
+        codes: N / 2 rows of gate and then as many of up, as linear's.
+        bias: [N] bfloat16, or None.
+
+    Returns:
+        A new tensor [..., N / 2] bfloat16.
+    """
+    _check_linear("linear_gelu_mul", x, codes, bias)
+    if x.is_cuda and x.numel():
+        return _gated(x, codes, bias, is_gelu=True)
+    return ref.linear_gelu_mul(x, codes, bias)
+
+
+def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:
+    """Return rows of a table for these ids, times a scale if there is one.
+
+    Args:
+        ids_T: int64, 0 to N - 1.
+        codes: the table; of codes over pinned host memory only what these rows need is read.
+        scale: rounded to bfloat16 before it multiplies.
+
+    Returns:
+        A new tensor [T, K] bfloat16.
+    """
+    _check_codes("embedding", codes, codes.bytes.device)
+    check_tensor("embedding.ids", ids_T, (None,), torch.int64, codes.bytes.device)
+    if ids_T.is_cuda and ids_T.numel():
+        from kernels.cuda import codes as cuda
+
+        rows = cuda.rows(codes, ids_T)
+        return rows if scale is None else rows.mul_(torch.tensor(scale, dtype=rows.dtype).item())
+    return ref.embedding(ids_T, codes, scale)
+
+
+def _gated(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, *, is_gelu: bool
+) -> torch.Tensor:
+    """Return a gated product on a GPU."""
+    from kernels.cuda import codes as cuda
+
+    rows = x.reshape(-1, x.shape[-1])
+    return cuda.linear_gated(rows, codes, bias, is_gelu).view(*x.shape[:-1], -1)
+
+
+def _check_linear(name: str, x: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> None:
+    """Raise unless the arguments of a product agree with each other."""
+    _check_codes(name, codes, x.device)
+    num_rows, num_columns = codes.shape
+    shape = (*x.shape[:-1], num_columns)
+    check_tensor(f"{name}.x", x, shape, torch.bfloat16, x.device, last_contiguous=False)
+    if bias is not None:
+        check_tensor(f"{name}.bias", bias, (num_rows,), torch.bfloat16, x.device)
+
+
+def _check_weight(name: str, weight: torch.Tensor) -> None:
+    """Raise unless a matrix can be kept in codes."""
+    what = f"{name}.weight"
+    check_dims(what, weight, "NK")
+    check_tensor(what, weight, tuple(weight.shape), torch.bfloat16, weight.device)
+    if not has_codes(*weight.shape):
+        expected = "a multiple of 16 rows and of 64 columns, not 0"
+        raise KernelArgumentError(what, expected, f"shape {tuple(weight.shape)}")
+
+
+def _check_codes(name: str, codes: Codes, device: torch.device) -> None:
+    """Raise unless the tensors of codes agree with each other."""
+    what = f"{name}.codes"
+    check_dims(f"{what}.first", codes.first, "N")
+    check_dims(f"{what}.codes", codes.codes, "GCLW")
+    num_rows, num_columns = codes.shape
+    groups, tiles = num_rows // 16, num_columns // 64
+    if num_rows % 16 or not groups:
+        raise KernelArgumentError(f"{what}.first", "a multiple of 16 rows, not 0", f"{num_rows}")
+    table_size = codes_table_size(num_rows, num_columns)
+    for part, tensor, shape, dtype in (
+        ("bytes", codes.bytes, (groups, tiles, 2, 32, 4), torch.int32),
+        ("codes", codes.codes, (groups, tiles, 32, 4), torch.int32),
+        ("first", codes.first, (num_rows,), torch.uint8),
+        ("offsets", codes.offsets, (groups,), torch.int32),
+        ("table", codes.table, (table_size,), torch.int16),
+    ):
+        check_tensor(f"{what}.{part}", tensor, shape, dtype, device)
+        if not tensor.is_contiguous():
+            got = f"strides {tuple(tensor.stride())}"
+            raise KernelArgumentError(f"{what}.{part}", "a contiguous tensor", got)

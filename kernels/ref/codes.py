@@ -1,0 +1,154 @@
+"""Twins of operators over weights in codes; kernels.arguments.Codes says what codes are.
+
+T tokens, N rows, K columns, G groups of 16 rows. Every function works alike on the CPU and on a
+GPU, a few rows at a time: 8 rows g are one of the two registers of a pair, A or B.
+"""
+
+import torch
+
+from kernels.arguments import Codes, Escapes, TooManyEscapesError, empty_codes
+from kernels.ref import linear as plain
+from kernels.sizes import pack_chunk_rows
+
+_SIGN_MANTISSA = -0x8000 | 0x7F
+"""Bits 15 and 6 to 0, as int16."""
+_OTHER = 0x7F80
+"""The bits of 16 that hold the other register's sign and mantissa, its bytes swapped."""
+_ESCAPE = 15
+
+
+def pack(weight: torch.Tensor) -> Codes:
+    """Twin of kernels.ops.codes.pack."""
+    codes = empty_codes(*weight.shape, device=weight.device)
+    pack_into(weight, codes)
+    return codes
+
+
+def pack_into(weight: torch.Tensor, codes: Codes) -> None:
+    """Twin of kernels.ops.codes.pack_into."""
+    escapes = pack_rows(weight, codes)
+    if not escapes.fits(codes.capacity):
+        raise TooManyEscapesError(escapes, codes.capacity)
+
+
+def pack_rows(weight: torch.Tensor, codes: Codes, row: int = 0, before: int = 0) -> Escapes:
+    """Twin of kernels.ops.codes.pack_rows."""
+    count, most = 0, 0
+    for part in weight.split(pack_chunk_rows(weight.shape[1])):
+        found = _pack_chunk(part.view(torch.int16), codes, row, before + count)
+        row += part.shape[0]
+        count, most = count + found.count, max(most, found.most)
+    codes.table[before + count :] = 0
+    return Escapes(count, most)
+
+
+def _pack_chunk(bits_NK: torch.Tensor, codes: Codes, row: int, before: int) -> Escapes:
+    """Pack rows unless their escapes do not fit; either way return how many there are."""
+    num_rows, num_columns = bits_NK.shape
+    exponents = (bits_NK >> 7).to(torch.uint8)
+    first_N, escapes_N = _windows(exponents)
+    escapes_G = escapes_N.view(-1, 16).sum(1)
+    escapes = Escapes(*torch.stack([escapes_G.sum(), escapes_G.max()]).tolist())
+    if not escapes.fits(codes.capacity - before):
+        return escapes
+    group, stop = row // 16, (row + num_rows) // 16
+    offsets_G = escapes_G.cumsum(0) - escapes_G + before
+    codes.first[row : row + num_rows] = first_N
+    codes.offsets[group:stop] = offsets_G
+
+    # Below the window the difference wraps around to 15 or more.
+    code = exponents.sub_(first_N.unsqueeze(1)).clamp_(max=_ESCAPE)
+    kept = bits_NK.clone(memory_format=torch.contiguous_format)
+    at = (code == _ESCAPE).view(-1).nonzero().view(-1)
+    numbers = torch.arange(before, before + escapes.count, device=at.device)
+    numbers -= offsets_G[at // (16 * num_columns)]
+    codes.table[before : before + escapes.count] = kept.view(-1)[at]
+    kept.view(-1)[at] = ((numbers & 0x80) << 8 | numbers & 0x7F).to(torch.int16)
+
+    first, second = kept.view(-1, 2, 8, num_columns // 64, 2, 32).unbind(1)
+    halves = first ^ ((first ^ _swapped(second)) & _OTHER)  # [G, g, tile, h, t j p s]
+    _halves(codes)[group:stop] = halves.permute(0, 2, 3, 1, 4)
+    first, second = code.view(-1, 2, 8, num_columns // 64, 2, 4, 2, 2, 2).unbind(1)
+    nibbles = first | second << 4  # [G, g, tile, h, t, j, p, s]
+    _nibbles(codes)[group:stop] = nibbles.permute(0, 2, 1, 4, 3, 5, 7, 6)
+    return escapes
+
+
+def _windows(exponents_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's first exponent, uint8, and its number of escapes."""
+    num_rows, num_columns = exponents_NK.shape
+    rows = torch.arange(num_rows, dtype=torch.int32, device=exponents_NK.device).unsqueeze(1)
+    counts = (exponents_NK + 256 * rows).view(-1).bincount(minlength=256 * num_rows)
+    below = counts.view(num_rows, 256).cumsum(1, dtype=torch.int32)
+    inside = below[:, 14:].clone()
+    inside[:, 1:] -= below[:, :-15]
+    most_inside, first = inside.max(1)  # of equal ones the lowest
+    return first.to(torch.uint8), num_columns - most_inside
+
+
+def _swapped(halves: torch.Tensor) -> torch.Tensor:
+    """Swap the two bytes of int16."""
+    return halves << 8 | halves >> 8 & 0xFF
+
+
+def _halves(codes: Codes) -> torch.Tensor:
+    """Return the bytes as int16 [G, tile, h, g, t j p s]."""
+    groups, tiles = codes.bytes.shape[:2]
+    return codes.bytes.view(torch.int16).view(groups, tiles, 2, 8, 32)
+
+
+def _nibbles(codes: Codes) -> torch.Tensor:
+    """Return the codes, A's in the low four bits, as uint8 [G, tile, g, t, h, j, s, p]."""
+    groups, tiles = codes.codes.shape[:2]
+    return codes.codes.view(torch.uint8).view(groups, tiles, 8, 4, 2, 2, 2, 2)
+
+
+def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Twin of kernels.ops.codes.restore."""
+    num_rows, num_columns = codes.shape
+    if out is None:
+        out = codes.bytes.new_empty(codes.shape, dtype=torch.bfloat16)
+    for ids in torch.arange(num_rows, device=out.device).split(pack_chunk_rows(num_columns)):
+        out[ids[0] : ids[-1] + 1] = _rows(codes, ids)
+    return out
+
+
+def _rows(codes: Codes, ids_T: torch.Tensor) -> torch.Tensor:
+    """Return rows in bfloat16, [T, K]."""
+    group, g, is_second = ids_T // 16, ids_T % 8, (ids_T & 8 > 0).unsqueeze(1)
+    shape = ids_T.shape[0], codes.shape[1]
+    halves = _halves(codes)[group, :, :, g].view(shape)
+    kept = torch.where(is_second, _swapped(halves), halves) & _SIGN_MANTISSA
+    nibbles = _nibbles(codes)[group, :, g].permute(0, 1, 3, 2, 4, 6, 5).reshape(shape)
+    code = torch.where(is_second, nibbles >> 4, nibbles & 15)
+    bits = kept | (code + codes.first[ids_T].unsqueeze(1).to(torch.int16)) << 7
+    at = (code == _ESCAPE).view(-1).nonzero().view(-1)
+    escaped = kept.view(-1)[at]
+    numbers = escaped >> 8 & 0x80 | escaped & 0x7F
+    bits.view(-1)[at] = codes.table[codes.offsets[group[at // shape[1]]] + numbers]
+    return bits.view(torch.bfloat16)
+
+
+def linear(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Twin of kernels.ops.codes.linear."""
+    return plain.linear(x, restore(codes), bias)
+
+
+def linear_silu_mul(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Twin of kernels.ops.codes.linear_silu_mul."""
+    return plain.linear_silu_mul(x, restore(codes), bias)
+
+
+def linear_gelu_mul(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Twin of kernels.ops.codes.linear_gelu_mul."""
+    return plain.linear_gelu_mul(x, restore(codes), bias)
+
+
+def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:
+    """Twin of kernels.ops.codes.embedding."""
+    rows = _rows(codes, ids_T)
+    return rows if scale is None else rows.mul_(torch.tensor(scale, dtype=rows.dtype).item())
