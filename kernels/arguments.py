@@ -29,9 +29,9 @@ class Codes:
     its 16 bits are in the table at offsets[group] + number.
 
     Codes and bytes lie in the order in which the 32 lanes of mma.m16n8k16 hold a tile of 16 rows
-    and 64 columns. Lane 4 * g + t holds for half h and product j, with c = 32 * h + 8 * t + 4 * j,
+    and 64 columns. Lane 4 * g + t holds for half h and product j, with c = 32 * h + 16 * j + 2 * t,
     four pairs of weights: r0 (row g, columns c and c + 1), r1 (row g + 8, the same), r2 (row g,
-    columns c + 2 and c + 3), r3 (row g + 8, the same). What belongs to the first weight of a pair
+    columns c + 8 and c + 9), r3 (row g + 8, the same). What belongs to the first weight of a pair
     is in the low 16 bits of a word, what belongs to the second in the high ones.
 
     Attributes:

@@ -6,9 +6,10 @@ kernels.arguments.Codes says what codes are. Shape letters: T tokens, N rows, K 
 import torch
 
 from kernels.arguments import Codes, DecodeWorkspace, Escapes
+from kernels.ops import linear as plain
 from kernels.ops.checks import KernelArgumentError, check_dims, check_tensor
 from kernels.ref import codes as ref
-from kernels.sizes import codes_table_size, has_codes
+from kernels.sizes import MAX_SMALL_TOKENS, codes_table_size, has_codes
 
 # The CUDA kernels are imported by the first call on a GPU: machines without one need not have them.
 # ruff: noqa: PLC0415
@@ -109,7 +110,8 @@ def linear(
 ) -> torch.Tensor:
     """Return x @ weight.T + bias.
 
-    On the CPU the result is that of kernels.ops.linear over the weight, in every bit.
+    The result is that of kernels.ops.linear over the restored weight, in every bit. On a GPU at
+    most MAX_SMALL_TOKENS tokens restore it in registers; more restore it whole, into a new tensor.
 
     Args:
         x: [..., K] bfloat16.
@@ -123,12 +125,14 @@ def linear(
         A new tensor [..., N] bfloat16.
     """
     _check_linear("linear", x, codes, bias)
-    if x.is_cuda and x.numel():
-        from kernels.cuda import codes as cuda
+    if not x.is_cuda:
+        return ref.linear(x, codes, bias)
+    if _is_small(x):
+        from kernels.cuda import products
 
         rows = x.reshape(-1, x.shape[-1])
-        return cuda.linear(rows, codes, bias).view(*x.shape[:-1], -1)
-    return ref.linear(x, codes, bias)
+        return products.linear(rows, codes, bias).view(*x.shape[:-1], -1)
+    return plain.linear(x, restore(codes), bias)
 
 
 def linear_silu_mul(
@@ -145,9 +149,11 @@ def linear_silu_mul(
         A new tensor [..., N / 2] bfloat16.
     """
     _check_linear("linear_silu_mul", x, codes, bias)
-    if x.is_cuda and x.numel():
+    if not x.is_cuda:
+        return ref.linear_silu_mul(x, codes, bias)
+    if _is_small(x):
         return _gated(x, codes, bias, is_gelu=False)
-    return ref.linear_silu_mul(x, codes, bias)
+    return plain.linear_silu_mul(x, restore(codes), bias)
 
 
 def linear_gelu_mul(
@@ -164,9 +170,11 @@ def linear_gelu_mul(
         A new tensor [..., N / 2] bfloat16.
     """
     _check_linear("linear_gelu_mul", x, codes, bias)
-    if x.is_cuda and x.numel():
+    if not x.is_cuda:
+        return ref.linear_gelu_mul(x, codes, bias)
+    if _is_small(x):
         return _gated(x, codes, bias, is_gelu=True)
-    return ref.linear_gelu_mul(x, codes, bias)
+    return plain.linear_gelu_mul(x, restore(codes), bias)
 
 
 def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:
@@ -193,11 +201,17 @@ def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> 
 def _gated(
     x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, *, is_gelu: bool
 ) -> torch.Tensor:
-    """Return a gated product on a GPU."""
-    from kernels.cuda import codes as cuda
+    """Return a gated product of few tokens on a GPU."""
+    from kernels.cuda import products
 
     rows = x.reshape(-1, x.shape[-1])
-    return cuda.linear_gated(rows, codes, bias, is_gelu).view(*x.shape[:-1], -1)
+    out = products.linear(rows, codes, bias, is_gated=True, is_gelu=is_gelu)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    """Tell whether a product of tokens [..., K] restores its weight in registers."""
+    return 0 < x.numel() // x.shape[-1] <= MAX_SMALL_TOKENS
 
 
 def _check_linear(name: str, x: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> None:

@@ -27,6 +27,8 @@ def linear(
     reads the weight once; which kernel runs, and so the result, follows from the number of tokens,
     the sizes and the dtype, never from where the weight lies. There a token's result depends on no
     other token, and is the same in every batch of 1 to 16 tokens, of 17 to 32 and of 33 to 64.
+    Where the weight fills tiles of 16 rows (of gates, of ups) and 64 inputs, on a card of compute
+    capability 8.0 or more, the kernel is that of weights in codes, with the same bits.
     Sums are float32, and their order is fixed: the same call gives the same bits.
 
     Args:
@@ -40,13 +42,17 @@ def linear(
         A new tensor [..., out], dtype of x.
     """
     _check_linear("linear", x, weight, bias)
-    if _is_small(x, weight):
-        from kernels.triton import small_linear
+    if not _is_small(x, weight):
+        return ref.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    if _fills_tiles(rows, weight):
+        from kernels.cuda import products
 
-        counters = None if workspace is None else workspace.counters
-        rows = x.reshape(-1, x.shape[-1])
-        return small_linear.linear(rows, weight, bias, counters).view(*x.shape[:-1], -1)
-    return ref.linear(x, weight, bias)
+        return products.linear(rows, weight, bias).view(*x.shape[:-1], -1)
+    from kernels.triton import small_linear
+
+    counters = None if workspace is None else workspace.counters
+    return small_linear.linear(rows, weight, bias, counters).view(*x.shape[:-1], -1)
 
 
 def linear_silu_mul(
@@ -67,9 +73,7 @@ def linear_silu_mul(
     """
     rows = _gated_rows("linear_silu_mul", x, weight_2FD, bias)
     if rows is not None:
-        from kernels.triton import small_linear
-
-        return small_linear.linear_silu_mul(rows, weight_2FD, bias).view(*x.shape[:-1], -1)
+        return _few_gated(rows, weight_2FD, bias, is_gelu=False).view(*x.shape[:-1], -1)
     product = ref.linear(x, weight_2FD, bias)
     gated = silu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])
@@ -92,9 +96,7 @@ def linear_gelu_mul(
     """
     rows = _gated_rows("linear_gelu_mul", x, weight_2FD, bias)
     if rows is not None:
-        from kernels.triton import small_linear
-
-        return small_linear.linear_gelu_mul(rows, weight_2FD, bias).view(*x.shape[:-1], -1)
+        return _few_gated(rows, weight_2FD, bias, is_gelu=True).view(*x.shape[:-1], -1)
     product = ref.linear(x, weight_2FD, bias)
     gated = gelu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])
@@ -162,6 +164,27 @@ def _gated_rows(
     if weight.shape[0] % 2:
         raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
     return x.reshape(-1, x.shape[-1]) if _is_small(x, weight) else None
+
+
+def _few_gated(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gelu: bool
+) -> torch.Tensor:
+    """Return a gated product of few tokens on a GPU."""
+    if _fills_tiles(rows, weight, is_gated=True):
+        from kernels.cuda import products
+
+        return products.linear(rows, weight, bias, is_gated=True, is_gelu=is_gelu)
+    from kernels.triton import small_linear
+
+    gated = small_linear.linear_gelu_mul if is_gelu else small_linear.linear_silu_mul
+    return gated(rows, weight, bias)
+
+
+def _fills_tiles(rows: torch.Tensor, weight: torch.Tensor, *, is_gated: bool = False) -> bool:
+    """Tell whether few tokens take the kernel that plain weights and codes share."""
+    from kernels.cuda import products
+
+    return products.can_run(rows, weight, is_gated=is_gated)
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -65,12 +65,13 @@ def _pack_chunk(bits_NK: torch.Tensor, codes: Codes, row: int, before: int) -> E
     codes.table[before : before + escapes.count] = kept.view(-1)[at]
     kept.view(-1)[at] = ((numbers & 0x80) << 8 | numbers & 0x7F).to(torch.int16)
 
-    first, second = kept.view(-1, 2, 8, num_columns // 64, 2, 32).unbind(1)
-    halves = first ^ ((first ^ _swapped(second)) & _OTHER)  # [G, g, tile, h, t j p s]
-    _halves(codes)[group:stop] = halves.permute(0, 2, 3, 1, 4)
-    first, second = code.view(-1, 2, 8, num_columns // 64, 2, 4, 2, 2, 2).unbind(1)
-    nibbles = first | second << 4  # [G, g, tile, h, t, j, p, s]
-    _nibbles(codes)[group:stop] = nibbles.permute(0, 2, 1, 4, 3, 5, 7, 6)
+    columns = (-1, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)
+    first, second = kept.view(columns).unbind(1)
+    halves = first ^ ((first ^ _swapped(second)) & _OTHER)  # [G, g, tile, h, j, p, t, s]
+    _halves(codes)[group:stop] = halves.permute(0, 2, 3, 1, 6, 4, 5, 7)
+    first, second = code.view(columns).unbind(1)
+    nibbles = first | second << 4  # [G, g, tile, h, j, p, t, s]
+    _nibbles(codes)[group:stop] = nibbles.permute(0, 2, 1, 6, 3, 4, 7, 5)
     return escapes
 
 
@@ -92,9 +93,9 @@ def _swapped(halves: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(codes: Codes) -> torch.Tensor:
-    """Return the bytes as int16 [G, tile, h, g, t j p s]."""
+    """Return the bytes as int16 [G, tile, h, g, t, j, p, s]."""
     groups, tiles = codes.bytes.shape[:2]
-    return codes.bytes.view(torch.int16).view(groups, tiles, 2, 8, 32)
+    return codes.bytes.view(torch.int16).view(groups, tiles, 2, 8, 4, 2, 2, 2)
 
 
 def _nibbles(codes: Codes) -> torch.Tensor:
@@ -117,9 +118,9 @@ def _rows(codes: Codes, ids_T: torch.Tensor) -> torch.Tensor:
     """Return rows in bfloat16, [T, K]."""
     group, g, is_second = ids_T // 16, ids_T % 8, (ids_T & 8 > 0).unsqueeze(1)
     shape = ids_T.shape[0], codes.shape[1]
-    halves = _halves(codes)[group, :, :, g].view(shape)
+    halves = _halves(codes)[group, :, :, g].permute(0, 1, 2, 4, 5, 3, 6).reshape(shape)
     kept = torch.where(is_second, _swapped(halves), halves) & _SIGN_MANTISSA
-    nibbles = _nibbles(codes)[group, :, g].permute(0, 1, 3, 2, 4, 6, 5).reshape(shape)
+    nibbles = _nibbles(codes)[group, :, g].permute(0, 1, 3, 4, 6, 2, 5).reshape(shape)
     code = torch.where(is_second, nibbles >> 4, nibbles & 15)
     bits = kept | (code + codes.first[ids_T].unsqueeze(1).to(torch.int16)) << 7
     at = (code == _ESCAPE).view(-1).nonzero().view(-1)

@@ -1,0 +1,1 @@
+"""Kernels in CUDA, compiled on the machine they run on."""

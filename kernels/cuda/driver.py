@@ -1,0 +1,272 @@
+"""Compile a kernel for the card at hand, keep it on disk, launch it.
+
+NVRTC and the driver are those that PyTorch for CUDA brings (cuda-bindings); no compiler need be
+installed. A kernel is compiled when it is first launched, and kept in TIGHTFIT_HOME/kernels, by
+default in the user's cache folder.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+FIRST_CAPABILITY: Final = (8, 0)
+"""Cards from here on have asynchronous copies and bf16 products."""
+_HOPPER: Final = 9
+_SOURCE: Final = Path(__file__).with_name("products.cu")
+_LOG = logging.getLogger("tightfit")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel, as compiled.
+
+    Attributes:
+        expression: the function of the source that it calls, with its template arguments.
+        num_threads: of a block.
+        is_half: whether elements are float16, else bfloat16.
+    """
+
+    expression: str
+    num_threads: int
+    is_half: bool = False
+
+    def options(self, capability: tuple[int, int]) -> list[str]:
+        """Return the compiler's options.
+
+        Args:
+            capability: of the card.
+        """
+        suffix = "a" if capability[0] == _HOPPER else ""
+        options = [
+            f"--gpu-architecture=sm_{capability[0]}{capability[1]}{suffix}",
+            "-std=c++17",
+            f"-DKERNEL={self.expression}",
+            f"-DTHREADS={self.num_threads}",
+        ]
+        return options + ["-DHALF"] * self.is_half + ["-DHOPPER"] * bool(suffix)
+
+
+class CudaError(RuntimeError):
+    """NVRTC or the CUDA driver refused a call."""
+
+
+def compiled(kernel: Kernel, capability: tuple[int, int]) -> bytes:
+    """Compile a kernel, which needs no card.
+
+    Args:
+        kernel: which.
+        capability: of the card that it is for, (8, 0) or more.
+
+    Returns:
+        The machine code.
+
+    Raises:
+        CudaError: with the compiler's messages.
+    """
+    nvrtc = _bindings("nvrtc")
+    program = _checked(
+        nvrtc, nvrtc.nvrtcCreateProgram(_SOURCE.read_bytes(), b"products.cu", 0, [], [])
+    )
+    options = [option.encode() for option in kernel.options(capability)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+        _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
+        raise CudaError(f"{kernel.expression}, {options[0].decode()}: {log.decode().strip()}")
+    code = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
+    _checked(nvrtc, nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+def cache_folder() -> Path:
+    """Return where compiled kernels are kept."""
+    home = os.environ.get("TIGHTFIT_HOME")
+    if home:
+        return Path(home) / "kernels"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tightfit" / "kernels"
+
+
+def kept(kernel: Kernel, capability: tuple[int, int], folder: Path) -> bytes:
+    """Return a kernel's machine code from the folder, compiled now unless it is there whole.
+
+    A folder that cannot be written keeps nothing, and the log says so.
+
+    Args:
+        kernel: which.
+        capability: of the card.
+        folder: of compiled kernels; made if need be.
+    """
+    nvrtc = _bindings("nvrtc")
+    version = nvrtc.nvrtcVersion()
+    key = [_SOURCE.read_bytes(), repr(version).encode()]
+    key += [option.encode() for option in kernel.options(capability)]
+    name = kernel.expression.partition("<")[0]
+    digest = hashlib.sha256(b"\n".join(key)).hexdigest()
+    path = folder / f"{name}-{digest[:24]}.cubin"
+    if (code := _read(path)) is not None:
+        return code
+    begin = time.perf_counter()
+    code = compiled(kernel, capability)
+    _LOG.info("Compiled %s in %.1f s: %s", kernel.expression, time.perf_counter() - begin, path)
+    try:
+        _write(path, code)
+    except OSError as error:
+        _LOG.warning("%s: kernels are compiled anew in every process (%s)", folder, error.strerror)
+    return code
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the code of a file that is whole."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:32], content[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Write a file whole or not at all; other processes may do the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    own.write_bytes(hashlib.sha256(code).digest() + code)
+    own.replace(path)
+
+
+class Args(ctypes.Structure):
+    """The argument of every kernel; fields as in products.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bytes", "codes", "first")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "table", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "inputs")),
+        *((name, ctypes.c_int) for name in ("x_stride", "weight_stride", "is_gelu")),
+    )
+
+
+def launch(
+    kernel: Kernel, num_blocks: int, shared_bytes: int, args: Args, device: torch.device
+) -> None:
+    """Launch a kernel on the current stream of a device.
+
+    It may start while the kernel before it ends, and waits for it before it reads what that one
+    wrote (compute capability 9.0; elsewhere it starts afterwards).
+
+    Args:
+        kernel: which; compiled and loaded if this is its first launch on the device.
+        num_blocks: of the grid.
+        shared_bytes: of a block.
+        args: read before this returns; what its pointers name must stay until the stream is done.
+        device: a CUDA device.
+    """
+    driver = _bindings("driver")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        function = _loaded(kernel, index, shared_bytes)
+        stream = torch.cuda.current_stream(index).cuda_stream
+        config = _config(num_blocks, kernel.num_threads, shared_bytes, stream, index)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        _checked(driver, driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a device.
+
+    Args:
+        device: any; (0, 0) of a CPU.
+    """
+    return _capability(device) if device.type == "cuda" else (0, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def max_shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a block may have.
+
+    Args:
+        device: a CUDA device.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@functools.cache
+def _loaded(kernel: Kernel, index: int, shared_bytes: int) -> Any:
+    """Return the function of a kernel on a device, which may use so much shared memory."""
+    driver = _bindings("driver")
+    device = torch.device("cuda", index)
+    code = kept(kernel, capability(device), cache_folder())
+    module = _checked(driver, driver.cuModuleLoadData(code))
+    function = _checked(driver, driver.cuModuleGetFunction(module, b"kernel"))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver, driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    return function
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(num_blocks: int, num_threads: int, shared_bytes: int, stream: int, index: int) -> Any:
+    """Return a launch's shape."""
+    driver = _bindings("driver")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream
+    if capability(torch.device("cuda", index))[0] >= _HOPPER:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def _bindings(name: str) -> Any:
+    """Return a module of cuda.bindings.
+
+    Raises:
+        CudaError: It is not installed.
+    """
+    try:
+        return _imported(name)
+    except ImportError as error:
+        raise CudaError(
+            f"cuda.bindings.{name}: expected the package cuda-bindings, which PyTorch for CUDA "
+            f"brings, got {error}. pip install cuda-bindings nvidia-cuda-nvrtc."
+        ) from error
+
+
+@functools.cache
+def _imported(name: str) -> Any:
+    from importlib import import_module  # noqa: PLC0415
+
+    return import_module(f"cuda.bindings.{name}")
+
+
+def _checked(module: Any, result: Sequence[Any]) -> Any:
+    """Return what a call returned beside its status.
+
+    Raises:
+        CudaError: naming the status.
+    """
+    status, *values = result
+    if status.value:
+        raise CudaError(f"{module.__name__}: {status.name}")
+    return values[0] if values else None

@@ -1,0 +1,205 @@
+"""Products of few tokens: one kernel with two loaders, plain weights and codes.
+
+The order of the sums follows from the sizes and the card, never from the loader, so both give equal
+bits; nor does it change from 1 to 32 tokens, or from 33 to 64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.arguments import Codes
+from kernels.cuda.driver import Args, Kernel, capability, launch, max_shared_bytes
+from kernels.sizes import MAX_SMALL_TOKENS
+
+_MANY_TILES = 640
+"""With so many tiles of 16 rows four warps share the inputs of a row, else eight."""
+_LARGE_SHARED_BYTES = 200 * 1024
+"""A block of eight warps has room for its copies ahead from here on."""
+_RESERVED_BYTES = 1024
+"""Shared memory of a block that the driver keeps."""
+_HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of a product.
+
+    Attributes:
+        is_wide: whether groups of four warps multiply 64 rows each (Hopper).
+        num_tiles: of 8 tokens.
+        warps: that share the inputs of a row; groups where is_wide. The order of sums is theirs.
+        rows: tiles of 16 rows of a warp, gates and ups counted apart.
+        stages: steps of 64 inputs, one of which is multiplied while the others are copied.
+    """
+
+    is_wide: bool
+    num_tiles: int
+    warps: int
+    rows: int
+    stages: int
+
+    def shared_bytes(self, *, has_codes: bool, is_gated: bool) -> int:
+        """Return the shared memory of a block.
+
+        Args:
+            has_codes: whether weights are codes.
+            is_gated: whether rows are gates and ups.
+        """
+        tile, x = (1536 if has_codes else 2048), self.num_tiles * 1024
+        if self.is_wide:
+            sums = self.warps * self.num_tiles * 8 * 68 * 4
+            return max(self.warps * self.stages * (4 * tile + x), sums)
+        sums = (2 if is_gated else 1) * self.warps * self.num_tiles * 8 * 20 * 4
+        return max(self.warps * self.stages * (self.rows * tile + x), sums)
+
+    def kernel(self, *, has_codes: bool, is_gated: bool, is_half: bool) -> Kernel:
+        """Return the kernel of this shape.
+
+        Args:
+            has_codes: whether weights are codes.
+            is_gated: whether rows are gates and ups.
+            is_half: whether elements are float16.
+        """
+        kinds = f"{str(has_codes).lower()}, {str(is_gated).lower()}"
+        if self.is_wide:
+            expression = f"wide<{self.warps}, {self.stages}, {kinds}>"
+            return Kernel(expression, self.warps * 128, is_half)
+        shape = f"{self.num_tiles}, {self.warps}, {self.rows}, {self.stages}"
+        return Kernel(f"narrow<{shape}, {kinds}>", self.warps * 32, is_half)
+
+    def num_blocks(self, num_rows: int, *, is_gated: bool) -> int:
+        """Return the blocks of a grid.
+
+        Args:
+            num_rows: of the result.
+            is_gated: whether a row of the result is one of gates and one of ups.
+        """
+        per_block = 64 if self.is_wide else 16 * self.rows
+        return -(-num_rows // (per_block // 2 if is_gated else per_block))
+
+
+def tile_of(
+    num_tokens: int,
+    num_rows: int,
+    *,
+    is_gated: bool,
+    has_codes: bool,
+    shared_bytes: int,
+    is_hopper: bool,
+) -> Tile:
+    """Return the shape of a product of at most MAX_SMALL_TOKENS tokens.
+
+    Chosen on an H200 among the shapes that fit, by products of 12288, 22016 (gated) and 4096 rows
+    with 4096 and 11008 inputs, beyond the cache.
+
+    Args:
+        num_tokens: tokens.
+        num_rows: rows of the weight, gates and ups counted apart.
+        is_gated: whether they are gates and ups.
+        has_codes: whether weights are codes.
+        shared_bytes: of a block at most.
+        is_hopper: whether the card is of compute capability 9.0.
+    """
+    num_tiles = 1 if num_tokens <= 8 else 2 if num_tokens <= 16 else 4 if num_tokens <= 32 else 8
+    has_room = shared_bytes >= _LARGE_SHARED_BYTES
+    is_many = num_rows >= 16 * _MANY_TILES
+    if num_tiles == 8 and is_many and is_hopper and has_room:
+        if is_gated:
+            return Tile(True, 8, 1, 1, 4)
+        return Tile(True, 8, 2, 1, 4 if has_codes else 3)
+    if is_many or not has_room:
+        rows = 2 if is_gated or num_tiles != 4 else 1
+        return Tile(False, num_tiles, 4, rows, {1: 4, 2: 3, 4: 3, 8: 2}[num_tiles])
+    rows = 2 if is_gated or num_tiles >= 4 else 1
+    return Tile(False, num_tiles, 8, rows, {1: 4, 2: 4, 4: 3, 8: 2}[num_tiles])
+
+
+def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
+    """Tell whether a plain weight fills the tiles, on a card that has what the kernels need.
+
+    Args:
+        x: [T, K], on a GPU.
+        weight: [N, K].
+        is_gated: whether its rows are gates and ups.
+    """
+    num_rows, size_in = weight.shape
+    return (
+        capability(x.device) >= (8, 0)
+        and num_rows % (32 if is_gated else 16) == 0
+        and size_in % 64 == 0
+        and weight.stride(0) % 8 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def linear(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor | Codes,
+    bias: torch.Tensor | None,
+    *,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+) -> torch.Tensor:
+    """Launch a product of 1 to MAX_SMALL_TOKENS tokens on the current stream.
+
+    Args:
+        x_TK: [T, K] bfloat16 or float16.
+        weight: [N, K] for which can_run holds, of the same dtype; or codes of bfloat16. Also over
+            pinned host memory.
+        bias: [N] or None.
+        is_gated: its rows are gates and then as many ups; return silu(gate) * up.
+        is_gelu: of a gated product, gelu(gate) * up instead.
+
+    Returns:
+        A new tensor [T, N], or [T, N / 2] where gated.
+    """
+    num_tokens, size_in = x_TK.shape
+    if num_tokens > MAX_SMALL_TOKENS:
+        raise ValueError(f"linear.x: expected {MAX_SMALL_TOKENS} tokens at most, got {num_tokens}")
+    if x_TK.stride(0) % 8 or x_TK.stride(1) != 1 or x_TK.data_ptr() % 16:
+        x_TK = x_TK.contiguous() if x_TK.data_ptr() % 16 == 0 else x_TK.clone()
+    device = x_TK.device
+    num_rows = weight.shape[0]
+    size_out = num_rows // 2 if is_gated else num_rows
+    out = torch.empty((num_tokens, size_out), dtype=x_TK.dtype, device=device)
+    has_codes = isinstance(weight, Codes)
+    tile = tile_of(
+        num_tokens,
+        num_rows,
+        is_gated=is_gated,
+        has_codes=has_codes,
+        shared_bytes=max_shared_bytes(device) - _RESERVED_BYTES,
+        is_hopper=capability(device)[0] == _HOPPER,
+    )
+    args = Args(
+        x=x_TK.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        tokens=num_tokens,
+        rows=size_out,
+        inputs=size_in,
+        x_stride=x_TK.stride(0),
+        is_gelu=is_gelu,
+    )
+    if isinstance(weight, Codes):
+        set_codes(args, weight)
+    else:
+        args.weight, args.weight_stride = weight.data_ptr(), weight.stride(0)
+    is_half = x_TK.dtype == torch.float16
+    kernel = tile.kernel(has_codes=has_codes, is_gated=is_gated, is_half=is_half)
+    shared = tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
+    launch(kernel, tile.num_blocks(size_out, is_gated=is_gated), shared, args, device)
+    return out
+
+
+def set_codes(args: Args, codes: Codes) -> None:
+    """Point a kernel's argument to codes.
+
+    Args:
+        args: written.
+        codes: on the device, or over pinned host memory.
+    """
+    args.bytes, args.codes = codes.bytes.data_ptr(), codes.codes.data_ptr()
+    args.first, args.offsets = codes.first.data_ptr(), codes.offsets.data_ptr()
+    args.table = codes.table.data_ptr()

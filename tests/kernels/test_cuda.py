@@ -1,0 +1,114 @@
+"""What of the CUDA kernels can be checked without a card."""
+
+import itertools
+
+import pytest
+
+from kernels.cuda import driver, products
+from kernels.cuda.driver import CudaError, Kernel
+
+KIB = 1024
+CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
+"""Compute capabilities and the shared memory of a block, KiB (CUDA C++ Programming Guide)."""
+
+
+def shapes(capability):
+    """Every kernel of a card, with the shared memory of its block."""
+    room = CARDS[capability] * KIB - KIB
+    for tokens, rows, is_gated, has_codes, is_half in itertools.product(
+        (1, 9, 17, 33, 64), (32, 4096, 22016), (False, True), (False, True), (False, True)
+    ):
+        tile = products.tile_of(
+            tokens,
+            rows,
+            is_gated=is_gated,
+            has_codes=has_codes,
+            shared_bytes=room,
+            is_hopper=capability[0] == 9,
+        )
+        if not (has_codes and is_half):
+            kernel = tile.kernel(has_codes=has_codes, is_gated=is_gated, is_half=is_half)
+            yield tokens, rows, is_gated, has_codes, tile, kernel
+
+
+@pytest.mark.parametrize("capability", CARDS, ids=str)
+def test_blocks_fit_every_card(capability):
+    for _, _, is_gated, has_codes, tile, _ in shapes(capability):
+        used = tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
+        assert used <= CARDS[capability] * KIB - KIB
+        assert not is_gated or tile.is_wide or tile.rows % 2 == 0
+
+
+@pytest.mark.parametrize("capability", CARDS, ids=str)
+def test_plain_weights_and_codes_are_added_in_one_order(capability):
+    """Only what decides the order of sums: not how much is copied ahead, nor rows of a warp."""
+    order = {}
+    for tokens, rows, is_gated, _, tile, _ in shapes(capability):
+        key = tokens > 32, rows, is_gated
+        assert order.setdefault(key, (tile.is_wide, tile.warps)) == (tile.is_wide, tile.warps)
+
+
+def test_wide_products_are_hoppers_alone():
+    assert not any(tile.is_wide for *_, tile, _ in shapes((8, 0)))
+    assert any(tile.is_wide for *_, tile, _ in shapes((9, 0)))
+
+
+def test_a_kernel_is_compiled_once_and_a_damaged_file_anew(tmp_path, monkeypatch):
+    calls = []
+
+    def compile_it(kernel, capability):
+        calls.append(kernel.expression)
+        return f"{kernel.expression} {capability}".encode()
+
+    version = type("Version", (), {"nvrtcVersion": lambda: (0, 13, 0)})
+    monkeypatch.setattr(driver, "compiled", compile_it)
+    monkeypatch.setattr(driver, "_imported", lambda _: version)
+    kernel = Kernel("restore", 256)
+    folder = tmp_path / "kernels"
+    for _ in range(2):
+        assert driver.kept(kernel, (8, 6), folder) == b"restore (8, 6)"
+    assert calls == ["restore"]
+    driver.kept(kernel, (9, 0), folder)
+    assert len(list(folder.iterdir())) == len(calls) == 2
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert driver.kept(kernel, (8, 6), folder) == b"restore (8, 6)"
+    assert len(calls) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_a_kernel(tmp_path, monkeypatch, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(driver, "compiled", lambda *_: b"code")
+    monkeypatch.setattr(
+        driver, "_imported", lambda _: type("M", (), {"nvrtcVersion": lambda: (0, 13, 0)})
+    )
+    assert driver.kept(Kernel("rows", 128), (8, 6), blocked / "kernels") == b"code"
+    assert "compiled anew in every process" in caplog.text
+
+
+def test_without_the_bindings_the_error_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named 'cuda.bindings.{name}'")
+
+    monkeypatch.setattr(driver, "_imported", missing)
+    with pytest.raises(CudaError, match="pip install cuda-bindings"):
+        driver.compiled(Kernel("rows", 128), (8, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CARDS, ids=str)
+def test_every_kernel_compiles_for_every_card(capability):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
+    kernels = {kernel for *_, kernel in shapes(capability)}
+    for kernel in sorted(kernels, key=repr):
+        assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
+    for kernel in (Kernel("restore", 256), Kernel("rows", 128)):
+        assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
+
+
+@pytest.mark.slow
+def test_a_source_that_does_not_compile_is_told_with_its_messages():
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
+    with pytest.raises(CudaError, match=r"no_such_kernel, .*sm_86: .*no_such_kernel"):
+        driver.compiled(Kernel("no_such_kernel", 32), (8, 6))
