@@ -311,7 +311,7 @@ template <int NT, int WARPS, int R, int STAGES, bool CODES, bool GATED> __device
   }
 }
 
-// ---- Hopper, more than 32 tokens and many rows
+// ---- Hopper, more than 16 tokens and many rows
 
 #ifdef HOPPER
 // K-major, swizzled by 128 bytes: eight rows are 1024 bytes.
@@ -320,6 +320,12 @@ __device__ __forceinline__ u64 descriptor(u32 at) {
 }
 
 #define SUMS(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+__device__ __forceinline__ void multiply_group(float (&c)[16], const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPES
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+               : SUMS(c, 0), SUMS(c, 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 __device__ __forceinline__ void multiply_group(float (&c)[32], const u32* a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES
                " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
@@ -328,10 +334,10 @@ __device__ __forceinline__ void multiply_group(float (&c)[32], const u32* a, u64
 }
 
 // A group of four warps multiplies 64 rows (32 of gates and 32 of ups where GATED) by its share of the inputs; the
-// GROUPS of a block add up in order. Weights are restored into registers, 64 tokens stay in shared memory.
-template <int GROUPS, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
+// GROUPS of a block add up in order. Weights are restored into registers, NT * 8 tokens stay in shared memory.
+template <int NT, int GROUPS, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
   typedef Tile<CODES> Weight;
-  constexpr int NT = 8, X_BYTES = NT * 1024, STAGE_BYTES = 4 * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, ROWS = 64 / Q;
+  constexpr int X_BYTES = NT * 1024, STAGE_BYTES = 4 * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, ROWS = 64 / Q;
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
   const int thread = threadIdx.x & 127, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;

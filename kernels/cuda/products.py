@@ -4,6 +4,7 @@ The order of the sums follows from the sizes and the card, never from the loader
 bits; nor does it change from 1 to 32 tokens, or from 33 to 64.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,36 @@ from kernels.arguments import Codes
 from kernels.cuda.driver import Args, Kernel, capability, launch, max_shared_bytes
 from kernels.sizes import MAX_SMALL_TOKENS
 
-_MANY_TILES = 640
-"""With so many tiles of 16 rows four warps share the inputs of a row, else eight."""
 _LARGE_SHARED_BYTES = 200 * 1024
 """A block of eight warps has room for its copies ahead from here on."""
 _RESERVED_BYTES = 1024
 """Shared memory of a block that the driver keeps."""
 _HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What shapes depend on.
+
+    Attributes:
+        multiprocessors: of the card.
+        shared_bytes: shared memory of a block at most.
+        is_hopper: whether it is of compute capability 9.0.
+    """
+
+    multiprocessors: int
+    shared_bytes: int
+    is_hopper: bool
+
+    def waves(self, num_blocks: int, shared_bytes: int) -> int:
+        """Return how often the card is filled with blocks.
+
+        Args:
+            num_blocks: of the grid.
+            shared_bytes: of a block.
+        """
+        resident = (self.shared_bytes + _RESERVED_BYTES) // (shared_bytes + _RESERVED_BYTES)
+        return -(-num_blocks // max(1, resident * self.multiprocessors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +87,7 @@ class Tile:
         """
         kinds = f"{str(has_codes).lower()}, {str(is_gated).lower()}"
         if self.is_wide:
-            expression = f"wide<{self.warps}, {self.stages}, {kinds}>"
+            expression = f"wide<{self.num_tiles}, {self.warps}, {self.stages}, {kinds}>"
             return Kernel(expression, self.warps * 128, is_half)
         shape = f"{self.num_tiles}, {self.warps}, {self.rows}, {self.stages}"
         return Kernel(f"narrow<{shape}, {kinds}>", self.warps * 32, is_half)
@@ -79,40 +103,62 @@ class Tile:
         return -(-num_rows // (per_block // 2 if is_gated else per_block))
 
 
-def tile_of(
-    num_tokens: int,
-    num_rows: int,
-    *,
-    is_gated: bool,
-    has_codes: bool,
-    shared_bytes: int,
-    is_hopper: bool,
-) -> Tile:
+def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_codes: bool) -> Tile:
     """Return the shape of a product of at most MAX_SMALL_TOKENS tokens.
 
-    Chosen on an H200 among the shapes that fit, by products of 12288, 22016 (gated) and 4096 rows
-    with 4096 and 11008 inputs, beyond the cache.
+    The order of sums follows from the tokens (to 16, to 32, more), the rows and the card; so chosen
+    on an H200 from measurements of 19 sizes of nine models. Of the shapes with that order, the one
+    whose blocks fill the card least often runs, with as much copied ahead as that allows.
 
     Args:
         num_tokens: tokens.
         num_rows: rows of the weight, gates and ups counted apart.
+        card: where it runs.
         is_gated: whether they are gates and ups.
         has_codes: whether weights are codes.
-        shared_bytes: of a block at most.
-        is_hopper: whether the card is of compute capability 9.0.
     """
     num_tiles = 1 if num_tokens <= 8 else 2 if num_tokens <= 16 else 4 if num_tokens <= 32 else 8
-    has_room = shared_bytes >= _LARGE_SHARED_BYTES
-    is_many = num_rows >= 16 * _MANY_TILES
-    if num_tiles == 8 and is_many and is_hopper and has_room:
-        if is_gated:
-            return Tile(True, 8, 1, 1, 4)
-        return Tile(True, 8, 2, 1, 4 if has_codes else 3)
-    if is_many or not has_room:
-        rows = 2 if is_gated or num_tiles != 4 else 1
-        return Tile(False, num_tiles, 4, rows, {1: 4, 2: 3, 4: 3, 8: 2}[num_tiles])
-    rows = 2 if is_gated or num_tiles >= 4 else 1
-    return Tile(False, num_tiles, 8, rows, {1: 4, 2: 4, 4: 3, 8: 2}[num_tiles])
+    tiles = num_rows // 16
+    has_room = card.shared_bytes >= _LARGE_SHARED_BYTES
+    if card.is_hopper and num_tokens > (16 if tiles >= 900 else 32) and tiles > 264:
+        groups = 4 if tiles < 640 else 2
+        if num_tokens > 32 and _waves(2, 3, num_rows, card) > _waves(1, 4, num_rows, card) == 1:
+            groups = 1
+        shapes = [Tile(True, num_tiles, groups, 1, stages) for stages in (4, 3)]
+    else:
+        few = 500 if num_tokens <= 16 else 264
+        warps = 8 if has_room and tiles <= few else 4
+        rows = (2,) if is_gated or (warps == 4 and num_tiles <= 2) else (1, 2)
+        stages = (4, 3) if num_tiles <= 2 else (3, 2)
+        shapes = [Tile(False, num_tiles, warps, r, each) for each in stages for r in rows]
+
+    def bytes_of(tile: Tile) -> int:
+        return tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
+
+    def cost(tile: Tile) -> tuple[int, int]:
+        blocks = tile.num_blocks(num_rows // 2 if is_gated else num_rows, is_gated=is_gated)
+        per_processor = -(-blocks // card.multiprocessors)
+        return card.waves(blocks, bytes_of(tile)), per_processor * tile.rows
+
+    return min((tile for tile in shapes if bytes_of(tile) <= card.shared_bytes), key=cost)
+
+
+def _waves(groups: int, stages: int, num_rows: int, card: Card) -> int:
+    """Return how often 64 tokens times plain rows fill a card with blocks of so many groups."""
+    tile = Tile(True, 8, groups, 1, stages)
+    shared_bytes = tile.shared_bytes(has_codes=False, is_gated=False)
+    return card.waves(tile.num_blocks(num_rows, is_gated=False), shared_bytes)
+
+
+@functools.cache
+def _tile(
+    num_tokens: int, num_rows: int, device: torch.device, *, is_gated: bool, has_codes: bool
+) -> Tile:
+    """Return the shape of a product on a device."""
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper = capability(device)[0] == _HOPPER
+    card = Card(properties.multi_processor_count, max_shared_bytes(device), is_hopper)
+    return tile_of(num_tokens, num_rows, card, is_gated=is_gated, has_codes=has_codes)
 
 
 def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
@@ -164,14 +210,7 @@ def linear(
     size_out = num_rows // 2 if is_gated else num_rows
     out = torch.empty((num_tokens, size_out), dtype=x_TK.dtype, device=device)
     has_codes = isinstance(weight, Codes)
-    tile = tile_of(
-        num_tokens,
-        num_rows,
-        is_gated=is_gated,
-        has_codes=has_codes,
-        shared_bytes=max_shared_bytes(device) - _RESERVED_BYTES,
-        is_hopper=capability(device)[0] == _HOPPER,
-    )
+    tile = _tile(num_tokens, num_rows, device, is_gated=is_gated, has_codes=has_codes)
     args = Args(
         x=x_TK.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
