@@ -92,11 +92,11 @@ class Escapes(NamedTuple):
     """How many weights are outside the windows of their rows.
 
     Attributes:
-        count: of all rows.
+        total: of all rows.
         most: of the group of 16 rows that has most.
     """
 
-    count: int
+    total: int
     most: int
 
     def fits(self, capacity: int) -> bool:
@@ -105,7 +105,7 @@ class Escapes(NamedTuple):
         Args:
             capacity: most escapes of the table.
         """
-        return self.count <= capacity and self.most <= MAX_GROUP_ESCAPES
+        return self.total <= capacity and self.most <= MAX_GROUP_ESCAPES
 
 
 class TooManyEscapesError(ValueError):
@@ -119,7 +119,7 @@ class TooManyEscapesError(ValueError):
     def __init__(self, escapes: Escapes, capacity: int) -> None:
         super().__init__(
             f"codes: expected at most {capacity} escapes and {MAX_GROUP_ESCAPES} in 16 rows, got "
-            f"{escapes.count} and {escapes.most}. Leave the matrix in bfloat16."
+            f"{escapes.total} and {escapes.most}. Leave the matrix in bfloat16."
         )
         self.escapes = escapes
         self.capacity = capacity

@@ -83,7 +83,7 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> bytes:
         log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
         _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
         raise CudaError(f"{kernel.expression}, {options[0].decode()}: {log.decode().strip()}")
-    code = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+    code: bytes = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc, nvrtc.nvrtcDestroyProgram(program))
     return code
@@ -169,10 +169,10 @@ def launch(
         num_blocks: of the grid.
         shared_bytes: of a block.
         args: read before this returns; what its pointers name must stay until the stream is done.
-        device: a CUDA device.
+        device: a CUDA device with its index.
     """
     driver = _bindings("driver")
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index
     with torch.cuda.device(index):
         function = _loaded(kernel, index, shared_bytes)
         stream = torch.cuda.current_stream(index).cuda_stream

@@ -9,7 +9,7 @@ from kernels.arguments import Codes, DecodeWorkspace, Escapes
 from kernels.ops import linear as plain
 from kernels.ops.checks import KernelArgumentError, check_dims, check_tensor
 from kernels.ref import codes as ref
-from kernels.sizes import MAX_SMALL_TOKENS, codes_table_size, has_codes
+from kernels.sizes import MAX_GROUP_ESCAPES, MAX_SMALL_TOKENS, has_codes
 
 # The CUDA kernels are imported by the first call on a GPU: machines without one need not have them.
 # ruff: noqa: PLC0415
@@ -22,7 +22,7 @@ def pack(weight: torch.Tensor) -> Codes:
         weight: [N, K] bfloat16, stride 1 in the last dimension; N a multiple of 16, K of 64.
 
     Returns:
-        New tensors on the device of the weight. Waits for a GPU, as pack_rows does.
+        New tensors on the device of the weight. Waits for a GPU, as pack_into does.
 
     Raises:
         TooManyEscapesError: saying how many weights the table would have to hold.
@@ -31,50 +31,26 @@ def pack(weight: torch.Tensor) -> Codes:
     return ref.pack(weight)
 
 
-def pack_into(weight: torch.Tensor, codes: Codes) -> None:
+def pack_into(weight: torch.Tensor, codes: Codes) -> Escapes:
     """Write a matrix in codes.
+
+    Beside its arguments it takes at most kernels.sizes.pack_scratch_bytes of memory, and waits for
+    a GPU once every kernels.sizes.pack_chunk_rows.
 
     Args:
         weight: as pack's.
-        codes: of the shape of the weight, contiguous, on its device; written.
+        codes: of the shape of the weight, contiguous, on its device; written. Its table may be
+            larger or smaller than pack's.
 
-    Raises:
-        TooManyEscapesError: as pack does; what is written then is of no use.
+    Returns:
+        How many escapes the matrix has. Where they do not fit the table's capacity, what is written
+        is of no use.
     """
     _check_weight("pack_into", weight)
     _check_codes("pack_into", codes, weight.device)
     if codes.shape != weight.shape:
         raise KernelArgumentError("pack_into.codes", f"{tuple(weight.shape)}", f"{codes.shape}")
-    ref.pack_into(weight, codes)
-
-
-def pack_rows(weight: torch.Tensor, codes: Codes, row: int = 0, before: int = 0) -> Escapes:
-    """Write some rows of a matrix in codes, and zeros behind their escapes.
-
-    Calls follow each other from the first row to the last. Beside its arguments a call allocates at
-    most kernels.sizes.pack_scratch_bytes, and waits for a GPU once every
-    kernels.sizes.pack_chunk_rows.
-
-    Args:
-        weight: as pack's; some of the rows of the codes.
-        codes: as pack_into's.
-        row: the number of the first of these rows, a multiple of 16.
-        before: how many escapes the rows before have.
-
-    Returns:
-        The escapes of these rows. Where with those before they do not fit, codes are of no use.
-    """
-    _check_weight("pack_rows", weight)
-    _check_codes("pack_rows", codes, weight.device)
-    num_rows, num_columns = codes.shape
-    if weight.shape[1] != num_columns:
-        raise KernelArgumentError(
-            "pack_rows.weight", f"{num_columns} columns", f"{weight.shape[1]}"
-        )
-    if row % 16 or not 0 <= row <= num_rows - weight.shape[0]:
-        expected = f"a multiple of 16 from 0 to {num_rows - weight.shape[0]}"
-        raise KernelArgumentError("pack_rows.row", expected, f"{row}")
-    return ref.pack_rows(weight, codes, row, before)
+    return ref.pack_into(weight, codes)
 
 
 def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -193,7 +169,7 @@ def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> 
     if ids_T.is_cuda and ids_T.numel():
         from kernels.cuda import codes as cuda
 
-        rows = cuda.rows(codes, ids_T)
+        rows: torch.Tensor = cuda.rows(codes, ids_T)
         return rows if scale is None else rows.mul_(torch.tensor(scale, dtype=rows.dtype).item())
     return ref.embedding(ids_T, codes, scale)
 
@@ -243,15 +219,17 @@ def _check_codes(name: str, codes: Codes, device: torch.device) -> None:
     groups, tiles = num_rows // 16, num_columns // 64
     if num_rows % 16 or not groups:
         raise KernelArgumentError(f"{what}.first", "a multiple of 16 rows, not 0", f"{num_rows}")
-    table_size = codes_table_size(num_rows, num_columns)
     for part, tensor, shape, dtype in (
         ("bytes", codes.bytes, (groups, tiles, 2, 32, 4), torch.int32),
         ("codes", codes.codes, (groups, tiles, 32, 4), torch.int32),
         ("first", codes.first, (num_rows,), torch.uint8),
         ("offsets", codes.offsets, (groups,), torch.int32),
-        ("table", codes.table, (table_size,), torch.int16),
+        ("table", codes.table, (None,), torch.int16),
     ):
         check_tensor(f"{what}.{part}", tensor, shape, dtype, device)
         if not tensor.is_contiguous():
             got = f"strides {tuple(tensor.stride())}"
             raise KernelArgumentError(f"{what}.{part}", "a contiguous tensor", got)
+    if codes.capacity < 0:
+        expected = f"{MAX_GROUP_ESCAPES} elements or more"
+        raise KernelArgumentError(f"{what}.table", expected, f"{codes.table.shape[0]}")

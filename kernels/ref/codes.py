@@ -19,27 +19,23 @@ _ESCAPE = 15
 
 def pack(weight: torch.Tensor) -> Codes:
     """Twin of kernels.ops.codes.pack."""
-    codes = empty_codes(*weight.shape, device=weight.device)
-    pack_into(weight, codes)
+    codes = empty_codes(weight.shape[0], weight.shape[1], weight.device)
+    escapes = pack_into(weight, codes)
+    if not escapes.fits(codes.capacity):
+        raise TooManyEscapesError(escapes, codes.capacity)
     return codes
 
 
-def pack_into(weight: torch.Tensor, codes: Codes) -> None:
+def pack_into(weight: torch.Tensor, codes: Codes) -> Escapes:
     """Twin of kernels.ops.codes.pack_into."""
-    escapes = pack_rows(weight, codes)
-    if not escapes.fits(codes.capacity):
-        raise TooManyEscapesError(escapes, codes.capacity)
-
-
-def pack_rows(weight: torch.Tensor, codes: Codes, row: int = 0, before: int = 0) -> Escapes:
-    """Twin of kernels.ops.codes.pack_rows."""
-    count, most = 0, 0
-    for part in weight.split(pack_chunk_rows(weight.shape[1])):
-        found = _pack_chunk(part.view(torch.int16), codes, row, before + count)
-        row += part.shape[0]
-        count, most = count + found.count, max(most, found.most)
-    codes.table[before + count :] = 0
-    return Escapes(count, most)
+    (num_rows, num_columns), escapes = codes.shape, Escapes(0, 0)
+    step = pack_chunk_rows(num_columns)
+    for row in range(0, num_rows, step):
+        bits = weight[row : row + step].view(torch.int16)
+        found = _pack_chunk(bits, codes, row, escapes.total)
+        escapes = Escapes(escapes.total + found.total, max(escapes.most, found.most))
+    codes.table[escapes.total :] = 0
+    return escapes
 
 
 def _pack_chunk(bits_NK: torch.Tensor, codes: Codes, row: int, before: int) -> Escapes:
@@ -60,9 +56,9 @@ def _pack_chunk(bits_NK: torch.Tensor, codes: Codes, row: int, before: int) -> E
     code = exponents.sub_(first_N.unsqueeze(1)).clamp_(max=_ESCAPE)
     kept = bits_NK.clone(memory_format=torch.contiguous_format)
     at = (code == _ESCAPE).view(-1).nonzero().view(-1)
-    numbers = torch.arange(before, before + escapes.count, device=at.device)
+    numbers = torch.arange(before, before + escapes.total, device=at.device)
     numbers -= offsets_G[at // (16 * num_columns)]
-    codes.table[before : before + escapes.count] = kept.view(-1)[at]
+    codes.table[before : before + escapes.total] = kept.view(-1)[at]
     kept.view(-1)[at] = ((numbers & 0x80) << 8 | numbers & 0x7F).to(torch.int16)
 
     columns = (-1, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)
@@ -109,8 +105,10 @@ def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
     num_rows, num_columns = codes.shape
     if out is None:
         out = codes.bytes.new_empty(codes.shape, dtype=torch.bfloat16)
-    for ids in torch.arange(num_rows, device=out.device).split(pack_chunk_rows(num_columns)):
-        out[ids[0] : ids[-1] + 1] = _rows(codes, ids)
+    step = pack_chunk_rows(num_columns)
+    for row in range(0, num_rows, step):
+        ids = torch.arange(row, min(num_rows, row + step), device=out.device)
+        out[row : row + step] = _rows(codes, ids)
     return out
 
 

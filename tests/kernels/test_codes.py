@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,19 +87,16 @@ def test_every_bit_pattern_survives():
     far = torch.zeros(256 * 16, 128, dtype=torch.int16)
     far.view(256, -1)[:, ::8] = patterns.view(256, 256)
     zero_window = patterns.view(256, 256) >> 7 & 0xFF < 15
-    packed = empty_codes(*far.shape, "cpu")
-    found = codes.pack_rows(far.view(torch.bfloat16), packed)
-    assert found.count == int((~zero_window).sum()) == 2 * 241 * 128
-    assert found.most == 256
+    count = int((~zero_window).sum())
+    assert count == 2 * 241 * 128
+    with pytest.raises(TooManyEscapesError, match=f"got {count} and 256"):
+        codes.pack(far.view(torch.bfloat16))
     # More than a table of that shape holds, so that it is made larger.
-    packed = Codes(
-        *(getattr(packed, name) for name in ("bytes", "codes", "first", "offsets")),
-        torch.zeros(2**16 + 256, dtype=torch.int16),
+    packed = replace(
+        empty_codes(*far.shape, "cpu"), table=torch.ones(count + 256, dtype=torch.int16)
     )
-    from kernels.ref import codes as ref
-
-    ref.pack_into(far.view(torch.bfloat16), packed)
-    assert torch.equal(bits_of(ref.restore(packed)), far)
+    assert codes.pack_into(far.view(torch.bfloat16), packed).total == count
+    assert torch.equal(bits_of(codes.restore(packed)), far)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3e38, float("inf"), float("nan"), 1e-40])
@@ -174,25 +172,20 @@ def test_too_many_escapes_are_refused_with_their_count(rows, columns, step, mess
         weight[:16, :24] = 2.0**60
     with pytest.raises(TooManyEscapesError, match=message):
         codes.pack(weight)
-    with pytest.raises(TooManyEscapesError):
-        codes.pack_into(weight, empty_codes(rows, columns, "cpu"))
+    packed = empty_codes(rows, columns, "cpu")
+    assert not codes.pack_into(weight, packed).fits(packed.capacity)
 
 
-def test_rows_packed_in_turn_are_the_matrix(monkeypatch):
+def test_rows_packed_and_restored_in_turn_are_the_matrix(monkeypatch):
     weight = normal((80, 192))
     weight.view(-1)[::300] = 2.0**60
-    whole = codes.pack(weight)
-    monkeypatch.setattr("kernels.ref.codes.pack_chunk_rows", lambda columns: 16)
-    parts = [codes.pack(weight), empty_codes(80, 192, "cpu")]
-    parts[1].table.fill_(7)
-    count = 0
-    for start, stop in ((0, 48), (48, 64), (64, 80)):
-        count += codes.pack_rows(weight[start:stop], parts[1], start, count).count
-    assert count == 52
-    for part in parts:
-        for name in Codes.__dataclass_fields__:
-            assert torch.equal(getattr(part, name), getattr(whole, name)), name
-    assert torch.equal(codes.restore(whole), weight)
+    whole, parts = codes.pack(weight), empty_codes(80, 192, "cpu")
+    monkeypatch.setattr("kernels.ref.codes.pack_chunk_rows", lambda columns: 32)
+    parts.table.fill_(7)
+    assert codes.pack_into(weight, parts) == (52, 11)
+    for name in Codes.__dataclass_fields__:
+        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
+    assert torch.equal(codes.restore(parts), weight)
 
 
 @pytest.mark.parametrize("columns", [64, 4096, 28672, 2**20])
@@ -260,18 +253,16 @@ def test_restore_writes_what_it_is_given():
 def test_door_refuses_what_does_not_fit():
     packed = codes.pack(normal((32, 128)))
     x = normal((2, 128))
-    bad = Codes(packed.bytes, packed.codes, packed.first, packed.offsets, packed.table[:-1])
+    bad = replace(packed, table=packed.table[:255])
     for message, call in (
         (r"linear\.x: .*\(2, 128\)", lambda: codes.linear(x[:, :64], packed)),
         (r"linear\.x: .*bfloat16", lambda: codes.linear(x.float(), packed)),
         (r"linear\.bias: .*\(32\)", lambda: codes.linear(x, packed, normal((31,)))),
-        (r"linear_silu_mul\.codes\.table: .*512", lambda: codes.linear_silu_mul(x, bad)),
+        (r"linear_silu_mul\.codes\.table: .*256 el", lambda: codes.linear_silu_mul(x, bad)),
         (r"embedding\.ids: .*int64", lambda: codes.embedding(torch.tensor([1.0]), packed)),
         (r"restore\.out: .*\(32, 128\)", lambda: codes.restore(packed, x)),
-        (r"restore\.out: .*stride", lambda: codes.restore(packed, normal((32, 256))[:, ::2])),
+        (r"restore\.out: .*contig", lambda: codes.restore(packed, normal((32, 256))[:, :128])),
         (r"pack_into\.codes: .*\(16, 128\)", lambda: codes.pack_into(normal((16, 128)), packed)),
-        (r"pack_rows\.row: .*0 to 16", lambda: codes.pack_rows(normal((16, 128)), packed, 24)),
-        (r"pack_rows\.weight: .*128 col", lambda: codes.pack_rows(normal((16, 64)), packed)),
     ):
         with pytest.raises(KernelArgumentError, match=message):
             call()
