@@ -7,7 +7,3 @@ the current stream, waits for nothing, and can be captured in a CUDA graph; its 
 alive until that work is done. On cards of compute capability 9 or more a kernel may start before
 the one before it has ended; it waits for it before it touches anything but weights.
 """
-
-from kernels.ops import attention, codes, kv, linear, norm
-
-__all__ = ["attention", "codes", "kv", "linear", "norm"]

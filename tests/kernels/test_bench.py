@@ -13,7 +13,7 @@ ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine ha
 
 
 def test_what_is_timed_by_name_is_an_operator():
-    assert set(bench.OPERATORS) <= set(OPERATORS)
+    assert set(bench.OPERATORS) <= {name.split(".")[1] for name in OPERATORS}
 
 
 @ON_A_CPU
