@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 from engine.asked.config import EngineConfig, ModelConfig
-from engine.weights.reader import KINDS
 from harness.config.schema import LatencyScenario, ThroughputScenario
 from harness.config.serve import Arrivals, Objectives, PeakSearch
 from harness.observe.probe import probe_link
@@ -52,7 +51,7 @@ BOTH_SLABS = {"touch", "pin"}
 
 
 def engine_names(call: str) -> set[str]:
-    """The names that the engine's sources give to phases."""
+    """The names that the engine's sources give to phases or busy times."""
     text = "".join(path.read_text(encoding="utf-8") for path in python_files("engine"))
     return set(re.findall(rf'\.{call}\("(\w+)"', text))
 
@@ -72,7 +71,7 @@ def job(kind: str) -> WorkerJob:
 def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every metric of a point that measures all there is."""
     folder = tmp_path_factory.mktemp("run")
-    names = engine_names("phase") | engine_names("part") | BOTH_SLABS | {*KINDS}
+    names = engine_names("phase") | engine_names("part") | BOTH_SLABS
     door, _ = fake_door(Script(phases=dict.fromkeys(names, 1.0)), FakeClock())
     small = plan_small(memory_gib=1)
     door = replace(
@@ -85,7 +84,7 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     }
     assert [result["error"] for result in results.values()] == [None, None]
     (row,) = results["load"]["samples"]["load"]
-    row |= {"busy": dict.fromkeys(KINDS, 1.0)}
+    row |= {"busy": dict.fromkeys(engine_names("add_busy"), 1.0)}
     starts = [{**row, "start": str(is_cold), "is_cold": is_cold} for is_cold in (False, True)]
     gpu_and_host = {name: 2**30 for name in COLUMNS if name.endswith("_bytes")}
     rows = table(job=lambda k: "measure" if k else None, **gpu_and_host)  # first no worker
