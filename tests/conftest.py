@@ -58,6 +58,12 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage walk what was imported, in this process or in its forks."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
     """Return a folder whose name wants quoting, as a user's may."""

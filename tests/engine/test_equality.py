@@ -18,6 +18,7 @@ from tests.engine.placements import (
     Residents,
     check_equal,
 )
+from tests.slow import slow
 from tests.tiny import greedy, greedy_params, open_llm
 
 
@@ -28,7 +29,7 @@ def test_every_placement_equals_resident(residents: Residents, name: str) -> Non
     llm.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo2", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", [slow("qwen2"), "olmo2", slow("mistral"), "qwen3"])
 def test_placements_of_other_families(residents: Residents, family: str) -> None:
     for name in ("uva of some, staged", "uva of products", "prefetch", "prefetch of products"):
         llm = residents.open(3, family, **OFFLOADS[name])

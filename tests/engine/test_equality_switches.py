@@ -8,13 +8,25 @@ from tests.engine.placements import MAX_TOKENS, PROMPTS, Residents, check_equal
 from tests.engine.switches import BACKENDS, MIXED, PREFIX, SWITCHES, check_record, check_tables
 from tests.engine.test_mixed_placements import EMBED, mixed
 from tests.engine.two_streams import on_two_streams
+from tests.slow import slow
 from tests.tiny import greedy
 
 LAYERS = 5
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, MIXED])
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+EACH = ("uva", "prefetch", MIXED)
+"""Backends that `make test` runs with every combination; of the others, each with one."""
+
+
+@pytest.mark.parametrize(
+    ("switches", "backend"),
+    [
+        (switches, backend) if backend in EACH or (at + other) % 4 == 2 else slow(switches, backend)
+        for at, switches in enumerate(SWITCHES)
+        for other, backend in enumerate([*BACKENDS, MIXED])
+    ],
+    ids=str,
+)
 def test_every_combination(
     residents: Residents,
     monkeypatch: pytest.MonkeyPatch,

@@ -13,6 +13,7 @@ from engine.kv.prefix import num_expired
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import SIX, WINDOWS, Masked, with_blocks, with_windows
 from tests.engine.tiers import check_empty, tiers
+from tests.slow import slow
 from tests.tiny import greedy, make_prompt, open_llm
 
 STEM = make_prompt(60, seed=7)
@@ -78,8 +79,18 @@ def test_each_layer_has_its_own_window(
     llm.close()
 
 
-@pytest.mark.parametrize("counts", [(22, None, None), (None, 18, None), (None, None, 9)], ids=str)
-@pytest.mark.parametrize("offload", [{}, {"offload_group_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "offload"),
+    [
+        ((None, None, 9), {}),
+        slow((22, None, None), {"offload_group_size": 2}),
+        slow((22, None, None), {}),
+        slow((None, 18, None), {}),
+        slow((None, 18, None), {"offload_group_size": 2}),
+        slow((None, None, 9), {"offload_group_size": 2}),
+    ],
+    ids=str,
+)
 def test_tokens_do_not_depend_on_preemption(
     tiny: TinyModels,
     masked: Masked,

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from engine import KVTransferConfig
+from engine.plan.memory import MemoryPlan
 from tests.engine.conftest import TinyModels
+from tests.slow import slow
 from tests.tiny import greedy, make_prompt, open_llm
 
 GIB = 2**30
@@ -23,11 +25,20 @@ def limits(**changes: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def roomy(tiny: TinyModels) -> tuple[MemoryPlan, Any]:
+    """The plan of an engine that holds all, and its tokens."""
+    llm = open_llm(tiny.folder("llama", max_position_embeddings=1024), **limits())
+    plan, found = llm.plan, (greedy(llm, LONG, 8), greedy(llm, MANY, 8))
+    llm.close()
+    return plan, found
+
+
 @pytest.mark.parametrize(
     "keywords",
     [
         {"num_cpu_blocks": 100},
-        {"num_cpu_blocks": 100, "enable_prefix_caching": True},
+        slow({"num_cpu_blocks": 100, "enable_prefix_caching": True}),
         {
             "kv_transfer_config": KVTransferConfig(
                 kv_connector="OffloadingConnector",
@@ -39,13 +50,10 @@ def limits(**changes: Any) -> dict[str, Any]:
     ids=["blocks", "prefix caching", "published"],
 )
 def test_a_sequence_beyond_the_gpu_gives_the_same_tokens(
-    tiny: TinyModels, keywords: dict[str, Any]
+    tiny: TinyModels, roomy: tuple[MemoryPlan, Any], keywords: dict[str, Any]
 ) -> None:
     model = tiny.folder("llama", max_position_embeddings=1024)
-    roomy = open_llm(model, **limits())
-    expected = greedy(roomy, LONG, 8), greedy(roomy, MANY, 8)
-    plan = roomy.plan
-    roomy.close()
+    plan, expected = roomy
     tier = open_llm(model, **limits(), **keywords)
     fixed = tier.plan.gpu_total_bytes - tier.plan.gpu_items["kv_cache"]
     tier.close()

@@ -28,8 +28,8 @@ NEW = 12
 """Of sequences that exceed the GPU."""
 LONG = make_prompt(260, seed=8)
 ALL = (*FAMILIES, "mistral_window", "qwen2_window")
-SHORT = ("llama", "olmo2", "qwen3", "gemma3", "qwen2_window")
-"""One of each kind of norm, bias and group of layers; the others go to `make test-slow`."""
+SHORT = ("olmo2", "gemma3", "qwen2_window")
+"""One of each kind of group of layers; the others go to `make test-slow`."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,11 @@ def test_prefixes_long_sequences_and_swaps_of_every_family(
 
 @pytest.mark.parametrize(
     ("overlap", "prefix_caching", "recompute_token_s"),
-    [(True, True, 1.0), (False, False, 1.0), (True, False, 0.0)],
+    [
+        (True, True, 1.0),
+        pytest.param(False, False, 1.0, marks=pytest.mark.slow),
+        (True, False, 0.0),
+    ],
     ids=["swaps of shared blocks", "swaps, no overlap", "recomputes"],
 )
 def test_preemption_at_concurrency(
@@ -163,13 +167,13 @@ def test_one_sequence_longer_than_the_gpu(
 @pytest.mark.parametrize(
     ("pinned", "pageable", "in_place"),
     [
-        (0, 0, True),
+        pytest.param(0, 0, True, marks=pytest.mark.slow),
         pytest.param(1, 0, True, marks=pytest.mark.slow),
         (0, 1, False),
         (2, 1, True),
         pytest.param(0, 30, False, marks=pytest.mark.slow),
         pytest.param(30, 0, True, marks=pytest.mark.slow),
-        (7, 30, False),
+        pytest.param(7, 30, False, marks=pytest.mark.slow),
     ],
 )
 def test_any_size_of_host_tier(
@@ -245,9 +249,9 @@ def test_without_in_place_reads_and_without_pinning(
 @pytest.mark.parametrize(
     "offload",
     [
-        {"cpu_offload_gb": 1},
+        pytest.param({"cpu_offload_gb": 1}, marks=pytest.mark.slow),
         {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
-        {"offload_group_size": 2},
+        pytest.param({"offload_group_size": 2}, marks=pytest.mark.slow),
         {"offload_group_size": 1, "offload_prefetch_step": 2},
     ],
     ids=["uva", "uva staged", "prefetch", "prefetch, two ahead"],

@@ -15,6 +15,7 @@ from engine.weights.residence import SlotRing
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import leave_stale
 from tests.engine.placements import FEW_TOKENS, MAX_TOKENS, PROMPTS, Residents, copies
+from tests.slow import slow
 from tests.tiny import greedy, greedy_params
 
 LAYERS = 5
@@ -95,8 +96,14 @@ def tight(residents: Residents) -> dict[str, Any]:
     return {"gpu_memory_gib": budget / 2**30, "gpu_memory_utilization": 1.0}
 
 
-@pytest.mark.parametrize("objective", ["latency", "throughput", "context"])
-@pytest.mark.parametrize("switch", ["", "TIGHTFIT_DISABLE_UVA", "TIGHTFIT_DISABLE_PIN_MEMORY"])
+@pytest.mark.parametrize(
+    ("objective", "switch"),
+    [
+        (objective, switch) if at == other else slow(objective, switch)
+        for at, objective in enumerate(["latency", "throughput", "context"])
+        for other, switch in enumerate(["", "TIGHTFIT_DISABLE_UVA", "TIGHTFIT_DISABLE_PIN_MEMORY"])
+    ],
+)
 def test_chosen_placements_give_the_same_tokens(
     residents: Residents,
     tight: dict[str, Any],

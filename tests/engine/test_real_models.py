@@ -35,16 +35,16 @@ def test_glass_in_every_placement(glass_model_dir: Path, single_thread: None) ->
     llm = open_llm(glass_model_dir)
     assert llm.max_model_len == 128
     prompts = [llm.tokenizer(text)["input_ids"] for text in TEXTS]  # type: ignore[misc]
-    expected = hf_tokens(glass_model_dir, prompts, 20)
+    expected = hf_tokens(glass_model_dir, prompts, 10)
     llm.close()
     for keywords in PLACEMENTS:
         llm = open_llm(glass_model_dir, **keywords)
-        outputs = llm.generate(TEXTS, greedy_params(20))
+        outputs = llm.generate(TEXTS, greedy_params(10))
         assert [output.prompt_token_ids for output in outputs] == prompts
         assert tokens_of(outputs) == expected
         texts = [llm.tokenizer.decode(tokens) for tokens in expected]  # type: ignore[union-attr]
         assert [output.outputs[0].text for output in outputs] == texts
-        assert greedy(llm, prompts[3:], 20) == expected[3:]
+        assert greedy(llm, prompts[3:], 10) == expected[3:]
         llm.close()
 
 

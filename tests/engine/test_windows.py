@@ -18,6 +18,7 @@ from engine.kv.prefix import num_expired
 from engine.plan.sizes import KVGroup
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import Groups, with_blocks, with_groups
+from tests.slow import mostly_slow, slow
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm
 
 WINDOWS = ("mistral_window", "qwen2_window", "qwen3_window", "gemma3", "gemma3_odd_sizes")
@@ -29,7 +30,9 @@ LIMITS = ((8, 11, 3), (32, 33, 8), (128, 70, 1))
 """Tokens of a block, tokens of a step, sequences at once; gemma3 gets all, the others one each."""
 
 
-@pytest.mark.parametrize("variant", WINDOWS)
+@pytest.mark.parametrize(
+    "variant", mostly_slow(WINDOWS, lambda x: x in {"mistral_window", "qwen2_window"})
+)
 def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
     tiny: TinyModels, variant: str
 ) -> None:
@@ -94,7 +97,7 @@ POOLS: list[tuple[str, tuple[int | None, ...]]] = [
 @pytest.mark.parametrize(
     ("variant", "pools", "offload"),
     [
-        pytest.param(*pools, offload, marks=() if at == other < 3 else pytest.mark.slow)
+        pytest.param(*pools, offload, marks=() if at == other == 2 else pytest.mark.slow)
         for at, pools in enumerate(POOLS)
         for other, offload in enumerate(OFFLOADS)
     ],
@@ -141,7 +144,9 @@ class Poison:
         monkeypatch.setattr(pool, "free", poisoned)
 
 
-@pytest.mark.parametrize("variant", WINDOWS)
+@pytest.mark.parametrize(
+    "variant", mostly_slow(WINDOWS, lambda x: x in {"mistral_window", "gemma3"})
+)
 def test_blocks_behind_the_window_are_given_back_and_not_read(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -164,7 +169,7 @@ def test_blocks_behind_the_window_are_given_back_and_not_read(
     llm.close()
 
 
-@pytest.mark.parametrize("variant", ["mistral_window", "qwen2_window", "gemma3"])
+@pytest.mark.parametrize("variant", ["mistral_window", slow("qwen2_window"), "gemma3"])
 def test_a_disabled_window_attends_to_the_whole_context(tiny: TinyModels, variant: str) -> None:
     """As the same weights do where transformers has a window that is never left."""
     model = copy.deepcopy(tiny.model(variant))

@@ -1,5 +1,6 @@
 """Workers of the fake engine that are forked from the test's process: the imports are made."""
 
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import harness.worker  # noqa: F401  once, not in each fork
 from harness.observe.parent import start_child
 from tests.harness import fakes
 
@@ -35,6 +37,7 @@ def fork_child(command, *, stdin, stdout, stderr, environ=None):
         os.close(ready)
         return Forked(pid)
     code = 1
+    gc.freeze()  # the worker collects garbage: its own, not that of the tests before it
     try:
         os.setsid()
         os.close(is_ready)

@@ -18,6 +18,7 @@ from engine.plan.planner import plan_memory
 from engine.plan.units import UVA
 from tests.engine.codes12 import Codes12, restore
 from tests.engine.specs import small_spec
+from tests.slow import slow
 from tests.tiny import greedy, hf_model, make_config, make_prompt, open_llm, save
 
 CODES = Codes12()
@@ -122,8 +123,14 @@ def expected(folder: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("names", [(), MLP])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        (place, names) if (names == MLP) == (at % 2 == 0) else slow(place, names)
+        for at, place in enumerate(PLACES)
+        for names in ((), MLP)
+    ],
+)
 def test_tokens_equal_those_of_bf16_wherever_weights_lie(
     folder: Path, expected: list[list[int]], place: str, names: tuple[str, ...]
 ) -> None:

@@ -13,7 +13,7 @@ from tests.engine.plan.test_choose import ask, choose, conf_spec, step_ms
 from tests.engine.specs import GIB, H200, NO_PIN, NO_UVA, OLMO_7B, check_plan, model_specs
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     spec=model_specs(),
     share=st.floats(0.3, 1.1),

@@ -11,6 +11,7 @@ from engine.plan.planner import plan_candidates, plan_memory
 from engine.plan.queue import QUEUE_REQUESTS
 from tests.engine.plan.test_choose import ask, choose, conf_spec
 from tests.engine.specs import CPU, H200, NO_PIN, NO_UVA, configuration
+from tests.slow import slow
 
 QUEUE = {"max_model_len": 1024, "max_num_seqs": 64}
 
@@ -46,7 +47,7 @@ def test_where_kv_has_room_nothing_is_moved_for_little(memory_gib: float) -> Non
     assert tokens_s[0] == pytest.approx(QUEUE_REQUESTS * 128 / queue_s(plan))
 
 
-@pytest.mark.parametrize("name", ["olmo7b", "qwen3_4b", "gemma3_4b", "smollm2_135m"])
+@pytest.mark.parametrize("name", ["gemma3_4b", *map(slow, ("olmo7b", "qwen3_4b", "smollm2_135m"))])
 def test_what_is_moved_is_worth_it(name: str) -> None:
     spec, moved = conf_spec(name), 0
     weights_gib = spec.weight_bytes() / 2**30

@@ -116,7 +116,7 @@ PLACEMENTS = {
 ANY_RATE = st.floats(0.01, 5000)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(PLACEMENTS)),
     rates=st.fixed_dictionaries({"h2d_gb_s": ANY_RATE, "hbm_copy_gb_s": ANY_RATE}),
@@ -151,7 +151,7 @@ def test_a_faster_link_is_never_slower(
             assert after <= before * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(num=st.integers(1, 7), step=st.integers(1, 9), link=ANY_RATE)
 def test_more_resident_layers_are_never_slower_at_batch_1(num: int, step: int, link: float) -> None:
     spec = small_spec()

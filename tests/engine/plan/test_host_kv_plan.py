@@ -279,7 +279,7 @@ def test_moves_are_expected_at_the_rates_of_link_and_pageable_memory() -> None:
 # Anything.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     spec=model_specs(),
     share=st.floats(1.0, 1.5),

@@ -15,6 +15,7 @@ from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from harness.forecast.choosing import spec_of
 from tests.engine.specs import CPU, GIB, H200, configuration, prefetch, small_spec, uva
+from tests.slow import mostly_slow
 from tests.tiny import greedy_params, make_prompt
 
 OLMO = spec_of("olmo7b")
@@ -133,7 +134,7 @@ def walk_config(spec: ModelSpec, name: str, memory_gib: float) -> EngineConfig:
 
 @pytest.mark.filterwarnings("ignore::engine.asked.offload.OffloadWarning")
 @pytest.mark.parametrize("num_layers", [2, pytest.param(6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", mostly_slow(SPLITS, lambda x: x in {"uva", "auto"}))
 def test_a_budget_walked_down_keeps_its_plan_until_it_is_refused(
     name: str, num_layers: int
 ) -> None:

@@ -13,6 +13,7 @@ from engine import LLM
 from engine.model.spec import ModelSpec
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import with_blocks
+from tests.slow import mostly_slow, slow
 from tests.tiny import (
     COMMON,
     FAMILIES,
@@ -33,9 +34,13 @@ SHORT = [make_prompt(length, seed=1) for length in (1, 2, 15, 16, 17, 40, 64, 65
 MAX_TOKENS = 8
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    mostly_slow(VARIANTS, lambda x: x in (*FAMILIES, "llama_biases", "llama_odd_sizes")),
+)
 def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant: str) -> None:
-    prompts = PROMPTS if variant in FAMILIES else PROMPTS[1:4]
+    """Those with windows have a file of their own, and below rotary tables of all kinds run."""
+    prompts = PROMPTS[: 5 if variant in {"llama", "gemma3"} else 4]
     expected = tiny.greedy(variant, prompts, MAX_TOKENS)
     llm = open_llm(tiny.folder(variant))
     assert greedy(llm, prompts, MAX_TOKENS) == expected
@@ -43,7 +48,7 @@ def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant:
     llm.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"qwen2", "gemma3"}))
 def test_bfloat16_log_probabilities_are_near_those_of_transformers(
     tiny: TinyModels, family: str
 ) -> None:
@@ -68,8 +73,9 @@ def test_bfloat16_log_probabilities_are_near_those_of_transformers(
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 BY_HAND: list[tuple[str, dict[str, Any]]] = [
-    *((family, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}) for family in FAMILIES),
+    *((family, {"rope_scaling": LINEAR}) for family in ("olmo2", "gemma3")),
     *((family, {"rope_scaling": YARN}) for family in ("llama", "gemma3")),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4}}),
     ("llama", {"rope_scaling": LLAMA3}),
@@ -97,9 +103,10 @@ BY_HAND: list[tuple[str, dict[str, Any]]] = [
     [
         *BY_HAND,
         *(
-            pytest.param(family, {"rope_scaling": YARN}, marks=pytest.mark.slow)
+            slow(family, {"rope_scaling": scaling})
             for family in FAMILIES
-            if family not in {"llama", "gemma3"}
+            for scaling in (YARN, LINEAR)
+            if (family, {"rope_scaling": scaling}) not in BY_HAND
         ),
     ],
 )
@@ -126,7 +133,7 @@ LIMITS = ((8, 7, 3), (32, 16, 8), (128, 50, 1))
 """Tokens of a block, tokens of a step, sequences at once; llama gets all, the others one each."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"llama", "gemma3"}))
 def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
     tiny: TinyModels, family: str
 ) -> None:
@@ -159,7 +166,7 @@ def test_requests_that_arrive_while_others_decode(tiny: TinyModels) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("offload", [{}, {"offload_group_size": 2}])
+@pytest.mark.parametrize("offload", [slow({}), {"offload_group_size": 2}])
 def test_tokens_do_not_depend_on_preemption(
     tiny: TinyModels,
     monkeypatch: pytest.MonkeyPatch,

@@ -113,7 +113,7 @@ def batches(draw):
     return make_logits(draw(st.integers(0, 10**6)), number, step=step), rows
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(batch=batches(), select=st.booleans())
 def test_equals_the_slow_way(batch, select):
     logits, rows = batch

@@ -241,7 +241,7 @@ class World:
         assert order == sorted(order), "served in order of arrival"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(load=loads())
 def test_every_load_is_served(load):
     world = World(*load)

@@ -90,7 +90,7 @@ def outcome(world):
     return [(s.output_token_ids, s.finish_reason) for s in world.sequences]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     load=loads(),
     windows=st.lists(st.integers(1, 12), min_size=1, max_size=3, unique=True),

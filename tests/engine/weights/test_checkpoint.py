@@ -18,6 +18,7 @@ from engine.errors import CheckpointError
 from engine.model.checkpoint import read_folder
 from engine.plan.memory import resolve_dtype
 from tests.engine.conftest import TinyModels
+from tests.slow import mostly_slow
 from tests.tiny import (
     FAMILIES,
     greedy,
@@ -218,7 +219,7 @@ def test_a_single_file_comes_before_an_index_of_shards_that_are_gone(
     llm.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"llama", "gemma3"}))
 def test_a_head_that_differs_from_a_tied_embedding_is_used(
     tiny: TinyModels, tmp_path: Path, family: str
 ) -> None:

@@ -118,8 +118,8 @@ def test_an_experiment_that_sweeps_may_run_as_one_point(composer: Composer) -> N
     assert len(found.points) == 1
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a model, an experiment without a model, and files with mistakes."""
     files = {
         "model/mine.yaml": "name: mine\npath: /data/mine\n",
@@ -148,12 +148,18 @@ def mine(tmp_path: Path) -> Path:
             "  sweeper:\n    params:\n      +model: glass,mine\n"
         ),
     }
+    folder = tmp_path_factory.mktemp("a b [c]{d}")
     for name, text in files.items():
-        path = tmp_path / name
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    (tmp_path / "gpu/latin.yaml").write_bytes(b"name: caf\xe9\n")
-    return tmp_path
+    (folder / "gpu/latin.yaml").write_bytes(b"name: caf\xe9\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own_composer(mine: Path) -> Composer:
+    return Composer(mine)
 
 
 @pytest.mark.parametrize("path", ["~/mine", "/data/my model \u00fc", "C:/x~1"])
@@ -162,8 +168,8 @@ def test_a_path_needs_no_quotes(path: str, composer: Composer) -> None:
     assert point.config.model.path == path
 
 
-def test_a_user_s_folder_adds_files(mine: Path) -> None:
-    composer = Composer(mine)
+def test_a_user_s_folder_adds_files(own_composer: Composer) -> None:
+    composer = own_composer
     (point,) = plan(composer, "model=mine").points
     assert point.config.model.path == "/data/mine"
     found = plan(composer, "+experiment=plain")
@@ -199,9 +205,11 @@ def test_a_user_s_folder_adds_files(mine: Path) -> None:
         ("-m  +experiment=plain,both  model=glass", ["model", "Run them apart"]),
     ],
 )
-def test_mistakes_in_a_user_s_files_are_named(command: str, words: list[str], mine: Path) -> None:
+def test_mistakes_in_a_user_s_files_are_named(
+    command: str, words: list[str], own_composer: Composer
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(Composer(mine), command)
+        plan(own_composer, command)
     for word in words:
         assert word in str(caught.value)
 

@@ -7,6 +7,7 @@ import pytest
 from harness.config.compose import Composer
 from harness.forecast.rows import FOR_QUEUE, Forecast, forecast
 from harness.sweep.plan import point_lines
+from tests.slow import slow
 
 NEARLY_FULL = ("+model=mistral_7b", "gpu=rtx4080_16gb", "gpu.memory_gib=16.9")
 QUEUE = "planner.objective=throughput"
@@ -28,7 +29,7 @@ def found_of(composer: Composer, *overrides: str) -> Forecast:
     return forecast(point.config, tuple(point.overrides))
 
 
-@pytest.mark.parametrize("scenario", ["throughput", "serve"])
+@pytest.mark.parametrize("scenario", [slow("throughput"), "serve"])
 def test_what_is_best_for_a_queue_is_shown_where_one_is_timed(
     composer: Composer, scenario: str
 ) -> None:

@@ -15,7 +15,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
 
 
-def test_a_peer_is_not_planned_but_others_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_is_not_planned_but_others_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.sweep.plan.build_report", lambda folder: [])
     assert main(["mode=plan", "+experiment=peers", "gpu.host_gib=64"]) == 0
     out = capsys.readouterr().out
     assert out.count("system=accelerate") == 1

@@ -87,6 +87,11 @@ FEW = ("resident", "prefetch", "uva", "chosen")
 
 
 @functools.cache
+def bench_plan():
+    return Composer().plan(["study=bench"])
+
+
+@functools.cache
 def asked(*more):
     """The study of the bench as a command line asks for it."""
     (found,) = Composer().plan(["study=bench", "tracking=none", *more]).points
@@ -104,7 +109,7 @@ def study(tmp_path, *more, run_one=None):
 
 @pytest.mark.slow
 def test_points_are_those_of_the_file_in_order():
-    (found,) = Composer().plan(["study=bench"]).points
+    (found,) = bench_plan().points
     points = compose_points(found.config, found.overrides)
     assert list(points)[:5] == ["resident", "embed_in_place", "prefetch", "uva", "chosen"]
     assert {point.config.model.name for point in points.values()} == {"olmo7b"}
@@ -281,7 +286,7 @@ def test_a_document_without_its_marks_is_refused(tmp_path, monkeypatch, document
     with pytest.raises(ConfigError, match="once each"):
         write_section(documents[0], "x", "bench")
     with pytest.raises(ConfigError, match="once each"):
-        check_studies(Composer().plan(["study=bench"]))
+        check_studies(bench_plan())
     with pytest.raises(ConfigError, match="No such file"):
         check_document(tmp_path / "absent.md", "bench")
 

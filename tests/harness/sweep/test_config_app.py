@@ -20,6 +20,7 @@ from harness.sweep import app
 from harness.sweep import track as sweep
 from harness.sweep.launch import BegunPoints
 from reports.record.record import RunRecord
+from tests.slow import slow
 
 
 class FakePoints:
@@ -129,7 +130,7 @@ def test_one_point_in_a_folder_of_its_own(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["a?b", "50%", "a${b}"])
+@pytest.mark.parametrize("name", ["a?b", slow("50%"), slow("a${b}")])
 def test_a_home_that_an_address_cannot_hold_is_refused(
     name: str,
     points: FakePoints,
@@ -182,7 +183,7 @@ def test_runs_in_the_same_second_do_not_share_a_folder(points: FakePoints) -> No
     assert points.asked[0][1] != points.asked[1][1]
 
 
-@pytest.mark.parametrize("words", [["hydra.run.dir=mine"], ["-m", "hydra.sweep.dir=mine"]])
+@pytest.mark.parametrize("words", [slow(["hydra.run.dir=mine"]), ["-m", "hydra.sweep.dir=mine"]])
 def test_a_folder_with_records_is_refused_before_anything_runs(
     words: list[str], points: FakePoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,7 +347,7 @@ def test_a_sweep_runs_what_failed_again_and_a_single_point_always(points: FakePo
     assert [asked[0].rerun for asked in points.asked] == ["failed", "all", None]
 
 
-@pytest.mark.parametrize(("stop", "skipped"), [("true", 1), ("false", 0)])
+@pytest.mark.parametrize(("stop", "skipped"), [("true", 1), slow("false", 0)])
 def test_points_that_ask_for_more_than_one_without_room_are_skipped(
     points: FakePoints, stop: str, skipped: int, home: Path
 ) -> None:

@@ -1,9 +1,10 @@
+import gc
 import multiprocessing
 import os
 import shlex
-import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from urllib.request import url2pathname
 
@@ -36,36 +37,34 @@ def no_report(monkeypatch):
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
     """A home whose database several processes created at once: migrations take seconds."""
-    home = tmp_path_factory.mktemp("home")
-    code = "from tests.harness.tracking.test_tracking import several_at_once; several_at_once()"
-    environ = {**os.environ, "TIGHTFIT_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
-    return home, done
-
-
-def several_at_once():
-    """Open trackers in several processes at the same moment, on a home without a database."""
     import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  once: the slow part
 
+    home = tmp_path_factory.mktemp("home")
+    shown = home.with_name("shown")
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(SEVERAL)
-    workers = [context.Process(target=_one_of_several, args=(barrier, i)) for i in range(SEVERAL)]
-    for worker in workers:
-        worker.start()
+    workers = [
+        context.Process(target=_one_of_several, args=(barrier, home, shown, i))
+        for i in range(SEVERAL)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which a fork lacks
+        for worker in workers:
+            worker.start()
     for worker in workers:
         worker.join()
-    sys.exit(sum(worker.exitcode != 0 for worker in workers))
+    return home, [worker.exitcode for worker in workers], shown
 
 
-def _one_of_several(barrier, index):
-    home = Path(os.environ["TIGHTFIT_HOME"])
+def _one_of_several(barrier, home, shown, index):
+    """Open a tracker at the same moment as others, on a home without a database."""
+    gc.freeze()
+    with shown.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    os.environ["TIGHTFIT_HOME"] = str(home)
     folder = home / f"cwd-{index}"
     folder.mkdir()
     os.chdir(folder)
@@ -78,7 +77,7 @@ def _one_of_several(barrier, index):
 
 @pytest.fixture
 def home(database, monkeypatch):
-    folder, _ = database
+    folder, _, _ = database
     monkeypatch.setenv("TIGHTFIT_HOME", str(folder))
     return folder
 
@@ -112,9 +111,10 @@ def unchecked(request, **changes):
 
 
 def test_several_processes_create_one_database(database, client):
-    home, done = database
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # nothing of the migrations is shown
+    home, codes, shown = database
+    said = shown.read_text(encoding="utf-8")
+    assert codes == [0] * SEVERAL, said
+    assert said == ""  # nothing of the migrations is shown
     runs = runs_of(client, "tightfit")
     assert sorted(run.info.run_name for run in runs) == [f"run-{index}" for index in range(SEVERAL)]
     root = (home / "artifacts").as_uri()

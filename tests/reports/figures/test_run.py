@@ -14,6 +14,7 @@ from tests.reports.examples import GIB, gib, latency_rows, no_fit_record, ok_rec
 from tests.reports.figures.pictures import LIGHT, drawn, pixels, rgb, share_near
 from tests.reports.figures.test_comparisons import rows_of
 from tests.reports.pages.test_write import read_html
+from tests.slow import slow
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_link_bound_is_drawn_only_where_it_is_known_and_not_emulated():
     assert share_near(FIGURES["latency"](record, LIGHT), second) == 0
 
 
-@pytest.mark.parametrize("name", ["throughput", "load", "memory"])
+@pytest.mark.parametrize("name", [slow("throughput"), slow("load"), "memory"])
 def test_emulated_figures_say_so(name):
     emulated = ok_record()
     emulated.environment["emulated"] = True

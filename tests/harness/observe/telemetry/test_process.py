@@ -22,6 +22,7 @@ from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
 from tests.harness.observe.telemetry.cases import install, samplers, wait_until
 from tests.harness.observe.telemetry.pynvml_stand_in import UUID
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[4]
 UNCHECKED = scenario(correctness=CorrectnessConfig(enabled=False))
@@ -138,7 +139,7 @@ def test_a_whole_run_has_telemetry(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [("crash", "failed"), ("sigkill", "killed"), ("exit", "failed")]
+    ("failure", "status"), [slow("crash", "failed"), ("sigkill", "killed"), slow("exit", "failed")]
 )
 def test_a_worker_that_ends_badly_leaves_its_telemetry(tmp_path, failure, status):
     record = run(tmp_path, fail_at="step", failure=failure, after_steps=3)

@@ -1,5 +1,7 @@
 """Sides of a comparison: how they are written, composed, and held to the same work."""
 
+import functools
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -8,6 +10,7 @@ from harness.config.compose import Composer
 from harness.config.schema import AbConfig
 from harness.config.source import keep_texts
 from harness.studies.ab import check_comparisons, compose_sides
+from tests.slow import slow
 
 LINE = ["model=fake", "scenario=ab", "tracking=none"]
 
@@ -30,6 +33,7 @@ def test_items_need_no_quotes(typed, quoted):
     assert keep_texts(typed, OverridesParser.create()) == quoted
 
 
+@functools.cache
 def point(*more):
     (found,) = Composer().plan([*LINE, *more]).points
     return found
@@ -73,11 +77,11 @@ def test_what_a_scripted_engine_pretends_is_no_work():
             "scenario.latency.num_requests=3",
             "the same scenario on both sides, but scenario.latency",
         ),
-        ("model.load_format=auto", "ab.b: "),
+        slow("model.load_format=auto", "ab.b: "),
         ("offload=uwa", "ab.b: offload: expected one of"),
-        ("offload=none,uva", "ab.b: "),
+        slow("offload=none,uva", "ab.b: "),
         ("mode=plan", "ab.b: mode: expected run with model=fake"),
-        ("tracking=mlflow", "the same tracking on both sides"),
+        slow("tracking=mlflow", "the same tracking on both sides"),
         ("fail_fast=false", "expected two sides that differ"),
     ],
 )

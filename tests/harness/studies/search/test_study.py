@@ -14,6 +14,7 @@ from harness.search import Outcome, TrialRunner, open_study, require_optuna, wri
 from harness.studies.search_request import parse_request
 from harness.sweep import track as sweep
 from reports.record.record import RunRecord
+from tests.slow import slow
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="optuna is not installed"
@@ -240,8 +241,10 @@ def _context(tmp_path):
     "words",
     [
         ["+model=glass", "offload=uva", "offload.uva.cpu_offload_gb=0.001"],
-        ["+model=glass", "offload.uva.cpu_offload_params=[mlp]", "offload.uva.cpu_offload_gb=0.1"],
-        ["+experiment=smoke", "hydra.mode=RUN", "engine.seed=3"],
+        slow(
+            ["+model=glass", "offload.uva.cpu_offload_params=[mlp]", "offload.uva.cpu_offload_gb=1"]
+        ),
+        slow(["+experiment=smoke", "hydra.mode=RUN", "engine.seed=3"]),
         ["+model=mine", "+experiment=own"],
     ],
 )
