@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from engine.asked.config import EngineConfig, EngineSettings, ModelConfig, PlannerConfig
@@ -189,8 +191,7 @@ def test_a_batch_is_as_large_as_its_longest_sequence_allows():
     ],
 )
 def test_a_config_written_from_sizes_reads_as_the_same_sizes(changes):
-    fields = {name: getattr(SPEC, name) for name in SPEC.__dataclass_fields__}
-    spec = ModelSpec(**(fields | changes))
+    spec = replace(SPEC, **changes)
     assert ModelSpec.from_hf_config(config_json(spec)) == spec
 
 
