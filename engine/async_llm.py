@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.asked.request import CompletionOutput, RequestOutput, TokenEvent, check_request_id
 from engine.asked.sampling import SamplingParams
@@ -28,8 +29,8 @@ class Stream:
 
     def __init__(self, request_id: str, prompt: Any, params: SamplingParams | None) -> None:
         self.request_id, self.prompt, self.params = request_id, prompt, params
-        self.open_answers = 1
-        """Answers that have not ended; the engine's thread alone counts them."""
+        self.open_answers = 0
+        """Answers that the engine has not ended; its thread alone counts them."""
         self.prompt_token_ids: list[int] = []
         self.loop = asyncio.get_running_loop()
         """The client's."""
@@ -86,56 +87,28 @@ def _wake_here(streams: list[Stream]) -> None:
         stream.wake.set()
 
 
-@dataclass
-class Answer:
-    """One of the n answers, as far as its tokens are known."""
-
-    index: int
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprob: float = 0.0
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    end: TokenEvent | None = None
-
-    def add(self, event: TokenEvent) -> None:
-        """Take the next token."""
-        self.text.append(event.text)
-        self.token_ids.append(event.token_id)
-        self.logprob += event.logprob
-        if event.top_logprobs is not None:
-            self.logprobs.append(event.top_logprobs)
-        if event.finish_reason is not None:
-            self.end = event
-
-    def output(self) -> CompletionOutput:
-        """Return what the user sees of it."""
-        return CompletionOutput(
-            index=self.index,
-            text="".join(self.text),
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self.logprob,
-            logprobs=list(self.logprobs) if self.logprobs else None,
-            finish_reason=None if self.end is None else self.end.finish_reason,
-            stop_reason=None if self.end is None else self.end.stop_reason,
-        )
+def _extend(answer: CompletionOutput, event: TokenEvent) -> None:
+    """Add the next token to what is known of an answer."""
+    answer.text += event.text
+    answer.token_ids.append(event.token_id)
+    answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + event.logprob
+    if event.top_logprobs is not None:
+        answer.logprobs = answer.logprobs or []
+        answer.logprobs.append(event.top_logprobs)
+    answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
 
 
 MAX_PENDING: Final = 1024
 """Default for the requests that may be unfinished at once."""
 
 
-class _Command(NamedTuple):
-    """What a client asks of the engine's thread."""
-
-    kind: Literal["add", "abort", "stop"]
-    stream: Stream | None = None
-    request_id: str | None = None
-    """The request to abort, where the client has no stream."""
+Command = Callable[[], None] | None
+"""What a client asks of the engine's thread; None: to stop."""
 
 
-def _end_thread(thread: threading.Thread, commands: "SimpleQueue[_Command]", owner: int) -> None:
+def _end_thread(thread: threading.Thread, commands: SimpleQueue[Command], owner: int) -> None:
     if os.getpid() == owner:
-        commands.put(_Command("stop"))
+        commands.put(None)
         thread.join()
 
 
@@ -164,12 +137,12 @@ class AsyncLLM:
             raise EngineError(f"max_pending: expected an integer >= 1, got {max_pending!r}.")
         self._llm, self._max_pending, self._on_step = llm, max_pending, on_step
         self._lock, self._owner = threading.Lock(), os.getpid()
-        self._pending: set[str] = set()
+        self._pending: dict[str, Stream] = {}
+        """Requests that have not ended; others than the engine's thread hold the lock."""
         self._names = count()
         self._stopped: str | None = None
         self._failure: BaseException | None = None
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # of the engine's thread alone, as the next
+        self._commands: SimpleQueue[Command] = SimpleQueue()
         self._touched: set[Stream] = set()
         self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -205,7 +178,6 @@ class AsyncLLM:
         A client that is slower than the engine gets fewer outputs, none of them outdated. Leaving
         the iterator (cancellation, `aclose`) drops the request.
 
-
         The prompt is text or token ids; without an id a name is made.
 
         Raises:
@@ -213,17 +185,23 @@ class AsyncLLM:
                 many are pending.
             EngineError: The engine was closed or failed while the request ran.
         """
-        answers: dict[int, Answer] = {}
+        answers: list[CompletionOutput] = []
         async with contextlib.aclosing(self._follow(prompt, params, request_id)) as parts:
             async for stream, events, is_last in parts:
+                if not answers:
+                    num = 1 if stream.params is None else stream.params.n
+                    nothing = partial(CompletionOutput, cumulative_logprob=0.0)
+                    answers += [nothing(index=index) for index in range(num)]
                 for event in events:
-                    answers.setdefault(event.index, Answer(event.index)).add(event)
-                num = 1 if params is None else params.n
+                    _extend(answers[event.index], event)
                 yield RequestOutput(
                     request_id=stream.request_id,
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_token_ids=list(stream.prompt_token_ids),
-                    outputs=[answers.get(index, Answer(index)).output() for index in range(num)],
+                    outputs=[
+                        replace(x, token_ids=x.token_ids[:], logprobs=x.logprobs and x.logprobs[:])
+                        for x in answers
+                    ],
                     finished=is_last,
                 )
 
@@ -250,7 +228,7 @@ class AsyncLLM:
                 yield stream, events, is_last
         finally:
             if not is_last:
-                self._commands.put(_Command("abort", stream))
+                self._commands.put(partial(self._abort, stream.request_id, stream))
 
     def _submit(self, prompt: Any, params: Any, request_id: str | None) -> Stream:
         """Queue a request for the engine's thread."""
@@ -280,13 +258,14 @@ class AsyncLLM:
             prompt = list(prompt) if isinstance(prompt, list) else prompt
             params = params.copied() if isinstance(params, SamplingParams) else params
             stream = Stream(request_id, prompt, params)
-            self._pending.add(request_id)
-            self._commands.put(_Command("add", stream))
+            self._pending[request_id] = stream
+            self._commands.put(partial(self._add, stream))
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its iterator raises EngineError. Unknown and finished ids are ignored."""
-        self._commands.put(_Command("abort", request_id=request_id))
+        if isinstance(request_id, str):
+            self._commands.put(partial(self._abort, request_id))
 
     def release(self) -> "LLM":
         """Stop the thread after its step and return the engine, which the caller may use again.
@@ -294,7 +273,7 @@ class AsyncLLM:
         Requests that still run are dropped; their iterators raise EngineError.
         """
         self._stop("AsyncLLM: it was closed. Build a new one.")
-        self._commands.put(_Command("stop"))
+        self._commands.put(None)
         self._thread.join()
         return self._llm
 
@@ -326,13 +305,8 @@ class AsyncLLM:
             why = f"AsyncLLM: the engine failed: {type(error).__name__}: {error}"
             self._failure = error
             self._stop(f"{why.rstrip('.')}. Build a new one.")
-        for stream in list(self._streams.values()):
+        for stream in list(self._pending.values()):
             self._drop(stream, self._end(why))
-        with contextlib.suppress(Empty):
-            while True:  # what came too late
-                late = self._commands.get_nowait()
-                if late.kind == "add" and late.stream is not None:
-                    self._retire(late.stream, self._end(why))
         self._wake()
 
     def _end(self, why: str) -> EngineError:
@@ -347,7 +321,7 @@ class AsyncLLM:
                 self._stopped = why
 
     def _obey(self) -> bool:
-        """Take what clients asked for, waiting while there is nothing to run; False: stop."""
+        """Do what clients asked for, waiting while there is nothing to run; False: stop."""
         wait = not self._llm.has_unfinished()
         if wait:
             self._busy_since_s = None
@@ -356,19 +330,10 @@ class AsyncLLM:
                 command = self._commands.get(block=wait)
             except Empty:
                 return True
+            if command is None:
+                return False
+            command()
             wait = False
-            match command:
-                case _Command(kind="stop"):
-                    return False
-                case _Command(kind="add", stream=Stream() as stream):
-                    self._add(stream)
-                case _Command(kind="abort", stream=Stream() as stream):
-                    if self._streams.get(stream.request_id) is stream:
-                        self._drop(stream, None)
-                case _Command(request_id=name):
-                    named = self._streams.get(name) if isinstance(name, str) else None
-                    if named is not None:
-                        self._drop(named, EngineError("AsyncLLM: the request was aborted."))
 
     def _add(self, stream: Stream) -> None:
         try:
@@ -384,7 +349,13 @@ class AsyncLLM:
             self._retire(stream, error)
             raise
         stream.open_answers = 1 if stream.params is None else stream.params.n
-        self._streams[stream.request_id] = stream
+
+    def _abort(self, request_id: str, client: Stream | None = None) -> None:
+        """Drop a request that its client has left, or, without one, that somebody names."""
+        stream = self._pending.get(request_id)
+        if stream is not None and (client is None or client is stream):
+            why = EngineError("AsyncLLM: the request was aborted.")
+            self._drop(stream, why if client is None else None)
 
     def _step(self) -> None:
         before, begin_s = self._llm.last_step, self._busy_since_s or perf_counter()
@@ -396,8 +367,8 @@ class AsyncLLM:
         for event in events:
             grouped.setdefault(event.request_id, []).append(event)
         for name, mine in grouped.items():
-            stream = self._streams.get(name)
-            if stream is None:
+            stream = self._pending.get(name)
+            if stream is None or not stream.open_answers:
                 continue
             failures = [event for event in mine if event.finish_reason == "error"]
             tokens = [event for event in mine if event.finish_reason != "error"]
@@ -409,24 +380,23 @@ class AsyncLLM:
                 self._retire(stream, RequestError(str(failures[0].stop_reason)))
             elif stream.open_answers == 0:
                 self._retire(stream, None)
-        if self._streams and not self._llm.has_unfinished():
-            for stream in list(self._streams.values()):
-                self._retire(
-                    stream, self._end("AsyncLLM: the engine finished without ending this request.")
-                )
+        if self._pending and not self._llm.has_unfinished():
+            why = "AsyncLLM: the engine finished without ending this request."
+            for stream in [each for each in list(self._pending.values()) if each.open_answers]:
+                self._retire(stream, self._end(why))
 
     def _drop(self, stream: Stream, why: BaseException | None) -> None:
         """Take a request from the engine before its end."""
-        with contextlib.suppress(Exception):  # a failed engine may refuse; the client must hear
-            self._llm.abort(stream.request_id)
+        if stream.open_answers:
+            with contextlib.suppress(Exception):  # a failed engine may refuse; the client must hear
+                self._llm.abort(stream.request_id)
         self._retire(stream, why)
 
     def _retire(self, stream: Stream, why: BaseException | None) -> None:
         """Forget a request and tell its client that it ended, or why it failed."""
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
         with self._lock:
-            self._pending.discard(stream.request_id)
+            if self._pending.get(stream.request_id) is stream:
+                del self._pending[stream.request_id]
         stream.put(why)
         self._touched.add(stream)
 
@@ -434,5 +404,4 @@ class AsyncLLM:
         """Let clients see what was put to their streams; drop requests that lost their client."""
         touched, self._touched = self._touched, set()
         for stream in wake_all(touched):
-            if self._streams.get(stream.request_id) is stream:
-                self._drop(stream, None)
+            self._abort(stream.request_id, stream)

@@ -223,15 +223,15 @@ class CompletionOutput:
     """One answer to a prompt."""
 
     index: int
-    text: str
+    text: str = ""
     """The output decoded; empty without a tokenizer."""
-    token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
     """The output in tokens, with the token that ended it."""
-    cumulative_logprob: float | None
+    cumulative_logprob: float | None = None
     """Sum of the log-probabilities of its tokens under the model."""
-    logprobs: list[dict[int, float]] | None
+    logprobs: list[dict[int, float]] | None = None
     """For each token its own log-probability first, then the most probable ones."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     """stop | length | abort | error; None while it goes on."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's own end of sequence."""

@@ -583,16 +583,7 @@ def _failed(prompt: Prompt, error: RequestError) -> RequestOutput:
         request_id="",
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=list(prompt) if isinstance(prompt, list) else [],
-        outputs=[
-            CompletionOutput(
-                index=0,
-                text="",
-                token_ids=[],
-                cumulative_logprob=None,
-                logprobs=None,
-                finish_reason="error",
-            )
-        ],
+        outputs=[CompletionOutput(index=0, finish_reason="error")],
         finished=True,
         error=str(error),
     )
