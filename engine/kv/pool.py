@@ -24,24 +24,6 @@ findable until its GPU block is taken; gone at once in both tiers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """The longest run of leading blocks that are findable now; changes nothing."""
-
-    keys: tuple[bytes, ...]
-    blocks: tuple[int, ...]
-    """One block for each key, of the GPU where both tiers have it."""
-    num_asked: int
-    """Blocks that could have been found."""
-    version: int
-    """Counts changes of what is findable; while it stays, so does this."""
-
-    def cut(self, num_blocks: int, *, missed: int) -> "Match":
-        """Return the first blocks of it, with so many that were asked for beside them."""
-        blocks = self.blocks[:num_blocks]
-        return Match(self.keys[:num_blocks], blocks, len(blocks) + missed, self.version)
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
     """Blocks of a sequence that begins or goes on."""
 
@@ -164,7 +146,7 @@ class BlockStates:
         self.gpu_index: dict[bytes, int] = {}
         self.cpu_index: dict[bytes, int] = {}
         self.num_owned_gpu = self.num_owned_cpu = 0
-        self.num_gpu_changes = self.num_key_changes = 0
+        self.num_gpu_changes = 0
         clock = count()
         self.gpu_free, self.gpu_idle = BlockList(clock), BlockList(clock)
         # Of the host tier: blocks that compute reaches, then the others.
@@ -178,18 +160,6 @@ class BlockStates:
         """Return for each GPU block the host block with the same key, if there is one."""
         keys, cpu = self.keys, self.cpu_index
         return [None if (key := keys[block_id]) is None else cpu.get(key) for block_id in gpu_ids]
-
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest run of leading keys that are findable."""
-        gpu, cpu, found = self.gpu_index, self.cpu_index, []
-        for key in keys:
-            block_id = gpu.get(key)
-            if block_id is None:
-                block_id = cpu.get(key)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
 
     def own(self, block_ids: Iterable[int]) -> None:
         """Give each block one more owner; the first takes it out of its list."""
@@ -237,7 +207,6 @@ class BlockStates:
             assert key is not None
             keys[target] = key
             index[key] = target
-        self.num_key_changes += 1
         self.disown(targets if kind == "store" else sources)
 
     def set_key(self, block_id: int, new: bytes | None) -> None:
@@ -248,7 +217,6 @@ class BlockStates:
         index, others = self.gpu_index, self.cpu_index
         if block_id >= self.num_gpu:
             index, others = others, index
-        self.num_key_changes += 1
         self.keys[block_id] = new
         if new is None:
             del index[key]
@@ -451,10 +419,8 @@ class TieredBlockPool:
         states.settle(*[b for b in idle if states.keys[b] is None])
         states.settle(*reversed(idle))  # the tail is the older
 
-    def register(self, block_id: int, key: bytes) -> bool:
-        """Make a full, computed block findable; return whether it is.
-
-        It is not where its tier has another block of that content.
+    def register(self, block_id: int, key: bytes) -> None:
+        """Make a full, computed block findable unless its tier has another of that content.
 
         Raises:
             EngineError: The block has no owner, or another key.
@@ -463,70 +429,73 @@ class TieredBlockPool:
         states.check_key(block_id, key)
         index = states.gpu_index if block_id < self.num_gpu_blocks else states.cpu_index
         if key in index:
-            self.stats.duplicates += int(index[key] != block_id)
-            return index[key] == block_id
-        states.set_key(block_id, key)
-        return True
+            self.stats.duplicates += index[key] != block_id
+        else:
+            states.set_key(block_id, key)
 
-    def match(self, keys: Sequence[bytes], num_tokens: int) -> Match:
-        """Find the longest run of leading blocks over both tiers; at least one token is left over.
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest run of leading keys that are findable in either tier.
 
-        Args:
-            keys: Of the sequence's full blocks in order; more than needed does no harm.
-            num_tokens: Known tokens from the first of these blocks on, at least 1.
+        One for each key, of the GPU where both tiers have it.
         """
-        asked = min(len(keys), max(0, num_tokens - 1) // self.block_size)
-        found = self.states.find(islice(keys, asked))
-        return Match(tuple(keys[: len(found)]), tuple(found), asked, self.states.num_key_changes)
+        gpu, cpu, found = self.states.gpu_index, self.states.cpu_index, []
+        for key in keys:
+            block_id = gpu.get(key)
+            if block_id is None:
+                block_id = cpu.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
-    def can_claim(self, match: Match, *, in_place: int = 0) -> bool:
+    def can_claim(self, found: Sequence[int], *, in_place: int = 0) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
         first_host, owners = self.num_gpu_blocks, self.states.owners
-        loads = len([b for b in match.blocks if b >= first_host])
-        idle = len([b for b in match.blocks if b < first_host and not owners[b]])
-        return loads - len(self._stay_in_place(match, in_place)) + idle <= self.num_free
+        loads = len([b for b in found if b >= first_host])
+        idle = len([b for b in found if b < first_host and not owners[b]])
+        return loads - len(self._stay_in_place(found, in_place)) + idle <= self.num_free
 
     def claim(
-        self, match: Match, *, in_place: int = 0, resumed: bool = False, num_unseen: int = 0
+        self,
+        found: Sequence[int],
+        *,
+        num_missed: int = 0,
+        in_place: int = 0,
+        resumed: bool = False,
+        num_unseen: int = 0,
     ) -> Claim:
         """Take the blocks found, all or none.
 
         Host blocks are loaded: once, for whoever asks until the content is gone.
 
         Args:
-            match: From `match`, with nothing changed since.
+            found: From `find`, with nothing changed since.
+            num_missed: Blocks that could have been found behind them.
             in_place: Of the host blocks found how many to use where they are, at most: the last
                 that compute can reach. For a sequence that is longer than the GPU has room.
             resumed: The sequence goes on after a preemption; only the counts differ.
             num_unseen: Blocks before them that the sequence begins behind and never sees.
 
         Raises:
-            EngineError: There are not enough blocks (ask `can_claim` first), or the match is old.
+            EngineError: There are not enough blocks; ask `can_claim` first.
         """
         states, stats = self.states, self.stats
-        is_new = match.version == states.num_key_changes
-        if not is_new and states.find(match.keys) != list(match.blocks):
+        if not self.can_claim(found, in_place=in_place):
             raise EngineError(
-                "block pool: expected a match made just now, got one that names other blocks than "
-                "would be found now. Match again."
+                f"block pool: expected room for {len(found)} blocks found, got {self.num_free} GPU "
+                "blocks. Ask can_claim first."
             )
-        if not self.can_claim(match, in_place=in_place):
-            raise EngineError(
-                f"block pool: expected room for {len(match.blocks)} blocks found, got "
-                f"{self.num_free} GPU blocks. Ask can_claim first."
-            )
-        stay = self._stay_in_place(match, in_place)
-        states.own(match.blocks)  # none of them may give way to the others
-        hosts = [b for b in match.blocks if b >= self.num_gpu_blocks and b not in stay]
+        stay = self._stay_in_place(found, in_place)
+        states.own(found)  # none of them may give way to the others
+        hosts = [b for b in found if b >= self.num_gpu_blocks and b not in stay]
         targets = sorted(self._take_gpu(len(hosts)))  # so that neighbours stay neighbours
         states.move("load", hosts, targets)
         stats.loads += len(hosts)
         loaded = dict(zip(hosts, targets, strict=True))
-        table = [loaded.get(block_id, block_id) for block_id in match.blocks]
-        on_gpu = len(match.blocks) - len(hosts) - len(stay)
-        missed = match.num_asked - len(match.blocks)
-        stats.count_claim(on_gpu, len(hosts), len(stay), missed, resumed=resumed)
-        if not resumed and match.blocks and match.blocks[0] >= self.num_gpu_blocks:
+        table = [loaded.get(block_id, block_id) for block_id in found]
+        on_gpu = len(found) - len(hosts) - len(stay)
+        stats.count_claim(on_gpu, len(hosts), len(stay), num_missed, resumed=resumed)
+        if not resumed and found and found[0] >= self.num_gpu_blocks:
             stats.hits_unseen_cpu += num_unseen
         elif not resumed:
             stats.hits_unseen_gpu += num_unseen
@@ -537,7 +506,7 @@ class TieredBlockPool:
 
         Stored from the head on, as far as there is room; the rest is dropped as it gives way.
         Until then the GPU's blocks stay findable too. Blocks with other owners stay with them. It
-        goes on by `match` and `claim`; what was lost is computed again.
+        goes on by `find` and `claim`; what was lost is computed again.
 
         Args:
             table: Its block table.
@@ -558,7 +527,7 @@ class TieredBlockPool:
         self._not_stored.difference_update(lone)
         self.stats.stores_skipped += self._store(lone)[1]
         self.free(table)
-        remaining = len(states.find(keys[: len(table)]))
+        remaining = len(self.find(keys[: len(table)]))
         self.stats.swapped_out += remaining
         return remaining
 
@@ -620,12 +589,12 @@ class TieredBlockPool:
         owners, first_host = self.states.owners, self.num_gpu_blocks
         return [b for b in block_ids if b < first_host and owners[b] == 1]
 
-    def _stay_in_place(self, match: Match, most: int) -> frozenset[int]:
-        """Return the host blocks of a match that are not loaded."""
+    def _stay_in_place(self, found: Sequence[int], most: int) -> frozenset[int]:
+        """Return the host blocks found that are not loaded."""
         if most <= 0:
             return frozenset()
         end = self.num_gpu_blocks + self.num_in_place
-        return frozenset([b for b in match.blocks if self.num_gpu_blocks <= b < end][-most:])
+        return frozenset([b for b in found if self.num_gpu_blocks <= b < end][-most:])
 
     def _take_gpu(self, n: int) -> list[int]:
         """Hand out GPU blocks, free ones first; there are so many without an owner."""

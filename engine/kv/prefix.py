@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine.asked.request import Sequence
 from engine.errors import EngineError
-from engine.kv.pool import Match, Retain, TieredBlockPool
+from engine.kv.pool import Retain, TieredBlockPool
 from engine.plan.sizes import SwapRates
 
 DIGEST_BYTES = 32
@@ -114,19 +114,7 @@ def swap_or_recompute(
         load_bytes: To be read back when the sequence goes on.
         rates: What the plan expects of the link.
         recompute_s: To compute the same tokens again, seconds.
-
-    Raises:
-        EngineError: A rate is not positive, or a size or a time is negative.
     """
-    if min(rates.store_bytes_s, rates.load_bytes_s) <= 0 or not 0 <= rates.overlap <= 1:
-        raise EngineError(
-            f"swap rates: expected positive bytes per second and an overlap of 0 to 1, got {rates}."
-        )
-    if min(store_bytes, load_bytes, recompute_s) < 0:
-        raise EngineError(
-            f"swap: expected sizes and a time of at least 0, got {store_bytes} bytes to store, "
-            f"{load_bytes} to load and {recompute_s} s."
-        )
     moving_s = store_bytes / rates.store_bytes_s + load_bytes / rates.load_bytes_s
     return "swap" if moving_s * (1 - rates.overlap) <= recompute_s else "recompute"
 
@@ -170,8 +158,11 @@ class Found:
     num_blocks: int
     """How many."""
     num_gone: tuple[int, ...]
-    """How many of them have expired, for each group of layers; they are not in the matches."""
-    matches: tuple[Match, ...]
+    """How many of them have expired, for each group of layers."""
+    blocks: tuple[list[int], ...]
+    """Those that have not, for each group."""
+    num_missed: int
+    """Blocks that could have been found behind them."""
 
 
 class BlockContent:
@@ -205,22 +196,20 @@ class BlockContent:
         keys = self._keys(sequence, num_tokens) if may_find else []
         asked = min(len(keys), (num_tokens - 1) // self.block_size)
         count = asked if limit is None else min(asked, limit)
-        size, whole = self.block_size, None
+        size, whole = self.block_size, list[int]()
         if self._pools[0].window is None:
-            whole = self._pools[0].match(keys[:count], count * size + 1)
-            count = len(whole.blocks)
+            whole = self._pools[0].find(keys[:count])
+            count = len(whole)
         some = [(pool, pool.window) for pool in self._pools if pool.window is not None]
         if some:
             findable = [pool.findable(keys[:count]) for pool, _ in some]
             count = usable_prefix(findable, [window for _, window in some], size)
         gone = tuple(num_expired(count * size, pool.window, size) for pool in self._pools)
-        matches = []
-        for pool, first in zip(self._pools, gone, strict=True):
-            match = whole
-            if match is None or pool.window is not None:
-                match = pool.match(keys[first:count], (count - first) * size + 1)
-            matches.append(match.cut(count - first, missed=asked - count))
-        return Found(count, gone, tuple(matches))
+        blocks = tuple(
+            whole[:count] if pool.window is None else pool.find(keys[first:count])
+            for pool, first in zip(self._pools, gone, strict=True)
+        )
+        return Found(count, gone, blocks, asked - count)
 
     def num_unnamed(self, sequence: Sequence) -> int:
         """Return of how many full blocks of a sequence that waits the keys are still to be made."""
@@ -239,8 +228,8 @@ class BlockContent:
 
     def can_claim(self, found: Found, in_place: int) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
-        matches = zip(self._pools, found.matches, strict=True)
-        return all(pool.can_claim(match, in_place=in_place) for pool, match in matches)
+        parts = zip(self._pools, found.blocks, strict=True)
+        return all(pool.can_claim(blocks, in_place=in_place) for pool, blocks in parts)
 
     def claim(self, sequence: Sequence, found: Found, in_place: int, fill: int) -> None:
         """Give a sequence without blocks those found; it begins once what is loaded is there.
@@ -249,8 +238,14 @@ class BlockContent:
         block tables. Nothing may have changed since `find`.
         """
         pending, resumed = [], sequence.num_preemptions > 0
-        for pool, match, gone in zip(self._pools, found.matches, found.num_gone, strict=True):
-            claim = pool.claim(match, in_place=in_place, resumed=resumed, num_unseen=gone)
+        for pool, blocks, gone in zip(self._pools, found.blocks, found.num_gone, strict=True):
+            claim = pool.claim(
+                blocks,
+                num_missed=found.num_missed,
+                in_place=in_place,
+                resumed=resumed,
+                num_unseen=gone,
+            )
             sequence.block_tables.append([fill] * gone + claim.blocks)
             pending.append(claim.pending)
         sequence.num_gone = list(found.num_gone)

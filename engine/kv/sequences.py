@@ -117,8 +117,8 @@ class BlockGroups:
         """
         left, known = self.num_spare(running, more_tokens), sequence.num_tokens
         wanted = self.need(max(known, min(most, known + more_tokens)))
-        matches = zip(self.pools, found.matches, strict=True)
-        shared = [pool.num_owned_gpu(match.blocks) for pool, match in matches]
+        parts = zip(self.pools, found.blocks, strict=True)
+        shared = [pool.num_owned_gpu(blocks) for pool, blocks in parts]
         return all(n >= w - s for n, w, s in zip(left, wanted, shared, strict=True))
 
     def num_spare(

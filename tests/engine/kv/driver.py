@@ -74,21 +74,21 @@ class Driver:
         if track is None:
             return
         in_place = self.choose((0, 0, 1, 3))
-        match = self.pool.match(track.keys, len(track.tokens))
-        assert len(match.blocks) * P < len(track.tokens)
-        if not self.pool.can_claim(match, in_place=in_place):
+        found = self.world.find(track.keys, len(track.tokens))
+        assert len(found) * P < len(track.tokens)
+        if not self.pool.can_claim(found, in_place=in_place):
             before = self.snapshot()
             with pytest.raises(EngineError, match="Ask can_claim first"):
-                self.pool.claim(match, in_place=in_place)
+                self.pool.claim(found, in_place=in_place)
             assert self.snapshot() == before
             return
         self.note()
-        on_gpu = [block_id for block_id in match.blocks if block_id < self.sizes["gpu"]]
+        on_gpu = [block_id for block_id in found if block_id < self.sizes["gpu"]]
         self.idle = [block_id for block_id in self.idle if block_id not in on_gpu]
         resumed = self.choose((False, True))
         claim = self.world.start(track, in_place=in_place, n=0, resumed=resumed)
         self.taken(sum(b < self.sizes["gpu"] and b not in on_gpu for b in claim.blocks))
-        assert len(claim.blocks) == len(match.blocks)
+        assert len(claim.blocks) == len(found)
         assert len([b for b in claim.blocks if b >= self.sizes["gpu"]]) <= in_place
         rest = num_blocks(len(track.tokens)) - len(claim.blocks)
         self.take(track, self.choose((0, 1, rest)), self.choose(ROOMS))
@@ -147,7 +147,7 @@ class Driver:
             table, keys = list(track.table), list(track.computed_keys)
             remaining = self.world.swap_out(track)
             self.freed(table)
-            assert len(self.pool.match(keys, len(keys) * P + 1).blocks) == remaining
+            assert len(self.world.find(keys, len(keys) * P + 1)) == remaining
 
     def store_ahead(self):
         before, limit = self.pool.stats.stores, self.choose(range(5))

@@ -46,8 +46,8 @@ def test_a_prefix_is_found_but_never_the_whole_prompt():
     world.stop(world.run([1, 2, 3, 4]))
     for length, blocks in ((1, 0), (2, 0), (3, 1), (4, 1), (5, 2)):
         track = Track([1, 2, 3, 4, 5][:length])
-        assert len(world.pool.match(track.keys, length).blocks) == blocks
-    assert world.pool.match(Track([1, 2, 3, 4, 5], "other").keys, 5).blocks == ()
+        assert len(world.find(track.keys, length)) == blocks
+    assert world.find(Track([1, 2, 3, 4, 5], "other").keys, 5) == []
 
 
 def test_layers_with_a_window_need_only_the_end_of_a_prefix():
@@ -59,8 +59,8 @@ def test_layers_with_a_window_need_only_the_end_of_a_prefix():
     assert world.pool.findable(keys) == [True, True, True, False]
     count = usable_prefix([world.pool.findable(keys)], [3], P)
     assert count == 3
-    match = world.pool.match(keys[num_expired(count * P, 3, P) : count], 2 * P + 1)
-    assert len(match.blocks) == match.num_asked == 1
+    found = world.find(keys[num_expired(count * P, 3, P) : count], 2 * P + 1)
+    assert len(found) == 1
 
 
 def test_the_tail_gives_way_before_the_head_and_the_older_before_the_newer():
@@ -87,24 +87,15 @@ def test_nothing_is_evicted_in_vain():
     world = World(4, 1)
     world.run([9, 9])
     world.stop(world.run([1, 1, 2, 2, 3]))
-    match = world.pool.match(Track([1, 1, 2, 2, 7]).keys, 5)
+    found = world.find(Track([1, 1, 2, 2, 7]).keys, 5)
     with pytest.raises(EngineError, match="at most 3 blocks"):
         world.pool.allocate(4)
-    world.pool.claim(match)  # the third is another block without an owner
+    world.pool.claim(found)  # the third is another block without an owner
     with pytest.raises(EngineError, match="at most 1 blocks"):
         world.pool.allocate(2)
     assert [len(ids) for ids in names(world, [1, 1, 2, 2])] == [1, 1]
     assert not take(world.pool)
     world.pool.allocate(1)
-
-
-def test_an_old_match_is_refused():
-    world = World(2, 2)
-    world.stop(world.run([1, 1, 2]))
-    match = world.pool.match(Track([1, 1, 2]).keys, 3)
-    world.pool.evict_idle()  # now it is in the host tier
-    with pytest.raises(EngineError, match="Match again"):
-        world.pool.claim(match)
 
 
 def test_of_equal_blocks_the_first_is_findable_and_the_other_private():
@@ -221,12 +212,12 @@ def test_a_sequence_longer_than_the_gpu_runs_and_is_found_again():
     assert track.table == split
     world.stop(track)
     again = Track([*range(12), 12])
-    match = world.pool.match(again.keys, 13)
-    assert len(match.blocks) == 6
-    assert not world.pool.can_claim(match)  # three to load, no GPU block left
+    found = world.find(again.keys, 13)
+    assert len(found) == 6
+    assert not world.pool.can_claim(found)  # three to load, no GPU block left
     with pytest.raises(EngineError, match="room for 6 blocks found, got 3 GPU blocks"):
-        world.pool.claim(match)
-    assert world.pool.can_claim(match, in_place=3)
+        world.pool.claim(found)
+    assert world.pool.can_claim(found, in_place=3)
     claim = world.start(again, "either", in_place=3)
     assert claim.blocks[:6] == split
     assert not claim.pending
@@ -255,8 +246,8 @@ def test_swap_out_keeps_the_head_as_far_as_there_is_room(num_cpu):
     assert world.swap_out(track) == 3  # the fourth block is not full
     other = world.run([50 + n for n in range(8)])  # takes every GPU block
     world.complete_all()
-    match = world.pool.match(track.keys, 7)
-    assert len(match.blocks) == min(3, num_cpu)
+    found = world.find(track.keys, 7)
+    assert len(found) == min(3, num_cpu)
     world.stop(other)
     world.start(track, resumed=True)
     world.bring(track)
@@ -305,7 +296,7 @@ def test_a_block_whose_load_nobody_awaits_can_be_taken_meanwhile():
     other = world.run([7, 7])  # waits for the load, then writes
     world.complete_all()
     assert world.memory[other.table[0]][1] == (None, 7, 7)
-    assert len(world.pool.match(Track([1, 1, 2]).keys, 3).blocks) == 1
+    assert len(world.find(Track([1, 1, 2]).keys, 3)) == 1
 
 
 def test_reset_during_moves_leaves_every_count_right():
@@ -318,7 +309,7 @@ def test_reset_during_moves_leaves_every_count_right():
     assert (world.pool.use("cpu").cached, world.pool.use("gpu").free) == (0, 2)
     world.complete_all()
     assert world.pool.use("cpu").free == 2
-    assert world.pool.match(Track([1, 1, 2]).keys, 3).blocks == ()
+    assert world.find(Track([1, 1, 2]).keys, 3) == []
 
 
 def test_reset_of_the_gpu_tier_leaves_the_host_tier():

@@ -131,24 +131,6 @@ def test_what_runs_beside_compute_costs_nothing():
     assert swap_or_recompute(100, 100, rates, 1.4) == "recompute"
 
 
-@pytest.mark.parametrize(
-    "rates",
-    [
-        SwapRates(store_bytes_s=0.0, load_bytes_s=1.0),
-        SwapRates(store_bytes_s=1.0, load_bytes_s=-1.0),
-        SwapRates(store_bytes_s=1.0, load_bytes_s=1.0, overlap=1.5),
-    ],
-)
-def test_impossible_rates_are_refused(rates):
-    with pytest.raises(EngineError, match="expected positive bytes per second"):
-        swap_or_recompute(1, 1, rates, 1.0)
-
-
-def test_negative_sizes_are_refused():
-    with pytest.raises(EngineError, match="-1 bytes to store"):
-        swap_or_recompute(-1, 0, RATES, 1.0)
-
-
 # Windows.
 
 SIZES = st.integers(1, 5)

@@ -123,10 +123,15 @@ class World:
             if self.pool.states.keys[block_id] is None:
                 self.pool.register(block_id, key)
 
+    def find(self, keys, num_tokens):
+        """Find leading blocks of a prompt; at least one of its tokens is left over."""
+        return self.pool.find(keys[: (num_tokens - 1) // P])
+
     def start(self, track, room="gpu", *, in_place=0, n=None, resumed=False):
         """Match, claim and take n new blocks, those for all tokens unless told otherwise."""
-        match = self.pool.match(track.keys, len(track.tokens))
-        claim = self.pool.claim(match, in_place=in_place, resumed=resumed)
+        found = self.find(track.keys, len(track.tokens))
+        missed = (len(track.tokens) - 1) // P - len(found)
+        claim = self.pool.claim(found, num_missed=missed, in_place=in_place, resumed=resumed)
         track.pending, track.holds, track.computed = claim.pending, True, len(claim.blocks) * P
         if n is None:
             n = num_blocks(len(track.tokens)) - len(claim.blocks)
