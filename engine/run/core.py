@@ -1,12 +1,12 @@
 """EngineCore: one step after another, from scheduler to executor and back."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from engine.asked.request import SampledToken, TokenEvent
+from engine.asked.request import TokenEvent
 from engine.errors import EngineError
 from engine.kv.sequences import BlockGroups
 from engine.plan.memory import MemoryPlan
@@ -15,6 +15,7 @@ from engine.schedule.step import StepPlan
 
 if TYPE_CHECKING:
     from engine.kv.memory import BlockMover
+    from engine.run.executor import DeviceExecutor, DeviceFlight
 
 LONG_STEP_S: Final = 0.02
 """Length of steps beside which a prompt's keys take little: 0.1 ms for 1,000 tokens (2 cores of a
@@ -46,49 +47,6 @@ class StepStats:
     wait_s: float
     """Host time until its tokens came, what the host did meanwhile included; zero where they were
     there before the step behind it was launched, and on a CPU, which computes as it launches."""
-
-
-class Flight(Protocol):
-    """A step that is launched."""
-
-    @property
-    def h2d_bytes(self) -> int:
-        """Weight bytes that it copies to the GPU."""
-
-    @property
-    def in_place_bytes(self) -> int:
-        """Weight bytes that it reads in place."""
-
-    @property
-    def kv_in_place_bytes(self) -> int:
-        """Keys and values that it reads in place."""
-
-    @property
-    def used_graph(self) -> bool:
-        """Whether it runs as a graph."""
-
-    def is_done(self) -> bool:
-        """Return whether its tokens are on the host, without waiting."""
-
-    def wait(self) -> float:
-        """Block until they are; return when the host first knew that, in `perf_counter`'s time."""
-
-    def collect(self) -> Mapping[int, Sequence[SampledToken] | None]:
-        """Return its tokens by seq_id, once they are there; None where logits were unusable."""
-
-
-class Executor(Protocol):
-    """What runs steps, in the order in which they are launched."""
-
-    @property
-    def yields(self) -> tuple[int, int]:
-        """The least and the most tokens that come of a sequence that samples."""
-
-    def launch(self, plan: StepPlan) -> Flight:
-        """Enqueue all of a step behind what was launched before; two may be on their way."""
-
-    def settle(self) -> None:
-        """Block until all that is enqueued is done, also of a launch that failed."""
 
 
 class Transfers:
@@ -131,7 +89,7 @@ class Transfers:
         self._source.note_taken()
         self._is_cut_short = False
 
-    def enqueue_until(self, work: Flight) -> None:
+    def enqueue_until(self, work: "DeviceFlight") -> None:
         """Enqueue what is left while the device works, until a step is done.
 
         So a load of many blocks takes host time that would be spent waiting.
@@ -178,7 +136,7 @@ class _Launched:
     """A step that is launched and not collected."""
 
     plan: StepPlan
-    flight: Flight
+    flight: "DeviceFlight"
     begin_s: float
     launched_s: float
     is_overlapped: bool
@@ -206,7 +164,7 @@ class EngineCore:
     def __init__(
         self,
         plan: MemoryPlan,
-        executor: Executor,
+        executor: "DeviceExecutor",
         *,
         eos_token_ids: frozenset[int],
         movers: Sequence["BlockMover"] = (),

@@ -54,55 +54,6 @@ class DeviceFlight:
         }
 
 
-class StepGraphs:
-    """Captured steps by their shape, and what replaying them moved."""
-
-    def __init__(self, decoder: Decoder, device: Device) -> None:
-        self._decoder, self._device = decoder, device
-        self.captured: dict[StepShape, tuple[Callable[[], None], int, int]] = {}
-        """What replays each, and the weight bytes that it copies and reads in place."""
-        self.steps = 0
-        """Steps that ran as graphs."""
-        self.copied_bytes = 0
-        """Weight bytes that replays copied, less those counted while capturing."""
-        self.in_place_bytes = 0
-        """Bytes that replays read in place."""
-
-    def capture(self, shape: StepShape, batch: Batch) -> None:
-        """Run a batch of padding once, and capture it.
-
-        Stream: waits for the device.
-        """
-        run, store = partial(self._decoder.forward, batch), self._decoder.weights
-        run()
-        self._device.synchronize()
-        copied, read = store.copied_bytes, store.in_place_bytes
-        replay = self._device.new_graph(run)
-        counts = store.copied_bytes - copied, store.in_place_bytes - read
-        self.captured[shape] = (replay, *counts)
-        # Capturing counted the bytes, but moved none.
-        self.copied_bytes -= counts[0]
-        self.in_place_bytes -= counts[1]
-
-    def replay(self, shape: StepShape, num_tokens: int) -> bool:
-        """Run the graph of a shape on what the input buffers hold; return whether there is one.
-
-        Stream: enqueued on the current stream.
-        """
-        found = self.captured.get(shape)
-        if found is None:
-            return False
-        replay, copied, read = found
-        # A step that failed amid its layers left other layers in the slots than the graph expects.
-        store = self._decoder.weights
-        store.begin_step(num_tokens)
-        store.end_step()
-        replay()
-        self.copied_bytes += copied
-        self.in_place_bytes += read
-        return True
-
-
 class DeviceExecutor:
     """Executes steps on a device: owns the input buffers, the graphs and the sampler.
 
@@ -137,7 +88,12 @@ class DeviceExecutor:
         self._decoder, self.sampler = decoder, sampler
         self._seed, self._eos_token_ids = seed, eos_token_ids
         self._batches = BatchBuilder(self._plan, self._device)
-        self._graphs = StepGraphs(decoder, self._device)
+        self._graphs: dict[StepShape, tuple[Callable[[], None], int, int]] = {}
+        """What replays a captured step, and the weight bytes that it copies and reads in place."""
+        self.graph_steps = 0
+        """Steps that ran as graphs."""
+        self._replayed_copies = self._replayed_reads = 0
+        """Weight bytes that replays moved, less those counted while capturing."""
         self._newest: Mark | None = None
 
     def launch(self, plan: StepPlan) -> DeviceFlight:
@@ -187,9 +143,9 @@ class DeviceExecutor:
         if look is not None:
             look()
         shape = self._batches.shape
-        if shape is None or not self._graphs.replay(shape, batch.num_tokens):
+        if not self._replay(shape, batch.num_tokens):
             return self._decoder.forward(batch, look)
-        self._graphs.steps += 1
+        self.graph_steps += 1
         return self._decoder.logits[: batch.num_logits]
 
     def replay_newest(self, size: int) -> bool:
@@ -201,8 +157,25 @@ class DeviceExecutor:
         Stream: enqueued on the current stream; waits for nothing.
         """
         shape = self._batches.shape
-        is_decode = shape is not None and shape[:2] == (size, 0)
-        return shape is not None and is_decode and self._graphs.replay(shape, size)
+        return shape is not None and shape[:2] == (size, 0) and self._replay(shape, size)
+
+    def _replay(self, shape: StepShape | None, num_tokens: int) -> bool:
+        """Run the graph of a shape on what the input buffers hold; return whether there is one.
+
+        Stream: enqueued on the current stream.
+        """
+        found = None if shape is None else self._graphs.get(shape)
+        if found is None:
+            return False
+        replay, copied, read = found
+        # A step that failed amid its layers left other layers in the slots than the graph expects.
+        store = self._decoder.weights
+        store.begin_step(num_tokens)
+        store.end_step()
+        replay()
+        self._replayed_copies += copied
+        self._replayed_reads += read
+        return True
 
     def mark(self) -> Mark:
         """Return a point behind everything that is enqueued so far, the end of the newest step."""
@@ -215,13 +188,27 @@ class DeviceExecutor:
         for size in sorted(plan.graph_sizes, reverse=True):
             if stage is not None and size >= stage:
                 continue
-            self._graphs.capture(StepShape(size), batches.padding_decode(size))
+            self._capture(StepShape(size), batches.padding_decode(size))
             if self.is_tiered and size <= HOST_DECODES:
                 batch = batches.padding_decode(size, reads_host=True)
-                self._graphs.capture(StepShape(size, reads_host=True), batch)
+                self._capture(StepShape(size, reads_host=True), batch)
         for decodes, tokens in sorted(plan.captured_prefills, reverse=True):
             batch = batches.padding_prefill(decodes, tokens)
-            self._graphs.capture(StepShape(decodes, tokens), batch)
+            self._capture(StepShape(decodes, tokens), batch)
+
+    def _capture(self, shape: StepShape, batch: Batch) -> None:
+        """Run a batch of padding once, and capture it.
+
+        Stream: waits for the device.
+        """
+        self._run(batch)
+        copied, read = self.copied_bytes, self.in_place_bytes
+        replay = self._device.new_graph(partial(self._decoder.forward, batch))
+        copied, read = self.copied_bytes - copied, self.in_place_bytes - read
+        self._graphs[shape] = replay, copied, read
+        # Capturing counted the bytes, but moved none.
+        self._replayed_copies -= copied
+        self._replayed_reads -= read
 
     def warm_up(self, num_tokens: int) -> None:
         """Run prefills of `num_tokens` and fewer of padding, and decodes: kernels are compiled."""
@@ -262,29 +249,23 @@ class DeviceExecutor:
     @property
     def captured_sizes(self) -> list[int]:
         """Decode batch sizes that run as graphs."""
-        captured = self._graphs.captured
-        return sorted(x.decodes for x in captured if not x.tokens and not x.reads_host)
+        return sorted(x.decodes for x in self._graphs if not x.tokens and not x.reads_host)
 
     @property
     def captured_prefills(self) -> list[tuple[int, int]]:
         """Decode rows and tokens of prompts of steps with prompts that run as graphs."""
-        return sorted((x.decodes, x.tokens) for x in self._graphs.captured if x.tokens)
-
-    @property
-    def graph_steps(self) -> int:
-        """Steps that ran as graphs."""
-        return self._graphs.steps
+        return sorted((x.decodes, x.tokens) for x in self._graphs if x.tokens)
 
     @property
     def copied_bytes(self) -> int:
         """Weight bytes copied host to device since the load, replayed ones included."""
-        return self._decoder.weights.copied_bytes + self._graphs.copied_bytes
+        return self._decoder.weights.copied_bytes + self._replayed_copies
 
     @property
     def in_place_bytes(self) -> int:
         """Weight bytes read in place since the load, replayed ones included."""
-        return self._decoder.weights.in_place_bytes + self._graphs.in_place_bytes
+        return self._decoder.weights.in_place_bytes + self._replayed_reads
 
     def close(self) -> None:
         """Release graphs before the buffers that they use."""
-        self._graphs.captured.clear()
+        self._graphs.clear()

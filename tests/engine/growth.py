@@ -91,9 +91,9 @@ class _Some(dict[StepShape, Any]):
 def some_eager(llm: LLM, share: float, seed: int = 0) -> Iterator[None]:
     """Let a share of decode steps that have a graph run eagerly instead."""
     assert llm._engine is not None
-    graphs = llm._engine.executor._graphs
+    executor = llm._engine.executor
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "captured", _Some(graphs.captured, 1 - share, seed))
+        patch.setattr(executor, "_graphs", _Some(executor._graphs, 1 - share, seed))
         yield
 
 

@@ -127,7 +127,7 @@ def test_a_graph_finds_its_layers_after_a_failure(
     with pytest.raises(RuntimeError, match="tests say so"):
         engine.step()
     assert feed._held != [0, 1]
-    runner._graphs.captured[StepShape(1)] = (replay, 0, 0)
+    runner._graphs[StepShape(1)] = (replay, 0, 0)
     engine.step()  # the tokens of the step in flight
     engine.step()
     assert held == [([0, 1], [None, None])] * 2

@@ -305,7 +305,7 @@ def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
     assert not runner.replay_newest(2)
     for prompt in PROMPTS[1:3]:
         llm.add_request(prompt, greedy_params(4))
-    runner._graphs.captured[StepShape(2)] = (lambda: replays.append(1), 100, 20)
+    runner._graphs[StepShape(2)] = (lambda: replays.append(1), 100, 20)
     llm.step()
     assert llm.last_step.used_graph is False
     before = llm.stats()
