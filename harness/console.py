@@ -15,10 +15,14 @@ EXIT_INTERRUPTED: Final = 130
 """Ctrl-C."""
 
 
+ErrorFacts = dict[str, Any]
+"""Keys type, message, phase, traceback, as in the record."""
+
+
 def error_facts(
     kind: str, message: str, phase: str | None = None, traceback: str | None = None
-) -> dict[str, Any]:
-    """Return an error as records have it."""
+) -> ErrorFacts:
+    """Return an error as records have it; its traceback may be the end of a log."""
     return {"type": kind, "message": message, "phase": phase, "traceback": traceback}
 
 

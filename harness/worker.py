@@ -12,9 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from harness.observe.gpu import EnergyMeter, Gpu, energy_metrics, open_gpu
 from harness.observe.host import process_memory, reset_rss_peak
 from harness.observe.link import LinkCounter
 from harness.observe.parent import die_with_parent
+from harness.observe.spool import Background
 from harness.point.process import (
     PLAN_PHASE,
     SAMPLES_NAME,
@@ -39,7 +38,7 @@ from harness.point.process import (
     result_path,
 )
 from harness.systems.base import agree
-from harness.systems.door import EngineDoor, EngineFactory, LinkWatch, engine_door
+from harness.systems.door import BuildEngine, EngineDoor, LinkWatch, engine_door
 from harness.work.bench import measure_bare, measure_overhead, measure_steps, rates_note
 from harness.work.correctness import (
     check_prompts,
@@ -48,7 +47,7 @@ from harness.work.correctness import (
     read_reference,
     write_reference,
 )
-from harness.work.drive import Engine, Outcome, StepTotals
+from harness.work.drive import Engine, Outcome, StepTotals, measure_repeats
 from harness.work.kv import KVWatch
 from harness.work.load import FIRST_PROMPT_TOKENS, measure_load
 from harness.work.offline import (
@@ -68,7 +67,6 @@ from harness.work.predicted import (
     transfer_reasons,
 )
 from harness.work.prompts import encode_rows, special_ids
-from harness.work.repeats import measure_repeats
 from harness.work.request_log import RequestLog
 from harness.work.schedule import Load
 from harness.work.serve import measure_serve, warm_up
@@ -83,7 +81,6 @@ class StateWriter:
 
     Timed loops call `running`, which hands its lines to a thread twice a second: a write from the
     loop itself took 20 to 40 ms between two tokens on the machine where this was first measured.
-    A write that failed there (no room, no folder) raises its OSError from a later call, or `close`.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -93,8 +90,7 @@ class StateWriter:
         self._due_s = 0.0
         self._num_tokens: int | None = None
         self._tokens_before = (0, time.monotonic())
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="state")
-        self._pending: deque[Future[None]] = deque()
+        self._writer = Background("state")
         self._state: dict[str, Any] = {
             "pid": os.getpid(),
             "job": job,
@@ -114,7 +110,7 @@ class StateWriter:
         self._state |= {"phase": phase, "progress": None}
         self._tokens_before = (0, time.monotonic())
         self._write()
-        self._wait()
+        self._writer.wait()
 
     def note(self, **facts: Any) -> None:
         """Say what is known of the engine; None: it is not.
@@ -157,20 +153,12 @@ class StateWriter:
 
     def close(self) -> None:
         """Return when the last report is in its file; nothing can be reported afterwards."""
-        self._writer.shutdown()
-        self._wait()
+        self._writer.close()
 
     def _write(self, sample: dict[str, Any] | None = None) -> None:
         """Hand the state, and a sample to append, to the writing thread; wait for nothing."""
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
         self._due_s = time.monotonic() + INTERVAL_S
-        self._pending.append(self._writer.submit(self._put, dict(self._state), sample))
-
-    def _wait(self) -> None:
-        """Wait until everything is written; raise what a write raised."""
-        while self._pending:
-            self._pending.popleft().result()
+        self._writer.submit(self._put, dict(self._state), sample)
 
     def _put(self, state: dict[str, Any], sample: dict[str, Any] | None) -> None:
         """Replace state.json in one rename; not flushed to the disk, which would take long."""
@@ -237,7 +225,7 @@ class Work:
         self._spawned_s = spawned_s - door.clock_zero_s
         self._state = StateWriter(run_dir, job.name)
         self._requests = RequestLog(run_dir)
-        self._factory: EngineFactory | None = None
+        self._build_engine: BuildEngine | None = None
         self._llm: Engine | None = None
         self._link = LinkWatch(door, job.engine)
         self._result: dict[str, Any] = {
@@ -260,7 +248,7 @@ class Work:
         """
         try:
             self._state.enter("import")
-            self._factory = self._door.load_code()
+            self._build_engine = self._door.load_code()
             kinds = {"measure": self._measure, "load": self._load, "reference": self._reference}
             kinds[self._job.kind]()
             self._result["status"] = "ok"
@@ -310,9 +298,9 @@ class Work:
             self._result["notes"].append(f"{what}: {type(error).__name__}: {error}")
 
     def _build(self, *, reference: bool = False) -> Engine:
-        assert self._factory is not None
+        assert self._build_engine is not None
         self._state.enter("build")
-        self._llm = self._factory.from_config(
+        self._llm = self._build_engine(
             self._engine, progress=self._state.loading, reference=reference
         )
         return self._llm

@@ -62,11 +62,7 @@ def _build_parser() -> _Parser:
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Split the arguments after `python -m harness`; options may stand anywhere.
-
-    Raises:
-        ConfigError: an unknown option, an option without effect, or an absent --config-dir.
-    """
+    """Split the arguments after `python -m harness`, or refuse them; options may stand anywhere."""
     typed = CommandLine(**vars(_build_parser().parse_intermixed_args(list(argv))))
     if typed.help:
         return typed

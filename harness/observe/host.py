@@ -86,11 +86,7 @@ _MAP_SHARED = 1
 
 
 def drop_page_cache(files: Iterable[Path]) -> None:
-    """Ask the kernel to drop the cached pages of `files`; pages that are in use stay.
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
+    """Ask the kernel to drop the cached pages of `files`; pages that are in use stay."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:

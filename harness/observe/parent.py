@@ -24,9 +24,6 @@ def start_child(
     """Start a process that finds the project, in a session of its own: Ctrl-C does not reach it.
 
     `environ` is added to this process's environment.
-
-    Raises:
-        OSError: it cannot be started.
     """
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return subprocess.Popen(

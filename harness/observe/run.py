@@ -114,7 +114,7 @@ _GPU_PREFIXES: Final = ("gpu_", "pcie_")
 
 @dataclass(kw_only=True)
 class Report:
-    """What the telemetry adds to a record."""
+    """What is to be said of a point in its record: here, what the telemetry adds."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)

@@ -398,9 +398,6 @@ def run(
 
     Rows are due at whole multiples of the interval from the first on; one that is late costs its
     successors nothing, but moments that passed meanwhile are left out.
-
-    Raises:
-        OSError: the spool cannot be written.
     """
     gpu = open_gpu(gpu_uuid) if gpu_uuid is not None else None
     rows = Rows(run_dir, gpu, Machine())

@@ -1,6 +1,8 @@
 """Rows while a run lasts and after it: the spool's tail for the live view, Parquet at the end."""
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +48,33 @@ def replace_spool(
         return f"{target.name} was not written: {error}. The rows are in {spool.name}."
     spool.unlink()
     return None
+
+
+class Background:
+    """Writes in order on a thread of its own, so that timed loops wait for no disk.
+
+    A write that failed raises its OSError from a later call.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._pending: deque[Future[None]] = deque()
+
+    def submit(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Hand over a write; wait for nothing."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(write, *arguments))
+
+    def wait(self) -> None:
+        """Return when everything is written."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Wait; nothing can be written afterwards."""
+        self._thread.shutdown()
+        self.wait()
 
 
 _BATCH_ROWS: Final = 6000

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from harness.config.schema import RunConfig, SweepContext
+from reports.record.text import flatten
 
 NOT_IDENTITY: Final = (
     "mode",
@@ -18,8 +19,11 @@ NOT_IDENTITY: Final = (
 )
 """Settings that change no result."""
 _NAME_CHARS: Final = 200
+_PARTS: Final = ("load", "throughput", "latency", "serve")
+_SHOWN: Final = ("kv.", "offload.", "engine.", *(f"scenario.{part}." for part in _PARTS))
+"""Nodes of which a tracker's parameters have every setting."""
 _IF_SET: Final = ("prompts_file", "prompt", "output", "trace", "search")
-"""Settings of a scenario that are left out of a tracker's parameters where they are null."""
+"""Settings of a scenario that are left out of them where they are null."""
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -56,26 +60,11 @@ def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, A
         "offload": config.offload_name,
         "scenario": config.scenario.name,
     }
-    asked = config.to_dict()
-    params |= _leaves("kv", asked["kv"])
-    params |= _leaves("offload", asked["offload"])
-    params |= _leaves("engine", asked["engine"])
-    for part in ("load", "throughput", "latency", "serve"):
-        node = asked["scenario"][part] or {}
-        chosen = {k: v for k, v in node.items() if k not in _IF_SET or v is not None}
-        params |= _leaves(f"scenario.{part}", chosen)
+    every = {key: value for key, value in flatten(config.to_dict()) if value != {}}
+    shown = {key: value for key, value in every.items() if key.startswith(_SHOWN)}
+    params |= {k: v for k, v in shown.items() if v is not None or k.split(".")[-1] not in _IF_SET}
     typed = {item.lstrip("+").partition("=")[0] for item in overrides}
-    every = dict(_leaves("", asked))
     return params | {key: every[key] for key in sorted(typed & every.keys()) if key not in params}
-
-
-def _leaves(prefix: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, Mapping):
-            yield from _leaves(name, value)
-        else:
-            yield name, value
 
 
 def tags(config: RunConfig, environment: Mapping[str, Any]) -> dict[str, str]:

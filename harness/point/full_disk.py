@@ -32,11 +32,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def require_room(folder: Path) -> None:
-    """Refuse to begin what would be measured and then lost.
-
-    Raises:
-        DiskFullError: less is free than a point needs.
-    """
+    """Raise DiskFullError, before anything runs, where less is free than a point needs."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < ROOM_BYTES:
         raise DiskFullError(
@@ -47,11 +43,7 @@ def require_room(folder: Path) -> None:
 
 @contextmanager
 def full_disk_ends() -> Iterator[None]:
-    """Turn an OSError for lack of room into a DiskFullError.
-
-    Raises:
-        DiskFullError: a disk filled meanwhile.
-    """
+    """Turn an OSError for lack of room into a DiskFullError."""
     try:
         yield
     except OSError as error:
@@ -74,12 +66,9 @@ def _ways() -> str:
 
 
 def require_writable(name: str, folder: Path) -> None:
-    """Check that files can be made in a folder, or in the nearest one above that is there.
+    """Raise ConfigError unless files can be made in a folder, or in the nearest one above it.
 
     The setting `name` chooses the folder.
-
-    Raises:
-        ConfigError: they cannot.
     """
     whole = folder.absolute()
     there = next(path for path in (whole, *whole.parents) if os.access(path, os.F_OK))
@@ -94,12 +83,9 @@ def require_writable(name: str, folder: Path) -> None:
 
 
 def require_writable_stores(nodes: Iterable[TrackingConfig], home: Path) -> None:
-    """Check that MLflow's SQLite files can be made or written; MLflow itself tries for minutes.
+    """Raise ConfigError unless MLflow can write its SQLite files: itself it tries for minutes.
 
     A file that no address names lies in `home`.
-
-    Raises:
-        ConfigError: one cannot.
     """
     for uri in {node.uri for node in nodes if node.backend == "mlflow"}:
         name = "TIGHTFIT_HOME" if uri is None else "tracking.uri"

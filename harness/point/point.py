@@ -17,12 +17,13 @@ from catalogue.models import fetch
 from engine.asked.config import EngineConfig
 from harness.config.engine import engine_config, reference_config, require_package
 from harness.config.schema import RunConfig, SweepContext, SystemConfig
+from harness.console import ErrorFacts, error_facts
 from harness.folders import plain, write_yaml
 from harness.observe.environment import collect
 from harness.observe.gpu import Gpu
 from harness.observe.host import cached_share, drop_page_cache, num_new_kills, oom_kills
 from harness.observe.machine_rates import read_rates
-from harness.observe.run import Telemetry
+from harness.observe.run import Report, Telemetry
 from harness.observe.statistics import TTable
 from harness.observe.student import t_table
 from harness.observe.window import Span
@@ -34,12 +35,10 @@ from harness.point.process import (
     UNFINISHED,
     WORKER_COMMAND,
     WORKER_LOG_NAME,
-    ErrorFacts,
     Silence,
     WorkerJob,
     classify_exception,
     classify_exit,
-    error_facts,
     job_path,
     result_path,
     start_worker,
@@ -63,17 +62,12 @@ COLD_SHARE: Final = 0.05
 
 
 @dataclass(kw_only=True)
-class Findings:
+class Findings(Report):
     """What is known of a point so far."""
 
     status: str = "ok"
     error: ErrorFacts | None = None
-    reasons: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
     plan: dict[str, Any] | None = None
-    effective: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float | None] = field(default_factory=dict)
     samples: dict[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     """What was timed, in order."""
@@ -92,98 +86,73 @@ class Findings:
             mine = getattr(self, name)
             for key, value in result.get(name, {}).items():
                 mine.setdefault(key, value)
-        self.reasons += result.get("reasons", [])
-        self.notes += result.get("notes", [])
+        for name in ("reasons", "notes", "warnings"):
+            getattr(self, name).extend(result.get(name, []))
 
     def add_telemetry(self, telemetry: Telemetry) -> None:
         """Take over what the telemetry says of what was timed; figures of the workers stay."""
         uses_gpu = self.effective.get("emulated") is False
-        report = telemetry.report(self.spans, self.link_factor, uses_gpu=uses_gpu)
-        self.add(asdict(report))
-        self.warnings += report.warnings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What the workers of a point run in."""
-
-    run_dir: Path
-    home: Path
-    environment: Mapping[str, Any]
-    gpu: Gpu | None
-    command: Sequence[str]
-    """What runs a worker."""
-    on_start: Callable[[int, str], None]
-    """Called with a worker's pid and its job when it runs."""
-    on_tick: Callable[[], None]
-    """Called twice a second while one runs."""
-    on_end: Callable[[], None]
-    """Called when it ended."""
-    say: Callable[[str], None]
+        self.add(asdict(telemetry.report(self.spans, self.link_factor, uses_gpu=uses_gpu)))
 
 
 class PointEndedError(Exception):
     """A worker ended the point; the findings say how."""
 
 
+@dataclass(kw_only=True)
 class Attempt:
     """Runs the workers of one point and gathers what they found."""
 
-    def __init__(self, config: RunConfig, around: Surroundings, findings: Findings) -> None:
-        self.findings = findings
-        self._config = config
-        self._around = around
-        self._deadline_s: float | None = None
-        self._prompts: dict[str, list[PromptRow]] = {}
-        self._trace: list[TraceRow] = []
-        self._engine: EngineConfig | None = None
-        self._model_path: Path | None = None
-        self._unchecked: str | None = None
+    config: RunConfig
+    findings: Findings
+    run_dir: Path
+    home: Path
+    environment: Mapping[str, Any]
+    gpu: Gpu | None
+    command: Sequence[str]
+    """What runs a worker."""
+    telemetry: Telemetry
+    view: LiveView
+    say: Callable[[str], None]
+    _deadline_s: float | None = None
+    _prompts: dict[str, list[PromptRow]] = field(default_factory=dict)
+    _trace: list[TraceRow] = field(default_factory=list)
+    _engine: EngineConfig | None = None
+    _model_path: Path | None = None
+    _unchecked: str | None = None
 
     def prepare(self) -> None:
-        """Check prompts and traces and get the model, before anything loads.
-
-        Raises:
-            EngineError: what the system runs on is not installed.
-            PromptError: a prompts file is unusable.
-            TraceError: the trace is unusable.
-            ModelUnavailableError: the weights are not to be had.
-            ConfigError: the configuration is not one that the engine takes.
-        """
-        require_package(self._config.system.kind)
-        scenario = self._config.scenario
+        """Check prompts and traces and get the model, before anything loads."""
+        require_package(self.config.system.kind)
+        scenario = self.config.scenario
         for node in (scenario.throughput, scenario.latency, scenario.serve):
             if node is not None and node.prompts_file is not None:
                 path = expanded(node.prompts_file)
                 self._prompts[node.part] = read_prompts(path, node.num_rows)
         if scenario.serve is not None and scenario.serve.trace is not None:
             self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
-            for name, limit in self._config.length_limits().items():
+            for name, limit in self.config.length_limits().items():
                 check_lengths(
                     self._trace, scenario.serve.trace, limit_tokens=limit, limit_name=name
                 )
         if not scenario.needs_engine:  # nothing of the model but its sizes
-            model = replace(self._config.model, load_format="dummy", path=None)
-            self._engine = engine_config(replace(self._config, model=model), None)
+            model = replace(self.config.model, load_format="dummy", path=None)
+            self._engine = engine_config(replace(self.config, model=model), None)
             return
-        self._model_path = fetch(self._config.model, report=self._around.say)
-        load_format = self._config.model.load_format
+        self._model_path = fetch(self.config.model, report=self.say)
+        load_format = self.config.model.load_format
         self.findings.effective["model"] = (
             {"source": "fake", "path": None}
-            if self._config.model.fake is not None
+            if self.config.model.fake is not None
             else identify(self._model_path, load_format)
         )
-        self._engine = engine_config(self._config, self._model_path)
+        self._engine = engine_config(self.config, self._model_path)
 
     def run(self) -> None:
-        """Run all workers; the findings say how it went.
-
-        Raises:
-            PointEndedError: a worker ended otherwise than ok.
-        """
-        if self._config.timeout_s is not None:
-            self._deadline_s = time.monotonic() + self._config.timeout_s
-        scenario = self._config.scenario
+        """Run all workers; PointEndedError where one ended otherwise than ok."""
+        if self.config.timeout_s is not None:
+            self._deadline_s = time.monotonic() + self.config.timeout_s
+        scenario = self.config.scenario
         self._note_neighbours()
         reference = self._reference() if self._is_comparable() else None
         if scenario.is_timed or reference is not None:
@@ -195,14 +164,14 @@ class Attempt:
 
     def _is_comparable(self) -> bool:
         """Return whether tokens are compared; a peer's dummy weights are not ours."""
-        if not self._config.scenario.correctness.enabled:
+        if not self.config.scenario.correctness.enabled:
             return False
-        if self._config.system.api == "chat":
+        if self.config.system.api == "chat":
             why = (
                 "correctness: the template of the server's chat makes other prompts, so no tokens "
                 "were compared."
             )
-        elif self._config.system.kind != "native" and self._config.model.load_format == "dummy":
+        elif self.config.system.kind != "native" and self.config.model.load_format == "dummy":
             why = "correctness: dummy weights of two systems differ, so no tokens were compared."
         else:
             return True
@@ -212,7 +181,7 @@ class Attempt:
 
     def _note_neighbours(self) -> None:
         """Note who else computes on the GPU now: their work is in our times."""
-        gpu = self._around.gpu
+        gpu = self.gpu
         count = gpu.num_other_processes(set()) if gpu else 0
         if count:
             self.findings.notes.append(
@@ -227,19 +196,19 @@ class Attempt:
             name=name,
             kind=kind,
             engine=replace(self._engine, measured_rates=self._measured_rates()),
-            scenario=self._config.scenario,
-            system=self._config.system,
-            fake=self._config.model.fake,
+            scenario=self.config.scenario,
+            system=self.config.system,
+            fake=self.config.model.fake,
             prompts=self._prompts if kind == "measure" else {},
             trace=self._trace if kind == "measure" else [],
             reference=reference,
-            gpu_uuid=self._around.gpu.uuid if self._around.gpu else None,
+            gpu_uuid=self.gpu.uuid if self.gpu else None,
             t=self._t() if kind == "measure" else TTable(),
         )
 
     def _t(self) -> TTable:
         """Return Student's t for whatever the scenario may repeat or hold against itself."""
-        scenario = self._config.scenario
+        scenario = self.config.scenario
         repeats, requests = [1], [len(self._trace)]
         for part in (scenario.throughput, scenario.latency, scenario.serve):
             if part is not None:
@@ -256,7 +225,7 @@ class Attempt:
         So all workers of a point plan with the same.
         """
         prefix = "link/"
-        kept = read_rates(self._around.gpu, self._around.home)
+        kept = read_rates(self.gpu, self.home)
         return ({} if kept is None else kept.rates) | {
             name.removeprefix(prefix): rate
             for name, rate in self.findings.metrics.items()
@@ -264,22 +233,18 @@ class Attempt:
         }
 
     def _reference(self) -> Path | None:
-        """Return the file of the reference tokens, made now when absent; None if it cannot be.
-
-        Raises:
-            PointEndedError: the engine under test does not fit, or the worker broke down.
-        """
-        config = reference_config(self._config, self._model_path)
-        check = self._config.scenario.correctness
-        fake = self._config.model.fake
+        """Return the file of the reference tokens, made now when absent; None if it cannot be."""
+        config = reference_config(self.config, self._model_path)
+        check = self.config.scenario.correctness
+        fake = self.config.model.fake
         engine = "native" if fake is None else "fake"
-        key = reference_key(config, check, self._around.environment, engine)
-        path = self._around.home / "references" / f"{key}.json"
+        key = reference_key(config, check, self.environment, engine)
+        path = self.home / "references" / f"{key}.json"
         is_kept = fake is None or not fake.fails_at("reference")  # it fails where it is made
         if is_kept and read_reference(path) is not None:
             return path
         job = self._job("reference", "reference", path)
-        under_test = self._engine if self._config.system.kind == "native" else None
+        under_test = self._engine if self.config.system.kind == "native" else None
         job = replace(job, engine=config, system=SystemConfig(), under_test=under_test)
         status, error, result = self._execute(job)
         if status in {"no_fit", "oom"} and error is not None and error["phase"] != PLAN_PHASE:
@@ -338,7 +303,7 @@ class Attempt:
             self.findings.notes.append(note)
 
     def _weight_files(self) -> list[Path]:
-        if self._config.model.load_format == "dummy" or self._model_path is None:
+        if self.config.model.load_format == "dummy" or self._model_path is None:
             return []
         return sorted(self._model_path.glob("*.safetensors"))
 
@@ -359,20 +324,19 @@ class Attempt:
 
     def _execute(self, job: WorkerJob) -> tuple[str, ErrorFacts | None, dict[str, Any]]:
         """Run one worker to its end; return status, error and its result."""
-        around = self._around
-        run_dir = around.run_dir
+        run_dir = self.run_dir
         job.write(run_dir)
         (run_dir / STATE_NAME).unlink(missing_ok=True)  # of the worker before
         kills = oom_kills()
         visible = {"CUDA_VISIBLE_DEVICES": job.gpu_uuid} if job.gpu_uuid else {}
-        worker = start_worker(run_dir, job.name, command=around.command, environ=visible)
-        around.on_start(worker.pid, job.name)
+        worker = start_worker(run_dir, job.name, command=self.command, environ=visible)
+        self.telemetry.watch(worker.pid, job.name)
         ended = worker.wait(
             deadline_s=self._deadline_s,
-            silence=Silence(run_dir / STATE_NAME, self._config.silence_s),
-            on_tick=around.on_tick,
+            silence=Silence(run_dir / STATE_NAME, self.config.silence_s),
+            on_tick=self.view.tick,
         )
-        around.on_end()
+        self.telemetry.unwatch()
         result = read_json(result_path(run_dir, job.name))
         for path in (job_path(run_dir, job.name), result_path(run_dir, job.name)):
             path.unlink(missing_ok=True)  # the record holds what it says
@@ -387,8 +351,8 @@ class Attempt:
             job=job.name,
             state=read_json(run_dir / STATE_NAME),
             num_oom_kills=num_new_kills(kills, oom_kills()),
-            timeout_s=self._config.timeout_s,
-            silence_s=self._config.silence_s,
+            timeout_s=self.config.timeout_s,
+            silence_s=self.config.silence_s,
             log=run_dir / WORKER_LOG_NAME,
         )
         return status, error, result
@@ -406,12 +370,9 @@ def run_point(
 
     With `rerun` failed or none it is taken over from where it ended before, if it did. Whatever a
     worker does, and whatever the model, the reports or the tracker lack, ends as a status or a
-    warning of the record. `run_dir` is a folder of its own, without a record, created when absent;
-    `command` runs a worker.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the worker is gone and the record written.
-        FileExistsError: `run_dir` holds the record of another run.
+    warning of the record; KeyboardInterrupt comes when the worker is gone and the record written.
+    `run_dir` is a folder of its own, without a record, created when absent; `command` runs a
+    worker.
     """
     point = _Point(config, _own_folder(run_dir), list(overrides), sweep)
     found = point.find_finished()
@@ -518,7 +479,7 @@ class _Point:
     def skip(self, reason: str) -> RunRecord:
         """Record the point as skipped."""
         findings = Findings()
-        findings.fail("skipped", error_facts("Skipped", reason, None))
+        findings.fail("skipped", error_facts("Skipped", reason))
         with interrupt_afterwards():
             tracker = self._start_tracker(self._facts())
             return self._finish(findings, tracker, with_report=False)
@@ -556,18 +517,18 @@ class _Point:
     ) -> None:
         telemetry = Telemetry(self._run_dir, self._gpu)
         view = LiveView(self._run_dir, display, tracker)
-        around = Surroundings(
+        attempt = Attempt(
+            config=self._config,
+            findings=findings,
             run_dir=self._run_dir,
             home=self._home,
             environment=self._environment,
             gpu=self._gpu,
             command=command,
-            on_start=telemetry.watch,
-            on_tick=view.tick,
-            on_end=telemetry.unwatch,
+            telemetry=telemetry,
+            view=view,
             say=display.say,
         )
-        attempt = Attempt(self._config, around, findings)
         phase = "prepare"
         try:
             missing = telemetry.missing()

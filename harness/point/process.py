@@ -20,6 +20,7 @@ from catalogue.checkpoint import ModelUnavailableError
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
+from harness.console import ErrorFacts, error_facts
 from harness.observe.parent import start_child
 from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
@@ -243,15 +244,6 @@ def start_worker(
             environ=variables,
         )
     return WorkerProcess(process)
-
-
-ErrorFacts = dict[str, Any]
-"""Keys type, message, phase, traceback, as in the record."""
-
-
-def error_facts(kind: str, message: str, phase: str | None, lines: str | None = None) -> ErrorFacts:
-    """Return an error as the record has it; `lines` are a traceback, or the end of a log."""
-    return {"type": kind, "message": message, "phase": phase, "traceback": lines}
 
 
 CLEAN_ERRORS: Final = (EngineError, ModelUnavailableError, PromptError, WrongTokensError)

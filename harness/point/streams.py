@@ -72,11 +72,8 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def interrupt_afterwards(earlier: KeyboardInterrupt | None = None) -> Iterator[None]:
     """Let a first Ctrl-C, SIGTERM or SIGHUP wait for what runs meanwhile; a second one does not.
 
-    `earlier` came before, and what runs meanwhile concludes it.
-
-    Raises:
-        KeyboardInterrupt: afterwards, when one came, earlier or meanwhile; an error of what ran is
-            printed then, and does not take its place.
+    `earlier` came before, and what runs meanwhile concludes it. Afterwards the interrupt is raised;
+    an error of what ran is printed then, and does not take its place.
     """
     came = [] if earlier is None else [earlier]
     num_waiting = len(came) + 1

@@ -30,7 +30,7 @@ from harness.systems.base import (
     no_prediction,
     open_peer_device,
 )
-from harness.systems.door import EngineDoor, Progress, probe_engine_link
+from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
 from harness.work.drive import Clock
 
 HOST: Final = "cpu"
@@ -76,12 +76,9 @@ class Sizes:
 
 
 def host_layers(sizes: Sizes, config: EngineConfig) -> int:
-    """Return how many of the last decoder layers go to host memory.
+    """Return how many of the last decoder layers go to host memory; CapacityError for the rest.
 
     With offload=auto the GPU is filled from the first layer on, else cpu_offload_gb is reached.
-
-    Raises:
-        CapacityError: The rest does not fit the GPU budget.
     """
     layers = sizes.spec.num_hidden_layers
     needed = sizes.sequence_bytes(sizes.kv_tokens)
@@ -160,11 +157,7 @@ def load_model(
     load: PeerLoad,
     clock: Clock,
 ) -> PlacedModel:
-    """Build the model with `num_host` layers in host memory, and check that they are there.
-
-    Raises:
-        EngineError: accelerate put other weights in host memory than was asked.
-    """
+    """Build the model with `num_host` layers in host memory, and check that they are there."""
     target = 0 if device.kind == "cuda" else "cpu"
     placed = device_map(spec.num_hidden_layers, num_host, target)
     first = spec.num_hidden_layers - num_host
@@ -419,12 +412,7 @@ class AccelerateEngine:
     def from_config(
         cls, config: EngineConfig, *, progress: Progress, reference: bool
     ) -> "AccelerateEngine":
-        """Load the model.
-
-        Raises:
-            CapacityError: What is asked does not fit the GPU budget.
-            EngineError: `reference`, or weights that are not where they were asked.
-        """
+        """Load the model, or refuse what does not fit the GPU budget."""
         if reference:
             raise EngineError("accelerate: expected no reference of it; the reference is native.")
         progress("load", 0, 0)
@@ -444,11 +432,7 @@ class AccelerateEngine:
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
     ) -> str:
-        """Queue a request.
-
-        Raises:
-            RequestError: It is too long, or asks for more than greedy tokens of a set number.
-        """
+        """Queue a request for greedy tokens of a set number; RequestError for others."""
         if not params.is_greedy or not params.ignore_eos or params.n != 1 or params.stop_strings:
             raise RequestError(
                 "params: expected temperature=0, ignore_eos=true, n=1 and no stop strings with "
@@ -563,14 +547,14 @@ def accelerate_door() -> EngineDoor:
     )
 
 
-def _load_code() -> type[AccelerateEngine]:
+def _load_code() -> BuildEngine:
     """Import what the engine needs, or refuse where accelerate is not installed."""
     require_package("accelerate")
     import accelerate  # noqa: F401, PLC0415  takes seconds, as the next two, and is measured
     import torch  # noqa: F401, PLC0415
     import transformers  # noqa: F401
 
-    return AccelerateEngine
+    return AccelerateEngine.from_config
 
 
 def _sizes(config: EngineConfig, spec: ModelSpec, device: PeerDevice) -> Sizes:

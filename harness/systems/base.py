@@ -147,12 +147,7 @@ _OTHERWISE: Final = frozenset(
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
-    """Return the sizes of a model, from its folder where it has one.
-
-    Raises:
-        CheckpointError: There is no config.json, or it is of no supported family.
-        ConfigError: There are neither sizes nor a folder.
-    """
+    """Return the sizes of a model, from its folder where it has one."""
     if model.path is None:
         if model.spec is None:
             raise ConfigError(f"model {model.name!r}: expected sizes or a folder, got neither.")
@@ -233,11 +228,7 @@ class PeerDevice:
 
 
 def open_peer_device(config: EngineConfig) -> PeerDevice:
-    """Return the device that a configuration asks for.
-
-    Raises:
-        ConfigError: cuda was asked for and there is none.
-    """
+    """Return the device that a configuration asks for, or refuse one that is not here."""
     import torch  # noqa: PLC0415  takes seconds
 
     has_cuda = torch.cuda.is_available()

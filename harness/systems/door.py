@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from engine.asked.config import EngineConfig
 from engine.async_llm import AsyncLLM
@@ -20,15 +20,13 @@ from harness.work.serve import OpenDoor, RunAsync
 Progress = Callable[[str, int, int], None]
 """Called with phase, bytes done and bytes in all.
 
-The same type as in engine.build, which brings torch; mypy holds engine.LLM against it below.
+The same type as in engine.build, which brings torch.
 """
 
 
-class EngineFactory(Protocol):
-    """`engine.LLM` as a class."""
-
-    def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> Engine:
-        """Construct an engine; `reference` asks for every layer on demand, eager."""
+BuildEngine = Callable[..., Engine]
+"""`LLM.from_config`, or one like it: takes an EngineConfig, `progress`, and `reference`, which asks
+for every layer on demand, eager."""
 
 
 def _plan_engine(config: EngineConfig) -> Any:
@@ -53,8 +51,8 @@ def _nothing_more(_: EngineConfig) -> dict[str, float | None]:
 class EngineDoor:
     """What the worker takes from the engine; tests put another one here."""
 
-    load_code: Callable[[], EngineFactory]
-    """Imports the engine."""
+    load_code: Callable[[], BuildEngine]
+    """Imports the engine; returns what builds it."""
     probe: Callable[[EngineConfig], dict[str, float | None]]
     """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
     stream: Callable[[EngineConfig, float], tuple[int, float, float]] = _stream_engine_link
@@ -79,11 +77,11 @@ class EngineDoor:
     """Runs a coroutine on an event loop in which `wait` lets time pass."""
 
 
-def load_engine_code() -> EngineFactory:
+def load_engine_code() -> BuildEngine:
     """Import the project's engine, and torch with it."""
     from engine import LLM  # noqa: PLC0415  takes seconds, and is measured
 
-    return LLM
+    return LLM.from_config
 
 
 def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:

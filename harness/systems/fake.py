@@ -70,10 +70,9 @@ class FakePlan:
 
 
 def plan_fake(script: FakeScript, config: EngineConfig) -> FakePlan:
-    """Place the scripted bytes; with offload=auto what is over the budget is moved.
+    """Place the scripted bytes, or raise CapacityError.
 
-    Raises:
-        CapacityError: the GPU's part does not fit.
+    With offload=auto what is over the budget is moved.
     """
     card_gib = script.gpu_gib if config.gpu.memory_gib is None else config.gpu.memory_gib
     budget = round(card_gib * config.engine.gpu_memory_utilization * GIB)
@@ -299,18 +298,13 @@ class _Counts:
 
 
 class FakeLLM:
-    """Stands in for engine.LLM.
-
-    Raises:
-        CapacityError: the scripted bytes do not fit, or the script says so.
-        Exception: whatever the script says of building.
-    """
+    """Stands in for engine.LLM; fails as the script says, as it is built or in a step."""
 
     def __init__(
         self,
         script: FakeScript,
-        config: EngineConfig,
         clock: FakeClock,
+        config: EngineConfig,
         *,
         progress: Progress,
         reference: bool,
@@ -345,11 +339,7 @@ class FakeLLM:
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None
     ) -> str:
-        """Queue a request.
-
-        Raises:
-            RequestError: it is too long, or the script refuses it.
-        """
+        """Queue a request, unless it is too long or the script refuses it."""
         name = request_id or f"request-{self._counts.timed_requests}"
         room = self.max_model_len - len(prompt)
         if room < 1:
@@ -381,11 +371,7 @@ class FakeLLM:
         return self.end_step()
 
     def begin_step(self) -> float:
-        """Choose what the next step does; return the seconds that it takes.
-
-        Raises:
-            Exception: whatever the script says of steps.
-        """
+        """Choose what the next step does; return the seconds that it takes."""
         counts, script = self._counts, self._script
         room = self._max_num_seqs - len(counts.running)
         is_prefill = bool(counts.waiting) and room > 0
@@ -515,12 +501,7 @@ class FakeLLM:
 
 
 def plan_of(script: FakeScript, config: EngineConfig, *, reference: bool) -> FakePlan:
-    """Return the plan; that of the reference holds all weights in host memory.
-
-    Raises:
-        CapacityError: it does not fit, or the script says so.
-        Exception: whatever else the script says of planning.
-    """
+    """Return the plan, or fail as the script says; the reference has all weights on the host."""
     if script.fails_at("plan") and not reference:
         strike(script.fail, None)
     if not reference:
@@ -569,12 +550,7 @@ class ScriptedServer:
     async def tokens(
         self, prompt: Any, params: Any = None, request_id: str | None = None
     ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yield the tokens of a request as they come.
-
-        Raises:
-            RequestError: the request cannot be served, or too many are pending.
-            EngineError: the engine failed.
-        """
+        """Yield the tokens of a request as they come; EngineError where the engine failed."""
         if len(self._answers) >= self._max_pending:
             raise RequestError(f"queue: expected fewer than {self._max_pending} requests.")
         name = self._llm.add_request(prompt, params, request_id)
@@ -621,22 +597,11 @@ class ScriptedServer:
         return self._llm
 
 
-class FakeFactory:
-    """Stands in for the class engine.LLM."""
-
-    def __init__(self, script: FakeScript, clock: FakeClock) -> None:
-        self._script, self._clock = script, clock
-
-    def from_config(self, config: EngineConfig, *, progress: Progress, reference: bool) -> FakeLLM:
-        """Return an engine; see FakeLLM."""
-        return FakeLLM(self._script, config, self._clock, progress=progress, reference=reference)
-
-
 def fake_door(script: FakeScript) -> EngineDoor:
     """Return a door to an engine that pretends what the script says."""
     clock: FakeClock = RealClock() if script.clock == "real" else ScriptedClock()
     door = EngineDoor(
-        load_code=lambda: FakeFactory(script, clock),
+        load_code=lambda: partial(FakeLLM, script, clock),
         probe=no_probe,
         plan_for=partial(plan_of, script, reference=False),
         predict=no_prediction,

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import nan
 from queue import Empty, SimpleQueue
@@ -48,11 +49,7 @@ class Bodies:
         return "/chat/completions" if self._system.api == "chat" else "/completions"
 
     def of(self, request: Request) -> dict[str, Any]:
-        """Return the body of one request.
-
-        Raises:
-            RequestError: text is sent and there is no tokenizer.
-        """
+        """Return the body of one request; RequestError where text is sent without a tokenizer."""
         body: dict[str, Any] = {
             "model": self._model,
             **self._prompt(request.prompt_token_ids),
@@ -117,8 +114,7 @@ class StreamedAnswer:
     def feed(self, content: str, now_s: float) -> None:
         """Take the content of one event; what comes after the last one is left.
 
-        Raises:
-            ServerError: it is an error, no JSON object, or not of the published form.
+        ServerError where it is an error, no JSON object, or not of the published form.
         """
         if self.is_over:
             return
@@ -163,8 +159,7 @@ class StreamedAnswer:
     def end(self) -> int:
         """Take the end of the stream; return how many tokens the usage names beyond those seen.
 
-        Raises:
-            ServerError: it ended early, or without a token.
+        ServerError where it ended early, or without a token.
         """
         if self.finish_reason is None:
             raise ServerError(
@@ -261,11 +256,7 @@ class HTTPClient:
         return running
 
     def get(self, path: str) -> Any:
-        """Return the JSON document at a path.
-
-        Raises:
-            EngineError: the server cannot be reached or refuses.
-        """
+        """Return the JSON document at a path; EngineError without one."""
         address = f"{self._base}{path}"
         try:
             response = self._portal.call(self._session.get, address)
@@ -284,11 +275,8 @@ class HTTPClient:
     async def complete(self, path: str, body: dict[str, Any], on_part: OnPart) -> StreamedAnswer:
         """Send one request and return its whole answer.
 
-        `on_part` is called when tokens came, and never after the end.
-
-        Raises:
-            ServerError: the server refused, broke off, or sent what is no answer.
-            ConnectionError: it cannot be reached.
+        `on_part` is called when tokens came, and never after the end. ConnectionError where no
+        server is reached, ServerError for anything else that is no answer.
         """
         answer = StreamedAnswer()
         try:
@@ -377,11 +365,7 @@ class HTTPDoor:
     async def tokens(
         self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yield the tokens of a request as they come; leaving closes its connection.
-
-        Raises:
-            RequestError: The server refused it or broke off, or too many are pending.
-        """
+        """Yield the tokens of a request as they come; leaving closes its connection."""
         if self._pending >= self._max_pending:
             raise RequestError(f"queue: expected fewer than {self._max_pending} requests.")
         queue: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
@@ -421,12 +405,7 @@ OnEvents = Callable[[list[TokenEvent]], None]
 
 
 class HTTPEngine:
-    """Sends requests to a server; its tokens are those that arrived.
-
-    Raises:
-        ConfigError: the variable with the key is not set.
-        EngineError: the server cannot be reached.
-    """
+    """Sends requests to a server; its tokens are those that arrived."""
 
     last_step = None
     """A server does not tell its steps."""
@@ -469,11 +448,7 @@ class HTTPEngine:
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
     ) -> str:
-        """Send a request at once; its tokens come from `step`.
-
-        Raises:
-            RequestError: It is too long, or its prompt cannot be sent.
-        """
+        """Send a request at once; its tokens come from `step`."""
         name = request_id or f"http-{next(self._names)}"
         self._open[name] = self.send(prompt, params, name, self._events.put)
         return name
@@ -555,11 +530,7 @@ class HTTPEngine:
             )
 
     def step(self) -> list[TokenEvent]:
-        """Wait for tokens and return those that arrived; nothing after a second without any.
-
-        Raises:
-            EngineError: the server is gone.
-        """
+        """Wait for tokens and return those that arrived; nothing after a second without any."""
         if self.failure is not None:
             raise self.failure
         found: list[TokenEvent] = []
@@ -664,30 +635,20 @@ class HTTPEngine:
         self._client.close()
 
 
-class HTTPFactory:
-    """Opens the server of a configuration."""
-
-    def __init__(self, system: SystemConfig) -> None:
-        self._system = system
-
-    def from_config(
-        self, config: EngineConfig, *, progress: Progress, reference: bool
-    ) -> HTTPEngine:
-        """Connect.
-
-        Raises:
-            EngineError: `reference`, or no server.
-        """
-        if reference:
-            raise EngineError("http: expected no reference of it; the reference is native.")
-        progress("connect", 0, 0)
-        return HTTPEngine(config, self._system)
+def connect(
+    system: SystemConfig, config: EngineConfig, *, progress: Progress, reference: bool
+) -> HTTPEngine:
+    """Connect to the server of a configuration."""
+    if reference:
+        raise EngineError("http: expected no reference of it; the reference is native.")
+    progress("connect", 0, 0)
+    return HTTPEngine(config, system)
 
 
 def http_door(system: SystemConfig) -> EngineDoor:
     """Return the door to a server."""
     return EngineDoor(
-        load_code=lambda: HTTPFactory(system),
+        load_code=lambda: partial(connect, system),
         probe=no_probe,
         predict=no_prediction,
         is_exact=False,

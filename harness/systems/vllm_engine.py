@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from itertools import count
 from math import nan
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from engine.asked.config import EngineConfig
 from engine.asked.request import TokenEvent
@@ -28,9 +28,7 @@ from harness.systems.base import (
     no_prediction,
     open_peer_device,
 )
-from harness.systems.door import EngineDoor, Progress, probe_engine_link
-
-MODULE: Final = "vllm"
+from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
 
 
 def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str, Any]:
@@ -72,11 +70,7 @@ def _offload_arguments(config: EngineConfig) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Collection[str], known: Collection[str], version: str) -> None:
-    """Check that the installed vLLM has every argument.
-
-    Raises:
-        ConfigError: naming those that it lacks.
-    """
+    """Raise ConfigError unless the installed vLLM has every argument."""
     lacking = sorted(set(arguments) - set(known))
     if lacking:
         raise ConfigError(
@@ -86,11 +80,7 @@ def check_arguments(arguments: Collection[str], known: Collection[str], version:
 
 
 class VLLMEngine:
-    """vLLM's LLMEngine, its requests by token ids.
-
-    Raises:
-        EngineError: offload was asked for and vLLM put nothing in host memory.
-    """
+    """vLLM's LLMEngine, its requests by token ids."""
 
     def __init__(
         self,
@@ -133,12 +123,7 @@ class VLLMEngine:
     def from_config(
         cls, config: EngineConfig, *, progress: Progress, reference: bool
     ) -> "VLLMEngine":
-        """Build vLLM's engine.
-
-        Raises:
-            ConfigError: the installed vLLM lacks a setting that is asked for.
-            EngineError: `reference`, or offload that did not take place.
-        """
+        """Build vLLM's engine, or refuse a setting that the installed one lacks."""
         from vllm import EngineArgs, LLMEngine, __version__  # noqa: PLC0415  takes seconds
 
         if reference:
@@ -157,11 +142,7 @@ class VLLMEngine:
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
     ) -> str:
-        """Queue a request.
-
-        Raises:
-            RequestError: vLLM refused it.
-        """
+        """Queue a request; RequestError where vLLM refuses it."""
         from vllm import SamplingParams as Theirs  # noqa: PLC0415  takes seconds
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
@@ -297,7 +278,7 @@ def vllm_door() -> EngineDoor:
     )
 
 
-def _load_code() -> type[VLLMEngine]:
+def _load_code() -> BuildEngine:
     """Import vLLM, to run in this process: so its memory and its offload can be looked at."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
@@ -307,7 +288,7 @@ def _load_code() -> type[VLLMEngine]:
             f"system=vllm: expected the package vllm, but its import failed ({error}). Install "
             "vLLM in this environment."
         ) from error
-    return VLLMEngine
+    return VLLMEngine.from_config
 
 
 def _config_folder(folder: Path, spec: ModelSpec) -> str:
@@ -317,11 +298,7 @@ def _config_folder(folder: Path, spec: ModelSpec) -> str:
 
 
 def _offloaded(config: EngineConfig) -> tuple[str | None, int]:
-    """Return vLLM's offloader and the bytes of weights that it put in host memory.
-
-    Raises:
-        EngineError: bytes were asked for and there are none, or it cannot be told.
-    """
+    """Return vLLM's offloader and the bytes of weights on the host; EngineError without any."""
     if config.offload.backend == "none":
         return None, 0
     asked = f"system=vllm: offload.backend={config.offload.backend} was asked for"

@@ -88,22 +88,14 @@ class Sender:
         return self.prompts(1, num_tokens, stream)[0]
 
     def send(self, prompt: Sequence[int], num_tokens: int) -> RequestTimes:
-        """Queue a prompt for so many tokens.
-
-        Raises:
-            RequestError: the engine refuses it.
-        """
+        """Queue a prompt for so many tokens; RequestError where the engine refuses it."""
         times = self.driver.offer(prompt, num_tokens, f"sent-{next(self._ids)}")
         if times.error is not None:
             raise RequestError(times.error)
         return times
 
     def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """Send all prompts at once; return the seconds until the last has its tokens.
-
-        Raises:
-            RequestError: a request ended otherwise than with all of them.
-        """
+        """Send all prompts at once; return the seconds until the last has all of its tokens."""
         begin_s = self.clock()
         sent = [self.send(prompt, num_tokens) for prompt in prompts]
         self.driver.drain()
@@ -199,11 +191,7 @@ def _predicted(llm: Any, of: Callable[[Any, Rates], float]) -> float | None:
 
 
 def replay_s(llm: Any, size: int, step_s: float) -> float:
-    """Time bare replays of the newest step's graph of `size` rows, on a GPU.
-
-    Raises:
-        EngineError: The newest step was no decode of that size with a graph.
-    """
+    """Time bare replays of the newest step's graph of `size` rows, on a GPU."""
     import torch  # noqa: PLC0415  not for the parent
 
     def replay() -> None:

@@ -54,11 +54,7 @@ def greedy_tokens(
     clock: Clock,
     on_progress: OnProgress | None = None,
 ) -> list[list[int]]:
-    """Return the greedy tokens of each prompt, run one at a time.
-
-    Raises:
-        RequestError: a request failed or gave another number of tokens.
-    """
+    """Return the greedy tokens of each prompt, run one at a time, or raise RequestError."""
     requests, _ = run_in_turn(
         llm, prompts, output_tokens, clock=clock, prefix=STREAM, on_progress=on_progress
     )
@@ -72,11 +68,7 @@ def greedy_tokens(
 
 
 def compare_tokens(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> None:
-    """Return when the tokens are equal.
-
-    Raises:
-        WrongTokensError: naming the first prompt and position that differ.
-    """
+    """Raise WrongTokensError at the first prompt and position that differ."""
     for prompt, (want, have) in enumerate(zip(expected, got, strict=True)):
         for position, (token, other) in enumerate(zip(want, have, strict=True)):
             if token != other:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from engine.sealed import GIB
 from harness.work.drive import Clock, Engine, Outcome
 from harness.work.times import RequestTimes, has_passed
+from reports.record.text import flatten
 
 Counts = dict[str, float]
 """Numbers by the path of their keys, such as `moved.loaded_bytes`."""
@@ -16,17 +17,11 @@ Counts = dict[str, float]
 
 def counts(stats: Mapping[str, Any]) -> Counts:
     """Return the numbers below `kv` of an engine's stats; none where it tells nothing of KV."""
-    found: Counts = {}
-
-    def walk(tree: Mapping[str, Any], path: str) -> None:
-        for key, value in tree.items():
-            if isinstance(value, Mapping):
-                walk(value, f"{path}{key}.")
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                found[f"{path}{key}"] = value
-
-    walk(stats.get("kv") or {}, "")
-    return found
+    return {
+        path: value
+        for path, value in flatten(stats.get("kv") or {})
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def since(after: Counts, before: Counts) -> Counts:

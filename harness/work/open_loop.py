@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from engine.asked.request import TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.errors import EngineError
+from harness.config.serve import ServeScenario
 from harness.work.drive import Clock, OnEnd, OnProgress
 from harness.work.schedule import PlannedRequest, Schedule
 from harness.work.times import CLOCK_S, ServedRequest, has_passed
@@ -42,27 +42,15 @@ class Door(Protocol):
         """Take no more requests; the engine may be used by others again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What bounds a run."""
-
-    max_concurrency: int | None
-    """Requests at the engine at once."""
-    drain_s: float
-    """Seconds after the last arrival until what still runs is cancelled."""
-    max_duration_s: float | None = None
-    """Seconds after which the run ends, whatever runs or is to come; None: no limit."""
-
-    @property
-    def late(self) -> str:
-        """Error of the requests that ran or were to come when max_duration_s had passed."""
-        return f"max_duration_s={self.max_duration_s or math.inf:g} had passed"
+def late(config: ServeScenario) -> str:
+    """Return the error of requests that ran or were to come when max_duration_s had passed."""
+    return f"max_duration_s={config.max_duration_s or math.inf:g} had passed"
 
 
 async def run_open_loop(
     door: Door,
     schedule: Schedule,
-    limits: Limits,
+    config: ServeScenario,
     *,
     clock: Clock,
     wait: Wait = asyncio.sleep,
@@ -72,14 +60,12 @@ async def run_open_loop(
 ) -> list[ServedRequest]:
     """Send a schedule and return what came of every request of it, in the schedule's order.
 
-    `wait` lets time pass on `clock`, the clock of the tokens' times. `on_end` gets each request
-    when it has ended, those that never ran at the end. `give_up` is looked at four times a second;
-    what then runs or is to come is cancelled.
-
-    Raises:
-        BaseException: what the engine failed of.
+    Of `config` the limits hold. `wait` lets time pass on `clock`, the clock of the tokens' times.
+    `on_end` gets each request when it has ended, those that never ran at the end. `give_up` is
+    looked at four times a second; what then runs or is to come is cancelled. What the engine failed
+    of is raised.
     """
-    run = _Run(door, schedule, limits, clock, wait, on_progress, on_end, give_up)
+    run = _Run(door, schedule, config, clock, wait, on_progress, on_end, give_up)
     try:
         await run.send_all()
         await run.drain()
@@ -97,17 +83,17 @@ class _Run:
         self,
         door: Door,
         schedule: Schedule,
-        limits: Limits,
+        config: ServeScenario,
         clock: Clock,
         wait: Wait,
         on_progress: OnProgress | None,
         on_end: OnEnd | None,
         give_up: GiveUp | None,
     ) -> None:
-        self._door, self._limits = door, limits
+        self._door, self._config = door, config
         self._clock, self._wait, self._on_progress = clock, wait, on_progress
         self._salt = schedule.salt
-        self._slots = asyncio.Semaphore(limits.max_concurrency or len(schedule.requests) or 1)
+        self._slots = asyncio.Semaphore(config.max_concurrency or len(schedule.requests) or 1)
         self._conversations = _conversations(schedule)
         self._tasks: list[asyncio.Task[None]] = []  # the one that begins the others first
         self._num_open = self._num_done = self._num_tokens = 0
@@ -115,7 +101,7 @@ class _Run:
         self._give_up, self._look_s = give_up, -math.inf
         self._ended: str | None = None
         self._begin_s = self._last_arrival_s = clock()
-        self._end_s = self._begin_s + (limits.max_duration_s or math.inf)
+        self._end_s = self._begin_s + (config.max_duration_s or math.inf)
         self.served = {request.request_id: _not_sent(request) for request in schedule.requests}
 
     async def send_all(self) -> None:
@@ -137,7 +123,7 @@ class _Run:
         open_tasks = set(self._tasks)
         while open_tasks and not self._is_over():
             now_s = self._clock()
-            left_s = self._last_arrival_s + self._limits.drain_s - now_s
+            left_s = self._last_arrival_s + self._config.drain_s - now_s
             if left_s <= CLOCK_S:
                 return
             wait_s = max(0.0, min(left_s, _LOOK_S, self._end_s - now_s))
@@ -147,7 +133,7 @@ class _Run:
         """Return whether nothing is worth waiting for."""
         now_s = self._clock()
         if has_passed(now_s, self._end_s):
-            self._ended = self._limits.late
+            self._ended = late(self._config)
         elif self._give_up is not None and has_passed(now_s - self._look_s, _LOOK_S):
             self._look_s = now_s
             if self._give_up(list(self.served.values()), now_s):
@@ -213,7 +199,7 @@ class _Run:
         except asyncio.CancelledError:
             if not served.is_complete:
                 served.is_cancelled = True
-                served.error = f"it still ran {self._limits.drain_s:g} s after the last arrival"
+                served.error = f"it still ran {self._config.drain_s:g} s after the last arrival"
             raise
         if served.error is None and not served.is_complete:
             served.error = f"the engine ended it with {served.finish_reason}"

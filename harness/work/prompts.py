@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
@@ -27,8 +27,7 @@ class TextError(ValueError):
 def read_text(path: Path) -> str:
     """Return a file of text in UTF-8, with or without a byte order mark, line ends as they are.
 
-    Raises:
-        TextError: it cannot be read, is packed, or is no such text; the line is named.
+    TextError, naming the line, where it cannot be read, is packed, or is no such text.
     """
     try:
         data = path.read_bytes()
@@ -48,11 +47,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line.
-
-    Raises:
-        TextError: it is none, or names a value twice.
-    """
+    """Return the JSON object of a line; TextError where it is none, or names a value twice."""
     try:
         row = json.loads(line, object_pairs_hook=_distinct)
     except TextError:
@@ -85,13 +80,6 @@ class PromptError(ValueError):
     """Prompts that cannot be had as asked; the message says what to change."""
 
 
-class Encoder(Protocol):
-    """The part of a tokenizer that is used here."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-
-
 @dataclass(frozen=True)
 class PromptRow:
     """One row of a prompts file: a text, or token ids."""
@@ -112,11 +100,8 @@ def synthetic_prompts(
 ) -> list[list[int]]:
     """Return distinct prompts of random token ids, the same for the same arguments.
 
-    Ids are below `vocab_size` and not in `avoid` (special tokens). Two streams of one seed share no
-    prompt in practice.
-
-    Raises:
-        PromptError: the vocabulary is too small for that many distinct prompts.
+    Ids are below `vocab_size` and not in `avoid` (special tokens); PromptError where these are too
+    few. Two streams of one seed share no prompt in practice.
     """
     allowed = sorted(set(range(vocab_size)) - set(avoid))
     if num_tokens < 1 or not allowed or len(allowed) ** min(num_tokens, 64) < num_prompts:
@@ -159,11 +144,7 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
     """Return the first `num_prompts` rows of a JSONL file; every row of the file is checked.
 
     A row is an object with `prompt` (text) or `prompt_token_ids` (whole numbers from 0). Empty
-    lines are skipped, other keys are ignored.
-
-    Raises:
-        PromptError: the file cannot be read, a row is malformed (named by its line), or there are
-            too few rows.
+    lines are skipped, other keys are ignored. PromptError names the lines that are malformed.
     """
     try:
         # Not splitlines(), which also ends a line at U+2028 and the like inside of a text.
@@ -207,12 +188,8 @@ def _ids(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def encode_rows(rows: Iterable[PromptRow], encoder: Encoder | None) -> list[list[int]]:
-    """Return the token ids of the rows, texts through the model's tokenizer.
-
-    Raises:
-        PromptError: a row is a text and the model has no tokenizer, or a text gives no token.
-    """
+def encode_rows(rows: Iterable[PromptRow], encoder: Any) -> list[list[int]]:
+    """Return the token ids of the rows, texts through the model's tokenizer."""
     prompts = []
     for row in rows:
         if row.token_ids is not None:

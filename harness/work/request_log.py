@@ -4,11 +4,10 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from harness.observe.spool import replace_spool
+from harness.observe.spool import Background, replace_spool
 from harness.work.times import RequestTimes, ServedRequest
 from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, request_rows
 
@@ -26,8 +25,7 @@ class RequestLog:
         self._path = run_dir / SPOOL_NAME
         self._ended: list[tuple[str, int, RequestTimes]] = []
         self._due_s = 0.0
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="requests")
-        self._pending: Future[None] | None = None
+        self._writer = Background("requests")
 
     def of(self, part: str, repeat: int) -> Callable[[RequestTimes], None]:
         """Return what notes requests of one measurement when they have ended."""
@@ -42,31 +40,20 @@ class RequestLog:
     def flush(self) -> None:
         """Return when every request that ended is in the file."""
         self._hand_over()
-        self._raise_failure(wait=True)
+        self._writer.wait()
 
     def close(self) -> None:
         """Flush; nothing can be noted afterwards."""
-        self.flush()
-        self._writer.shutdown()
+        self._hand_over()
+        self._writer.close()
 
     def _hand_over(self) -> None:
-        self._raise_failure(wait=False)
         self._due_s = time.monotonic() + INTERVAL_S
         if self._ended:
             ended, self._ended = self._ended, []
-            self._pending = self._writer.submit(self._put, ended, self._pending)
+            self._writer.submit(self._put, ended)
 
-    def _raise_failure(self, *, wait: bool) -> None:
-        pending = self._pending
-        if pending is not None and (wait or pending.done()):
-            self._pending = None
-            pending.result()
-
-    def _put(
-        self, ended: Sequence[tuple[str, int, RequestTimes]], before: "Future[None] | None"
-    ) -> None:
-        if before is not None:
-            before.result()  # done: there is one thread
+    def _put(self, ended: Sequence[tuple[str, int, RequestTimes]]) -> None:
         lines = [json.dumps(_row(*item), allow_nan=False) + "\n" for item in ended]
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))

@@ -9,6 +9,7 @@ from functools import cached_property
 from engine.errors import RequestError
 from harness.config.serve import Arrivals, Lengths, ServeScenario
 from harness.work.prompts import PromptError
+from harness.work.times import mean_rate
 from harness.work.trace import TraceRow, block_lengths, scaled_tokens
 
 
@@ -17,10 +18,7 @@ def arrival_times(num: int, arrivals: Arrivals, *, rate_per_s: float, seed: int)
 
     The gaps are drawn for a rate of one a second and then divided by the rate, so schedules of two
     rates differ by a factor alone. `rate_per_s` is the mean once the ramp is over; at_once has
-    none.
-
-    Raises:
-        ValueError: the process is trace, whose times are those of its rows.
+    none, and trace has the times of its rows.
     """
     if arrivals.process == "trace":
         raise ValueError("arrivals.process=trace: the times are those of the rows.")
@@ -136,23 +134,13 @@ class Schedule:
 
 
 def check_counted(schedule: Schedule, config: ServeScenario) -> None:
-    """Refuse a schedule of whose requests none would be counted, before anything is sent.
-
-    Raises:
-        RequestError: all arrive in the ramp.
-    """
+    """Raise RequestError where all requests arrive in the ramp, so none would be counted."""
     if all(request.is_ramp_up for request in schedule.requests):
         raise RequestError(
             f"serve: expected requests after scenario.serve.arrivals.ramp_up_s="
             f"{config.arrivals.ramp_up_s:g}, got all {len(schedule.requests)} before; none would "
             "be counted. Lower it, or raise num_requests."
         )
-
-
-def mean_rate(times_s: Sequence[float]) -> float | None:
-    """Return (n - 1) / (last - first) of times in any order; None below two or for no span."""
-    span_s = max(times_s) - min(times_s) if len(times_s) > 1 else 0.0
-    return (len(times_s) - 1) / span_s if span_s > 0 else None
 
 
 def plan_requests(
@@ -265,11 +253,8 @@ def fill_tokens(
     """Return the schedule with the token ids of every request; the same for the same arguments.
 
     No two synthetic prompts are equal. Prompts of a trace are equal as far as its hash_ids are. Ids
-    are below `vocab_size` and not in `avoid`; `rows` are those of the file of prompts, encoded. Two
-    streams share no prompt in practice.
-
-    Raises:
-        PromptError: the vocabulary is too small for that many different prompts.
+    are below `vocab_size` and not in `avoid`, or PromptError where these are too few; `rows` are
+    those of the file of prompts, encoded. Two streams share no prompt in practice.
     """
     if config.prompts_file is not None:
         return replace(schedule, requests=tuple(_of_file(item, rows) for item in schedule.requests))

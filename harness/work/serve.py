@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from engine.async_llm import AsyncLLM
 from harness.config.serve import PeakSearch, ServeScenario
@@ -24,7 +24,7 @@ from harness.work.drive import (
     run_warm_up,
 )
 from harness.work.kv import Reuse, Sent, hit_tokens, note_reuse, reuse_since
-from harness.work.open_loop import CUT_OFF, Door, Limits, Wait, run_open_loop
+from harness.work.open_loop import CUT_OFF, Door, Wait, late, run_open_loop
 from harness.work.prompts import synthetic_prompts
 from harness.work.schedule import Load, PlannedRequest, Schedule, check_counted
 from harness.work.times import (
@@ -95,15 +95,9 @@ LEAST_SENT_SHARE: Final = 0.95
 """Share of the planned rate below which the client did not keep its schedule."""
 
 
-class OpenDoor(Protocol):
-    """Opens the asynchronous door of an engine; `engine.async_llm.AsyncLLM` is one."""
-
-    def __call__(
-        self, llm: Any, /, *, max_pending: int, on_step: Callable[[Any, float], None]
-    ) -> Door:
-        """Return the door; `on_step` gets the counts of each step and its seconds."""
-
-
+OpenDoor = Callable[..., Door]
+"""Opens the asynchronous door of an engine: `engine.async_llm.AsyncLLM`, or one like it. It takes
+the engine, `max_pending`, and `on_step`, which gets the counts of each step and its seconds."""
 RunAsync = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine and returns its result; asyncio.run is one."""
 
@@ -168,7 +162,7 @@ def measure_serve(
             return await run_open_loop(
                 door,
                 schedule,
-                limits_of(config),
+                config,
                 clock=clock,
                 wait=wait,
                 on_progress=on_progress,
@@ -208,15 +202,6 @@ def measure_serve(
     outcome.num_unlisted_tokens = sum(len(item.token_ids) for served in others for item in served)
     _note_peak(outcome, peak)
     return outcome, totals
-
-
-def limits_of(config: ServeScenario) -> Limits:
-    """Return what bounds one run of a scenario."""
-    return Limits(
-        max_concurrency=config.max_concurrency,
-        drain_s=config.drain_s,
-        max_duration_s=config.max_duration_s,
-    )
 
 
 def good_share(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> float:
@@ -268,7 +253,7 @@ def judge(
         pools=serving_pools(served),
         samples=_samples(accounts, served),
         num_measured=sum(request.is_complete for request in counted),
-        is_cut=any(request.error == limits_of(config).late for request in served),
+        is_cut=any(request.error == late(config) for request in served),
         reasons=[
             *_account_reasons(config, accounts, served),
             *_schedule_reasons(config, metrics, served),
@@ -310,7 +295,7 @@ def _account_reasons(
         remedy = f"Lower the rate, or raise scenario.serve.drain_s (now {config.drain_s:g})."
         if first.error == CUT_OFF:
             remedy = "Lower the rate, or relax scenario.serve.slo."
-        elif first.error == limits_of(config).late:
+        elif first.error == late(config):
             remedy = "Raise scenario.serve.max_duration_s, or lower num_requests."
         reasons.append(
             f"serve: {len(cancelled)} of {accounts.planned} requests were cancelled; "

@@ -85,11 +85,7 @@ class Tiers(Sender):
         return int(self.counts().get("cpu.blocks", 0)) * self.block
 
     def hold_in_host(self) -> None:
-        """Take idle content off the GPU and wait until none of it is under way.
-
-        Raises:
-            RuntimeError: blocks stay under way.
-        """
+        """Take idle content off the GPU and wait until none of it is under way."""
         self.llm.evict_gpu_cache()
         prompt = self.prompt(SHORT_TOKENS, "short")
         for _ in range(MOST_WAITS):

@@ -19,6 +19,12 @@ def has_passed(passed_s: float, limit_s: float) -> bool:
     return passed_s > limit_s - CLOCK_S
 
 
+def mean_rate(times_s: Sequence[float]) -> float | None:
+    """Return (n - 1) / (last - first) of times in any order; None below two or for no span."""
+    span_s = max(times_s) - min(times_s) if len(times_s) > 1 else 0.0
+    return (len(times_s) - 1) / span_s if span_s > 0 else None
+
+
 @dataclass(kw_only=True)
 class RequestTimes:
     """When a request was sent and when each of its tokens was on the host, seconds of one clock."""
@@ -254,8 +260,10 @@ def serving_metrics(
     num_prompt = sum(request.num_prompt_tokens for request in done)
     good = sum(request.meets(bounds) for request in counted)
     has_bounds = bool(bounds and counted)
+    planned = (request.sent_s for request in counted if not request.is_later_turn)
+    sent = [time_s for time_s in planned if time_s is not None]
     return {
-        "serve/sent_requests_s": _sent_rate(counted),
+        "serve/sent_requests_s": mean_rate(sent),
         "serve/requests_s": _rate(len(done), wall_s),
         "serve/output_tok_s": _rate(num_output, wall_s),
         "serve/total_tok_s": _rate(num_prompt + num_output, wall_s),
@@ -285,13 +293,6 @@ def _wall_s(done: Sequence[RequestTimes], window: Window | None) -> float | None
 def _rate(amount: float, seconds: float | None) -> float | None:
     """Return amount / seconds; an amount of 0 is a measurement, a time that is absent is none."""
     return None if seconds is None else amount / seconds
-
-
-def _sent_rate(counted: Sequence[ServedRequest]) -> float | None:
-    planned = [request.sent_s for request in counted if not request.is_later_turn]
-    sent = [time_s for time_s in planned if time_s is not None]
-    span_s = max(sent) - min(sent) if len(sent) > 1 else 0.0
-    return (len(sent) - 1) / span_s if span_s > 0 else None
 
 
 def _window_rate(served: Sequence[ServedRequest], window: Window | None) -> float | None:

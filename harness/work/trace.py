@@ -48,9 +48,7 @@ class TraceRow:
 def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
     """Return the first rows of a trace in order of time; every row of the file is checked.
 
-    Raises:
-        TraceError: the file cannot be read, rows are malformed (named by line), or there are too
-            few.
+    TraceError names the lines that are malformed.
     """
     path = expanded(str(source.path))
     try:
@@ -84,13 +82,9 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
 def check_lengths(
     rows: Sequence[TraceRow], source: TraceSource, *, limit_tokens: int, limit_name: str
 ) -> None:
-    """Refuse a trace with requests that are longer than the model takes, before anything loads.
+    """Raise TraceError, before anything loads, where requests are longer than the model takes.
 
     `limit_name` is what sets the longest prompt plus output.
-
-    Raises:
-        TraceError: naming how many rows are too long, the first of them by line, and a factor with
-            which all fit.
     """
     totals = [
         scaled_tokens(row.prompt_tokens, source.length_scale)

@@ -50,6 +50,15 @@ def run_config(**changes):
     return RunConfig(**(fields | changes))
 
 
+def attempt(config):
+    """An attempt at a point that runs no worker."""
+    from harness.point.point import Attempt, Findings
+
+    unused = dict.fromkeys(("run_dir", "home", "gpu", "telemetry", "view"))
+    facts = {"environment": {}, "command": (), "say": print}
+    return Attempt(config=config, findings=Findings(), **facts, **unused)
+
+
 def load_only(**starts):
     return ScenarioConfig(
         name="load",

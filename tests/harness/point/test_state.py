@@ -18,7 +18,7 @@ def test_a_write_that_failed_is_raised_by_the_next_report(tmp_path):
     state.enter("latency")
     shutil.rmtree(folder)
     state.running(1, 1, 8)  # handed over; the writing thread finds no folder
-    wait(state._pending)
+    wait(state._writer._pending)
     with pytest.raises(FileNotFoundError):
         state.running(1, 1, 16)
 

@@ -11,11 +11,10 @@ from harness.config.engine import check_settings
 from harness.config.schema import ModelNode, ScenarioConfig, SystemConfig
 from harness.config.serve import Arrivals
 from harness.point.describe import flat_params, point_name, tags
-from harness.point.point import Attempt, Findings
 from harness.systems.http_engine import HTTPDoor
 from harness.systems.vllm_engine import vllm_door
 from harness.worker import Work, door_for
-from tests.harness.cases import run_config
+from tests.harness.cases import attempt, run_config
 from tests.harness.systems.test_vllm import config
 from tests.harness.systems.vllm_stand_in import install
 from tests.harness.test_worker import job
@@ -87,11 +86,10 @@ def test_names_parameters_and_tags_say_the_system():
 def test_tokens_are_compared_where_prompts_and_weights_are_the_same(changes, load_format, why):
     model = ModelNode(name="tiny", path="/weights", load_format=load_format)
     asked = run_config(system=SystemConfig(**changes), model=model)
-    findings = Findings()
-    attempt = Attempt(asked, None, findings)
-    assert attempt._is_comparable() == (why is None)
-    assert len(findings.notes) == (why is not None)
-    assert why is None or why in findings.notes[0]
+    tried = attempt(asked)
+    assert tried._is_comparable() == (why is None)
+    assert len(tried.findings.notes) == (why is not None)
+    assert why is None or why in tried.findings.notes[0]
 
 
 def test_a_peer_that_is_stepped_serves_a_schedule(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import EngineError
 from harness.config.serve import Arrivals, Turns
-from harness.work.open_loop import CUT_OFF, Limits, run_open_loop
+from harness.work.open_loop import CUT_OFF, run_open_loop
 from harness.work.schedule import fill_tokens, plan_requests
 from harness.work.times import Window, arrival_window, count_requests, serving_metrics
 from tests.harness.work.traffic.cases import serve
@@ -36,7 +36,7 @@ def run(
 
     async def main():
         door = make_door()
-        limits = Limits(max_concurrency=max_concurrency, drain_s=drain_s)
+        limits = serve(max_concurrency=max_concurrency, drain_s=drain_s)
         if during is not None:
             task = asyncio.create_task(during(door))
         served = await run_open_loop(door, schedule, limits, clock=now_s, give_up=give_up)
@@ -265,7 +265,7 @@ def test_an_engine_that_fails_is_told_before_the_next_arrival():
 
     async def main():
         schedule = planned(arrivals=Arrivals(process="constant", rate_per_s=0.001))
-        limits = Limits(max_concurrency=None, drain_s=9)
+        limits = serve(drain_s=9)
         with pytest.raises(MemoryError):
             await run_open_loop(Door(), schedule, limits, clock=now_s)
         return passed_s()
@@ -280,7 +280,7 @@ def test_progress_counts_ended_requests_and_tokens():
         await run_open_loop(
             ScriptedDoor(),
             planned(num_requests=2),
-            Limits(max_concurrency=None, drain_s=9),
+            serve(drain_s=9),
             clock=now_s,
             on_progress=lambda *state: seen.append(state),
         )
@@ -300,7 +300,7 @@ def test_a_pause_of_the_schedule_is_no_silence_but_one_of_the_engine_is(is_stuck
         await run_open_loop(
             ScriptedDoor(first_s=3000.0 if is_stuck else 0.5),
             planned(num_requests=2, arrivals=arrivals),
-            Limits(max_concurrency=None, drain_s=9),
+            serve(drain_s=9),
             clock=now_s,
             on_progress=lambda *_: told.append(passed_s()),
         )

@@ -7,10 +7,9 @@ import pytest
 from engine.errors import ConfigError
 from harness.config.schema import ThroughputScenario
 from harness.observe.student import student_t
-from harness.work.drive import Outcome, StepTotals
+from harness.work.drive import Outcome, StepTotals, measure_repeats
 from harness.work.offline import drift_reasons
 from harness.work.prompts import PromptRow
-from harness.work.repeats import measure_repeats
 from harness.work.times import RequestTimes
 from tests.harness.cases import scenario
 from tests.harness.test_worker import job, work

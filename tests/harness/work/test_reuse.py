@@ -89,11 +89,12 @@ def test_the_rates_of_a_search_share_no_prefix_of_a_file():
         num_requests=3,
     )
     rows = [make_prompt(40, seed=seed) for seed in range(config.num_rows)]
-    outcome, _, llm = serve_fake(config, rows=rows, salt="run", prefill_s=0.01)
+    sent = {"rows": rows, "salt": "run", "prefill_s": 0.0, "decode_s": 0.0}
+    outcome, _, llm = serve_fake(config, **sent)
     assert len(outcome.samples["trials"]) == 2
     assert outcome.metrics["serve/hit_share"] == 0
     assert sorted(set(llm.salts)) == ["run/serve-1", "run/serve-2"]
-    blind, _, _ = serve_fake(config, rows=rows, salt="run", prefill_s=0.01, knows_salts=False)
+    blind, _, _ = serve_fake(config, **sent, knows_salts=False)
     assert blind.metrics["serve/hit_share"] == pytest.approx(3 / 5)  # the first rate sent three
     assert "120 of 200 prompt tokens were found" in blind.reasons[0]
 

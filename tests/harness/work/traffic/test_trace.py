@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from harness.config.schema import ScenarioConfig
 from harness.config.serve import Arrivals, ServeScenario, TraceSource
-from harness.point.point import Attempt, Findings
 from harness.work.trace import (
     TraceError,
     TraceRow,
@@ -16,7 +15,7 @@ from harness.work.trace import (
     read_trace,
     scaled_tokens,
 )
-from tests.harness.cases import run_config
+from tests.harness.cases import attempt, run_config
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -220,6 +219,5 @@ def test_a_trace_that_is_too_long_for_the_model_is_refused_before_anything_loads
     source = written(tmp_path, AZURE.replace("879,55", "500,40"))
     part = ServeScenario(num_requests=3, arrivals=Arrivals(process="trace"), trace=source)
     asked = run_config(scenario=ScenarioConfig(name="test", serve=part))
-    attempt = Attempt(asked, None, Findings())
     with pytest.raises(TraceError, match=r"more than 512 tokens .*\(the model's context\)"):
-        attempt.prepare()
+        attempt(asked).prepare()
