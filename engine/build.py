@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.offload import OffloadWarning
 from engine.clock import LoadReport, PhaseClock
-from engine.device.base import TORCH_DTYPES, Device
+from engine.device.base import Device
 from engine.device.cuda import open_device
 from engine.errors import CheckpointError, PinningError
 from engine.kv.memory import HostTier, KVCache
@@ -27,7 +25,7 @@ from engine.model.checkpoint import (
     text_part,
     with_tied,
 )
-from engine.model.formats import FORMATS, TensorFormats
+from engine.model.formats import TensorFormats
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
@@ -36,7 +34,7 @@ from engine.run.decoder import Decoder
 from engine.run.executor import DeviceExecutor
 from engine.run.sampler import Sampler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
-from engine.weights.reader import CheckpointReader, fill_dummy, pack_tensor
+from engine.weights.reader import CheckpointReader, DummyWeights, pack
 from engine.weights.store import WeightStore
 
 Progress = Callable[[str, int, int], None]
@@ -274,10 +272,10 @@ def _load(
     progress: Progress | None,
 ) -> None:
     parts, packed, formats = list(store.parameters()), list(store.packed()), store.plan.formats
-    plain = FORMATS[store.plan.dtype]
     whole = [part for tensor, _ in packed for part in formats[tensor.name].parameters(tensor)]
     if config.model.load_format == "dummy":
-        total = sum(tensor.nbytes for _, tensor in parts) + sum(map(plain.num_bytes, whole))
+        total = sum(tensor.nbytes for _, tensor in parts)
+        total += sum(map(formats.default.num_bytes, whole))
     else:
         total = sum(stored[part.name].num_bytes for part in [*(p for p, _ in parts), *whole])
     done = 0
@@ -292,22 +290,16 @@ def _load(
     if config.model.load_format == "dummy":
         with clock.phase("convert"):
             norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
-            fill = partial(fill_dummy, seed=config.engine.seed, progress=advance, norm=norm)
-            fill(parts, embedding_scale=scale)
-            for tensor, views in packed:
-                values = {
-                    part.name: torch.empty(part.shape, dtype=TORCH_DTYPES[plain.name])
-                    for part in tensor.parts
-                }
-                made = [(part, values[part.name]) for part in tensor.parts]
-                fill(made, embedding_scale=scale)
-                pack_tensor(formats, tensor, values, views)
+            dummy = DummyWeights(config.engine.seed, advance, norm, scale)
+            dummy.fill(parts)
+            pack(formats, packed, dummy.fill, device, clock)
             device.synchronize()
         clock.add_bytes("convert", total)
         return
     reader = CheckpointReader(device, clock, advance, pin=store.plan.pin)
-    reader.read(parts, stored)
-    reader.pack(formats, packed, stored)
+    with contextlib.closing(reader):
+        reader.read(parts, stored)
+        pack(formats, packed, partial(reader.read, stored=stored), device, clock)
 
 
 class CompileTime:

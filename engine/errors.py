@@ -32,6 +32,22 @@ class CheckpointError(EngineError):
     """A checkpoint is absent, incomplete, or does not match the model's sizes."""
 
 
+class UnpackableError(CheckpointError):
+    """Tensors have values that the format which they were planned in cannot keep.
+
+    Attributes:
+        reasons: Why, by the tensor's name.
+    """
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        each = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        super().__init__(
+            f"formats: expected values that can be packed, {len(reasons)} tensors have others "
+            f"({each}). Leave these plain."
+        )
+        self.reasons = reasons
+
+
 class RequestError(EngineError, ValueError):
     """One request cannot be served; other requests are not affected."""
 

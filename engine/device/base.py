@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -189,6 +190,14 @@ class Device(Protocol):
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Allocate uint8 [num_bytes] of GPU memory, counted by `allocated_bytes`."""
+
+    def scratch(self, num_bytes: int, beside: int) -> AbstractContextManager[torch.Tensor]:
+        """Lend uint8 [num_bytes] of GPU memory; what was lent is given back to the driver.
+
+        Args:
+            num_bytes: How much.
+            beside: What is allocated meanwhile by others, and given back too.
+        """
 
     def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
         """Allocate host memory of exactly that size; pinned where asked.

@@ -6,7 +6,8 @@ a missing wait shows up as wrong tokens; `eager_copies` runs it as early as it m
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 import psutil
@@ -106,7 +107,7 @@ class CPUDevice:
     def __init__(self, *, eager_copies: bool = False) -> None:
         self.name = "CPU emulation"
         self._eager = eager_copies
-        self._allocated = 0
+        self._allocated = self._peak = 0
         self._budget: int | None = None
         self._lock = threading.RLock()
 
@@ -130,6 +131,21 @@ class CPUDevice:
         """Allocate emulated GPU memory."""
         self.count_working(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @contextmanager
+    def scratch(self, num_bytes: int, beside: int) -> Iterator[torch.Tensor]:
+        """Lend emulated GPU memory.
+
+        Raises:
+            CapacityError: The budget would be exceeded.
+        """
+        before = self._allocated
+        self.count_working(num_bytes + beside)
+        self._peak = max(self._peak, self._allocated)
+        try:
+            yield torch.empty(num_bytes, dtype=torch.uint8)
+        finally:
+            self._allocated = before
 
     def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
         """Allocate host memory of exactly that size."""
@@ -155,7 +171,7 @@ class CPUDevice:
 
     def enforce_budget(self, num_bytes: int) -> None:
         """Make allocations beyond the budget fail; what was allocated before is released."""
-        self._budget, self._allocated = num_bytes, 0
+        self._budget, self._allocated, self._peak = num_bytes, 0, 0
 
     def count_working(self, num_bytes: int) -> None:
         """Count emulated GPU memory that is not allocated through `empty`."""
@@ -167,8 +183,8 @@ class CPUDevice:
         self._allocated += num_bytes
 
     def peak_bytes(self) -> int:
-        """Return the emulated GPU memory in use; it does not shrink."""
-        return self._allocated
+        """Return the most emulated GPU memory that was in use."""
+        return max(self._peak, self._allocated)
 
     def allocated_bytes(self) -> int:
         """Return the emulated GPU memory in use."""

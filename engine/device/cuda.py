@@ -6,7 +6,7 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -293,6 +293,16 @@ class CUDADevice:
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Allocate GPU memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    @contextlib.contextmanager
+    def scratch(self, num_bytes: int, beside: int) -> Iterator[torch.Tensor]:  # noqa: ARG002
+        """Lend GPU memory; the allocator gives back what it does not use afterwards."""
+        lent = self.empty(num_bytes)
+        try:
+            yield lent
+        finally:
+            lent.untyped_storage().resize_(0)  # whatever views of it are left
+            torch.cuda.empty_cache()
 
     def host_buffer(self, num_bytes: int, *, pin: bool) -> HostBuffer:
         """Allocate host memory of exactly that size, registered where asked."""

@@ -7,7 +7,7 @@ FORMATS, its operators in kernels, and their test.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -18,6 +18,8 @@ from engine.errors import ConfigError
 ALIGNMENT: Final = 256
 """Every tensor of a slab, and every view of a tensor, starts at a multiple of this, bytes."""
 
+PACK_BATCH_BYTES: Final = 128 * 2**20
+"""Rows that are brought to the GPU before they are packed."""
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
@@ -30,15 +32,22 @@ def align(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint, or some of its rows."""
 
     name: str
     shape: tuple[int, ...]
+    first: int = 0
+    """The element of the checkpoint's tensor that it begins with."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def rows(self, start: int, stop: int) -> "ParamSpec":
+        """Return some of its rows."""
+        size = math.prod(self.shape[1:])
+        return ParamSpec(self.name, (stop - start, *self.shape[1:]), self.first + start * size)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,21 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def row_parts(self, start: int, stop: int) -> Iterator[tuple[ParamSpec, int, int]]:
+        """Yield what some rows are of each parameter, and where in these rows it starts and stops.
+
+        Args:
+            start: The first row.
+            stop: The row after the last.
+        """
+        begin = 0
+        for part in self.parts:
+            end = begin + part.shape[0]
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                yield part.rows(low - begin, high - begin), low - start, high - start
+            begin = end
 
 
 @dataclass(frozen=True)
@@ -79,6 +103,34 @@ class Products(NamedTuple):
     linear_gelu_mul: Callable[..., Any]
     embedding: Callable[..., Any]
 
+    @classmethod
+    def of(cls, module: Any) -> "Products":
+        """Return those of a module of kernels.ops."""
+        return cls(*(getattr(module, name) for name in cls._fields))
+
+
+class Operators(NamedTuple):
+    """The modules of kernels.ops that formats have products of."""
+
+    linear: Any
+    codes: Any
+
+
+class Packing(ABC):
+    """Packs one tensor, a block of rows after the other."""
+
+    @abstractmethod
+    def add(self, rows: Any) -> None:
+        """Pack the next rows and bring them into place.
+
+        Args:
+            rows: On the device, in the dtype that the engine computes in.
+        """
+
+    @abstractmethod
+    def finish(self) -> str:
+        """End the tensor; return why its values cannot be kept, or nothing if they are."""
+
 
 class Format(ABC):
     """How one tensor is kept, filled and multiplied with.
@@ -88,9 +140,11 @@ class Format(ABC):
 
     name: str
     is_packed: ClassVar[bool] = False
-    """Whether it is made of whole parameters by `pack`, else they are read into `targets`."""
-    is_for_products: ClassVar[bool] = True
-    """Whether it holds matrices alone; norms and biases, which no product takes, stay plain."""
+    """Whether it is made of its rows by `packing`, else parameters are read into `targets`."""
+
+    @abstractmethod
+    def holds(self, tensor: TensorSpec, dtype: str) -> bool:
+        """Whether a tensor of these sizes, computed with in this dtype, can be kept so."""
 
     @abstractmethod
     def num_bytes(self, tensor: ParamSpec | TensorSpec) -> int:
@@ -101,8 +155,12 @@ class Format(ABC):
         """List the arrays that its bytes are."""
 
     @abstractmethod
-    def products(self, ops: Any) -> Products:
-        """Return its products among those of kernels.ops.linear; asked for once, when built."""
+    def products(self, ops: Operators) -> Products:
+        """Return its products; asked for once, when built.
+
+        Args:
+            ops: Modules of kernels.ops.
+        """
 
     def row_bytes(self, tensor: TensorSpec) -> int:
         """Bytes that one row is read from."""
@@ -112,11 +170,12 @@ class Format(ABC):
         """Parameters of a checkpoint that it is made from."""
         return tensor.parts
 
-    def operand(self, views: Mapping[str, Any]) -> Any:
+    def operand(self, views: Mapping[str, Any], ops: Operators) -> Any:  # noqa: ARG002
         """Return what its products take as the weight.
 
         Args:
             views: torch tensors by the names of `views`.
+            ops: Modules of kernels.ops.
         """
         return views
 
@@ -126,16 +185,21 @@ class Format(ABC):
         """Yield each parameter with the contiguous array that it is read into, or converted."""
         raise NotImplementedError(f"{self.name} is packed")
 
-    def pack(self, tensor: TensorSpec, values: Mapping[str, Any], views: Mapping[str, Any]) -> None:
-        """Make the tensor from whole parameters.
+    def block_rows(self, tensor: TensorSpec) -> int:
+        """Return how many rows are packed at a time; the last block may have fewer."""
+        raise NotImplementedError(f"{self.name} is read into place")
+
+    def scratch_bytes(self, tensor: TensorSpec) -> int:
+        """GPU memory that packing a block takes beside its rows and their place."""
+        raise NotImplementedError(f"{self.name} is read into place")
+
+    def packing(self, tensor: TensorSpec, views: Mapping[str, Any], ops: Operators) -> Packing:
+        """Return what makes the tensor.
 
         Args:
             tensor: Which.
-            values: Its parameters by name on the CPU, in the dtype of the file.
-            views: CPU arrays to write.
-
-        Raises:
-            CheckpointError: The values cannot be kept in this format.
+            views: Arrays to write, on any device.
+            ops: Modules of kernels.ops.
         """
         raise NotImplementedError(f"{self.name} is read into place")
 
@@ -146,7 +210,10 @@ class Plain(Format):
 
     name: str
     element_bytes: int
-    is_for_products: ClassVar[bool] = False
+
+    def holds(self, tensor: TensorSpec, dtype: str) -> bool:  # noqa: ARG002
+        """Whether it is the dtype that the engine computes in."""
+        return self.name == dtype
 
     def num_bytes(self, tensor: ParamSpec | TensorSpec) -> int:
         """Bytes of all elements."""
@@ -156,11 +223,11 @@ class Plain(Format):
         """List the tensor itself."""
         return (View("", tensor.shape, self.name, 0),)
 
-    def products(self, ops: Any) -> Products:
+    def products(self, ops: Operators) -> Products:
         """Return those that read a weight once and round nothing but the result."""
-        return Products(ops.linear, ops.linear_silu_mul, ops.linear_gelu_mul, ops.embedding)
+        return Products.of(ops.linear)
 
-    def operand(self, views: Mapping[str, Any]) -> Any:
+    def operand(self, views: Mapping[str, Any], ops: Operators) -> Any:  # noqa: ARG002
         """Return the tensor itself."""
         return views[""]
 
@@ -202,22 +269,46 @@ class TensorFormats:
         """Bytes of several."""
         return sum(map(self.num_bytes, tensors))
 
-    def packing_bytes(self, tensors: Iterable[TensorSpec], stored: Format) -> int:
-        """Host memory beside its place that the largest packed tensor is made in, from files."""
+    def packed(self, tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """Return those that are made of their rows."""
         if not self.others and not self.default.is_packed:
-            return 0  # known at once, and asked for often
-        packed = (t for t in tensors if self[t.name].is_packed)
-        return max((stored.num_bytes(t) + self.num_bytes(t) for t in packed), default=0)
+            return []  # known at once, and asked for often
+        return [tensor for tensor in tensors if self[tensor.name].is_packed]
+
+    def block_bytes(self, tensor: TensorSpec) -> int:
+        """Bytes of the rows of a packed tensor that are packed at a time."""
+        rows = min(tensor.shape[0], self[tensor.name].block_rows(tensor))
+        return self.default.num_bytes(tensor) // tensor.shape[0] * rows
+
+    def batch_bytes(self, tensors: Iterable[TensorSpec]) -> int:
+        """GPU memory that rows of packed tensors are brought to; some blocks, the largest at least.
+
+        Args:
+            tensors: The packed ones.
+        """
+        packed = list(tensors)
+        largest = max(map(self.block_bytes, packed), default=0)
+        return max(largest, min(PACK_BATCH_BYTES, sum(map(self.default.num_bytes, packed))))
+
+    def packing_bytes(self, tensors: Iterable[TensorSpec]) -> int:
+        """GPU memory that packing takes beside the tensors' places.
+
+        Args:
+            tensors: Of the model.
+        """
+        packed = self.packed(tensors)
+        scratch = (self[tensor.name].scratch_bytes(tensor) for tensor in packed)
+        return self.batch_bytes(packed) + max(scratch, default=0)
 
     def check(self, tensors: Iterable[TensorSpec]) -> None:
         """Raise ConfigError where a tensor is unknown, or cannot be held."""
         known = {tensor.name: tensor for tensor in tensors}
         for name, each in self.others.items():
-            found = known[name].shape if name in known else ()
-            if not found or (each.is_for_products and len(found) != 2):
+            if name not in known or not each.holds(known[name], self.default.name):
+                shape = known[name].shape if name in known else ()
                 raise ConfigError(
-                    f"formats: expected a matrix of the model for {each.name}, got {name} "
-                    f"(shape {found}). Leave it in {self.default.name}."
+                    f"formats: expected a tensor of the model that {each.name} can hold, got "
+                    f"{name} (shape {shape}) in {self.default.name}. Leave it plain."
                 )
 
     def to_dict(self) -> dict[str, str]:

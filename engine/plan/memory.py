@@ -380,6 +380,11 @@ class Asked:
     # What no placement changes is found once, for all plans that are made from this.
 
     @cached_property
+    def packing_bytes(self) -> int:
+        """GPU memory that a load packs tensors in."""
+        return self.formats.packing_bytes(self.spec.tensors())
+
+    @cached_property
     def kv(self) -> KVSizes:
         """What sequences and blocks take."""
         return kv_sizes(self.config, self.spec, self.dtype, self.max_model_len)
@@ -471,8 +476,9 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
     offloads = any(layer.units for layer in layout.layers)
     captured = prefills if use_graphs and not offloads else ()
-    decodes = sizes if use_graphs else ()
-    captured_pool, graph_nodes = captured_bytes(spec, facts.kind, decodes, captured, size)
+    captured_pool, graph_nodes = captured_bytes(
+        spec, facts.kind, sizes if use_graphs else (), captured, size
+    )
     items = {
         "weights": layout.resident_bytes,
         "prefetch_slots": sum(size for kind, size in slot_bytes.items() if kind is not UVA),
@@ -485,6 +491,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     tier = asked_tier(asked, layout.offloaded_bytes)
     if tier.num_blocks:
         items["kv_moves"] = tier.ids_bytes
+    items |= _packing(asked, items, budget)
     room = budget - sum(items.values())
     kv = tier.share_out(asked.kv, room)
     if kv.groups[0].in_place:
@@ -543,12 +550,19 @@ def _host_items(asked: Asked, tier: HostTierSizes, offloaded_bytes: int) -> dict
         items["pinned_kv"] = tier.num_pinned * sum(asked.kv.block_bytes)
         items["pageable_kv"] = tier.num_pageable * sum(asked.kv.block_bytes)
         items["kv_staging"] = tier.staging_bytes + tier.ids_bytes
-    items["load_staging"] = asked.formats.packing_bytes(spec.tensors(), FORMATS[spec.dtype])
+    items["load_staging"] = 0
     if config.model.load_format != "dummy":
-        items["load_staging"] += load_staging_bytes(spec.weight_bytes(), facts.num_threads)
+        items["load_staging"] = load_staging_bytes(spec.weight_bytes(), facts.num_threads)
     items["tokenizer"] = 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size)
     items["process"] = CPU_PROCESS_BYTES if facts.emulated else CUDA_PROCESS_BYTES
     return items
+
+
+def _packing(asked: Asked, items: Mapping[str, int], budget: int) -> dict[str, int]:
+    """Return what packing takes, if a load has no room for it where steps and KV will be."""
+    later = items["activations"] + items["logits"]
+    has_room = asked.packing_bytes <= budget - sum(items.values()) + later
+    return {} if has_room or not asked.packing_bytes else {"packing": asked.packing_bytes - later}
 
 
 def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:

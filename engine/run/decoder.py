@@ -19,7 +19,7 @@ from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import pad_batch
 from engine.run.inputs import Batch, PrefillPiece, StagedPrefill
-from engine.weights.store import WeightStore
+from engine.weights.store import OPERATORS, WeightStore
 from kernels.arguments import (
     AttentionCall,
     DecodeWorkspace,
@@ -30,7 +30,7 @@ from kernels.arguments import (
     prefill_state,
     prefill_workspace,
 )
-from kernels.ops import attention, kv, linear, norm
+from kernels.ops import attention, kv, norm
 from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES, prefill_state_bytes
 
 NUM_BUFFERS = 2
@@ -163,8 +163,8 @@ class Decoder:
             store,
             cache,
             _layers(spec, plan, at),
-            plan.formats[EMBEDDING].products(linear).embedding,
-            plan.formats[head].products(linear).linear,
+            plan.formats[EMBEDDING].products(OPERATORS).embedding,
+            plan.formats[head].products(OPERATORS).linear,
             decode_workspace(rows, *sizes, at),
             prefill_workspace(queries, *sizes, at),
             torch.zeros((rows, spec.vocab_size), device=at),
@@ -342,7 +342,7 @@ def _layers(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> tuple[De
     is_gelu = spec.architecture.activation == "gelu_tanh"
 
     def products(index: int, name: str) -> Products:
-        return plan.formats[f"model.layers.{index}.{name}.weight"].products(linear)
+        return plan.formats[f"model.layers.{index}.{name}.weight"].products(OPERATORS)
 
     found = []
     for index, window in enumerate(spec.windows):

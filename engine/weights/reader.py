@@ -1,6 +1,7 @@
 """Fill weights in their planned place: every thread reads, converts, uploads; or with noise."""
 
 import hashlib
+import math
 import os
 import threading
 import warnings
@@ -13,18 +14,19 @@ from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.asked.offload import OffloadWarning
 from engine.clock import PhaseClock
-from engine.device.base import CopyStream, Device, HostBuffer, chunks, worker_pool
+from engine.device.base import TORCH_DTYPES, CopyStream, Device, HostBuffer, chunks, worker_pool
 from engine.device.facts import num_threads
-from engine.errors import CheckpointError, PinningError
+from engine.errors import CheckpointError, PinningError, UnpackableError
 from engine.model.checkpoint import StoredTensor
 from engine.model.formats import ALIGNMENT, ParamSpec, TensorFormats, TensorSpec
 from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
+from engine.weights.store import OPERATORS
 
 PROGRESS_S = 0.05
 """Time between two reports of progress."""
@@ -89,11 +91,12 @@ def _pieces(
         dtype = _dtype(source)
         width = dtype.itemsize
         room = width if flat.dtype == dtype else width + flat.dtype.itemsize
-        for start, stop in chunks(source.num_bytes, max(1, piece_bytes // room) * width):
-            yield _Piece(source, start, stop - start, flat[start // width : stop // width])
+        for start, stop in chunks(flat.numel() * width, max(1, piece_bytes // room) * width):
+            begin = spec.first * width + start
+            yield _Piece(source, begin, stop - start, flat[start // width : stop // width])
 
 
-def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+def _runs(pieces: Iterable[_Piece], run_bytes: int) -> Iterator[list[_Piece]]:
     """Yield what one thread reads at a time: each file in its own order, the files in turn."""
     by_file: dict[Path, list[list[_Piece]]] = {}
     room = 0
@@ -101,7 +104,7 @@ def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         runs = by_file.setdefault(piece.file, [])
         if not runs or room <= 0:
             runs.append([])
-            room = RUN_BYTES
+            room = run_bytes
         runs[-1].append(piece)
         room -= piece.num_bytes
     for in_turn in zip_longest(*by_file.values()):
@@ -219,40 +222,87 @@ def _read_into(descriptor: int, file: Path, position: int, raw: torch.Tensor) ->
         done += got
 
 
-def _values(source: StoredTensor) -> torch.Tensor:
-    """Return a whole parameter in host memory, in the dtype of the file."""
-    raw = torch.empty(source.num_bytes, dtype=torch.uint8)
-    with source.file.open("rb") as stream:
-        _read_into(stream.fileno(), source.file, source.start, raw)
-    return raw.view(_dtype(source)).view(source.shape)
+Fill = Callable[[Iterable[tuple[ParamSpec, torch.Tensor]]], None]
+"""Brings values into tensors, which later work of the compute stream may read."""
 
 
-def pack_tensor(
+class _Block(NamedTuple):
+    """Rows of a tensor that are packed at a time."""
+
+    tensor: TensorSpec
+    start: int
+    stop: int
+
+
+def _batches(
+    formats: TensorFormats, tensors: Iterable[TensorSpec], num_bytes: int
+) -> Iterator[list[_Block]]:
+    """Yield as many blocks at a time as have room, in order."""
+    batch: list[_Block] = []
+    room = num_bytes
+    for tensor in tensors:
+        block_bytes = formats.block_bytes(tensor)
+        for start, stop in chunks(tensor.shape[0], formats[tensor.name].block_rows(tensor)):
+            if block_bytes > room:
+                yield batch
+                batch, room = [], num_bytes
+            batch.append(_Block(tensor, start, stop))
+            room -= block_bytes
+    if batch:
+        yield batch
+
+
+def pack(
     formats: TensorFormats,
-    tensor: TensorSpec,
-    values: Mapping[str, torch.Tensor],
-    views: Mapping[str, torch.Tensor],
+    packed: Iterable[tuple[TensorSpec, Mapping[str, torch.Tensor]]],
+    fill: Fill,
+    device: Device,
+    clock: PhaseClock,
 ) -> None:
-    """Make a packed tensor of its parameters, in host memory or through it.
+    """Make the packed tensors: some rows are brought to the GPU and packed there, then others.
 
     Args:
         formats: Of the model.
-        tensor: Which.
-        values: Its parameters on the CPU.
-        views: Arrays of the tensor, on any device.
+        packed: Which, with the arrays to write, on any device.
+        fill: Called with rows of parameters.
+        device: That packs.
+        clock: Receives the phase convert.
+
+    Raises:
+        UnpackableError: Some have values that their format cannot keep; names them all.
     """
-    on_host = all(view.device.type == "cpu" for view in views.values())
-    made = dict(views)
-    if not on_host:
-        made = {name: torch.empty_like(view, device="cpu") for name, view in views.items()}
-    formats[tensor.name].pack(tensor, values, made)
-    if not on_host:
-        for name, view in views.items():
-            view.copy_(made[name])
+    tensors, packings = [], {}
+    for tensor, views in packed:
+        tensors.append(tensor)
+        packings[tensor.name] = formats[tensor.name].packing(tensor, views, OPERATORS)
+    if not tensors:
+        return
+    size = formats.batch_bytes(tensors)
+    with device.scratch(size, formats.packing_bytes(tensors) - size) as raw:
+        scratch = raw.view(TORCH_DTYPES[formats.default.name])
+        for batch in _batches(formats, tensors, size):
+            rows, at = [], 0
+            for tensor, start, stop in batch:
+                shape = stop - start, *tensor.shape[1:]
+                rows.append(scratch[at : at + math.prod(shape)].view(shape))
+                at += math.prod(shape)
+            fill(
+                (part, target[start:stop])
+                for block, target in zip(batch, rows, strict=True)
+                for part, start, stop in block.tensor.row_parts(block.start, block.stop)
+            )
+            with clock.phase("convert"):
+                for block, values in zip(batch, rows, strict=True):
+                    packings[block.tensor.name].add(values)
+        with clock.phase("convert"):
+            reasons = {name: reason for name, x in packings.items() if (reason := x.finish())}
+            device.synchronize()
+    if reasons:
+        raise UnpackableError(reasons)
 
 
 class CheckpointReader:
-    """Reads in threads, each of which converts and uploads what it has read.
+    """Reads in threads, each of which converts and uploads what it has read; closed after the last.
 
     Args:
         device: Whose memory targets may lie in.
@@ -270,6 +320,7 @@ class CheckpointReader:
         pin: bool = True,
     ) -> None:
         self._device, self._clock, self._progress, self._pin = device, clock, progress, pin
+        self._buffer: HostBuffer | None = None
 
     def read(
         self,
@@ -283,16 +334,20 @@ class CheckpointReader:
         """
         piece_bytes = max(1, PIECE_BYTES // ALIGNMENT) * ALIGNMENT
         pieces = list(_pieces(parameters, stored, piece_bytes))
-        runs = deque(_runs(pieces))
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        stored_bytes = sum(each.num_bytes for each in stored.values())
+        most = max(1, min(num_threads(), -(-stored_bytes // RUN_BYTES)))
+        # A part of a model is shared out among the threads too.
+        runs = deque(_runs(pieces, min(RUN_BYTES, -(-num_bytes // most))))
         count = max(1, min(num_threads(), len(runs)))
         begin = perf_counter()
         with self._clock.phase("read"), ExitStack() as stack:
             staging = torch.empty(0, dtype=torch.uint8)
             if not all(piece.is_direct for piece in pieces):
                 on_host = all(piece.on_host for piece in pieces)
-                buffer = self._staging(count * BUFFERS_PER_THREAD * piece_bytes, on_host=on_host)
-                stack.callback(buffer.close)
-                staging = buffer.tensor
+                staging = self._staging(
+                    count * BUFFERS_PER_THREAD * piece_bytes, pin=self._pin and not on_host
+                )
             stream = self._device.copy_stream()
             stream.after_compute()
             buffers = [staging[start:stop] for start, stop in chunks(staging.numel(), piece_bytes)]
@@ -303,40 +358,31 @@ class CheckpointReader:
             self._account(hands, perf_counter() - begin)
             with self._clock.phase("copy"):
                 stream.wait(stream.record())
-        self._clock.add_bytes("read", sum(piece.num_bytes for piece in pieces))
+        self._clock.add_bytes("read", num_bytes)
 
-    def pack(
-        self,
-        formats: TensorFormats,
-        tensors: Iterable[tuple[TensorSpec, Mapping[str, torch.Tensor]]],
-        stored: Mapping[str, StoredTensor],
-    ) -> None:
-        """Make every packed tensor, one after the other.
+    def close(self) -> None:
+        """Release the buffers."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
 
-        Raises:
-            CheckpointError: A file cannot be read to its end, or its values cannot be packed.
-        """
-        for tensor, views in tensors:
-            parts = formats[tensor.name].parameters(tensor)
-            with self._clock.phase("read"):
-                values = {part.name: _values(stored[part.name]) for part in parts}
-            with self._clock.phase("convert"):
-                pack_tensor(formats, tensor, values, views)
-            num_bytes = sum(value.nbytes for value in values.values())
-            self._clock.add_bytes("read", num_bytes)
-            self._progress(num_bytes)
-
-    def _staging(self, num_bytes: int, *, on_host: bool) -> HostBuffer:
-        """Buffers that pieces are read into where they cannot be read into place."""
+    def _staging(self, num_bytes: int, *, pin: bool) -> torch.Tensor:
+        """Buffers that pieces are read into where they cannot be read into place, kept for more."""
+        held = self._buffer
+        if held is not None and held.tensor.numel() >= num_bytes and (held.pinned or not pin):
+            return held.tensor[:num_bytes]
+        self.close()
         try:
-            return self._device.host_buffer(num_bytes, pin=self._pin and not on_host)
+            self._buffer = self._device.host_buffer(num_bytes, pin=pin)
         except PinningError as error:
             warnings.warn(
                 f"fallback: weights are copied to the GPU from pageable memory. {error}",
                 OffloadWarning,
                 stacklevel=2,
             )
-        return self._device.host_buffer(num_bytes, pin=False)
+            self._pin = False
+            self._buffer = self._device.host_buffer(num_bytes, pin=False)
+        return self._buffer.tensor
 
     def _run(self, shared: _Shared, hands: list[_OneThread]) -> None:
         """Let every thread take runs until there are none; raise what one of them raised."""
@@ -367,48 +413,60 @@ class CheckpointReader:
             self._clock.part("copy", wall_s * copy_s / total_s)
 
 
-def fill_dummy(
-    parameters: Iterable[tuple[ParamSpec, torch.Tensor]],
-    seed: int,
-    progress: Callable[[int], None],
-    norm: float = 1.0,
-    embedding_scale: float = 1.0,
-) -> None:
-    """Fill every parameter: norms with `norm` plus noise, biases and weights with normal noise.
+class DummyWeights:
+    """Noise: of norms with `norm` added, of biases and weights alone.
 
-    Values are read cyclically from one pool of draws at an offset hashed from seed and name. Host
-    memory is filled by threads; work for a GPU is enqueued on the current stream.
+    Values are read cyclically from one pool of normal draws at an offset hashed from seed and name.
+    Host memory is filled by threads; work for a GPU is enqueued on the current stream.
 
     Args:
-        parameters: Name and shape with the tensor to fill, on any device.
         seed: Changes every value.
         progress: Called with bytes that are in place or enqueued.
         norm: Mean of the weights of norms.
         embedding_scale: What the embedding is multiplied by when it is read; its noise is divided
             by it, because a tied table would otherwise repeat the last token for ever.
     """
-    generator = torch.Generator().manual_seed(seed)
-    base = torch.randn(DUMMY_POOL_SIZE, generator=generator, dtype=torch.float32) * DUMMY_STD
-    pools: dict[tuple[torch.device, torch.dtype, str], torch.Tensor] = {}
-    values_of = {"norm": base + norm, "embedding": base / embedding_scale, "other": base}
-    pending: list[tuple[Future[torch.Tensor], int]] = []
-    with worker_pool() as workers:
-        for spec, target in parameters:
-            key = (target.device, target.dtype, _dummy_kind(spec.name))
-            if key not in pools:
-                pools[key] = values_of[key[2]].to(target.dtype).to(target.device)
-            for part, values in _spread(
-                target.view(-1), pools[key], _dummy_offset(spec.name, seed)
-            ):
-                num_bytes = part.numel() * part.element_size()
-                if part.device.type == "cpu":
-                    pending.append((workers.submit(part.copy_, values), num_bytes))
-                else:
-                    part.copy_(values)
-                    progress(num_bytes)
-        for future, num_bytes in pending:
-            future.result()
-            progress(num_bytes)
+
+    def __init__(
+        self,
+        seed: int,
+        progress: Callable[[int], None],
+        norm: float = 1.0,
+        embedding_scale: float = 1.0,
+    ) -> None:
+        self._seed, self._progress = seed, progress
+        generator = torch.Generator().manual_seed(seed)
+        base = torch.randn(DUMMY_POOL_SIZE, generator=generator, dtype=torch.float32) * DUMMY_STD
+        self._values = {"norm": base + norm, "embedding": base / embedding_scale, "other": base}
+        self._pools: dict[tuple[torch.device, torch.dtype, str], torch.Tensor] = {}
+
+    def fill(self, parameters: Iterable[tuple[ParamSpec, torch.Tensor]]) -> None:
+        """Fill every parameter.
+
+        Args:
+            parameters: Name and shape with the tensor to fill, on any device.
+        """
+        pending: list[tuple[Future[torch.Tensor], int]] = []
+        with worker_pool() as workers:
+            for spec, target in parameters:
+                pool, start = self._pool(spec.name, target), _dummy_offset(spec, self._seed)
+                for part, values in _spread(target.view(-1), pool, start):
+                    num_bytes = part.numel() * part.element_size()
+                    if part.device.type == "cpu":
+                        pending.append((workers.submit(part.copy_, values), num_bytes))
+                    else:
+                        part.copy_(values)
+                        self._progress(num_bytes)
+            for future, num_bytes in pending:
+                future.result()
+                self._progress(num_bytes)
+
+    def _pool(self, name: str, target: torch.Tensor) -> torch.Tensor:
+        """Return the draws in the dtype and on the device of a target."""
+        key = target.device, target.dtype, _dummy_kind(name)
+        if key not in self._pools:
+            self._pools[key] = self._values[key[2]].to(target.dtype).to(target.device)
+        return self._pools[key]
 
 
 def _dummy_kind(name: str) -> str:
@@ -417,9 +475,9 @@ def _dummy_kind(name: str) -> str:
     return "embedding" if name.endswith("embed_tokens.weight") else "other"
 
 
-def _dummy_offset(name: str, seed: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % DUMMY_POOL_SIZE
+def _dummy_offset(spec: ParamSpec, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") + spec.first) % DUMMY_POOL_SIZE
 
 
 def _spread(

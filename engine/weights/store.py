@@ -3,15 +3,19 @@
 import math
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from engine.device.base import Device, HostBuffer
-from engine.model.formats import EMBEDDING, ParamSpec, TensorSpec
+from engine.model.formats import EMBEDDING, Operators, ParamSpec, TensorSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.units import LayerPlan, Residence, Slab, Slots, Unit
 from engine.weights.residence import Held, HeldUnits, Operands
+from kernels.ops import codes, linear
+
+OPERATORS: Final = Operators(linear, codes)
+"""What formats have products of."""
 
 
 class WeightStore:
@@ -69,7 +73,7 @@ class WeightStore:
         return found
 
     def _operand(self, tensor: TensorSpec, raw: torch.Tensor) -> Any:
-        return self.plan.formats[tensor.name].operand(self._views(tensor, raw))
+        return self.plan.formats[tensor.name].operand(self._views(tensor, raw), OPERATORS)
 
     def _stored(self, tensor: TensorSpec) -> Any:
         """Return what products take of a tensor that lies in GPU memory."""
@@ -79,7 +83,7 @@ class WeightStore:
         """Return what products take of a tensor that is read in host memory."""
         views = self._views(tensor, self._raw[tensor.name])
         reached = {n: self._device.in_place(self._host_buffer, v) for n, v in views.items()}
-        return self.plan.formats[tensor.name].operand(reached)
+        return self.plan.formats[tensor.name].operand(reached, OPERATORS)
 
     def _hold(self, slots: Slots, sources: Mapping[Residence, list[torch.Tensor]]) -> HeldUnits:
         """Return the units of one residence with their slots."""
@@ -156,7 +160,7 @@ class WeightStore:
                 yield from form.targets(tensor, self._views(tensor, self._raw[tensor.name]))
 
     def packed(self) -> Iterator[tuple[TensorSpec, dict[str, torch.Tensor]]]:
-        """Yield the tensors that are made of whole parameters, with the arrays to write."""
+        """Yield the tensors that are made of their rows, with the arrays to write."""
         for tensor in self._tensor_specs():
             if self.plan.formats[tensor.name].is_packed:
                 yield tensor, self._views(tensor, self._raw[tensor.name])

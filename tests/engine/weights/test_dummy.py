@@ -9,7 +9,7 @@ import torch
 from engine.model.formats import ParamSpec
 from engine.weights.reader import DUMMY_POOL_SIZE as POOL_SIZE
 from engine.weights.reader import DUMMY_STD as STD
-from engine.weights.reader import fill_dummy
+from engine.weights.reader import DummyWeights
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy, make_prompt, open_llm, write_config
 
@@ -25,7 +25,7 @@ PLACEMENTS: list[dict[str, Any]] = [
 
 def make(name: str, shape: tuple[int, ...], seed: int = 0, dtype: str = "float32") -> torch.Tensor:
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-    fill_dummy([(ParamSpec(name, shape), tensor)], seed, lambda _: None)
+    DummyWeights(seed, lambda _: None).fill([(ParamSpec(name, shape), tensor)])
     return tensor
 
 
@@ -124,10 +124,10 @@ def test_dummy_tokens_vary(folder: Path) -> None:
 def test_norms_and_embedding_follow_the_family() -> None:
     names = ("model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
     parts = [(ParamSpec(name, (4000,)), torch.empty(4000)) for name in names]
-    fill_dummy(parts, 0, lambda _: None, 0.0, 8.0)
+    DummyWeights(0, lambda _: None, 0.0, 8.0).fill(parts)
     norm, embedding, other = (tensor for _, tensor in parts)
     assert norm.mean().abs() < 0.01
     assert embedding.std().item() == pytest.approx(other.std().item() / 8, rel=0.1)
-    fill_dummy(parts, 0, lambda _: None)
+    DummyWeights(0, lambda _: None).fill(parts)
     assert norm.mean().item() == pytest.approx(1, abs=0.01)
     assert embedding.std().item() == pytest.approx(other.std().item(), rel=0.1)

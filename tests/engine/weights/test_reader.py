@@ -169,9 +169,7 @@ def test_files_are_read_in_order_and_in_turn() -> None:
 
     mixed = [piece(file, at) for at in (3, 0, 2, 1) for file in ("b", "a")]
     mixed.append(piece("c", 7))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reader, "RUN_BYTES", 20)
-        found = [[(str(p.file), p.position) for p in run] for run in reader._runs(mixed)]
+    found = [[(str(p.file), p.position) for p in run] for run in reader._runs(mixed, 20)]
     assert found == [
         [("a", 0), ("a", 100)],
         [("b", 0), ("b", 100)],
