@@ -6,7 +6,7 @@ results.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from kernels.sizes import (
     decode_num_splits,
     prefill_partial_rows,
 )
+
+CODES_PARTS: Final = ("bytes", "codes", "first", "offsets", "table")
+"""The tensors that keep a matrix in codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Codes:
         offsets: int32 [N / 16], where each group's escapes begin in the table.
         table: int16 [capacity + 256], the bits of escapes; zeros behind them, so that every byte is
             an index into it.
+        scratch: bfloat16, of N * K elements or more, in which products of many tokens restore the
+            matrix; others may share it, as work on one stream does. None: each call allocates.
     """
 
     bytes: torch.Tensor
@@ -51,6 +56,33 @@ class Codes:
     first: torch.Tensor
     offsets: torch.Tensor
     table: torch.Tensor
+    scratch: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the tensors are those of one matrix; no operator looks again."""
+        num_rows, num_columns = self.shape
+        groups, tiles = num_rows // 16, num_columns // 64
+        shapes = {
+            "bytes": ((groups, tiles, 2, 32, 4), torch.int32),
+            "codes": ((groups, tiles, 32, 4), torch.int32),
+            "first": ((num_rows,), torch.uint8),
+            "offsets": ((groups,), torch.int32),
+            "table": ((max(MAX_GROUP_ESCAPES, self.table.shape[0]),), torch.int16),
+        }
+        for part, (shape, dtype) in shapes.items():
+            found: torch.Tensor = getattr(self, part)
+            wanted = tuple(shape), dtype, self.bytes.device, True
+            got = tuple(found.shape), found.dtype, found.device, found.is_contiguous()
+            if wanted != got or num_rows % 16 or not groups:
+                raise ValueError(
+                    f"codes.{part}: expected (shape, dtype, device, contiguous) {wanted} of a "
+                    f"multiple of 16 rows, got {got}. Make codes with empty_codes or pack."
+                )
+        if self.scratch is not None and self.scratch.numel() < num_rows * num_columns:
+            raise ValueError(
+                f"codes.scratch: expected {num_rows * num_columns} elements or more, got "
+                f"{self.scratch.numel()}. Give it room for the whole matrix."
+            )
 
     @property
     def shape(self) -> tuple[int, int]:

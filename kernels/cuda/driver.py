@@ -171,14 +171,18 @@ def launch(
         args: read before this returns; what its pointers name must stay until the stream is done.
         device: a CUDA device with its index.
     """
-    driver = _bindings("driver")
     index = device.index
-    with torch.cuda.device(index):
-        function = _loaded(kernel, index, shared_bytes)
-        stream = torch.cuda.current_stream(index).cuda_stream
-        config = _config(num_blocks, kernel.num_threads, shared_bytes, stream, index)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        _checked(driver, driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            launch(kernel, num_blocks, shared_bytes, args, device)
+        return
+    stream = torch.cuda.current_stream(index).cuda_stream
+    ready = _ready(kernel, num_blocks, shared_bytes, stream, index)
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+    # Not through cuda.bindings: it copies the configuration anew in every call.
+    status = _launcher()(ready.config_address, ready.function_address, pointers, None)
+    if status:
+        raise CudaError(f"cuLaunchKernelEx: {kernel.expression}: CUDA error {status}")
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -206,6 +210,35 @@ def max_shared_bytes(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A kernel with the shape of its launch, as the driver takes them."""
+
+    config: Any
+    """Owns the memory at config_address."""
+    config_address: int
+    function_address: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _ready(kernel: Kernel, num_blocks: int, shared_bytes: int, stream: int, index: int) -> _Ready:
+    """Return what a launch takes beside its arguments."""
+    driver = _bindings("driver")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.num_threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream
+    if capability(torch.device("cuda", index))[0] >= _HOPPER:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return _Ready(config, config.getPtr(), int(_loaded(kernel, index, shared_bytes)))
+
+
 @functools.cache
 def _loaded(kernel: Kernel, index: int, shared_bytes: int) -> Any:
     """Return the function of a kernel on a device, which may use so much shared memory."""
@@ -219,23 +252,13 @@ def _loaded(kernel: Kernel, index: int, shared_bytes: int) -> Any:
     return function
 
 
-@functools.lru_cache(maxsize=4096)
-def _config(num_blocks: int, num_threads: int, shared_bytes: int, stream: int, index: int) -> Any:
-    """Return a launch's shape."""
-    driver = _bindings("driver")
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
-    config.sharedMemBytes = shared_bytes
-    config.hStream = stream
-    if capability(torch.device("cuda", index))[0] >= _HOPPER:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = (
-            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        )
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
-    return config
+@functools.cache
+def _launcher() -> Any:
+    """Return the driver's function of launches."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    function.restype = ctypes.c_int
+    return function
 
 
 def _bindings(name: str) -> Any:

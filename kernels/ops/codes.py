@@ -9,7 +9,7 @@ from kernels.arguments import Codes, DecodeWorkspace, Escapes
 from kernels.ops import linear as plain
 from kernels.ops.checks import KernelArgumentError, check_dims, check_tensor
 from kernels.ref import codes as ref
-from kernels.sizes import MAX_GROUP_ESCAPES, MAX_SMALL_TOKENS, has_codes
+from kernels.sizes import MAX_SMALL_TOKENS, has_codes
 
 # The CUDA kernels are imported by the first call on a GPU: machines without one need not have them.
 # ruff: noqa: PLC0415
@@ -47,7 +47,7 @@ def pack_into(weight: torch.Tensor, codes: Codes) -> Escapes:
         is of no use.
     """
     _check_weight("pack_into", weight)
-    _check_codes("pack_into", codes, weight.device)
+    _check_device("pack_into", codes, weight.device)
     if codes.shape != weight.shape:
         raise KernelArgumentError("pack_into.codes", f"{tuple(weight.shape)}", f"{codes.shape}")
     return ref.pack_into(weight, codes)
@@ -63,7 +63,6 @@ def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
     Returns:
         The argument `out`, or a new tensor.
     """
-    _check_codes("restore", codes, codes.bytes.device)
     if out is None:
         out = codes.bytes.new_empty(codes.shape, dtype=torch.bfloat16)
     check_tensor("restore.out", out, codes.shape, torch.bfloat16, codes.bytes.device)
@@ -87,7 +86,8 @@ def linear(
     """Return x @ weight.T + bias.
 
     The result is that of kernels.ops.linear over the restored weight, in every bit. On a GPU at
-    most MAX_SMALL_TOKENS tokens restore it in registers; more restore it whole, into a new tensor.
+    most MAX_SMALL_TOKENS tokens restore it in registers; more restore it whole, into the scratch of
+    the codes or a new tensor.
 
     Args:
         x: [..., K] bfloat16.
@@ -108,7 +108,7 @@ def linear(
 
         rows = x.reshape(-1, x.shape[-1])
         return products.linear(rows, codes, bias).view(*x.shape[:-1], -1)
-    return plain.linear(x, restore(codes), bias)
+    return plain.linear(x, _restored(codes), bias)
 
 
 def linear_silu_mul(
@@ -129,7 +129,7 @@ def linear_silu_mul(
         return ref.linear_silu_mul(x, codes, bias)
     if _is_small(x):
         return _gated(x, codes, bias, is_gelu=False)
-    return plain.linear_silu_mul(x, restore(codes), bias)
+    return plain.linear_silu_mul(x, _restored(codes), bias)
 
 
 def linear_gelu_mul(
@@ -150,7 +150,7 @@ def linear_gelu_mul(
         return ref.linear_gelu_mul(x, codes, bias)
     if _is_small(x):
         return _gated(x, codes, bias, is_gelu=True)
-    return plain.linear_gelu_mul(x, restore(codes), bias)
+    return plain.linear_gelu_mul(x, _restored(codes), bias)
 
 
 def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:
@@ -164,7 +164,6 @@ def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> 
     Returns:
         A new tensor [T, K] bfloat16.
     """
-    _check_codes("embedding", codes, codes.bytes.device)
     check_tensor("embedding.ids", ids_T, (None,), torch.int64, codes.bytes.device)
     if ids_T.is_cuda and ids_T.numel():
         from kernels.cuda import codes as cuda
@@ -185,6 +184,19 @@ def _gated(
     return out.view(*x.shape[:-1], -1)
 
 
+def _restored(codes: Codes) -> torch.Tensor:
+    """Return the matrix of codes on a GPU, in their scratch if there is one."""
+    from kernels.cuda import codes as cuda
+
+    scratch = codes.scratch
+    if scratch is None:
+        return restore(codes)
+    num_rows, num_columns = codes.shape
+    out = scratch[: num_rows * num_columns].view(num_rows, num_columns)
+    cuda.restore(codes, out)
+    return out
+
+
 def _is_small(x: torch.Tensor) -> bool:
     """Tell whether a product of tokens [..., K] restores its weight in registers."""
     return 0 < x.numel() // x.shape[-1] <= MAX_SMALL_TOKENS
@@ -192,7 +204,7 @@ def _is_small(x: torch.Tensor) -> bool:
 
 def _check_linear(name: str, x: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> None:
     """Raise unless the arguments of a product agree with each other."""
-    _check_codes(name, codes, x.device)
+    _check_device(name, codes, x.device)
     num_rows, num_columns = codes.shape
     shape = (*x.shape[:-1], num_columns)
     check_tensor(f"{name}.x", x, shape, torch.bfloat16, x.device, last_contiguous=False)
@@ -210,26 +222,8 @@ def _check_weight(name: str, weight: torch.Tensor) -> None:
         raise KernelArgumentError(what, expected, f"shape {tuple(weight.shape)}")
 
 
-def _check_codes(name: str, codes: Codes, device: torch.device) -> None:
-    """Raise unless the tensors of codes agree with each other."""
-    what = f"{name}.codes"
-    check_dims(f"{what}.first", codes.first, "N")
-    check_dims(f"{what}.codes", codes.codes, "GCLW")
-    num_rows, num_columns = codes.shape
-    groups, tiles = num_rows // 16, num_columns // 64
-    if num_rows % 16 or not groups:
-        raise KernelArgumentError(f"{what}.first", "a multiple of 16 rows, not 0", f"{num_rows}")
-    for part, tensor, shape, dtype in (
-        ("bytes", codes.bytes, (groups, tiles, 2, 32, 4), torch.int32),
-        ("codes", codes.codes, (groups, tiles, 32, 4), torch.int32),
-        ("first", codes.first, (num_rows,), torch.uint8),
-        ("offsets", codes.offsets, (groups,), torch.int32),
-        ("table", codes.table, (None,), torch.int16),
-    ):
-        check_tensor(f"{what}.{part}", tensor, shape, dtype, device)
-        if not tensor.is_contiguous():
-            got = f"strides {tuple(tensor.stride())}"
-            raise KernelArgumentError(f"{what}.{part}", "a contiguous tensor", got)
-    if codes.capacity < 0:
-        expected = f"{MAX_GROUP_ESCAPES} elements or more"
-        raise KernelArgumentError(f"{what}.table", expected, f"{codes.table.shape[0]}")
+def _check_device(name: str, codes: Codes, device: torch.device) -> None:
+    """Raise unless codes are where the other arguments are; their tensors agree by themselves."""
+    if codes.bytes.device != device:
+        expected, got = f"tensors on {device}", f"ones on {codes.bytes.device}"
+        raise KernelArgumentError(f"{name}.codes", expected, got)

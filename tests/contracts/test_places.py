@@ -85,18 +85,38 @@ class Negated(Plain):
     """Elements with the other sign."""
 
     is_packed = True
-    is_for_products = True
 
-    def pack(self, tensor, values, views):
-        """Write them."""
-        row = 0
-        for part in tensor.parts:
-            views[""][row : row + part.shape[0]] = -values[part.name]
-            row += part.shape[0]
+    def holds(self, tensor, dtype):
+        """Whether it is a matrix."""
+        return len(tensor.shape) == 2
+
+    def block_rows(self, tensor):
+        """Return all rows."""
+        return tensor.shape[0]
+
+    def scratch_bytes(self, tensor):
+        """Return what a block takes besides."""
+        return 0
+
+    def packing(self, tensor, views, ops):
+        """Return what writes them."""
+        return _Negating(views[""])
 
     def products(self, ops):
         """Return the product that turns them back."""
-        return Products(ops.linear_negated, *[None] * 3)
+        return Products(ops.linear.linear_negated, *[None] * 3)
+
+
+class _Negating(Packing):
+    def __init__(self, place):
+        self.place, self.row = place, 0
+
+    def add(self, rows):
+        self.place[self.row : self.row + rows.shape[0]] = -rows
+        self.row += rows.shape[0]
+
+    def finish(self):
+        return ""
 '''
     copy.edit("format", "engine/model/formats.py", (r"\n\nFORMATS: Final", rf"{entry}\n\g<0>"))
     product = (

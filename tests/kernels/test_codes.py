@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.arguments import Codes, TooManyEscapesError, empty_codes
+from kernels.arguments import CODES_PARTS, Codes, TooManyEscapesError, empty_codes
 from kernels.ops import codes, linear
 from kernels.ops.checks import KernelArgumentError
 from kernels.sizes import codes_capacity, has_codes, pack_chunk_rows, pack_scratch_bytes
@@ -183,7 +183,7 @@ def test_rows_packed_and_restored_in_turn_are_the_matrix(monkeypatch):
     monkeypatch.setattr("kernels.ref.codes.pack_chunk_rows", lambda columns: 32)
     parts.table.fill_(7)
     assert codes.pack_into(weight, parts) == (52, 11)
-    for name in Codes.__dataclass_fields__:
+    for name in CODES_PARTS:
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name
     assert torch.equal(codes.restore(parts), weight)
 
@@ -199,7 +199,7 @@ def test_scratch_is_bounded(columns):
 @pytest.mark.parametrize("shape", [(2048, 512), (12288, 4096), (1024, 1024), (100352, 4096)])
 def test_bytes_are_at_most_0755_of_bfloat16(shape):
     packed = empty_codes(*shape, "meta")
-    sizes = [getattr(packed, name).nbytes for name in Codes.__dataclass_fields__]
+    sizes = [getattr(packed, name).nbytes for name in CODES_PARTS]
     assert sum(-(-size // 256) * 256 for size in sizes) <= 0.755 * 2 * shape[0] * shape[1]
 
 
@@ -253,12 +253,10 @@ def test_restore_writes_what_it_is_given():
 def test_door_refuses_what_does_not_fit():
     packed = codes.pack(normal((32, 128)))
     x = normal((2, 128))
-    bad = replace(packed, table=packed.table[:255])
     for message, call in (
         (r"linear\.x: .*\(2, 128\)", lambda: codes.linear(x[:, :64], packed)),
         (r"linear\.x: .*bfloat16", lambda: codes.linear(x.float(), packed)),
         (r"linear\.bias: .*\(32\)", lambda: codes.linear(x, packed, normal((31,)))),
-        (r"linear_silu_mul\.codes\.table: .*256 el", lambda: codes.linear_silu_mul(x, bad)),
         (r"embedding\.ids: .*int64", lambda: codes.embedding(torch.tensor([1.0]), packed)),
         (r"restore\.out: .*\(32, 128\)", lambda: codes.restore(packed, x)),
         (r"restore\.out: .*contig", lambda: codes.restore(packed, normal((32, 256))[:, :128])),
@@ -266,6 +264,19 @@ def test_door_refuses_what_does_not_fit():
     ):
         with pytest.raises(KernelArgumentError, match=message):
             call()
+
+
+def test_tensors_of_no_one_matrix_are_refused_when_codes_are_made():
+    packed = codes.pack(normal((32, 128)))
+    for part, value in (
+        ("table", packed.table[:255]),
+        ("bytes", packed.bytes[:1]),
+        ("codes", packed.codes.short()),
+        ("offsets", packed.offsets[:1]),
+        ("scratch", torch.empty(32 * 128 - 1, dtype=torch.bfloat16)),
+    ):
+        with pytest.raises(ValueError, match=rf"codes\.{part}: expected"):
+            replace(packed, **{part: value})
 
 
 @pytest.mark.gpu
@@ -281,7 +292,7 @@ def test_packing_on_a_gpu_gives_the_same_codes(weight):
             codes.pack(weight.cuda())
         return
     found = codes.pack(weight.cuda())
-    for name in Codes.__dataclass_fields__:
+    for name in CODES_PARTS:
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
     assert torch.equal(bits_of(ref.restore(found).cpu()), bits_of(weight))
 

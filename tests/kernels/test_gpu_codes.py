@@ -1,9 +1,11 @@
 """Weights in codes on a GPU against the same weights plain, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.arguments import Codes
+from kernels.arguments import CODES_PARTS, Codes
 from kernels.ops import codes, linear
 from tests.kernels.cases import randn
 
@@ -22,7 +24,7 @@ def weights(shape, rng):
 
 
 def on_host(packed: Codes, host_view) -> Codes:
-    return Codes(*(host_view(getattr(packed, each).cpu()) for each in Codes.__dataclass_fields__))
+    return Codes(*(host_view(getattr(packed, each).cpu()) for each in CODES_PARTS))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -41,6 +43,21 @@ def test_products_have_the_bits_of_plain_weights(shape, rng):
         assert torch.equal(codes.linear_silu_mul(x, packed), linear.linear_silu_mul(x, weight))
         gelu = codes.linear_gelu_mul(x, packed, bias)
         assert torch.equal(gelu, linear.linear_gelu_mul(x, weight, bias))
+
+
+def test_many_tokens_restore_into_the_scratch(rng):
+    weight = weights((4096, 1024), rng)
+    weight[weight.isinf()] = 3.0
+    scratch = torch.empty(2 * weight.numel(), dtype=torch.bfloat16, device=rng.device)
+    packed = replace(codes.pack(weight), scratch=scratch)
+    x = randn((100, 1024), torch.bfloat16, rng) * 2.0**-100
+    assert torch.equal(codes.linear(x, packed), linear.linear(x, weight))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = codes.linear_silu_mul(x, packed)
+    assert torch.cuda.max_memory_allocated() - before < weight.nbytes
+    assert torch.equal(out, linear.linear_silu_mul(x, weight))
+    assert torch.equal(scratch[: weight.numel()].view(4096, 1024), weight)
 
 
 def test_a_wrong_escape_changes_the_product(rng):
