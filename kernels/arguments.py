@@ -5,7 +5,7 @@ splits of a sequence, P tokens per block, N query heads, K KV heads, H head size
 results.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -88,6 +88,18 @@ class Codes:
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         return self.first.shape[0], 64 * self.codes.shape[1]
+
+    def with_scratch(self, memory: torch.Tensor) -> "Codes":
+        """Return codes that products of many tokens restore in this memory, if they fit.
+
+        Args:
+            memory: uint8, on the device of the products; work of one stream alone may use it.
+        """
+        num_rows, num_columns = self.shape
+        num_bytes = 2 * num_rows * num_columns
+        if memory.numel() < num_bytes:
+            return self
+        return replace(self, scratch=memory[:num_bytes].view(torch.bfloat16))
 
     @property
     def capacity(self) -> int:

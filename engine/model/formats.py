@@ -170,12 +170,19 @@ class Format(ABC):
         """Parameters of a checkpoint that it is made from."""
         return tensor.parts
 
-    def operand(self, views: Mapping[str, Any], ops: Operators) -> Any:  # noqa: ARG002
+    def operand(
+        self,
+        views: Mapping[str, Any],
+        ops: Operators,  # noqa: ARG002
+        scratch: Any = None,  # noqa: ARG002
+    ) -> Any:
         """Return what its products take as the weight.
 
         Args:
             views: torch tensors by the names of `views`.
             ops: Modules of kernels.ops.
+            scratch: uint8 of GPU memory in which a product may make the weight anew, whose place it
+                takes for as long as the product runs; None: there is none.
         """
         return views
 
@@ -227,7 +234,7 @@ class Plain(Format):
         """Return those that read a weight once and round nothing but the result."""
         return Products.of(ops.linear)
 
-    def operand(self, views: Mapping[str, Any], ops: Operators) -> Any:  # noqa: ARG002
+    def operand(self, views: Mapping[str, Any], ops: Operators, scratch: Any = None) -> Any:  # noqa: ARG002
         """Return the tensor itself."""
         return views[""]
 

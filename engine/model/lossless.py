@@ -80,9 +80,10 @@ class Lossless(Format):
         """Return those that restore weights as they are read."""
         return Products.of(ops.codes)
 
-    def operand(self, views: Mapping[str, Any], ops: Operators) -> Any:
-        """Return kernels.arguments.Codes."""
-        return ops.codes.Codes(**views)
+    def operand(self, views: Mapping[str, Any], ops: Operators, scratch: Any = None) -> Any:
+        """Return kernels.arguments.Codes, which are restored in the scratch if they fit."""
+        made = ops.codes.Codes(**views)
+        return made if scratch is None else made.with_scratch(scratch)
 
     def block_rows(self, tensor: TensorSpec) -> int:
         """Return the rows that are packed in one pass."""

@@ -46,6 +46,9 @@ class WeightStore:
         self._raw |= _cut(plan, plan.outer_resident, resident, at_gpu)
         self._raw |= _cut(plan, plan.outer_offloaded, host, at_host)
         self._outer_slot = device.empty(plan.outer_slot_bytes) if plan.outer_slot_bytes else None
+        restore_bytes = plan.gpu_items.get("restore", 0)
+        self._restored = device.empty(restore_bytes) if restore_bytes else None
+        """Where a step of many tokens restores one weight after the other."""
         self.held = {slots.residence: self._hold(slots, sources) for slots in plan.slots}
         """The units of each offloaded residence."""
         self._parts = self._unit_numbers()
@@ -73,7 +76,8 @@ class WeightStore:
         return found
 
     def _operand(self, tensor: TensorSpec, raw: torch.Tensor) -> Any:
-        return self.plan.formats[tensor.name].operand(self._views(tensor, raw), OPERATORS)
+        views = self._views(tensor, raw)
+        return self.plan.formats[tensor.name].operand(views, OPERATORS, self._restored)
 
     def _stored(self, tensor: TensorSpec) -> Any:
         """Return what products take of a tensor that lies in GPU memory."""
@@ -83,7 +87,7 @@ class WeightStore:
         """Return what products take of a tensor that is read in host memory."""
         views = self._views(tensor, self._raw[tensor.name])
         reached = {n: self._device.in_place(self._host_buffer, v) for n, v in views.items()}
-        return self.plan.formats[tensor.name].operand(reached, OPERATORS)
+        return self.plan.formats[tensor.name].operand(reached, OPERATORS, self._restored)
 
     def _hold(self, slots: Slots, sources: Mapping[Residence, list[torch.Tensor]]) -> HeldUnits:
         """Return the units of one residence with their slots."""
@@ -232,7 +236,8 @@ class WeightStore:
     def close(self) -> None:
         """Release every view, then the slabs."""
         self._operands, self._parts, self.held = [], [], {}
-        self._outer, self._scratch, self._raw, self._outer_slot = {}, {}, {}, None
+        self._outer, self._scratch, self._raw = {}, {}, {}
+        self._outer_slot = self._restored = None
         self._resident_buffer = torch.empty(0)
         self._host_buffer.close()
 
