@@ -8,7 +8,7 @@ from kernels.arguments import Codes
 from kernels.cuda.driver import Args, Kernel, launch
 from kernels.cuda.products import set_codes
 
-_RESTORE: Final = Kernel("restore", 256)
+_RESTORE: Final = Kernel("restore", 256, starts_early=False)
 _RESTORE_SHARED_BYTES: Final = 8 * 16 * 528
 _ROWS: Final = Kernel("rows", 128)
 

@@ -34,11 +34,14 @@ class Kernel:
         expression: the function of the source that it calls, with its template arguments.
         num_threads: of a block.
         is_half: whether elements are float16, else bfloat16.
+        starts_early: whether it may start while the kernel before it ends; it holds its places on
+            the card until that one is done, which that one then lacks if it is large.
     """
 
     expression: str
     num_threads: int
     is_half: bool = False
+    starts_early: bool = True
 
     def options(self, capability: tuple[int, int]) -> list[str]:
         """Return the compiler's options.
@@ -161,8 +164,8 @@ def launch(
 ) -> None:
     """Launch a kernel on the current stream of a device.
 
-    It may start while the kernel before it ends, and waits for it before it reads what that one
-    wrote (compute capability 9.0; elsewhere it starts afterwards).
+    One that starts early waits for the kernel before it before it reads what that one wrote
+    (compute capability 9.0; elsewhere it starts afterwards).
 
     Args:
         kernel: which; compiled and loaded if this is its first launch on the device.
@@ -229,7 +232,7 @@ def _ready(kernel: Kernel, num_blocks: int, shared_bytes: int, stream: int, inde
     config.blockDimX, config.blockDimY, config.blockDimZ = kernel.num_threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
-    if capability(torch.device("cuda", index))[0] >= _HOPPER:
+    if kernel.starts_early and capability(torch.device("cuda", index))[0] >= _HOPPER:
         attribute = driver.CUlaunchAttribute()
         attribute.id = (
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
