@@ -8,7 +8,7 @@ import secrets
 import typing
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,11 +176,6 @@ def _causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
-
-
 def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
     key = getattr(error, "full_key", None) or ""
     hint = dict(key_types(RunConfig)).get(key)
@@ -190,7 +185,8 @@ def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
         return unknown_key(key)
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{key}: expected a value, got none. Set {key}=...")
-    text = _first_line(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0].rstrip(".") if lines else type(error).__name__
     if isinstance(error, ValidationError) and hint is not None:
         return ConfigError(f"{key}: expected {describe_type(hint)}. {text}.")
     return ConfigError(f"{key}: {text}." if key else f"{text}.")
@@ -487,6 +483,18 @@ def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
     check_settings(config)
     messages = [str(item.message) for item in caught if issubclass(item.category, OffloadWarning)]
     return config, list(dict.fromkeys(messages))
+
+
+def with_values(point: Point, values: Mapping[str, Any]) -> Point:
+    """Return a point with settings that were not known when it was composed."""
+    if not values:
+        return point
+    composed = copy.deepcopy(point.composed)
+    for key, value in values.items():
+        OmegaConf.update(composed, key, value)
+    config, messages = to_run_config(composed)
+    overrides = [*point.overrides, *(f"{key}={value}" for key, value in values.items())]
+    return Point(overrides=overrides, composed=composed, config=config, warnings=messages)
 
 
 @functools.cache

@@ -3,8 +3,7 @@
 import importlib.util
 import os
 import shutil
-from collections.abc import Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from engine.errors import ConfigError, did_you_mean
@@ -15,15 +14,13 @@ LOCAL_JOB_MINUTES: Final = 7 * 24 * 60
 """Minutes of hydra.launcher.timeout_min for local jobs, in the place of the plugin's hour."""
 
 
-LAUNCHERS: Final = MappingProxyType(
-    {
-        BASIC: None,
-        "joblib": "joblib",
-        "submitit_local": "submitit",
-        "submitit_slurm": "submitit",
-        "ray": "ray",
-    }
-)
+LAUNCHERS: Final[Mapping[str, str | None]] = {
+    BASIC: None,
+    "joblib": "joblib",
+    "submitit_local": "submitit",
+    "submitit_slurm": "submitit",
+    "ray": "ray",
+}
 """Name -> the extra that brings it; basic is Hydra's own and runs points one after another."""
 
 

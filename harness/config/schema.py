@@ -4,9 +4,9 @@ The classes are the schema of the YAML files in conf/: defaults live here (and i
 the files state choices.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
@@ -210,7 +210,12 @@ class SystemConfig(Bounded):
         """Raise ConfigError when a field is out of bounds or belongs to another kind."""
         check_choice("system.kind", self.kind, SYSTEMS)
         if self.kind != "http":
-            self._check_unset()
+            for name, value in asdict(self).items():
+                if name != "kind" and value is not None:
+                    raise ConfigError(
+                        f"system.{name}: expected null for system.kind={self.kind}, got {value!r}. "
+                        "Remove it, or choose system=http."
+                    )
             return
         if not self.base_url or urlsplit(self.base_url).scheme not in {"http", "https"}:
             raise ConfigError(
@@ -225,14 +230,6 @@ class SystemConfig(Bounded):
             )
         check_choice("system.prompts", self.prompts or PROMPT_FORMS[0], PROMPT_FORMS)
         super().check()
-
-    def _check_unset(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "kind" and value is not None:
-                raise ConfigError(
-                    f"system.{name}: expected null for system.kind={self.kind}, got {value!r}. "
-                    "Remove it, or choose system=http."
-                )
 
 
 @dataclass(kw_only=True)
@@ -439,21 +436,17 @@ class TrackingConfig(Sealed):
             raise ConfigError("tracking.experiment: expected a name, got an empty text.")
 
 
-GROUPS: Final = MappingProxyType(
-    {
-        "model": "what runs (none chosen: the demo model smollm2_135m)",
-        "system": "what answers the requests: this project's engine or a peer",
-        "gpu": "on which card's memory; a budget that is enforced on the hardware that is here",
-        "offload": "which weights live in host memory",
-        "kv": (
-            "the KV cache; kv.cpu_gib, num_cpu_blocks or swap_space sizes its part in host memory"
-        ),
-        "scenario": "what is measured",
-        "tracking": "where runs are mirrored to",
-        "experiment": "files that hold all choices of one question",
-        "study": "points that are run one after another and held against limits",
-    }
-)
+GROUPS: Final[Mapping[str, str]] = {
+    "model": "what runs (none chosen: the demo model smollm2_135m)",
+    "system": "what answers the requests: this project's engine or a peer",
+    "gpu": "on which card's memory; a budget that is enforced on the hardware that is here",
+    "offload": "which weights live in host memory",
+    "kv": ("the KV cache; kv.cpu_gib, num_cpu_blocks or swap_space sizes its part in host memory"),
+    "scenario": "what is measured",
+    "tracking": "where runs are mirrored to",
+    "experiment": "files that hold all choices of one question",
+    "study": "points that are run one after another and held against limits",
+}
 """Groups of files in conf/ and what they choose; each but experiment and study fills the node of
 its name."""
 

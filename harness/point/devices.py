@@ -20,11 +20,11 @@ from harness.observe.gpu import Gpu, like_the_first, visible_gpus
 POLL_S: Final = 0.5
 
 
-def device_lock_path(gpu_uuid: str | None, home: Path) -> Path:
-    """Return the lock file of a GPU (one for the machine) or of the CPU (one for `home`)."""
-    if gpu_uuid is None:
+def device_lock_path(name: str | None, home: Path) -> Path:
+    """Return the lock file of a GPU or a server (one for the machine), or of the CPU of `home`."""
+    if name is None:
         return home / "locks" / "cpu.lock"
-    return Path(tempfile.gettempdir()) / "tightfit-locks" / f"{gpu_uuid}.lock"
+    return Path(tempfile.gettempdir()) / "tightfit-locks" / f"{name}.lock"
 
 
 @contextmanager
@@ -116,7 +116,9 @@ def own_device(
     """
     gpus = _candidates(config)
     if config.system.kind == "http":
-        with hold_one([_server_lock_path(str(config.system.base_url))], owner=owner, say=say):
+        base_url = str(config.system.base_url).rstrip("/")
+        name = f"server-{hashlib.sha256(base_url.encode()).hexdigest()[:16]}"
+        with hold_one([device_lock_path(name, home)], owner=owner, say=say):
             yield OwnDevice(gpu=next(iter(gpus), None))
         return
     kept = gpus if any_gpu else gpus[:1]
@@ -127,9 +129,3 @@ def own_device(
 
 def _candidates(config: RunConfig) -> list[Gpu]:
     return [] if config.gpu.device == "cpu" else like_the_first(visible_gpus())
-
-
-def _server_lock_path(base_url: str) -> Path:
-    """Return the lock file of a server, one for the machine."""
-    name = hashlib.sha256(base_url.rstrip("/").encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / "tightfit-locks" / f"server-{name}.lock"

@@ -89,11 +89,6 @@ class Findings(Report):
         for name in ("reasons", "notes", "warnings"):
             getattr(self, name).extend(result.get(name, []))
 
-    def add_telemetry(self, telemetry: Telemetry) -> None:
-        """Take over what the telemetry says of what was timed; figures of the workers stay."""
-        uses_gpu = self.effective.get("emulated") is False
-        self.add(asdict(telemetry.report(self.spans, self.link_factor, uses_gpu=uses_gpu)))
-
 
 class PointEndedError(Exception):
     """A worker ended the point; the findings say how."""
@@ -544,7 +539,9 @@ class _Point:
         finally:
             view.flush()
             telemetry.close()
-            findings.add_telemetry(telemetry)
+            uses_gpu = findings.effective.get("emulated") is False
+            told = telemetry.report(findings.spans, findings.link_factor, uses_gpu=uses_gpu)
+            findings.add(asdict(told))
             findings.warnings += filter(None, [write_parquet(self._run_dir)])
 
     def _finish(

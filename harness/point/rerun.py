@@ -95,8 +95,10 @@ class FinishedPoints:
         if record.status == "skipped" or (record.error or {}).get("type") == "Interrupted":
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        home = self._home
         facts = {
-            "folder": str(self._within(folder)),
+            # As seen from the home where it lies in it, so that both can move.
+            "folder": str(folder.relative_to(home) if folder.is_relative_to(home) else folder),
             "run_id": record.run_id,
             "status": record.status,
             "noted_s": time.time(),
@@ -126,10 +128,6 @@ class FinishedPoints:
             if is_same and (record.status == "ok" or rerun == "none")
             else None
         )
-
-    def _within(self, folder: Path) -> Path:
-        """Return a folder as seen from the home where it lies in it, so that both can move."""
-        return folder.relative_to(self._home) if folder.is_relative_to(self._home) else folder
 
 
 def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[str]) -> RunRecord:

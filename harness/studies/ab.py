@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from engine.errors import ConfigError
@@ -20,9 +19,7 @@ from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
 from reports.record.text import flatten, number
 
-COMPARED: Final[Mapping[str, Metric]] = MappingProxyType(
-    {metric.mean.name: metric.mean for metric in shown("ab")}
-)
+COMPARED: Final[Mapping[str, Metric]] = {metric.mean.name: metric.mean for metric in shown("ab")}
 """What is compared, of samples their mean."""
 PER_REQUEST: Final = ("ttft_ms", "tpot_ms", "e2e_ms")
 

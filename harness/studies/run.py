@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from catalogue.files import CONF
 from engine.errors import ConfigError
-from harness.config.compose import Composer, Plan, Point
+from harness.config.compose import Composer, Plan, Point, with_values
 from harness.config.engine import require_package
 from harness.config.schema import RunConfig
 from harness.config.study import StudyPoint
@@ -78,11 +78,16 @@ JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
 }
 
 
-def check_studies(plan: Plan, config_dir: Path | None = None) -> None:
+Planned = Mapping[str, Point]
+"""Points of a study by name, in order."""
+
+
+def check_studies(plan: Plan, config_dir: Path | None = None) -> Planned:
     """Compose the points of the study that a command line asks for, before anything runs.
 
     Raises ConfigError where a point or a document cannot be had, or a sweep holds a study.
     """
+    planned: Planned = {}
     for asked in plan.points:
         study = asked.config.study
         if study is None:
@@ -98,6 +103,7 @@ def check_studies(plan: Plan, config_dir: Path | None = None) -> None:
         if not changes_of(asked.overrides, study.rows):
             for file in filter(None, (study.output, study.readme)):
                 check_document(ROOT / file, study.name)
+    return planned
 
 
 def compose_points(
@@ -114,7 +120,7 @@ def compose_points(
 
 
 def compose_point(composer: Composer, name: str, point: StudyPoint, base: Sequence[str]) -> Point:
-    """Compose one point; settings that it takes from another stay what they are without."""
+    """Compose one point; settings that it takes from another are known when that one has run."""
     typed = {key_of(item) for item in base}
     own = [item for item in point.overrides if key_of(item) not in typed]
     try:
@@ -128,10 +134,10 @@ class StudyRun(Series):
     """Runs the points of a study."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, overrides: Sequence[str], config_dir: Path | None
+        self, config: RunConfig, run_dir: Path, overrides: Sequence[str], planned: Planned
     ) -> None:
         assert config.study is not None
-        self._study, self._composer = config.study, Composer(config_dir)
+        self._study, self._planned = config.study, planned
         name, total = self._study.name, len(self._study.chosen)
         super().__init__(config, run_dir, overrides, kind=name, total=total)
         self._found: dict[str, Result] = {}
@@ -146,16 +152,18 @@ class StudyRun(Series):
             self._found[name] = self._run_point(name, title, run_one)
 
     def _run_point(self, name: str, title: str, run_one: RunOne) -> Result:
-        point = self._study.points[name]
-        taken = []
-        for setting, (source, path, factor) in point.sources().items():
-            value = self._value(source, path)
+        taken: dict[str, Any] = {}
+        for setting, (source, path, factor) in self._study.points[name].sources().items():
+            record = self._found[source].record
+            value = None if record is None else _at(vars(record), path)
             if value is None:
                 why = f"{self._found[source].title} has no {path}."
                 return Result(title=title, record=None, why=why)
-            taken.append(f"{setting}={value if factor == 1 else value * factor}")
-        point = replace(point, overrides=[*point.overrides, *taken])
-        planned = compose_point(self._composer, name, point, _base(self.overrides))
+            taken[setting] = value if factor == 1 else value * factor
+        typed = {key_of(item) for item in self.overrides}
+        planned = with_values(
+            self._planned[name], {key: taken[key] for key in taken if key not in typed}
+        )
         record = self.run_point(
             run_one,
             planned,
@@ -165,11 +173,6 @@ class StudyRun(Series):
             shared=planned.overrides,
         )
         return Result(title=title, record=record)
-
-    def _value(self, source: str, path: str) -> Any:
-        """Return what stands at a path of a point's record; None where nothing does."""
-        record = self._found[source].record
-        return None if record is None else _at(vars(record), path)
 
     @property
     def _card(self) -> str | None:

@@ -190,12 +190,13 @@ def engine_table(found: Found) -> list[str]:
         plan, build = result.record.plan, result.sample("build")
         pinned = memory["host_pinned_bytes"] / GIB
         pin_s = touched_s(build)
+        ready_s = pin_s + sum(build["phases"].get(name, 0.0) for name in ("allocate", "convert"))
         rows.append(
             (
                 result.title,
                 f"{result.record.config['engine']['gpu_memory_utilization']:g}",
                 f"{build['seconds']:.1f}",
-                f"{ready_s(build):.1f}",
+                f"{ready_s:.1f}",
                 f"{pinned:.2f}" if pinned else "",
                 f"{pinned / pin_s:.1f}" if pinned and pin_s else "",
                 str(plan["num_slots"]),
@@ -210,12 +211,6 @@ def engine_table(found: Found) -> list[str]:
 def touched_s(build: Figures) -> float:
     """Return the seconds in which host memory was made present and registered."""
     return float(sum(build["phases"].get(name, 0.0) for name in ("touch", "pin")))
-
-
-def ready_s(build: Figures) -> float:
-    """Return the seconds until the weights were ready."""
-    others = (build["phases"].get(name, 0.0) for name in ("allocate", "convert"))
-    return touched_s(build) + float(sum(others))
 
 
 def rate_table(found: Found) -> list[str]:

@@ -35,7 +35,7 @@ from harness.point.full_disk import (
 )
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
 from harness.studies.ab import Comparison, Sides, check_comparisons
-from harness.studies.run import StudyRun, check_studies
+from harness.studies.run import Planned, StudyRun, check_studies
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
@@ -50,8 +50,8 @@ class PointTask:
     """All of the command."""
     sweep: SweepContext | None
     """Where the first point of a sweep stands; None: a single point."""
-    config_dir: Path | None = None
-    """A folder of the user's, for the points of a study."""
+    planned: Planned = field(default_factory=dict)
+    """Points of a study."""
     sides: Sides | None = None
     """Of a comparison."""
     folders: list[Path] = field(default_factory=list)
@@ -117,7 +117,7 @@ class PointTask:
             if self.sides is not None:
                 return Comparison(config, folder, overrides, self.sides).run(run_point)
             if config.study is not None:
-                return StudyRun(config, folder, overrides, self.config_dir).run(run_point)
+                return StudyRun(config, folder, overrides, self.planned).run(run_point)
             return run_point(config, folder, overrides, sweep)
         except Exception as error:
             if is_full(error):
@@ -171,7 +171,7 @@ def run(line: CommandLine) -> int:
         return EXIT_OK
     _make_home()
     _check_store(plan)
-    check_studies(plan, line.config_dir)
+    planned = check_studies(plan, line.config_dir)
     modes = {point.config.mode for point in plan.points}
     if len(modes) > 1:
         raise ConfigError("mode: expected run or plan for all points, got both. Run them apart.")
@@ -186,7 +186,7 @@ def run(line: CommandLine) -> int:
     require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
     require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
-    return _Session(plan, line.config_dir, check_comparisons(plan, line.config_dir)).run()
+    return _Session(plan, planned, check_comparisons(plan, line.config_dir)).run()
 
 
 def _make_home() -> None:
@@ -271,7 +271,7 @@ def _print_point(point: Point, line: CommandLine) -> str:
 class _Session:
     """The points of one command, their records, and how they end."""
 
-    def __init__(self, plan: Plan, config_dir: Path | None, sides: Sides | None = None) -> None:
+    def __init__(self, plan: Plan, planned: Planned, sides: Sides | None) -> None:
         self._plan = plan
         self._hydra = plan.points[0].composed.hydra
         self._launcher = str(self._hydra.runtime.choices["hydra/launcher"])
@@ -279,7 +279,7 @@ class _Session:
         self._task = PointTask(
             points=self._points,
             sweep=self._sweep() if plan.multirun else None,
-            config_dir=config_dir,
+            planned=planned,
             sides=sides,
         )
         self._is_shown = False

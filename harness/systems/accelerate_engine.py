@@ -13,6 +13,7 @@ from typing import Any, Final
 from engine.asked.config import EngineConfig
 from engine.asked.request import FinishReason, Request, TokenEvent, check_request
 from engine.asked.sampling import SamplingParams
+from engine.clock import PhaseClock
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.model.formats import FORMATS
 from engine.model.spec import DTYPE_BYTES, ModelSpec
@@ -22,18 +23,17 @@ from engine.text.tokenizer import load_tokenizer
 from harness.config.engine import require_package
 from harness.systems.base import (
     PeerDevice,
-    PeerLoad,
     PeerPlan,
-    StepCounts,
     config_json,
     model_spec,
     no_prediction,
     open_peer_device,
 )
 from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
-from harness.work.drive import Clock
+from harness.work.drive import StepCounts
 
 HOST: Final = "cpu"
+PACKAGES: Final = ("transformers", "accelerate", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +153,7 @@ def load_model(
     dtype: str,
     device: PeerDevice,
     num_host: int,
-    *,
-    load: PeerLoad,
-    clock: Clock,
+    load: PhaseClock,
 ) -> PlacedModel:
     """Build the model with `num_host` layers in host memory, and check that they are there."""
     target = 0 if device.kind == "cuda" else "cpu"
@@ -163,11 +161,11 @@ def load_model(
     first = spec.num_hidden_layers - num_host
     host_modules = tuple(f"model.layers.{index}" for index in range(first, spec.num_hidden_layers))
     if config.model.load_format == "dummy":
-        with load.phase("convert", clock):
+        with load.phase("convert"):
             model = _random_model(config, spec, dtype, host_modules, device)
         _dispatch(model, placed, host_modules, device)
     else:
-        with load.phase("read", clock):
+        with load.phase("read"):
             model = _stored_model(config, dtype, placed, device)
         if device.kind != "cuda":
             _dispatch(model, placed, host_modules, device)
@@ -385,9 +383,9 @@ class AccelerateEngine:
         device: PeerDevice,
         sizes: Sizes,
         placed: PlacedModel,
-        load: PeerLoad,
+        load: PhaseClock,
     ) -> None:
-        self.spec, self.load_report = spec, load
+        self.spec, self.load_report = spec, load.report()
         self.max_model_len = sizes.max_model_len
         self.last_step: StepCounts | None = None
         self._config, self._device, self._sizes = config, device, sizes
@@ -416,17 +414,14 @@ class AccelerateEngine:
         if reference:
             raise EngineError("accelerate: expected no reference of it; the reference is native.")
         progress("load", 0, 0)
-        load = PeerLoad()
-        with load.phase("device", time.perf_counter):
+        load = PhaseClock()
+        with load.phase("device"):
             device = open_peer_device(config)
         spec = model_spec(config.model)
         sizes = _sizes(config, spec, device)
         num_host = host_layers(sizes, config)
         device.enforce()
-        dtype = sizes.dtype
-        placed = load_model(
-            config, spec, dtype, device, num_host, load=load, clock=time.perf_counter
-        )
+        placed = load_model(config, spec, sizes.dtype, device, num_host, load)
         return cls(config, spec, device, sizes, placed, load)
 
     def add_request(
@@ -517,7 +512,7 @@ class AccelerateEngine:
             raise EngineError("accelerate: the engine was closed.")
         return {
             "system": "accelerate",
-            "system_version": _versions(),
+            "system_version": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
             "device": self._device.name,
             "device_kind": self._device.kind,
             "emulated": self._device.kind == "cpu",
@@ -580,8 +575,3 @@ def _event(row: Row, now_s: float) -> TokenEvent:
         logprob=nan,
         time_s=now_s,
     )
-
-
-def _versions() -> str:
-    names = ("transformers", "accelerate", "torch")
-    return ", ".join(f"{name} {version(name)}" for name in names)

@@ -1,8 +1,7 @@
-"""What peers share: device, plan, load, counts of steps, a config.json, agreement of tokens."""
+"""What peers share: device, plan, a config.json, agreement of tokens."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +12,7 @@ from engine.model.checkpoint import read_folder
 from engine.model.families import FULL, WINDOW
 from engine.model.spec import ModelSpec
 from harness.observe.gpu import open_gpu
-from harness.work.drive import Clock
+from harness.work.kv import num_common
 
 UNKNOWN_TOKEN: Final = -1
 """Stands for a token whose id the system does not tell."""
@@ -40,7 +39,7 @@ def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Ag
         why = "the system tells no token ids"
         note = f"correctness: {why}, so its tokens were not compared with the reference."
         return Agreement(facts={"checked": False, "why": note}, notes=[note])
-    leading = [_num_equal(want, have) for want, have in zip(expected, got, strict=True)]
+    leading = [num_common(want, have) for want, have in zip(expected, got, strict=True)]
     total, equal = sum(len(tokens) for tokens in expected), sum(leading)
     facts: dict[str, Any] = {"checked": True, "num_prompts": len(got), "num_tokens": total}
     if equal < total:
@@ -58,25 +57,6 @@ def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Ag
             "correctness/equal_share."
         )
     return found
-
-
-def _num_equal(want: Sequence[int], have: Sequence[int]) -> int:
-    for index, (token, other) in enumerate(zip(want, have, strict=True)):
-        if token != other:
-            return index
-    return len(want)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCounts:
-    """What the engine did in its last step; a harness.work.drive.StepStats."""
-
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    h2d_bytes: int = 0
-    """Bytes copied from host to device."""
-    in_place_bytes: int = 0
-    """Bytes that the device read in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,25 +79,6 @@ class PeerPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan for the record."""
         return {"max_model_len": self.max_model_len, **self.facts}
-
-
-@dataclass(kw_only=True)
-class PeerLoad:
-    """Where the time of a load went; the part of engine.clock.LoadReport that is recorded."""
-
-    phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase, none beside another."""
-    busy: dict[str, float] = field(default_factory=dict)
-    """Seconds of work by kind, over all threads."""
-    moved: dict[str, int] = field(default_factory=dict)
-    """Bytes by phase."""
-
-    @contextmanager
-    def phase(self, name: str, clock: Clock) -> Iterator[None]:
-        """Count the time of a block as a phase."""
-        begin_s = clock()
-        yield
-        self.phases[name] = self.phases.get(name, 0.0) + clock() - begin_s
 
 
 def no_probe(config: Any) -> dict[str, float | None]:

@@ -21,9 +21,10 @@ from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.sealed import GIB
 from harness.config.schema import FakeScript
-from harness.systems.base import StepCounts, no_prediction, no_probe
+from harness.systems.base import no_prediction, no_probe
 from harness.systems.door import EngineDoor, Progress
 from harness.work.correctness import STREAM
+from harness.work.drive import StepCounts
 
 
 @dataclass(frozen=True, kw_only=True)

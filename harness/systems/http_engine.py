@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +13,6 @@ from functools import partial
 from itertools import count
 from math import nan
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
 from typing import Any, Final
 
 import httpx
@@ -23,60 +22,18 @@ from httpx_sse import EventSource
 from engine.asked.config import EngineConfig
 from engine.asked.request import FinishReason, Request, TokenEvent, check_request
 from engine.asked.sampling import SamplingParams
+from engine.clock import PhaseClock
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.text.tokenizer import load_tokenizer
 from harness.config.schema import SystemConfig
 from harness.systems.base import (
     UNKNOWN_TOKEN,
-    PeerLoad,
     PeerPlan,
     model_spec,
     no_prediction,
     no_probe,
 )
 from harness.systems.door import EngineDoor, Progress
-
-
-class Bodies:
-    """Bodies of requests to one server. Where text is sent, `tokenizer` decodes the prompts."""
-
-    def __init__(self, system: SystemConfig, model: str, tokenizer: Any) -> None:
-        self._system, self._model, self._tokenizer = system, model, tokenizer
-
-    @property
-    def path(self) -> str:
-        """Where they are posted to, below the base address."""
-        return "/chat/completions" if self._system.api == "chat" else "/completions"
-
-    def of(self, request: Request) -> dict[str, Any]:
-        """Return the body of one request; RequestError where text is sent without a tokenizer."""
-        body: dict[str, Any] = {
-            "model": self._model,
-            **self._prompt(request.prompt_token_ids),
-            "max_tokens": request.params.max_tokens,
-            "temperature": request.params.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self._system.extensions is not False:
-            body |= {"ignore_eos": request.params.ignore_eos, "return_token_ids": True}
-            if request.params.cache_salt is not None:
-                body["cache_salt"] = request.params.cache_salt
-        return body
-
-    def _prompt(self, ids: list[int]) -> dict[str, Any]:
-        if self._system.api == "chat":
-            return {"messages": [{"role": "user", "content": self._text(ids)}]}
-        return {"prompt": self._text(ids) if self._system.prompts == "text" else ids}
-
-    def _text(self, ids: list[int]) -> str:
-        if self._tokenizer is None:
-            raise RequestError(
-                "system: expected a tokenizer in the model's folder for prompts as text, found "
-                "none. Set system.api=completions and system.prompts=token_ids."
-            )
-        return str(self._tokenizer.decode(ids))
-
 
 _CHAT_TEXTS: Final = ("content", "reasoning_content", "reasoning")
 """Where a part of a chat has text; one with a role alone has none."""
@@ -141,8 +98,9 @@ class StreamedAnswer:
             self.token_ids += tokens
             self.times_s += [now_s] * len(tokens)
             reason = choice.get("finish_reason")
-            if reason is not None:
-                self.finish_reason = "length" if reason == "length" else _reason(reason)
+            if reason not in {None, "stop", "length"}:
+                raise ServerError(f"the server ended the answer with {reason!r}")
+            self.finish_reason = reason or self.finish_reason
 
     @property
     def num_surplus(self) -> int:
@@ -191,12 +149,6 @@ def _whole(value: Any, before: int | None) -> int | None:
     return before if value is None else int(value)
 
 
-def _reason(reason: str) -> FinishReason:
-    if reason == "stop":
-        return "stop"
-    raise ServerError(f"the server ended the answer with {reason!r}")
-
-
 def _tokens(choice: dict[str, Any]) -> list[int]:
     """Return the tokens of a part, UNKNOWN_TOKEN for each without an id."""
     if choice.get("token_ids"):
@@ -215,14 +167,12 @@ _FIELDS: Final = (
     ". A server that knows published fields alone wants system.extensions=false, one that takes no "
     "token ids system.prompts=text"
 )
-HINTS: Final = MappingProxyType(
-    {
-        400: _FIELDS,
-        422: _FIELDS,
-        404: ". A server that knows chats alone wants system.api=chat",
-        405: ". A server that knows chats alone wants system.api=chat",
-    }
-)
+HINTS: Final[Mapping[int, str]] = {
+    400: _FIELDS,
+    422: _FIELDS,
+    404: ". A server that knows chats alone wants system.api=chat",
+    405: ". A server that knows chats alone wants system.api=chat",
+}
 """Status of a refusal -> what it may be about."""
 OnPart = Callable[[StreamedAnswer], None]
 
@@ -411,7 +361,7 @@ class HTTPEngine:
     """A server does not tell its steps."""
 
     def __init__(self, config: EngineConfig, system: SystemConfig) -> None:
-        self.spec, self.load_report = model_spec(config.model), PeerLoad()
+        self.spec, load = model_spec(config.model), PhaseClock()
         self.tokenizer = load_tokenizer(config.model.path)
         self._system = system
         self.failure: EngineError | None = None
@@ -419,13 +369,13 @@ class HTTPEngine:
             str(system.base_url), _key(system), system.request_timeout_s or TIMEOUT_S
         )
         try:
-            with self.load_report.phase("connect", time.perf_counter):
+            with load.phase("connect"):
                 listed = self._client.get("/models")
             self._model, self._listed = _served(listed, system)
         except EngineError:
             self._client.close()
             raise
-        self._bodies = Bodies(system, self._model, self.tokenizer)
+        self.load_report = load.report()
         told = _length(self._listed.get("max_model_len"))
         longest = config.engine.max_model_len or told or self.spec.max_position_embeddings
         self.max_model_len = int(min(longest, told or longest))
@@ -464,8 +414,36 @@ class HTTPEngine:
         """
         request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
         check_request(request, self.max_model_len, self.spec.vocab_size)
-        body = self._bodies.of(request)
+        body = self._body(request)
         return self._client.submit(lambda: self._run(request, body, on_events))
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        """Return the body of one request; RequestError where text is sent without a tokenizer."""
+        prompt: Any = request.prompt_token_ids
+        if self._system.api == "chat" or self._system.prompts == "text":
+            if self.tokenizer is None:
+                raise RequestError(
+                    "system: expected a tokenizer in the model's folder for prompts as text, found "
+                    "none. Set system.api=completions and system.prompts=token_ids."
+                )
+            prompt = str(self.tokenizer.decode(prompt))
+        if self._system.api == "chat":
+            content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+        else:
+            content = {"prompt": prompt}
+        body = {
+            "model": self._model,
+            **content,
+            "max_tokens": request.params.max_tokens,
+            "temperature": request.params.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._system.extensions is not False:
+            body |= {"ignore_eos": request.params.ignore_eos, "return_token_ids": True}
+            if request.params.cache_salt is not None:
+                body["cache_salt"] = request.params.cache_salt
+        return body
 
     async def _run(self, request: Request, body: dict[str, Any], on_events: OnEvents) -> None:
         sent = 0
@@ -481,7 +459,8 @@ class HTTPEngine:
                 on_events(events)
 
         try:
-            answer = await self._client.complete(self._bodies.path, body, emit)
+            path = "/chat/completions" if self._system.api == "chat" else "/completions"
+            answer = await self._client.complete(path, body, emit)
             missing = answer.end()
         except (ServerError, ConnectionError) as error:
             self._note_failure(error)

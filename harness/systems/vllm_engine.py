@@ -15,20 +15,20 @@ from typing import Any
 from engine.asked.config import EngineConfig
 from engine.asked.request import TokenEvent
 from engine.asked.sampling import SamplingParams
+from engine.clock import PhaseClock
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.model.spec import ModelSpec
 from engine.text.tokenizer import load_tokenizer
 from harness.systems.base import (
     PeerDevice,
-    PeerLoad,
     PeerPlan,
-    StepCounts,
     config_json,
     model_spec,
     no_prediction,
     open_peer_device,
 )
 from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
+from harness.work.drive import StepCounts
 
 
 def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str, Any]:
@@ -89,9 +89,9 @@ class VLLMEngine:
         device: PeerDevice,
         arguments: dict[str, Any],
         engine: Any,
-        load: PeerLoad,
+        load: PhaseClock,
     ) -> None:
-        self.spec, self.load_report = spec, load
+        self.spec, self.load_report = spec, load.report()
         self.tokenizer = load_tokenizer(config.model.path)
         self.last_step: StepCounts | None = None
         self._config, self._device, self._engine = config, device, engine
@@ -131,8 +131,8 @@ class VLLMEngine:
         progress("load", 0, 0)
         device, spec = open_peer_device(config), model_spec(config.model)
         share = device.budget_bytes / device.card_bytes
-        load = PeerLoad()
-        with tempfile.TemporaryDirectory() as scratch, load.phase("read", time.perf_counter):
+        load = PhaseClock()
+        with tempfile.TemporaryDirectory() as scratch, load.phase("read"):
             folder = config.model.path or _config_folder(Path(scratch), spec)
             arguments = vllm_arguments(config, folder, share)
             check_arguments(arguments, [item.name for item in fields(EngineArgs)], __version__)

@@ -117,7 +117,10 @@ def measure_steps(
     return {
         "decode": {str(batch): decode(sender, batch, config) for batch in config.batches},
         "prefill": {str(num): _prefill(sender, num, config) for num in config.prefills},
-        "chunk_s": {str(length): _chunk_s(sender, length) for length in config.chunks},
+        "chunk_s": {
+            str(length): None if length >= llm.max_model_len else _median_s(sender, 1, length)
+            for length in config.chunks
+        },
         "counter": count_link(sender, config, counter) if config.counter_s else None,
         "read_bytes": read_bytes(llm),
         "prompt_tokens": config.prompt_tokens,
@@ -133,19 +136,15 @@ def read_bytes(llm: Any) -> int:
     return int(llm.plan.formats.total_bytes(t for t in spec.tensors() if t.name != unread))
 
 
-def _output_tokens(batch: int, config: StepsScenario, plan: Any) -> int:
-    """Tokens of each sequence of a decode, so that enough steps decode all of them."""
-    prefill_steps = -(-batch * config.prompt_tokens // plan.max_num_batched_tokens)
-    return int(config.steps + 2 * SETTLE_STEPS + SPARE_TOKENS + prefill_steps - 1)
-
-
 def decode(sender: Sender, batch: int, config: StepsScenario) -> Figures:
     """Time steps in which every one of `batch` sequences decodes, and bare replays among them.
 
     Where the KV cache does not hold them, `no_room` says so instead.
     """
     llm, plan = sender.llm, sender.llm.plan
-    tokens = _output_tokens(batch, config, plan)
+    prefill_steps = -(-batch * config.prompt_tokens // plan.max_num_batched_tokens)
+    # So many that enough steps decode all of the sequences.
+    tokens = config.steps + 2 * SETTLE_STEPS + SPARE_TOKENS + prefill_steps - 1
     length = config.prompt_tokens + tokens
     needed = batch * -(-length // plan.block_size) * plan.block_size
     if plan.kv_tokens < needed or plan.max_num_seqs < batch:
@@ -220,11 +219,6 @@ def _prefill(sender: Sender, num: int, config: StepsScenario) -> Figures:
         return {"no_room": "no room in KV"}
     expected = _predicted(sender.llm, lambda shape, rates: prefill_s(shape, rates, length, num))
     return {"seconds": _median_s(sender, num, length), "predicted_s": expected}
-
-
-def _chunk_s(sender: Sender, length: int) -> float | None:
-    """Time a step that prefills one prompt of this length; None: it is too long."""
-    return None if length >= sender.llm.max_model_len else _median_s(sender, 1, length)
 
 
 def _median_s(sender: Sender, num: int, length: int) -> float:

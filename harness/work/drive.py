@@ -6,7 +6,6 @@ of steps and submits are this module's, of the same clock.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Final, Protocol, Required, TypedDict, Unpack
 
 from engine.asked.request import TokenEvent
@@ -24,24 +23,16 @@ OnEnd = Callable[[RequestTimes], None]
 """Called with each request when nothing more comes of it."""
 
 
-class StepStats(Protocol):
-    """What the engine says of its last step."""
+@dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """What an engine says of its last step, at the least."""
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens in it."""
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Decoded tokens in it."""
-
-    @property
-    def h2d_bytes(self) -> int:
-        """Bytes copied from host to device."""
-
-    @property
-    def in_place_bytes(self) -> int:
-        """Bytes that the device read in host memory."""
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    h2d_bytes: int = 0
+    """Bytes copied from host to device."""
+    in_place_bytes: int = 0
+    """Bytes that the device read in host memory."""
 
 
 class Engine(Protocol):
@@ -68,8 +59,8 @@ class Engine(Protocol):
         """The memory plan."""
 
     @property
-    def last_step(self) -> StepStats | None:
-        """What the newest step did."""
+    def last_step(self) -> Any:
+        """What the newest step did, with the fields of StepCounts; None before the first."""
 
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
@@ -128,7 +119,7 @@ class StepTotals:
         """What the plan says of decode_moved_bytes."""
         return self.planned_copied_bytes + self.planned_read_bytes
 
-    def add(self, step: StepStats, duration_s: float, plan: Any) -> None:
+    def add(self, step: Any, duration_s: float, plan: Any) -> None:
         """Count one step."""
         self.num_steps += 1
         if step.num_prefill_tokens:
@@ -152,7 +143,7 @@ class DrivenStep:
     """End of the call before."""
     end_s: float
     events: list[TokenEvent]
-    stats: StepStats | None
+    stats: Any
     """What the engine says of the step that ended; None where none did."""
 
     def only_decodes(self, batch: int) -> bool:
@@ -463,13 +454,11 @@ def ratio(amount: float, seconds: float) -> float | None:
     return amount / seconds if amount > 0 and seconds > 0 else None
 
 
-SETTLES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "throughput": "throughput/output_tok_s",
-        "latency": "latency/e2e_ms/mean",
-        "serve": "serve/e2e_ms/mean",
-    }
-)
+SETTLES: Final[Mapping[str, str]] = {
+    "throughput": "throughput/output_tok_s",
+    "latency": "latency/e2e_ms/mean",
+    "serve": "serve/e2e_ms/mean",
+}
 """Part -> the metric whose interval ends a series early."""
 _POSITION: Final = "window_"
 """Beginning of the names of samples that are times of one repeat, which have no sum."""

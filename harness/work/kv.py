@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Final
 
 from engine.sealed import GIB
@@ -44,32 +43,28 @@ COLUMNS: Final = (
     "in_place_bytes",
 )
 """Columns of a row, behind its time."""
-COUNTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "kv/gpu_hit_tokens": ("prefix.hits_gpu_tokens",),
-        "kv/cpu_hit_tokens": ("prefix.hits_cpu_tokens",),
-        "kv/missed_tokens": ("prefix.missed_tokens",),
-        "kv/gpu_evictions": ("evictions.gpu_kept", "evictions.gpu_lost"),
-        "kv/gpu_evictions_lost": ("evictions.gpu_lost",),
-        "kv/cpu_evictions": ("evictions.cpu",),
-        "kv/swaps_out": ("swaps_out",),
-        "kv/swaps_in": ("swaps_in",),
-        "kv/recomputes": ("recomputes",),
-        "kv/preemptions": ("preemptions",),
-        "kv/stores_skipped": ("stores_skipped",),
-    }
-)
+COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "kv/gpu_hit_tokens": ("prefix.hits_gpu_tokens",),
+    "kv/cpu_hit_tokens": ("prefix.hits_cpu_tokens",),
+    "kv/missed_tokens": ("prefix.missed_tokens",),
+    "kv/gpu_evictions": ("evictions.gpu_kept", "evictions.gpu_lost"),
+    "kv/gpu_evictions_lost": ("evictions.gpu_lost",),
+    "kv/cpu_evictions": ("evictions.cpu",),
+    "kv/swaps_out": ("swaps_out",),
+    "kv/swaps_in": ("swaps_in",),
+    "kv/recomputes": ("recomputes",),
+    "kv/preemptions": ("preemptions",),
+    "kv/stores_skipped": ("stores_skipped",),
+}
 """Metric -> the engine's counters that it is the sum of."""
-MOVED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "kv/gpu_hit_gib": "prefix.hits_gpu_bytes",
-        "kv/cpu_hit_gib": "prefix.hits_cpu_bytes",
-        "kv/stored_gib": "moved.stored_bytes",
-        "kv/loaded_gib": "moved.loaded_bytes",
-        "kv/in_place_gib": "in_place_bytes",
-        "kv/staged_prefill_gib": "staged_prefill_bytes",
-    }
-)
+MOVED: Final[Mapping[str, str]] = {
+    "kv/gpu_hit_gib": "prefix.hits_gpu_bytes",
+    "kv/cpu_hit_gib": "prefix.hits_cpu_bytes",
+    "kv/stored_gib": "moved.stored_bytes",
+    "kv/loaded_gib": "moved.loaded_bytes",
+    "kv/in_place_gib": "in_place_bytes",
+    "kv/staged_prefill_gib": "staged_prefill_bytes",
+}
 """Metric -> the engine's counter of bytes."""
 TO_DEVICE: Final = ("moved.loaded_bytes", "in_place_bytes", "staged_prefill_bytes")
 """Counters of bytes that cross the link from host to device."""
@@ -280,12 +275,13 @@ def _shared_tokens(sent: Sequence[Sent]) -> int:
         for prompt, output in sent  # a later turn holds outputs
     )
     return sum(
-        min(_common(first, second), max(num_first, num_second))
+        min(num_common(first, second), max(num_first, num_second))
         for (first, num_first), (second, num_second) in pairwise(ordered)
     )
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two sequences begin with alike."""
     pairs = zip(first, second, strict=False)
     least = min(len(first), len(second))
     return next((place for place, (one, other) in enumerate(pairs) if one != other), least)

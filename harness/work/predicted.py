@@ -6,7 +6,7 @@ from typing import Any, Final
 from engine.plan.queue import queue_s
 from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
 from engine.sealed import GIB
-from harness.config.schema import RequestSet, ScenarioConfig
+from harness.config.schema import ScenarioConfig
 from harness.work.drive import StepTotals, ratio
 from reports.record.metrics import PREDICTED
 
@@ -24,35 +24,26 @@ def predicted_times(plan: Any, spec: Any, scenario: ScenarioConfig) -> dict[str,
     """Return what the plan predicts of the parts with requests of one length, by metric."""
     found: dict[str, float | None] = {"predicted/gpu_peak_gib": plan.gpu_total_bytes / GIB}
     shape, rates = shape_of(plan, spec), Rates(**plan.predicted["rates"])
-    if (one := scenario.latency) is not None and _has_one_length(one):
+    if (one := scenario.latency) is not None and one.prompts_file is None:
         context = one.prompt_tokens + one.output_tokens / 2
         found["predicted/tpot_ms"] = decode_step_s(shape, rates, 1, context) * 1e3
         found["predicted/ttft_ms"] = prefill_s(shape, rates, one.prompt_tokens) * 1e3
-    if (many := scenario.throughput) is not None and _has_one_length(many):
+    if (many := scenario.throughput) is not None and many.prompts_file is None:
         total_s = queue_s(shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens)
         found["predicted/output_tok_s"] = many.num_requests * many.output_tokens / total_s
     return found
 
 
-def _has_one_length(part: RequestSet) -> bool:
-    return part.prompts_file is None
-
-
 def differences(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return by how much each prediction exceeds what was measured, %."""
+    """Return by how much each prediction exceeds the median or mean that was measured, %."""
     found: dict[str, float | None] = {}
     for quantity, base in PREDICTED.items():
         predicted = metrics.get(f"predicted/{quantity}")
-        measured = measured_of(metrics, base)
+        names = (f"{base}/p50", f"{base}/mean", base)
+        measured = next((value for name in names if (value := metrics.get(name)) is not None), None)
         if predicted is not None and measured:
             found[f"predicted/{quantity}_difference_pct"] = 100 * (predicted / measured - 1)
     return found
-
-
-def measured_of(metrics: Mapping[str, float | None], base: str) -> float | None:
-    """Return a measured metric: its median, else its mean, else itself."""
-    names = (f"{base}/p50", f"{base}/mean", base)
-    return next((value for name in names if (value := metrics.get(name)) is not None), None)
 
 
 def link_reasons(timed: Mapping[str, StepTotals], metrics: Mapping[str, float | None]) -> list[str]:

@@ -6,7 +6,6 @@ from GPU is the engine's count of tokens found, not what was intended.
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
-from types import MappingProxyType
 from typing import Any, Final
 
 from harness.config.study import TiersScenario
@@ -377,17 +376,15 @@ def _decode_at(tiers: Tiers, total: int, steps: int) -> Figures:
     }
 
 
-PARTS: Final[Mapping[str, Callable[[Tiers, TiersScenario], Figures]]] = MappingProxyType(
-    {
-        "fits": measure_fits,
-        "ttft": measure_ttft,
-        "itl": measure_itl,
-        "shared": measure_shared,
-        "parked": measure_parked,
-        "rounds": measure_rounds,
-        "turns": measure_turns,
-        "long": measure_long,
-        "streamed": measure_streamed,
-    }
-)
+PARTS: Final[Mapping[str, Callable[[Tiers, TiersScenario], Figures]]] = {
+    "fits": measure_fits,
+    "ttft": measure_ttft,
+    "itl": measure_itl,
+    "shared": measure_shared,
+    "parked": measure_parked,
+    "rounds": measure_rounds,
+    "turns": measure_turns,
+    "long": measure_long,
+    "streamed": measure_streamed,
+}
 """By the name in scenario.tiers.parts."""

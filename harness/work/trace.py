@@ -55,9 +55,12 @@ def read_trace(source: TraceSource, num_requests: int | None) -> list[TraceRow]:
         text = read_text(path)
     except TextError as error:
         raise TraceError(f"trace {path}: {error}") from error
-    parse = _azure if source.kind == "azure" else _mooncake
     problems: list[str] = []
-    rows = sorted(parse(text, problems), key=lambda row: row.time_s)
+    if source.kind == "azure":
+        found = _azure(text, problems)
+    else:
+        found = parse_lines(text.split("\n"), _mooncake_row, problems)
+    rows = sorted(found, key=lambda row: row.time_s)
     if problems:
         raise TraceError(f"trace {path} ({source.kind}): {told(problems)}")
     if not rows:
@@ -160,10 +163,6 @@ def _tokens(name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
         raise TextError(f"{name}: expected a whole number from 1, got {shown(value)}")
     return int(value)
-
-
-def _mooncake(text: str, problems: list[str]) -> list[TraceRow]:
-    return parse_lines(text.split("\n"), _mooncake_row, problems)
 
 
 def _mooncake_row(line: int, content: str) -> TraceRow:

@@ -104,7 +104,8 @@ def study(tmp_path, *more, run_one=None):
     whole = found.config.study
     few = replace(whole, points={name: whole.points[name] for name in FEW})
     config = replace(found.config, study=few)
-    return StudyRun(config, tmp_path / "run", found.overrides, None).run(run_one or fake_run())
+    planned = compose_points(config, found.overrides)
+    return StudyRun(config, tmp_path / "run", found.overrides, planned).run(run_one or fake_run())
 
 
 @pytest.mark.slow

@@ -273,7 +273,7 @@ def test_a_defect_of_the_harness_is_a_record_too(
 
 def test_a_job_that_its_launcher_killed_on_ctrl_c_is_told_as_interrupted(tmp_path: Path) -> None:
     typed = ["model=fake", "engine.seed=1,2", f"hydra.sweep.dir='{tmp_path}'"]
-    session = app._Session(Composer().plan(typed, multirun=True), None)
+    session = app._Session(Composer().plan(typed, multirun=True), {}, None)
     begun, sweep_plan = BegunPoints(tmp_path), session._task.sweep
     assert sweep_plan is not None
     begun.begin(0, tmp_path / "0")
