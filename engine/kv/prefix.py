@@ -9,7 +9,6 @@ from sys import byteorder
 from typing import Literal
 
 from engine.asked.request import Sequence
-from engine.errors import EngineError
 from engine.kv.pool import Retain, TieredBlockPool
 from engine.plan.sizes import SwapRates
 
@@ -27,15 +26,10 @@ class BlockHasher:
     Args:
         identity: What values depend on beside tokens, in a fixed order: the weights (source and
             revision, or shape and seed), the dtype, whether windows are disabled, the layer group.
-        block_size: Tokens in a block, at least 1.
-
-    Raises:
-        EngineError: The block size is below 1.
+        block_size: Tokens in a block.
     """
 
     def __init__(self, identity: SequenceOf[str], block_size: int) -> None:
-        if block_size < 1:
-            raise EngineError(f"block hasher: expected block_size of at least 1, got {block_size}.")
         self.block_size = block_size
         self._identity = tuple(identity)
 

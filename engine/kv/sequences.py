@@ -30,10 +30,6 @@ class BlockGroups:
 
     In groups behind the first the layers have a window, and sequences own no host blocks. A step
     has at most `step_tokens` tokens.
-
-    Raises:
-        EngineError: The pools differ in block_size, or one behind the first has no window or has
-            host blocks in place.
     """
 
     def __init__(
@@ -44,14 +40,7 @@ class BlockGroups:
     ) -> None:
         self.pools = tuple(pools)
         first, *others = self.pools
-        sizes, windows = {pool.block_size for pool in pools}, [pool.window for pool in pools]
-        in_place = [pool.num_in_place for pool in others]
-        if len(sizes) > 1 or None in windows[1:] or any(in_place):
-            raise EngineError(
-                "block groups: expected pools of one block_size, and behind the first a window "
-                f"each and no host blocks in place, got block sizes {sorted(sizes)}, windows "
-                f"{windows} and {in_place} in place."
-            )
+        assert all(pool.window and not pool.num_in_place for pool in others)
         self.block_size = first.block_size
         self._step_tokens = step_tokens
         self._with_window = [item for item in enumerate(self.pools) if item[1].window is not None]

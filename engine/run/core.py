@@ -178,7 +178,6 @@ class EngineCore:
                 max_num_seqs=plan.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
-                block_size=plan.block_size,
                 yields=executor.yields,
             ),
             groups,

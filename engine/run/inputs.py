@@ -11,7 +11,13 @@ from engine.asked.request import Sequence
 from engine.device.base import Device
 from engine.errors import EngineError
 from engine.plan.memory import MemoryPlan
-from engine.plan.sizes import PREFILL_SEQUENCES, pad_batch, padded_prefill
+from engine.plan.sizes import (
+    PREFILL_SEQUENCES,
+    HostKVPlan,
+    KVGroup,
+    pad_batch,
+    padded_prefill,
+)
 from engine.schedule.step import ScheduledSequence, StepPlan
 from kernels.sizes import PREFILL_PART_KEYS
 
@@ -370,36 +376,20 @@ StagedItem = tuple[ScheduledSequence, np.ndarray]
 """A prefill, and the places of its host blocks in its block table."""
 
 
-@dataclass(frozen=True)
 class TieredInputs:
-    """What a step needs to know of blocks that lie in the host tier.
+    """What a step needs to know of blocks that lie in the host tier, where sequences own such.
 
     Blocks are those of the first group of layers; live blocks of the others all lie on the GPU.
     """
 
-    num_gpu: int
-    """Blocks on the GPU; those of the host tier have the numbers from it on."""
-    block_size: int
-    block_bytes: int
-    stage_blocks: int
-    """Blocks that a staging buffer holds."""
-    width: int
-    """Most blocks of a sequence in the host tier."""
-
-    @classmethod
-    def of(cls, plan: MemoryPlan) -> "TieredInputs | None":
-        """Return what a plan gives; None where sequences own no blocks in the host tier."""
-        host, group = plan.host_kv, plan.kv.groups[0]
-        if host is None or not group.num_in_place:
-            return None
-        longest = -(-plan.max_model_len // plan.block_size)
-        return cls(
-            num_gpu=group.num_gpu_blocks,
-            block_size=plan.block_size,
-            block_bytes=group.block_bytes,
-            stage_blocks=host.stage_blocks,
-            width=min(longest, group.num_in_place),
-        )
+    def __init__(self, plan: MemoryPlan, group: KVGroup, host: HostKVPlan) -> None:
+        self.num_gpu = group.num_gpu_blocks
+        """Blocks on the GPU; those of the host tier have the numbers from it on."""
+        self.block_size, self.block_bytes = plan.block_size, group.block_bytes
+        self.stage_blocks = host.stage_blocks
+        """Blocks that a staging buffer holds."""
+        self.width = min(-(-plan.max_model_len // plan.block_size), group.num_in_place)
+        """Most blocks of a sequence in the host tier."""
 
     def split(
         self, prefills: SequenceOf[ScheduledSequence]
@@ -496,8 +486,11 @@ class BatchBuilder:
     def __init__(self, plan: MemoryPlan, device: Device) -> None:
         self._plan, self._device = plan, device
         rows = pad_batch(plan.max_num_seqs)
-        self.tiered = TieredInputs.of(plan)
+        group, host = plan.kv.groups[0], plan.host_kv
+        self.tiered: TieredInputs | None = None
         """None where sequences own no blocks of the host tier."""
+        if host is not None and group.num_in_place:
+            self.tiered = TieredInputs(plan, group, host)
         self.inputs = StepInputs(
             device,
             tokens=max(plan.max_num_batched_tokens, rows),

@@ -31,39 +31,20 @@ from engine.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class SampleKey:
-    """What the draws of a sequence depend on, beside the position."""
-
-    seed: int
-    """The request's seed, or the engine's if it has none."""
-    request: int | str
-    """The request's number in order of arrival; 0 if it has a seed of its own."""
-    index: int
-    """Which of the n answers."""
-
-    def uniform(self, position: int) -> float:
-        """Return the number in [0, 1) that decides the token at `position`."""
-        kind = "s" if isinstance(self.request, str) else "i"
-        text = f"{self.seed}|{self.index}|{position}|{kind}{self.request}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-@dataclass(frozen=True, slots=True)
 class SampleRow:
     """What is known of the sequence that a row of logits belongs to."""
 
+    sequence: request.Sequence
     params: SamplingParams
-    key: SampleKey
-    position: int
-    """Place of the new token in prompt and output, from 0."""
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
-    """Tokens of the output so far; read for repetition_penalty only."""
-    num_output_tokens: int
-    """Tokens of the output so far, with one that is sampled but not known to the host yet."""
+    """The sequence's own."""
+    engine_seed: int
+    """Keys the draws of requests without a seed, with their number in order of arrival."""
     eos_ids: Collection[int]
     """The model's end-of-sequence tokens."""
+    position: int
+    """Place of the new token in prompt and output, from 0."""
+    num_output_tokens: int
+    """Tokens of the output so far, with one that is sampled but not known to the host yet."""
 
     @classmethod
     def of(
@@ -74,19 +55,21 @@ class SampleRow:
         *,
         num_unknown: int = 0,
     ) -> "SampleRow":
-        """Make the row of a sequence's next token; the token lists are not copied.
+        """Make the row of a sequence's next token.
 
         `num_unknown` tokens before it, 0 or 1, the host does not know yet.
         """
-        params = sequence.params
-        if params.seed is None:
-            key = SampleKey(engine_seed, sequence.request.arrival, sequence.index)
-        else:
-            key = SampleKey(params.seed, 0, sequence.index)
-        position = sequence.num_tokens + num_unknown
-        prompt_ids, output_ids = sequence.prompt_token_ids, sequence.output_token_ids
-        num_output = sequence.num_output_tokens + num_unknown
-        return cls(params, key, position, prompt_ids, output_ids, num_output, eos_ids)
+        counts = sequence.num_tokens + num_unknown, sequence.num_output_tokens + num_unknown
+        return cls(sequence, sequence.params, engine_seed, eos_ids, *counts)
+
+    def uniform(self) -> float:
+        """Return the number in [0, 1) that decides the token."""
+        seed, arrival = self.params.seed, 0
+        if seed is None:
+            seed, arrival = self.engine_seed, self.sequence.request.arrival
+        text = f"{seed}|{self.sequence.index}|{self.position}|i{arrival}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     @property
     def banned_ids(self) -> set[int]:
@@ -176,14 +159,15 @@ class Sampler:
             rows: S rows.
 
         Raises:
-            EngineError: The shape or type is wrong, or every token of a row is masked.
+            EngineError: Every token of a row is masked.
 
         Stream: Enqueued on the current stream, with one copy to the host at the end; waits for
             nothing. (Parameters go to the device from pageable memory, which does not wait up to
             64 KiB; the history that repetition_penalty needs may be longer and wait.) Rows run in
             portions, so that the temporary memory stays within `sampler_workspace_bytes(V)`.
         """
-        self._check(logits_SV, rows)
+        assert logits_SV.shape == (len(rows), self.vocab_size)
+        assert logits_SV.dtype == torch.float32
         width = max((row.params.logprobs or 0 for row in rows), default=0)
         width = min(width, self.vocab_size)
         self._grow(len(rows))
@@ -226,18 +210,6 @@ class Sampler:
             else:
                 table.copy_(found, non_blocking=True)
 
-    def _check(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> None:
-        expected = (len(rows), self.vocab_size)
-        if tuple(logits_SV.shape) != expected or logits_SV.dtype != torch.float32:
-            raise EngineError(
-                f"sampler: expected logits of shape {expected} in float32, got "
-                f"{tuple(logits_SV.shape)} in {logits_SV.dtype}."
-            )
-        if logits_SV.device.type != self.device.type:
-            raise EngineError(
-                f"sampler: expected logits on {self.device}, got them on {logits_SV.device}."
-            )
-
     def _choose(self, raw_SV: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
         """Return [S, 2 + 2 K] float64: token, log-probability, K tokens, K log-probabilities."""
         largest_S, tokens_S = raw_SV.max(dim=-1)
@@ -273,7 +245,7 @@ class Sampler:
         for at, row in enumerate(rows):
             penalty = row.params.repetition_penalty
             if penalty != 1:
-                ids = set(row.prompt_ids).union(row.output_ids)
+                ids = {*row.sequence.prompt_token_ids, *row.sequence.output_token_ids}
                 seen += ids
                 seen_at += [at] * len(ids)
                 penalties += [float(penalty)] * len(ids)
@@ -309,7 +281,7 @@ class Sampler:
                 row.params.top_k if 0 < row.params.top_k < self.vocab_size else self.vocab_size,
                 row.params.top_p,
                 row.params.min_p,
-                row.key.uniform(row.position),
+                row.uniform(),
             )
             for row in rows
         ]

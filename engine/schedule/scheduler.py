@@ -38,38 +38,19 @@ class SchedulerConfig:
     """Tokens of one step; at least max_num_seqs."""
     max_model_len: int
     """Most tokens of prompt and output."""
-    block_size: int
-    """Tokens in a KV block; the pool's."""
     yields: tuple[int, int] = (1, 1)
     """The least and the most tokens that a step may sample for a sequence."""
 
     def check(self, groups: BlockGroups) -> None:
-        """Return if the limits agree with each other and with the pools.
+        """Return if a sequence can run to its end.
 
         Raises:
-            EngineError: They do not, or a pool cannot hold one sequence of max_model_len tokens.
+            EngineError: A pool cannot hold one sequence of max_model_len tokens, or none can be.
         """
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            if getattr(self, name) < 1:
-                raise EngineError(f"{name}: expected at least 1, got {getattr(self, name)}.")
         if self.max_model_len < 2:
             raise EngineError(
                 f"max_model_len: expected at least 2 (one token of prompt, one of output), got "
                 f"{self.max_model_len}. Raise it."
-            )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise EngineError(
-                f"max_num_batched_tokens: expected at least max_num_seqs={self.max_num_seqs}, got "
-                f"{self.max_num_batched_tokens}. Raise it or lower max_num_seqs."
-            )
-        if not 0 <= self.yields[0] <= self.yields[1] or not self.yields[1]:
-            raise EngineError(
-                "yields: expected a least number of tokens from 0 on and a most from 1 on, not "
-                f"below it, got {self.yields}."
-            )
-        if self.block_size != groups.block_size:
-            raise EngineError(
-                f"block_size: expected the pool's {groups.block_size}, got {self.block_size}."
             )
         groups.check(self.max_model_len)
 
@@ -287,8 +268,7 @@ class Scheduler:
     Blocks that were taken from the pools of `groups` before stay out of use.
 
     Raises:
-        EngineError: The limits contradict each other, or a pool cannot hold one sequence of
-            max_model_len tokens.
+        EngineError: A pool cannot hold one sequence of max_model_len tokens.
     """
 
     def __init__(self, config: SchedulerConfig, groups: BlockGroups) -> None:

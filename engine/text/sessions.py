@@ -22,7 +22,7 @@ from engine.asked.request import (
     check_request_id,
 )
 from engine.asked.sampling import SamplingParams
-from engine.errors import ConfigError, EngineError, RequestError
+from engine.errors import ConfigError, RequestError
 from engine.run.core import EngineCore
 from engine.text.tokenizer import encode
 
@@ -68,17 +68,10 @@ class IncrementalDetokenizer:
         """Signs of special tokens within text that is not final, each with its place in it."""
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._pieces: list[str] = []
         # The window: tokens from the last cut on; the first `_num_shown` of them are shown.
         self._window: list[int] = []
         self._num_shown = 0
         self._len_shown = 0
-        self._is_finished = False
-
-    @property
-    def text(self) -> str:
-        """All text that is final."""
-        return "".join(self._pieces)
 
     @property
     def stop_reason(self) -> str | None:
@@ -86,16 +79,7 @@ class IncrementalDetokenizer:
         return self._stops.found
 
     def append(self, token_id: int) -> str:
-        """Take the next token and return the text that became final with it, maybe none.
-
-        Raises:
-            EngineError: The text ended before.
-        """
-        if self._is_finished or self._stops.found is not None:
-            raise EngineError(
-                "detokenizer: expected no token after the end of the text (finish, or a stop "
-                "string), got one more."
-            )
+        """Take the next token and return the text that became final with it, maybe none."""
         self._num_tokens += 1
         self._window.append(token_id)
         is_counted = self._num_tokens >= self._min_tokens
@@ -103,26 +87,15 @@ class IncrementalDetokenizer:
             new = self._pass_by(self._signs[token_id], is_counted=is_counted)
         else:
             new = "" if self._is_silent(token_id) else self._sign(self._advance())
-        piece = self._stops.push(new, is_counted=is_counted)
-        self._pieces.append(piece)
-        return piece
+        return self._stops.push(new, is_counted=is_counted)
 
     def finish(self) -> str:
-        """Return what was held back; no more tokens follow. Empty after a stop string.
-
-        Raises:
-            EngineError: `finish` was called before.
-        """
-        if self._is_finished:
-            raise EngineError("detokenizer: finish was called twice.")
-        self._is_finished = True
+        """Return what was held back; no more tokens follow. Empty after a stop string."""
         if self._stops.found is not None:
             return ""
         rest = _with_signs(self._decode(self._window)[self._len_shown :], self._passed)
         piece = self._stops.push(rest, is_counted=self._num_tokens >= self._min_tokens)
-        piece += self._stops.flush()
-        self._pieces.append(piece)
-        return piece
+        return piece + self._stops.flush()
 
     def _pass_by(self, sign: str, *, is_counted: bool) -> str:
         """Return what is final with a special token that a stop string has within it."""

@@ -72,7 +72,6 @@ class Tiers:
             max_num_seqs=self.seqs,
             max_num_batched_tokens=self.tokens,
             max_model_len=self.max_len,
-            block_size=self.block_size,
             yields=self.yields,
         )
         policy = KVPolicy(

@@ -50,9 +50,7 @@ def complete(scheduler, batches):
 
 
 def test_a_long_prefix_in_the_host_tier_costs_few_calls_a_block():
-    config = SchedulerConfig(
-        max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=9000, block_size=SIZE
-    )
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=9000)
     pool = TieredBlockPool(600, 1200, SIZE)
     scheduler = Scheduler(config, BlockGroups([pool], 2048, KVPolicy(prefix_caching=True)))
     prefix = list(range(NUM_BLOCKS * SIZE))

@@ -20,7 +20,6 @@ def make_scheduler(*, seqs=4, tokens=16, max_len=32, block_size=4, num_blocks=16
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_model_len=max_len,
-        block_size=block_size,
     )
     return Scheduler(config, make_groups(config, TieredBlockPool(num_blocks, 0, block_size)))
 
@@ -327,20 +326,10 @@ def test_add_refuses():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seqs": 0}, "max_num_seqs"),
-        ({"tokens": 3}, "at least max_num_seqs=4, got 3"),
         ({"max_len": 1}, "max_model_len"),
         ({"num_blocks": 7}, r"max_model_len=32 tokens, got 7 free blocks of 4 tokens = 28"),
     ],
 )
-def test_contradicting_limits_are_refused(changes, words):
+def test_limits_that_no_sequence_fits_are_refused(changes, words):
     with pytest.raises(EngineError, match=words):
         make_scheduler(**changes)
-
-
-def test_block_size_must_be_the_pools():
-    config = SchedulerConfig(
-        max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=8
-    )
-    with pytest.raises(EngineError, match="pool's 4, got 8"):
-        Scheduler(config, make_groups(config, TieredBlockPool(8, 0, 4)))

@@ -72,7 +72,6 @@ class World:
             max_num_seqs=limits["seqs"],
             max_num_batched_tokens=limits["tokens"],
             max_model_len=limits["max_len"],
-            block_size=self.size,
             yields=limits["yields"],
         )
         pool = TieredBlockPool(limits["num_blocks"], 0, self.size)

@@ -58,7 +58,6 @@ class World:
             max_num_seqs=limits["seqs"],
             max_num_batched_tokens=limits["tokens"],
             max_model_len=limits["max_len"],
-            block_size=limits["block_size"],
         )
         pool = TieredBlockPool(limits["num_blocks"], 0, limits["block_size"])
         self.scheduler = Scheduler(config, make_groups(config, pool))

@@ -9,7 +9,7 @@ from engine.errors import EngineError
 from engine.kv import sequences
 from engine.kv.pool import TieredBlockPool
 from engine.kv.prefix import num_expired
-from engine.kv.sequences import GONE, BlockGroups
+from engine.kv.sequences import GONE
 from engine.plan.sizes import num_held
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tests.engine.schedule.test_scheduler import make_groups
@@ -26,7 +26,6 @@ class WindowWorld(World):
             max_num_seqs=limits["seqs"],
             max_num_batched_tokens=limits["tokens"],
             max_model_len=limits["max_len"],
-            block_size=self.size,
             yields=limits["yields"],
         )
         self.pools = []
@@ -143,7 +142,6 @@ def make_scheduler(*groups, max_len=64, tokens=16):
         max_num_seqs=2,
         max_num_batched_tokens=tokens,
         max_model_len=max_len,
-        block_size=4,
     )
     pools = (TieredBlockPool(count, 0, 4, window=window) for count, window in groups)
     return Scheduler(config, make_groups(config, *pools))
@@ -198,14 +196,3 @@ def test_pools_that_hold_no_sequence_are_refused(groups):
         make_scheduler(*groups)
     enough = {None: 16, 8: 7, 4: 6}
     make_scheduler(*((enough[window], window) for _, window in groups))
-
-
-def test_groups_that_could_not_be_served_are_refused():
-    one, other = TieredBlockPool(16, 0, 4), TieredBlockPool(16, 0, 4)
-    for pools in (
-        [one, other],
-        [one, TieredBlockPool(16, 0, 2, window=8)],
-        [one, TieredBlockPool(16, 4, 4, window=8)],
-    ):
-        with pytest.raises(EngineError, match="behind the first a window each and no host blocks"):
-            BlockGroups(pools, 16)
