@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -62,24 +62,6 @@ class Stream:
                 return events, True
             events += item
         return events, False
-
-
-def wake_all(streams: Iterable[Stream]) -> list[Stream]:
-    """Wake the clients of some streams, with one call for each loop; from any thread.
-
-    Returns:
-        Streams whose loop is closed: nobody will read them.
-    """
-    by_loop: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
-    for stream in streams:
-        by_loop.setdefault(stream.loop, []).append(stream)
-    gone = []
-    for loop, mine in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_wake_here, mine)
-        except RuntimeError:
-            gone += mine
-    return gone
 
 
 def _wake_here(streams: list[Stream]) -> None:
@@ -401,7 +383,14 @@ class AsyncLLM:
         self._touched.add(stream)
 
     def _wake(self) -> None:
-        """Let clients see what was put to their streams; drop requests that lost their client."""
-        touched, self._touched = self._touched, set()
-        for stream in wake_all(touched):
-            self._abort(stream.request_id, stream)
+        """Let clients see what was put to their streams, with one call for each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
+        for stream in self._touched:
+            by_loop.setdefault(stream.loop, []).append(stream)
+        self._touched = set()
+        for loop, mine in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_wake_here, mine)
+            except RuntimeError:  # the loop is closed, so nobody will read them
+                for stream in mine:
+                    self._abort(stream.request_id, stream)

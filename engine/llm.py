@@ -235,12 +235,7 @@ class LLM:
             ConfigError: The number of sampling params differs from that of prompts.
         """
         with self._alone():
-            return self._requests.generate(prompts, sampling_params, self.step, use_tqdm=use_tqdm)
-
-    @property
-    def _requests(self) -> Sessions:
-        _ = self.engine  # raises where it was closed
-        return self._sessions
+            return self._sessions.generate(prompts, sampling_params, self.step, use_tqdm=use_tqdm)
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -251,7 +246,7 @@ class LLM:
             RequestError: It cannot be served.
         """
         with self._whole():
-            return self._requests.add(prompt, params, request_id).request.request_id
+            return self._sessions.add(prompt, params, request_id).request.request_id
 
     def step(self) -> list[TokenEvent]:
         """Return the tokens of one step of the engine, as they became known.
@@ -262,23 +257,24 @@ class LLM:
         Ctrl-C is raised behind the step, and the next call returns its tokens; a second one is
         raised at once, and the engine may have to be built anew.
         """
-        requests, events = self._requests, list[TokenEvent]()
+        events = list[TokenEvent]()
         try:
             with self._whole():
-                events += requests.take_kept() or requests.apply(self.engine.core.step())
+                sessions = self._sessions
+                events += sessions.take_kept() or sessions.apply(self.engine.core.step())
         except KeyboardInterrupt:
-            requests.keep(events)
+            self._sessions.keep(events)
             raise
         return events
 
     def has_unfinished(self) -> bool:
         """Whether a call of `step` has work: a request waits or runs, or its tokens are kept."""
-        return self.engine.core.scheduler.has_unfinished or self._requests.has_kept
+        return self.engine.core.scheduler.has_unfinished or self._sessions.has_kept
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown and finished ids are ignored."""
         with self._whole():
-            self._requests.abort(request_id)
+            self._sessions.abort(request_id)
 
     def effective(self) -> dict[str, Any]:
         """Return what is really used: device, dtype, placements, graphs, fallbacks."""
@@ -363,19 +359,16 @@ class LLM:
         if getattr(self, "_engine", None) is None:
             return
         with self._whole():
-            self._close()
-
-    def _close(self) -> None:
-        engine, self._engine = self.engine, None
-        engine.device.synchronize()
-        engine.executor.close()
-        engine.tier.stop()
-        engine.cache.close()
-        engine.tier.close()
-        engine.store.close()
-        device = engine.device
-        del engine, self._sessions
-        device.close()
+            engine, self._engine = self.engine, None
+            device = engine.device
+            device.synchronize()
+            engine.executor.close()
+            engine.tier.stop()
+            engine.cache.close()
+            engine.tier.close()
+            engine.store.close()
+            del engine, self._sessions
+            device.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

@@ -48,7 +48,7 @@ class UVAOffloadConfig(Sealed):
     @property
     def is_set(self) -> bool:
         """Whether any field differs from its default."""
-        return self.cpu_offload_gb > 0 or bool(self.cpu_offload_params)
+        return self != UVAOffloadConfig()
 
 
 @dataclass(kw_only=True)
@@ -74,8 +74,7 @@ class PrefetchOffloadConfig(Sealed):
     @property
     def is_set(self) -> bool:
         """Whether any field differs from its default."""
-        numbers = self.offload_group_size, self.offload_num_in_group, self.offload_prefetch_step
-        return numbers != (0, 1, 1) or bool(self.offload_params)
+        return self != PrefetchOffloadConfig()
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -577,12 +577,9 @@ class HostTier:
 
     def moved(self) -> MoverStats:
         """Return what was moved since the load, all groups together."""
-        total = MoverStats()
-        for mover in self.movers:
-            for item in fields(total):
-                more = getattr(mover.stats, item.name)
-                setattr(total, item.name, getattr(total, item.name) + more)
-        return total
+        parts = [asdict(mover.stats) for mover in self.movers]
+        names = [item.name for item in fields(MoverStats)]
+        return MoverStats(**{name: sum(part[name] for part in parts) for name in names})
 
     def num_bytes(self) -> tuple[int, int]:
         """Return pinned and pageable bytes."""

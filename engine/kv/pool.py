@@ -33,18 +33,6 @@ class Claim:
     """Moves in flight that bring this content; until they are complete it must not be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """Blocks of one tier by what they are; the four add up to the tier's size."""
-
-    owned: int
-    cached: int
-    """Without an owner, findable."""
-    free: int
-    in_transit: int
-    """Host blocks without an owner that a move in flight reads or writes."""
-
-
 @dataclass(kw_only=True)
 class PoolStats:
     """Counts of blocks since the pool was made."""
@@ -358,15 +346,19 @@ class TieredBlockPool:
         host = sum(map(len, self._in_place_lists())) if room == "either" else 0
         return self.num_free + host
 
-    def use(self, tier: Tier) -> TierUse:
-        """Return how a tier is used."""
+    def use(self, tier: Tier) -> dict[str, int]:
+        """Return a tier's blocks by what they are: owned, cached (findable, no owner), free.
+
+        Of the host tier in_transit, too: without an owner, read or written by moves in flight.
+        """
         states = self.states
         if tier == "gpu":
-            return TierUse(states.num_owned_gpu, len(states.gpu_idle), len(states.gpu_free), 0)
+            cached, free = len(states.gpu_idle), len(states.gpu_free)
+            return {"owned": states.num_owned_gpu, "cached": cached, "free": free}
         free = sum(map(len, states.cpu_free))
         cached = sum(map(len, (*states.cpu_spare, *states.cpu_only)))
-        owned = states.num_owned_cpu
-        return TierUse(owned, cached, free, self.num_cpu_blocks - owned - cached - free)
+        known = {"owned": states.num_owned_cpu, "cached": cached, "free": free}
+        return known | {"in_transit": self.num_cpu_blocks - sum(known.values())}
 
     def findable(self, keys: Iterable[bytes]) -> list[bool]:
         """Return for each key whether a block of either tier has it."""

@@ -318,10 +318,9 @@ def kv_stats(groups: BlockGroups) -> dict[str, Any]:
 
 
 def _of_pool(pool: TieredBlockPool) -> dict[str, dict[str, int]]:
-    gpu, cpu, stats = asdict(pool.use("gpu")), asdict(pool.use("cpu")), pool.stats
-    del gpu["in_transit"]
+    stats, cpu = pool.stats, pool.use("cpu")
     return {
-        "gpu": {"blocks": pool.num_gpu_blocks, **gpu},
+        "gpu": {"blocks": pool.num_gpu_blocks, **pool.use("gpu")},
         "cpu": {"blocks": pool.num_cpu_blocks, **cpu, "in_place": pool.num_in_place},
         "evictions": {
             "gpu_kept": stats.evicted_kept,

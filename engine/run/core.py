@@ -28,8 +28,6 @@ class StepStats:
 
     num_prefill_tokens: int
     num_decode_tokens: int
-    num_prefills: int
-    num_decodes: int
     h2d_bytes: int
     """Weight bytes copied to the GPU."""
     in_place_bytes: int
@@ -261,8 +259,6 @@ class EngineCore:
         self.last_step = StepStats(
             num_prefill_tokens=sum(item.num_tokens for item in plan.prefills),
             num_decode_tokens=len(plan.decodes),
-            num_prefills=len(plan.prefills),
-            num_decodes=len(plan.decodes),
             h2d_bytes=flight.h2d_bytes,
             in_place_bytes=flight.in_place_bytes,
             kv_in_place_bytes=flight.kv_in_place_bytes,

@@ -41,19 +41,6 @@ class SchedulerConfig:
     yields: tuple[int, int] = (1, 1)
     """The least and the most tokens that a step may sample for a sequence."""
 
-    def check(self, groups: BlockGroups) -> None:
-        """Return if a sequence can run to its end.
-
-        Raises:
-            EngineError: A pool cannot hold one sequence of max_model_len tokens, or none can be.
-        """
-        if self.max_model_len < 2:
-            raise EngineError(
-                f"max_model_len: expected at least 2 (one token of prompt, one of output), got "
-                f"{self.max_model_len}. Raise it."
-            )
-        groups.check(self.max_model_len)
-
 
 @dataclass(kw_only=True)
 class SchedulerStats:
@@ -95,158 +82,6 @@ MOST_PREPARED = 4
 """Prompts whose keys are made before they are asked for."""
 
 
-class Queues:
-    """Decides what runs next, takes the blocks for it, and preempts where there are none."""
-
-    def __init__(self, config: SchedulerConfig, groups: BlockGroups, stats: SchedulerStats) -> None:
-        self.waiting: deque[Sequence] = deque()
-        """Next first."""
-        self.running: list[Sequence] = []
-        """Sequences that have blocks, oldest first, LOADING ones included."""
-        self._config, self._groups, self._stats = config, groups, stats
-        self._admission = Admission(groups, config.max_model_len)
-        self._rounds = Rounds(groups, config.max_num_seqs)
-        self._is_turn = False
-        self._swapped: set[int] = set()
-        """Sequences that wait and were swapped out."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether one sequence has all blocks that are in use."""
-        return len(self.running) == 1
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue."""
-        if sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-            self._swapped.discard(sequence.seq_id)
-        else:
-            self.running.remove(sequence)
-
-    def prepare(self) -> bool:
-        """Make keys of a prompt near the front that lacks some; return whether there was one."""
-        content = self._groups.content
-        for sequence in islice(self.waiting, MOST_PREPARED):
-            if content.num_unnamed(sequence) > 0:
-                content.prepare(sequence)
-                return True
-        return False
-
-    def note_loaded(self) -> None:
-        """Let sequences run whose content has come."""
-        for sequence in self.running:
-            is_loading = sequence.status is SequenceStatus.LOADING
-            if is_loading and not self._groups.content.is_pending(sequence):
-                sequence.status, sequence.pending = SequenceStatus.RUNNING, ()
-
-    def is_round_due(self, step: int) -> bool:
-        """Return whether sequences are to change places before a step."""
-        return self._rounds.is_due(step, self.waiting, self.running)
-
-    def change_places(self, step: int) -> None:
-        """Let running sequences give way to waiting ones, if it is time."""
-        self._is_turn = self.is_round_due(step)
-        if self._is_turn:
-            for sequence in self._rounds.leavers(step, self.waiting, self.running):
-                self._leave(sequence)
-                sequence.num_turns += 1
-                self._stats.num_turns += 1
-                self.waiting.append(sequence)
-
-    def wants(self, outlook: Outlook) -> list[tuple[Stand, int]]:
-        """Return the running sequences that are to run, oldest first, and how many tokens each.
-
-        Decodes are counted first, as a prefill need not be the newest: the content of another
-        may have come sooner.
-        """
-        stands = outlook.stands(self.running)
-        left = self._config.max_num_batched_tokens
-        left -= sum(stand.is_decode for stand in stands)
-        wants = []
-        for stand in stands:
-            want = 1
-            if not stand.is_decode:
-                want = min(left, stand.known - stand.computed)
-                left -= want
-            if want > 0:
-                wants.append((stand, want))
-        return wants
-
-    def make_step(
-        self, outlook: Outlook, wants: list[tuple[Stand, int]]
-    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
-        """Take blocks for what is to run, let others begin; return decodes and prefills."""
-        decodes: list[ScheduledSequence] = []
-        prefills: list[ScheduledSequence] = []
-        left = most = self._config.max_num_batched_tokens
-
-        def run(stand: Stand, want: int) -> int:
-            granted = self._grow(stand, want)
-            if granted:
-                part = stand.schedule(granted, self._config.yields)
-                (decodes if stand.is_decode else prefills).append(part)
-            return granted
-
-        for stand, want in wants:
-            if stand.sequence.status is SequenceStatus.RUNNING:  # not preempted for an older one
-                left -= run(stand, want)
-        is_busy = left < most
-        while left > 0 and (sequence := self._begin_next(outlook, is_busy=is_busy)) is not None:
-            if sequence.status is not SequenceStatus.LOADING:
-                stand = outlook.stand(sequence)
-                left -= run(stand, min(left, stand.known - stand.computed))
-        self._is_turn = False
-        self._groups.store_ahead(most - left)
-        return decodes, prefills
-
-    def _begin_next(self, outlook: Outlook, *, is_busy: bool) -> Sequence | None:
-        """Let the sequence at the front of the queue begin, if limits and blocks allow.
-
-        If others run in this step (`is_busy`), they do not wait for the keys of a long prompt.
-        """
-        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
-            return None
-        sequence = self.waiting[0]
-        if is_busy and self._groups.content.num_unnamed(sequence) >= LONG_BLOCKS:
-            return None
-        if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
-            return None
-        self.waiting.popleft()
-        self.running.append(sequence)
-        if sequence.seq_id in self._swapped:
-            self._swapped.remove(sequence.seq_id)
-            self._stats.num_swaps_in += sequence.num_computed > 0
-        is_pending = self._groups.content.is_pending(sequence)
-        sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
-        return sequence
-
-    def _grow(self, stand: Stand, want: int) -> int:
-        """Give a running sequence blocks for up to `want` more tokens; return for how many."""
-        sequence = stand.sequence
-        while True:
-            granted = self._groups.extend(sequence, stand.computed, want, alone=self.is_alone)
-            if granted:
-                return granted
-            newest = self.running[-1]
-            if newest is sequence:
-                self._stats.num_stalls += 1
-                return 0
-            self._leave(newest)
-            self.waiting.appendleft(newest)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks."""
-        self.running.remove(sequence)
-        if self._groups.preempt(sequence) == "swap":
-            self._stats.num_swaps_out += 1
-            self._swapped.add(sequence.seq_id)
-        else:
-            self._stats.num_recomputes += 1
-        sequence.num_preemptions += 1
-        sequence.status = SequenceStatus.WAITING
-        self._stats.num_preemptions += 1
-
-
 class Scheduler:
     """First come, first served, over pools of KV blocks, one for each group of layers.
 
@@ -268,38 +103,37 @@ class Scheduler:
     Blocks that were taken from the pools of `groups` before stay out of use.
 
     Raises:
-        EngineError: A pool cannot hold one sequence of max_model_len tokens.
+        EngineError: A pool cannot hold one sequence of max_model_len tokens, or there is none.
     """
 
     def __init__(self, config: SchedulerConfig, groups: BlockGroups) -> None:
-        config.check(groups)
+        if config.max_model_len < 2:
+            raise EngineError(
+                f"max_model_len: expected at least 2 (one token of prompt, one of output), got "
+                f"{config.max_model_len}. Raise it."
+            )
+        groups.check(config.max_model_len)
         self.groups = groups
         self.config = config
         self.pools = groups.pools
         self.stats = SchedulerStats()
-        self._queues = Queues(config, groups, self.stats)
+        self.waiting: deque[Sequence] = deque()
+        """Next first."""
+        self.running: list[Sequence] = []
+        """Sequences that have blocks, oldest first, LOADING ones included."""
+        self._admission = Admission(groups, config.max_model_len)
+        self._rounds = Rounds(groups, config.max_num_seqs)
+        self._is_turn = False
+        self._swapped: set[int] = set()
+        """Sequences that wait and were swapped out."""
         self._unfinished: dict[str, list[Sequence]] = {}
-        self._plans: list[StepPlan] = []
+        self.planned: list[StepPlan] = []
+        """Plans in force, oldest first: at most two."""
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self._queues.waiting or self._queues.running)
-
-    @property
-    def running(self) -> tuple[Sequence, ...]:
-        """Sequences that hold blocks, oldest first, those included that are LOADING."""
-        return tuple(self._queues.running)
-
-    @property
-    def waiting(self) -> tuple[Sequence, ...]:
-        """Sequences in the queue, next first."""
-        return tuple(self._queues.waiting)
-
-    @property
-    def planned(self) -> tuple[StepPlan, ...]:
-        """Plans in force, oldest first: at most two."""
-        return tuple(self._plans)
+        return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -324,7 +158,7 @@ class Scheduler:
                 "Change the prompt or raise engine.max_model_len."
             )
         self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
-        self._queues.waiting.append(sequence)
+        self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End the unfinished sequences of a request with reason abort and return them.
@@ -366,7 +200,11 @@ class Scheduler:
             siblings.remove(sequence)
             if not siblings:
                 del self._unfinished[request_id]
-            self._queues.remove(sequence)
+            if sequence.status is SequenceStatus.WAITING:
+                self.waiting.remove(sequence)
+                self._swapped.discard(sequence.seq_id)
+            else:
+                self.running.remove(sequence)
             self.groups.release(sequence, is_bad=reason == "error")
             sequence.status = SequenceStatus.FINISHED
             self.stats.num_finished += 1
@@ -385,16 +223,16 @@ class Scheduler:
         Raises:
             EngineError: The last plan was neither committed nor discarded.
         """
-        if self._plans:
+        if self.planned:
             raise EngineError(
-                f"scheduler: expected step {self._plans[0].step} to be committed or discarded "
+                f"scheduler: expected step {self.planned[0].step} to be committed or discarded "
                 "before the next is planned."
             )
         if not self.has_unfinished:
             return None
-        self._queues.change_places(self.stats.num_steps)
+        self._change_places(self.stats.num_steps)
         outlook = Outlook(None, self.config.max_model_len)
-        plan = self._plan(outlook, self._queues.wants(outlook))
+        plan = self._plan(outlook, self._wants(outlook))
         if plan is None and not any(pool.ledger.num_in_flight for pool in self.pools):
             raise EngineError(
                 f"scheduler: expected a sequence that can run, got {len(self.running)} with "
@@ -417,33 +255,137 @@ class Scheduler:
         Raises:
             EngineError: Not exactly one plan is in force.
         """
-        if len(self._plans) != 1:
+        if len(self.planned) != 1:
             raise EngineError(
-                f"scheduler: expected one step in force to plan behind, got {len(self._plans)}."
+                f"scheduler: expected one step in force to plan behind, got {len(self.planned)}."
             )
-        if self._queues.is_round_due(self.stats.num_steps + 1):
+        if self._rounds.is_due(self.stats.num_steps + 1, self.waiting, self.running):
             return None
-        outlook = Outlook(self._plans[0], self.config.max_model_len)
-        wants, lacking = self._queues.wants(outlook), 0
+        outlook = Outlook(self.planned[0], self.config.max_model_len)
+        wants, lacking = self._wants(outlook), 0
         for stand, want in wants:
             sequence = stand.sequence
             if stand.token_rows and sequence.params.repetition_penalty != 1:
                 return None
             lacking += self.groups.num_lacking(sequence, stand.computed + want)
-        if lacking > self.groups.num_allocatable(alone=self._queues.is_alone):
+        if lacking > self.groups.num_allocatable(alone=len(self.running) == 1):
             return None
         return self._plan(outlook, wants)
 
     def _plan(self, outlook: Outlook, wants: list[tuple[Stand, int]]) -> StepPlan | None:
-        decodes, prefills = self._queues.make_step(outlook, wants)
+        decodes, prefills = self._make_step(outlook, wants)
         if not decodes and not prefills:
             return None
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pools[0].num_used)
-        step = self.stats.num_steps + len(self._plans)
+        step = self.stats.num_steps + len(self.planned)
         plan = StepPlan(step=step, decodes=tuple(decodes), prefills=tuple(prefills))
-        self._plans.append(plan)
+        self.planned.append(plan)
         return plan
+
+    def _change_places(self, step: int) -> None:
+        """Let running sequences give way to waiting ones, if it is time."""
+        self._is_turn = self._rounds.is_due(step, self.waiting, self.running)
+        if self._is_turn:
+            for sequence in self._rounds.leavers(step, self.waiting, self.running):
+                self._leave(sequence)
+                sequence.num_turns += 1
+                self.stats.num_turns += 1
+                self.waiting.append(sequence)
+
+    def _wants(self, outlook: Outlook) -> list[tuple[Stand, int]]:
+        """Return the running sequences that are to run, oldest first, and how many tokens each.
+
+        Decodes are counted first, as a prefill need not be the newest: the content of another
+        may have come sooner.
+        """
+        stands = outlook.stands(self.running)
+        left = self.config.max_num_batched_tokens
+        left -= sum(stand.is_decode for stand in stands)
+        wants = []
+        for stand in stands:
+            want = 1
+            if not stand.is_decode:
+                want = min(left, stand.known - stand.computed)
+                left -= want
+            if want > 0:
+                wants.append((stand, want))
+        return wants
+
+    def _make_step(
+        self, outlook: Outlook, wants: list[tuple[Stand, int]]
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
+        """Take blocks for what is to run, let others begin; return decodes and prefills."""
+        decodes: list[ScheduledSequence] = []
+        prefills: list[ScheduledSequence] = []
+        left = most = self.config.max_num_batched_tokens
+
+        def run(stand: Stand, want: int) -> int:
+            granted = self._grow(stand, want)
+            if granted:
+                part = stand.schedule(granted, self.config.yields)
+                (decodes if stand.is_decode else prefills).append(part)
+            return granted
+
+        for stand, want in wants:
+            if stand.sequence.status is SequenceStatus.RUNNING:  # not preempted for an older one
+                left -= run(stand, want)
+        is_busy = left < most
+        while left > 0 and (sequence := self._begin_next(outlook, is_busy=is_busy)) is not None:
+            if sequence.status is not SequenceStatus.LOADING:
+                stand = outlook.stand(sequence)
+                left -= run(stand, min(left, stand.known - stand.computed))
+        self._is_turn = False
+        self.groups.store_ahead(most - left)
+        return decodes, prefills
+
+    def _begin_next(self, outlook: Outlook, *, is_busy: bool) -> Sequence | None:
+        """Let the sequence at the front of the queue begin, if limits and blocks allow.
+
+        If others run in this step (`is_busy`), they do not wait for the keys of a long prompt.
+        """
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return None
+        sequence = self.waiting[0]
+        if is_busy and self.groups.content.num_unnamed(sequence) >= LONG_BLOCKS:
+            return None
+        if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        if sequence.seq_id in self._swapped:
+            self._swapped.remove(sequence.seq_id)
+            self.stats.num_swaps_in += sequence.num_computed > 0
+        is_pending = self.groups.content.is_pending(sequence)
+        sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
+        return sequence
+
+    def _grow(self, stand: Stand, want: int) -> int:
+        """Give a running sequence blocks for up to `want` more tokens; return for how many."""
+        sequence = stand.sequence
+        while True:
+            is_alone = len(self.running) == 1
+            granted = self.groups.extend(sequence, stand.computed, want, alone=is_alone)
+            if granted:
+                return granted
+            newest = self.running[-1]
+            if newest is sequence:
+                self.stats.num_stalls += 1
+                return 0
+            self._leave(newest)
+            self.waiting.appendleft(newest)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks."""
+        self.running.remove(sequence)
+        if self.groups.preempt(sequence) == "swap":
+            self.stats.num_swaps_out += 1
+            self._swapped.add(sequence.seq_id)
+        else:
+            self.stats.num_recomputes += 1
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self.stats.num_preemptions += 1
 
     def decided_moves(self) -> tuple[MoveBatch, ...]:
         """Return for each group what is to be copied before the next step, and what it waits for.
@@ -459,17 +401,25 @@ class Scheduler:
             pool.ledger.note_taken()
 
     def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
-        """Note that moves of a group are done on the device.
+        """Note that moves of a group are done; let sequences run whose content has come.
 
         Raises:
             EngineError: One was completed before, or never taken.
         """
         self.pools[group].complete(tuple(move_ids))
-        self._queues.note_loaded()
+        for sequence in self.running:
+            is_loading = sequence.status is SequenceStatus.LOADING
+            if is_loading and not self.groups.content.is_pending(sequence):
+                sequence.status, sequence.pending = SequenceStatus.RUNNING, ()
 
     def prepare(self) -> bool:
-        """While the device works, make the keys of a prompt that waits; return whether one did."""
-        return self._queues.prepare()
+        """Make keys of a prompt that waits near the front; return whether one lacked some."""
+        content = self.groups.content
+        for sequence in islice(self.waiting, MOST_PREPARED):
+            if content.num_unnamed(sequence) > 0:
+                content.prepare(sequence)
+                return True
+        return False
 
     def reset_cache(self, tier: Tier | None = None) -> None:
         """Forget the content of a tier, or of both; sequences keep the blocks that they have."""
@@ -498,7 +448,7 @@ class Scheduler:
             EngineError: It is not the newest plan in force.
         """
         self._check_plan(plan, newest=True)
-        self._plans.pop()
+        self.planned.pop()
 
     def commit(
         self,
@@ -526,7 +476,7 @@ class Scheduler:
         """
         self._check_plan(plan, newest=False)
         self._check_sampled(plan, sampled)
-        self._plans.pop(0)
+        self.planned.pop(0)
         self.stats.num_steps += 1
         self.stats.num_decode_tokens += len(plan.decodes)
         self.stats.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
@@ -543,7 +493,7 @@ class Scheduler:
             if new and (reason := new[-1].finish_reason) is not None:
                 self.finish(item.sequence, reason, new[-1].stop_reason)
             events += new
-        self._queues.prepare()
+        self.prepare()
         return events
 
     def _check_sampled(
@@ -612,7 +562,7 @@ class Scheduler:
         return events
 
     def _check_plan(self, plan: StepPlan, *, newest: bool) -> None:
-        if not self._plans or plan is not self._plans[-1 if newest else 0]:
+        if not self.planned or plan is not self.planned[-1 if newest else 0]:
             which = "newest" if newest else "oldest"
             raise EngineError(
                 f"scheduler: expected the {which} plan in force, got that of step {plan.step}."

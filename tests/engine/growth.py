@@ -65,12 +65,12 @@ def grow(llm: LLM, prompts: list[list[int]]) -> Growth:
             growth.tokens[int(event.request_id)].append(event.token_id)
         steps += 1
         step = llm.last_step
-        if step is None or not step.num_decodes:
+        if step is None or not step.num_decode_tokens:
             continue
-        if step.num_prefills:
+        if step.num_prefill_tokens:
             growth.num_mixed += 1
             continue
-        growth.batches.add(step.num_decodes)
+        growth.batches.add(step.num_decode_tokens)
         growth.num_graphs += step.used_graph
         growth.num_eager += not step.used_graph
     return growth

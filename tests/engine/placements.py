@@ -41,9 +41,9 @@ def check_decode_bytes(llm: LLM, prompt: list[int]) -> None:
         llm.step()
         step = llm.last_step
         assert step is not None
-        if step.num_prefills:
+        if step.num_prefill_tokens:
             continue
-        assert (step.h2d_bytes, step.in_place_bytes) == plan.moved_per_step(step.num_decodes)
+        assert (step.h2d_bytes, step.in_place_bytes) == plan.moved_per_step(step.num_decode_tokens)
         if staged:
             assert step.in_place_bytes == 0
             assert step.h2d_bytes == (copied if len(plan.offloaded_layers) > 2 else 0)

@@ -51,7 +51,7 @@ def check_steps(llm: LLM) -> None:
     while llm.has_unfinished():
         llm.step()
         step = llm.last_step
-        if step is None or step.num_prefills or not step.num_decodes:
+        if step is None or step.num_prefill_tokens or not step.num_decode_tokens:
             continue
         num_decodes += 1
         assert step.h2d_bytes == plan.bytes_per_step() - in_place
@@ -170,7 +170,7 @@ def test_a_layer_holds_units_of_every_residence(
     while llm.has_unfinished():
         llm.step()
         step = llm.last_step
-        if step is not None and step.num_decodes and not step.num_prefills:
+        if step is not None and step.num_decode_tokens and not step.num_prefill_tokens:
             moved.append((step.h2d_bytes, step.in_place_bytes))
     assert len(moved) >= 2
     assert set(moved) == {plan.moved_per_step()}

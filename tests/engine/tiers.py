@@ -115,10 +115,10 @@ def check_empty(llm: LLM) -> None:
     for pool in core.pools:
         assert pool.ledger.num_in_flight == 0
         gpu, cpu = pool.use("gpu"), pool.use("cpu")
-        assert (gpu.owned, cpu.owned, cpu.in_transit) == (0, 0, 0)
-        assert gpu.cached + gpu.free == pool.num_gpu_blocks
-        assert cpu.cached + cpu.free == pool.num_cpu_blocks
+        assert (gpu["owned"], cpu["owned"], cpu["in_transit"]) == (0, 0, 0)
+        assert gpu["cached"] + gpu["free"] == pool.num_gpu_blocks
+        assert cpu["cached"] + cpu["free"] == pool.num_cpu_blocks
     llm.reset_cache()
     for pool in core.pools:
-        assert pool.use("gpu").free == pool.num_gpu_blocks
-        assert pool.use("cpu").free == pool.num_cpu_blocks
+        assert pool.use("gpu")["free"] == pool.num_gpu_blocks
+        assert pool.use("cpu")["free"] == pool.num_cpu_blocks

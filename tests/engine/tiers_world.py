@@ -322,7 +322,7 @@ class World:
 
     def check(self) -> None:
         """Owners are the tables; blocks are shared by content alone; tables keep their entries."""
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        running, waiting = tuple(self.scheduler.running), tuple(self.scheduler.waiting)
         assert len(running) <= self.tiers.seqs
         order = [s.seq_id for s in running + waiting]
         if not self.scheduler.stats.num_turns:
@@ -397,12 +397,12 @@ class World:
         for pool in self.pools:
             assert pool.ledger.num_in_flight == 0
             gpu, cpu = pool.use("gpu"), pool.use("cpu")
-            assert gpu.owned == cpu.owned == cpu.in_transit == 0
+            assert gpu["owned"] == cpu["owned"] == cpu["in_transit"] == 0
             if not self.tiers.prefix_caching:
-                assert gpu.cached == cpu.cached == 0, "forgotten"
+                assert gpu["cached"] == cpu["cached"] == 0, "forgotten"
             pool.reset()
-            assert pool.use("gpu").free == pool.num_gpu_blocks
-            assert pool.use("cpu").free == pool.num_cpu_blocks
+            assert pool.use("gpu")["free"] == pool.num_gpu_blocks
+            assert pool.use("cpu")["free"] == pool.num_cpu_blocks
         assert self.scheduler.stats.num_finished == len(self.sequences)
         assert self.groups.content.num_named == 0
         for s in self.sequences:

@@ -50,7 +50,7 @@ class Driver:
         return self.choose(choices) if choices else None
 
     def note(self):
-        self.free_before = self.pool.use("gpu").free
+        self.free_before = self.pool.use("gpu")["free"]
 
     def taken(self, need):
         """GPU blocks were taken: the free ones, then exactly the oldest idle ones."""
@@ -161,9 +161,9 @@ class Driver:
         self.pool.reset(tier)
         if tier != "cpu":
             self.idle = []
-            assert self.pool.use("gpu").cached == 0
+            assert self.pool.use("gpu")["cached"] == 0
         if tier != "gpu":
-            assert self.pool.use("cpu").cached == 0
+            assert self.pool.use("cpu")["cached"] == 0
 
     def evict_idle(self):
         self.pool.evict_idle()
@@ -211,8 +211,8 @@ class Driver:
             assert all(block_id in self.in_place_ids for block_id in track.table)
         for tier, size in self.sizes.items():
             use = self.pool.use(tier)
-            assert use.owned + use.cached + use.free + use.in_transit == size
-            assert min(use.owned, use.cached, use.free, use.in_transit) >= 0
+            assert sum(use.values()) == size
+            assert min(use.values()) >= 0
         assert self.pool.num_free + self.pool.num_used == self.sizes["gpu"]
         keys = [self.pool.states.keys[b] for b in ids]
         for part in (keys[: self.sizes["gpu"]], keys[self.sizes["gpu"] :]):
@@ -227,9 +227,9 @@ class Driver:
                 self.world.stop(track)
         self.world.complete_all()
         assert self.pool.ledger.num_in_flight == 0
-        assert self.pool.use("gpu").owned == self.pool.use("cpu").owned == 0
-        assert self.pool.use("cpu").in_transit == 0
+        assert self.pool.use("gpu")["owned"] == self.pool.use("cpu")["owned"] == 0
+        assert self.pool.use("cpu")["in_transit"] == 0
         self.pool.reset()
-        assert self.pool.use("gpu").free == self.sizes["gpu"]
-        assert self.pool.use("cpu").free == self.sizes["cpu"]
+        assert self.pool.use("gpu")["free"] == self.sizes["gpu"]
+        assert self.pool.use("cpu")["free"] == self.sizes["cpu"]
         self.world.close()

@@ -107,7 +107,7 @@ def test_of_equal_blocks_the_first_is_findable_and_the_other_private():
     assert names(world, [1, 1]) == [[first.table[0]]]
     assert world.pool.stats.duplicates == 1
     world.stop(second)
-    assert world.pool.use("gpu").free == 2
+    assert world.pool.use("gpu")["free"] == 2
     with pytest.raises(EngineError, match="keep its key"):
         world.pool.register(first.table[0], b"other")
 
@@ -119,7 +119,7 @@ def test_a_host_tier_smaller_than_the_gpu_adds_its_whole_size():
         world.stop(world.run(prompt))
     world.complete_all()
     assert all(names(world, prompt)[0] for prompt in prompts)
-    assert world.pool.use("cpu").cached == 2
+    assert world.pool.use("cpu")["cached"] == 2
     world.stop(world.run([8] * P))  # the ninth: the oldest content of the host tier goes
     assert [len(names(world, [n] * P)[0]) for n in range(9)] == [0] + [1] * 8
     assert world.pool.stats.evicted_cpu == 1
@@ -304,11 +304,11 @@ def test_reset_during_moves_leaves_every_count_right():
     world.stop(world.run([1, 1, 2]))
     world.pool.evict_idle()
     world.launch()
-    assert world.pool.use("cpu").in_transit == 1
+    assert world.pool.use("cpu")["in_transit"] == 1
     world.pool.reset()
-    assert (world.pool.use("cpu").cached, world.pool.use("gpu").free) == (0, 2)
+    assert (world.pool.use("cpu")["cached"], world.pool.use("gpu")["free"]) == (0, 2)
     world.complete_all()
-    assert world.pool.use("cpu").free == 2
+    assert world.pool.use("cpu")["free"] == 2
     assert world.find(Track([1, 1, 2]).keys, 3) == []
 
 
@@ -366,8 +366,8 @@ def test_content_without_an_owner_is_forgotten_in_both_tiers():
     assert world.pool.findable(keys) == [True] * 3
     world.pool.forget(keys)
     assert world.pool.findable(keys) == [False, False, True]
-    assert world.pool.use("gpu").free == 2
-    assert world.pool.use("cpu").free == 3
+    assert world.pool.use("gpu")["free"] == 2
+    assert world.pool.use("cpu")["free"] == 3
 
 
 def test_a_full_host_tier_in_use_skips_stores():

@@ -206,6 +206,6 @@ def test_an_interrupt_of_a_submission_loses_no_moves_wherever_it_comes():
             transfers.submit()
         transfers.poll()
         transfers.drain()
-        assert (pool.ledger.num_in_flight, pool.use("cpu").cached) == (0, 2)
+        assert (pool.ledger.num_in_flight, pool.use("cpu")["cached"]) == (0, 2)
         assert host.pinned[:2, 0].tolist() == gpu[:2, 0].tolist()
     assert number > 12

@@ -283,7 +283,7 @@ def test_times_of_steps_that_overlap_add_up(
         make_late(llm, monkeypatch)
     times, steps = timed(llm, 6)
     assert [step.is_overlapped for step in steps] == [False] + [True] * 5
-    assert [step.num_decodes for step in steps] == [0] + [1] * 5
+    assert [step.num_decode_tokens for step in steps] == [0] + [1] * 5
     per_step = llm.plan.bytes_per_step()
     assert late or [step.in_place_bytes for step in steps] == [per_step] * 6
     for step, first, second in zip(steps[1:], times, times[1:], strict=False):

@@ -88,7 +88,7 @@ def test_a_launch_that_fails_leaves_the_step_in_flight(
             with pytest.raises(kind, match="tests say so"):
                 llm.step()
         assert core._flight is flight
-        assert core.scheduler.planned == (flight.plan,)
+        assert core.scheduler.planned == [flight.plan]
         assert llm.stats()["steps"] == steps
         for event in llm.step():
             tokens[event.request_id].append(event.token_id)

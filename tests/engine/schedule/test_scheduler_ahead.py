@@ -32,7 +32,7 @@ def test_a_decode_runs_behind_its_prefill_with_a_token_of_the_device():
         (4, range(1, 2), True),
     ]
     assert (now.step, ahead.step) == (0, 1)
-    assert scheduler.planned == (now, ahead)
+    assert scheduler.planned == [now, ahead]
     assert (first.num_computed, first.num_tokens) == (0, 3)
     assert [len(s.block_table) for s in (first, second)] == [1, 2]
     with pytest.raises(EngineError, match=r"position 3 of sequence 0.*on the device"):
@@ -97,7 +97,7 @@ def test_a_sequence_that_certainly_ends_is_left_out(params):
     assert [i.sequence.seq_id for i in ahead.scheduled] == [1]
     commit(scheduler, now)
     assert ending.is_finished
-    assert scheduler.running == (going,)
+    assert scheduler.running == [going]
 
 
 def test_a_place_is_free_once_the_end_is_committed():
@@ -146,7 +146,7 @@ def test_no_block_is_taken_from_anyone_ahead():
         plan, planned_ahead = ahead, planned_ahead + 1
     assert planned_ahead == 5
     assert [len(s.block_table) for s in (old, new)] == [2, 2]
-    assert scheduler.planned == (plan,)
+    assert scheduler.planned == [plan]
     assert scheduler.stats.num_preemptions == scheduler.stats.num_stalls == 0
     commit(scheduler, plan)
     assert shape(scheduler.plan_step()) == ([0], [])

@@ -230,7 +230,7 @@ class World:
                 assert s.params.repetition_penalty == 1
 
     def check_pool(self):
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        running, waiting = tuple(self.scheduler.running), tuple(self.scheduler.waiting)
         assert len(running) <= self.limits["seqs"]
         tables = [block for s in running for block in s.block_table]
         assert len(set(tables)) == len(tables) == self.scheduler.pools[0].num_used

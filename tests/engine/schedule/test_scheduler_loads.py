@@ -125,7 +125,7 @@ class World:
         assert plan.scheduled == items
         assert 1 <= plan.num_tokens == sum(i.num_tokens for i in items) <= limits["tokens"]
         assert len({i.sequence.seq_id for i in items}) == len(items)
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        running, waiting = tuple(self.scheduler.running), tuple(self.scheduler.waiting)
         assert len(running) <= limits["seqs"]
         assert {i.sequence.seq_id for i in items} <= {s.seq_id for s in running}
         order = [s.seq_id for s in running + waiting]

@@ -130,10 +130,10 @@ def test_a_long_sequence_waits_for_room_and_is_not_overtaken():
     long = world.add(length=30, max_tokens=10)
     late = world.add(length=2, max_tokens=2)
     world.step()
-    assert world.scheduler.running == (first,)
+    assert world.scheduler.running == [first]
     run(world, first)
     world.step()
-    assert world.scheduler.running == (long,)
+    assert world.scheduler.running == [long]
     run(world, long)
     assert not late.is_finished
     run(world)

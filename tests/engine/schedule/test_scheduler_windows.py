@@ -60,7 +60,7 @@ class WindowWorld(World):
         return group, block, position % self.size
 
     def check_pool(self):
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        running, waiting = tuple(self.scheduler.running), tuple(self.scheduler.waiting)
         for group, pool in enumerate(self.pools):
             tables = [s.block_tables[group] for s in running]
             live = [block for table in tables for block in table if block != GONE]
