@@ -10,6 +10,9 @@ pinned host memory in place. Operators are timed beside their PyTorch twin, run 
   compared bit by bit with those of one tier, and the exit code is 1 where they differ.
 - tier_cost: what a host tier costs where every block is on the GPU.
 - gather: one layer of host blocks into a buffer and back, by programs.
+- linear_codes, linear_silu_mul_codes: products with weights in codes over the same with plain ones;
+  restore, pack: such weights as a whole. Bytes are those that are stored; results are compared bit
+  by bit, and the exit code is 1 where they differ.
 
 Speed is measured here and in no test.
 """
@@ -18,7 +21,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,14 +31,16 @@ import torch
 
 from kernels.arguments import (
     AttentionCall,
+    Codes,
     DecodeWorkspace,
     HostCache,
     PrefillPart,
     decode_workspace,
+    empty_codes,
     prefill_state,
     prefill_workspace,
 )
-from kernels.ops import attention, kv, linear, norm
+from kernels.ops import attention, codes, kv, linear, norm
 from kernels.ref import attention as ref_attention
 from kernels.ref import kv as ref_kv
 from kernels.ref import linear as ref_linear
@@ -52,6 +57,7 @@ COPY_BYTES: Final = 2**30
 PROBE_BYTES: Final = 2**28
 WARMUPS, REPEATS, TWIN_REPEATS = 3, 30, 3
 Run = Callable[[], object]
+Product = Callable[[torch.Tensor, torch.Tensor | Codes], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class Case:
         beside: what, with host_bytes at the in-place rate, a layer is held against.
         host_bytes: bytes read in host memory, of one layer.
         check: tells whether the result has the bits of the reference.
+        is_captured: whether calls are replayed from a graph; False: one waits for the card.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Case:
     beside: "Case | None" = None
     host_bytes: int = 0
     check: Callable[[], bool] | None = None
+    is_captured: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,8 @@ def measure_rates(device: torch.device, *, in_place: bool = True) -> dict[str, f
 
 def time_case(case: Case, rates: Mapping[str, float]) -> Timing:
     """Time one case against rates of the same card."""
-    kernel_ms = median_ms(captured(case.run)) / case.num_layers
+    run = captured(case.run) if case.is_captured else case.run
+    kernel_ms = median_ms(run) / case.num_layers
     gb_per_s = case.num_bytes / kernel_ms / 1e6
     ratio = None
     if case.beside is not None:
@@ -373,6 +382,11 @@ _PRODUCTS: Final = (
 )
 
 
+def num_copies(size_in: int, size_out: int) -> int:
+    """Return how many weights of a size exceed the card's cache: each is read once a call."""
+    return max(1, -(-(2**28) // (2 * size_in * size_out)))
+
+
 def _linear(device: torch.device) -> Iterator[Case]:
     workspace = decode_workspace(1, 1, HEAD_SIZE, 1, device)
 
@@ -385,8 +399,7 @@ def _linear(device: torch.device) -> Iterator[Case]:
             ref_linear.linear(x, weight)
 
     for num_tokens, size_in, size_out in _PRODUCTS:
-        # As many weights as exceed the card's cache, each read once a call.
-        copies = max(1, -(-(2**28) // (2 * size_in * size_out)))
+        copies = num_copies(size_in, size_out)
         x, weights = (
             randn((num_tokens, size_in), device),
             randn((copies, size_out, size_in), device),
@@ -562,11 +575,101 @@ def _gather(device: torch.device) -> Iterator[Case]:
             )
 
 
+_CODES_TOKENS: Final = (1, 16, 32, 64)
+_CODES_SIZES: Final = ((4096, 6144), (4096, 4096), (14336, 4096), (4096, 28672))
+"""Inputs and rows of weights in codes."""
+
+
+def stored_bytes(packed: Codes) -> int:
+    """Return the bytes of a weight in codes, those of its tables among them."""
+    arrays = (packed.bytes, packed.codes, packed.first, packed.offsets, packed.table)
+    return sum(array.nbytes for array in arrays)
+
+
+def _code_products(
+    op: str, sizes: tuple[tuple[int, int], ...], device: torch.device
+) -> Iterator[Case]:
+    """Products with weights in codes, over those with the same weights plain."""
+    plain, coded = getattr(linear, op), getattr(codes, op)
+    if op == "linear":
+        plain = partial(plain, workspace=decode_workspace(1, 1, HEAD_SIZE, 1, device))
+
+    def run(x: torch.Tensor, weights: Iterable[torch.Tensor | Codes], product: Product) -> None:
+        for weight in weights:
+            product(x, weight)
+
+    def has_plain_bits(x: torch.Tensor, weights: torch.Tensor, packed: list[Codes]) -> bool:
+        pairs = zip(weights, packed, strict=True)
+        return all(torch.equal(coded(x, one), plain(x, weight)) for weight, one in pairs)
+
+    for size_in, size_out in sizes:
+        copies = num_copies(size_in, size_out)
+        weights = randn((copies, size_out, size_in), device)
+        packed = [codes.pack(weight) for weight in weights]
+        for num_tokens in _CODES_TOKENS:
+            x = randn((num_tokens, size_in), device)
+            out_bytes = plain(x, weights[0]).nbytes
+            yield Case(
+                f"{op} in codes, {copies} of {num_tokens} x {size_in} by {size_in} x {size_out}",
+                partial(run, x, packed, coded),
+                sum(map(stored_bytes, packed)) + copies * (x.nbytes + out_bytes),
+                num_flops=2 * num_tokens * weights.numel(),
+                beside=Case("", partial(run, x, weights, plain), 0),
+                check=partial(has_plain_bits, x, weights, packed),
+            )
+
+
+def _restore(device: torch.device) -> Iterator[Case]:
+    """Weights in codes, written as bfloat16."""
+
+    def run(packed: list[Codes], out: torch.Tensor) -> None:
+        for one, place in zip(packed, out, strict=True):
+            codes.restore(one, place)
+
+    def has_the_weights(packed: list[Codes], out: torch.Tensor, weights: torch.Tensor) -> bool:
+        run(packed, out.zero_())
+        return torch.equal(out.view(torch.int16), weights.view(torch.int16))
+
+    for size_in, size_out in _CODES_SIZES:
+        copies = num_copies(size_in, size_out)
+        weights = randn((copies, size_out, size_in), device)
+        packed, out = [codes.pack(weight) for weight in weights], torch.empty_like(weights)
+        yield Case(
+            f"restore {copies} of {size_in} x {size_out}",
+            partial(run, packed, out),
+            sum(map(stored_bytes, packed)) + out.nbytes,
+            check=partial(has_the_weights, packed, out, weights),
+        )
+
+
+def _pack(device: torch.device) -> Iterator[Case]:
+    """Weights of bfloat16, written in codes."""
+    for size_in, size_out in _CODES_SIZES:
+        weight = randn((size_out, size_in), device)
+        packed = empty_codes(size_out, size_in, device)
+        yield Case(
+            f"pack {size_in} x {size_out}",
+            partial(codes.pack_into, weight, packed),
+            weight.nbytes + stored_bytes(packed),
+            check=partial(_restores, packed, weight),
+            is_captured=False,
+        )
+
+
+def _restores(packed: Codes, weight: torch.Tensor) -> bool:
+    """Tell whether codes are those of a weight."""
+    return torch.equal(codes.restore(packed).view(torch.int16), weight.view(torch.int16))
+
+
 CASES: Final[Mapping[str, Callable[[torch.device], Iterator[Case]]]] = {
     **OPERATORS,
     "tiered": _tiered,
     "tier_cost": _tier_cost,
     "gather": _gather,
+    "linear_codes": partial(_code_products, "linear", _CODES_SIZES[:3]),
+    "linear_silu_mul_codes": partial(_code_products, "linear_silu_mul", _CODES_SIZES[3:]),
+    "restore": _restore,
+    "pack": _pack,
 }
 """Name on the command line -> what is timed."""
 

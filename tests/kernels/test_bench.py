@@ -1,6 +1,7 @@
 """The benchmark of operators: every operator is timed, inputs are right, lines hold the figures."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,66 @@ def test_two_tiers_of_the_sequence_are_one(device, monkeypatch):
     sequence.attend(sequence.table, lens, out)
     sequence.attend(one_block, lens, other)
     assert not torch.equal(out, other)
+
+
+CODES = ("linear_codes", "linear_silu_mul_codes", "restore", "pack")
+
+
+@pytest.fixture
+def small_codes(monkeypatch):
+    """Cases of weights in codes at sizes for a CPU, two of each."""
+    monkeypatch.setattr(bench, "num_copies", lambda size_in, size_out: 2)
+    monkeypatch.setattr(bench, "_CODES_SIZES", ((128, 32), (64, 48)))
+
+    def cases(name, device):
+        make = bench.CASES[name]
+        if name.startswith("linear"):
+            return list(make.func(make.args[0], ((128, 32), (64, 64)), device))
+        return list(make(device))
+
+    return cases
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_weights_in_codes_are_checked_bit_by_bit(name, small_codes, device):
+    for case in small_codes(name, device):
+        case.run()
+        assert case.check()
+
+
+def test_bytes_of_codes_are_those_that_are_stored(small_codes, device):
+    stored = [128 * 32 * 3 // 2 + 32 + 4 * 2 + 2 * 512]
+    stored += [64 * 48 * 3 // 2 + 48 + 4 * 3 + 2 * 512]
+    plain = [2 * 128 * 32, 2 * 64 * 48]
+    pairs = list(zip(stored, plain, strict=True))
+    assert [case.num_bytes for case in small_codes("pack", device)] == [a + b for a, b in pairs]
+    found = [case.num_bytes for case in small_codes("restore", device)]
+    assert found == [2 * (a + b) for a, b in pairs]
+    of_tokens = [case.num_bytes for case in small_codes("linear_codes", device)[:4]]
+    each = [num * 2 * (128 + 32) for num in (1, 16, 32, 64)]
+    assert of_tokens == [2 * (stored[0] + x_and_out) for x_and_out in each]
+
+
+def test_one_wrong_code_is_noticed(small_codes, device, monkeypatch):
+    """Each case packs weights of its own; a bit of the first byte of each is turned."""
+    plain = bench.codes.pack
+
+    def wrong(weight):
+        packed = plain(weight)
+        packed.bytes.view(-1)[0] ^= 0x40
+        return packed
+
+    monkeypatch.setattr(bench.codes, "pack", wrong)
+    for name in ("linear_codes", "restore"):
+        assert not any(case.check() for case in small_codes(name, device))
+
+
+def test_what_waits_for_the_card_is_not_captured(monkeypatch):
+    monkeypatch.setattr(bench, "captured", lambda run: lambda: 2.0)
+    monkeypatch.setattr(bench, "median_ms", lambda run, repeats=0: run())
+    case = bench.Case("pack", lambda: 1.0, 1, is_captured=False)
+    assert bench.time_case(case, {"copy": 1.0}).kernel_ms == 1.0
+    assert bench.time_case(replace(case, is_captured=True), {"copy": 1.0}).kernel_ms == 2.0
 
 
 @pytest.mark.gpu
