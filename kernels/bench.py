@@ -619,27 +619,32 @@ def _code_products(
             )
 
 
-def _restore(device: torch.device) -> Iterator[Case]:
-    """Weights in codes, written as bfloat16."""
+def restore_case(size_in: int, size_out: int, device: torch.device) -> Case:
+    """Return the case of num_copies weights in codes that are written as bfloat16."""
+    copies = num_copies(size_in, size_out)
+    weights = randn((copies, size_out, size_in), device)
+    packed, out = [codes.pack(weight) for weight in weights], torch.empty_like(weights)
 
-    def run(packed: list[Codes], out: torch.Tensor) -> None:
+    def run() -> None:
         for one, place in zip(packed, out, strict=True):
             codes.restore(one, place)
 
-    def has_the_weights(packed: list[Codes], out: torch.Tensor, weights: torch.Tensor) -> bool:
-        run(packed, out.zero_())
+    def has_the_weights() -> bool:
+        out.zero_()
+        run()
         return torch.equal(out.view(torch.int16), weights.view(torch.int16))
 
+    return Case(
+        f"restore {copies} of {size_in} x {size_out}",
+        run,
+        sum(map(stored_bytes, packed)) + out.nbytes,
+        check=has_the_weights,
+    )
+
+
+def _restore(device: torch.device) -> Iterator[Case]:
     for size_in, size_out in _CODES_SIZES:
-        copies = num_copies(size_in, size_out)
-        weights = randn((copies, size_out, size_in), device)
-        packed, out = [codes.pack(weight) for weight in weights], torch.empty_like(weights)
-        yield Case(
-            f"restore {copies} of {size_in} x {size_out}",
-            partial(run, packed, out),
-            sum(map(stored_bytes, packed)) + out.nbytes,
-            check=partial(has_the_weights, packed, out, weights),
-        )
+        yield restore_case(size_in, size_out, device)
 
 
 def _pack(device: torch.device) -> Iterator[Case]:

@@ -20,7 +20,7 @@ TIERS_PARTS: Final = (
     "long",
     "streamed",
 )
-BARE_PARTS: Final = ("moves", "attention", "rates")
+BARE_PARTS: Final = ("moves", "attention", "rates", "restore", "checkpoint")
 
 
 @dataclass(kw_only=True)
@@ -149,7 +149,8 @@ class BareScenario(Sealed):
 
     parts: list[str] = field(default_factory=list)
     """moves (of KV blocks) | attention (decode attention alone) | rates (all that plans use, kept
-    for this machine); empty: none."""
+    for this machine) | restore (weights in codes, written as bf16) | checkpoint (one of random
+    weights in the model's shape, kept in TIGHTFIT_HOME/bench); empty: none."""
 
     def check(self) -> None:
         """Raise ConfigError for an unknown part."""
@@ -173,7 +174,7 @@ class OverheadScenario(Bounded):
 
 
 _SOURCE: Final = re.compile(r"(\w+):([\w./]+)(?:\*(\d+(?:\.\d+)?))?")
-JUDGES: Final = ("bench", "bench_kv", "overhead", "validate", "validate_grid")
+JUDGES: Final = ("bench", "bench_kv", "bench_lossless", "overhead", "validate", "validate_grid")
 
 
 @dataclass(kw_only=True)
@@ -208,7 +209,8 @@ class StudyConfig(Sealed):
     name: str
     """What reports call it."""
     judge: str
-    """How rows are made of the records: bench | bench_kv | overhead | validate | validate_grid."""
+    """How rows are made of the records: bench | bench_kv | bench_lossless | overhead | validate |
+    validate_grid."""
     points: dict[str, StudyPoint] = field(default_factory=dict)
     """By name, in order."""
     rows: list[str] = field(default_factory=list)
@@ -218,6 +220,9 @@ class StudyConfig(Sealed):
     a path from the project's folder. null: none."""
     readme: str | None = None
     """The document whose marked section gets the few figures that matter most."""
+    before: str | None = None
+    """Folder of a run of an earlier version on this machine, whose figures stand beside those of
+    the points; null: none."""
 
     def check(self) -> None:
         """Raise ConfigError when a point is not there, or takes what is not known before it."""

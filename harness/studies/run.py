@@ -7,17 +7,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from catalogue.files import CONF
+from catalogue.files import CONF, expanded
 from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan, Point, with_values
 from harness.config.engine import require_package
 from harness.config.schema import RunConfig
-from harness.config.study import StudyPoint
+from harness.config.study import StudyConfig, StudyPoint
 from harness.console import error_facts, say
-from harness.studies import bench, bench_kv, validate
+from harness.studies import bench, bench_kv, bench_lossless, validate
 from harness.studies.series import RunOne, Series, key_of
-from harness.studies.table import Found, Judged, Result
-from reports.record.record import RunRecord, write_text_atomic
+from harness.studies.table import BEFORE, Found, Judged, Result
+from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -72,6 +72,7 @@ JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
     # shape is that of the targets in seconds.
     "bench": bench.judge,
     "bench_kv": bench_kv.judge,
+    "bench_lossless": bench_lossless.judge,
     "overhead": validate.judge_overhead,
     "validate": validate.judge,
     "validate_grid": validate.judge_grid,
@@ -97,6 +98,7 @@ def check_studies(plan: Plan, config_dir: Path | None = None) -> Planned:
                 f"study={study.name}: expected one study with mode=run, got a sweep or another "
                 "mode. Remove -m, values with commas and mode."
             )
+        _read_before(study)
         planned = compose_points(asked.config, asked.overrides, config_dir)
         for found in planned.values():
             require_package(found.config.system.kind)
@@ -104,6 +106,26 @@ def check_studies(plan: Plan, config_dir: Path | None = None) -> Planned:
             for file in filter(None, (study.output, study.readme)):
                 check_document(ROOT / file, study.name)
     return planned
+
+
+def _read_before(study: StudyConfig) -> RunRecord | None:
+    """Return the record of the run that stands beside the points; None where none was given.
+
+    Raises ConfigError where there is none in its folder, or it holds no single steps.
+    """
+    if study.before is None:
+        return None
+    file = expanded(study.before) / RESULT_NAME
+    try:
+        record = RunRecord.read(file)
+    except RecordError as error:
+        raise ConfigError(f"study.before: expected the folder of a run: {error}") from error
+    if not record.samples.get("steps"):
+        raise ConfigError(
+            f"study.before: expected the folder of a run with scenario.steps, got {study.before}. "
+            "Name that of a point of a study, such as RUN/points/resident."
+        )
+    return record
 
 
 def compose_points(
@@ -144,7 +166,10 @@ class StudyRun(Series):
         self._section, self._headline = "", ""
 
     def run_points(self, run_one: RunOne) -> None:
-        """Run the points in order."""
+        """Run the points in order, beside the run of an earlier version if one was given."""
+        before = _read_before(self._study)
+        if before is not None:
+            self._found[BEFORE] = Result(title="the version before", record=before)
         for number, name in enumerate(self._study.chosen, start=1):
             title = self._study.points[name].title or name
             total = len(self._study.chosen)
@@ -263,7 +288,7 @@ def _ended(name: str, result: Result) -> dict[str, Any]:
     return {
         "name": name,
         "title": result.title,
-        "folder": f"{POINTS}/{name}",
+        "folder": None if name == BEFORE else f"{POINTS}/{name}",
         "run_id": record and record.run_id,
         "status": record.status if record else "skipped",
     }
@@ -288,10 +313,14 @@ def _doubts(found: Found) -> list[str]:
 
 def differing(found: Found) -> list[str]:
     """Return in words which facts of the surroundings are not the same for all points."""
-    records = [result.record for result in found.values() if result.record is not None]
+    records = {name: each.record for name, each in found.items() if each.record is not None}
     lines = []
     for fact in SAME:
-        values = [str(_at(record.environment, fact)) for record in records]
+        values = [
+            str(_at(record.environment, fact))
+            for name, record in records.items()
+            if not (name == BEFORE and fact == "git")
+        ]
         if len(set(values)) > 1:
             lines.append(
                 f"{fact}: expected the same for all points, got {' and '.join(sorted({*values}))}."
@@ -312,7 +341,7 @@ def changes_of(overrides: Sequence[str], rows: Sequence[str]) -> list[str]:
 
 
 def _is_neutral(key: str) -> bool:
-    if key in {"study.output", "study.readme"}:
+    if key in {"study.output", "study.readme", "study.before"}:
         return True
     node = re.split(r"[./]", key)[0]
     return key == "study" or (node != "study" and node in NEUTRAL)

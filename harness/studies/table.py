@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from engine.sealed import GIB
 from reports.record.record import RunRecord
 
+BEFORE: Final = "before"
+"""Name, among a study's points, of a run of an earlier version that stands beside them."""
 Figures = Mapping[str, Any]
 Value = tuple[str, float | None]
 """A figure in words, and what is held against bounds."""

@@ -1,12 +1,16 @@
 """What benches measure: single steps, work without an engine, and what the harness itself takes."""
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from statistics import mean, median
 from typing import Any, Final
 
+from catalogue.checkpoint import check_disk, write_json
+from catalogue.files import tightfit_home
 from engine.asked.config import EngineConfig
 from engine.asked.sampling import SamplingParams
 from engine.errors import EngineError, RequestError
@@ -96,6 +100,12 @@ class Sender:
 
     def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
         """Send all prompts at once; return the seconds until the last has all of its tokens."""
+        return self.answers(prompts, num_tokens)[0]
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> tuple[float, list[list[int]]]:
+        """Return what `run` does, and the tokens of each prompt."""
         begin_s = self.clock()
         sent = [self.send(prompt, num_tokens) for prompt in prompts]
         self.driver.drain()
@@ -103,7 +113,7 @@ class Sender:
         failed = next((times for times in sent if len(times.token_ids) != num_tokens), None)
         if failed is not None:
             raise RequestError(f"{failed.error or 'it ended'} after {len(failed.token_ids)} tokens")
-        return took_s
+        return took_s, [list(times.token_ids) for times in sent]
 
 
 def measure_steps(
@@ -114,13 +124,14 @@ def measure_steps(
     `counter` is the link's; None: there is none.
     """
     sender = Sender(llm, clock)
+    decodes = {str(batch): decode(sender, batch, config) for batch in config.batches}
+    prefills = {str(num): _prefill(sender, num, config) for num in config.prefills}
+    chunks = {str(length): _chunk(sender, length) for length in config.chunks}
     return {
-        "decode": {str(batch): decode(sender, batch, config) for batch in config.batches},
-        "prefill": {str(num): _prefill(sender, num, config) for num in config.prefills},
-        "chunk_s": {
-            str(length): None if length >= llm.max_model_len else _median_s(sender, 1, length)
-            for length in config.chunks
-        },
+        "decode": decodes,
+        "prefill": prefills,
+        "chunk_s": {length: seconds for length, (seconds, _) in chunks.items()},
+        "chunk_tokens": {length: tokens for length, (_, tokens) in chunks.items()},
         "counter": count_link(sender, config, counter) if config.counter_s else None,
         "read_bytes": read_bytes(llm),
         "prompt_tokens": config.prompt_tokens,
@@ -218,13 +229,25 @@ def _prefill(sender: Sender, num: int, config: StepsScenario) -> Figures:
     if plan.kv_tokens < num * (length + plan.block_size):
         return {"no_room": "no room in KV"}
     expected = _predicted(sender.llm, lambda shape, rates: prefill_s(shape, rates, length, num))
-    return {"seconds": _median_s(sender, num, length), "predicted_s": expected}
+    return {"seconds": _first_tokens(sender, num, length)[0], "predicted_s": expected}
 
 
-def _median_s(sender: Sender, num: int, length: int) -> float:
-    """Time new prompts until each has its token, once more than is counted; return the median."""
+def _chunk(sender: Sender, length: int) -> tuple[float | None, list[int] | None]:
+    """Time a step that prefills one prompt of this length; None: it is too long."""
+    if length >= sender.llm.max_model_len:
+        return None, None
+    return _first_tokens(sender, 1, length)
+
+
+def _first_tokens(sender: Sender, num: int, length: int) -> tuple[float, list[int]]:
+    """Time new prompts until each has its token, once more than is counted.
+
+    Return the median, and the token of each prompt.
+    """
     repeats = [sender.prompts(num, length, f"prefill-{k}") for k in range(REPEATS + 1)]
-    return median([sender.run(prompts, 1) for prompts in repeats][1:])
+    ran = [sender.answers(prompts, 1) for prompts in repeats]
+    tokens = [token for _, answers in ran for answer in answers for token in answer]
+    return median([seconds for seconds, _ in ran[1:]]), tokens
 
 
 def count_link(sender: Sender, config: StepsScenario, counter: LinkCounter | None) -> Figures:
@@ -277,6 +300,10 @@ def measure_bare(config: BareScenario, engine: EngineConfig, gpu: Gpu | None) ->
                 found[part] = _moves(engine, device)
             case "attention":
                 found[part] = _attention(device)
+            case "restore":
+                found[part] = _restore(engine, device)
+            case "checkpoint":
+                found[part] = _checkpoint(engine)
             case _:
                 found[part] = _rates(device, gpu)
     if gpu is not None:
@@ -319,6 +346,88 @@ def _attention(device: str) -> Figures:
                 "copy_gb_s": rates["copy"],
             }
     return {"no_room": f"kernels.bench has no case of {ATTENTION_SHAPE}"}
+
+
+def _restore(engine: EngineConfig, device: str) -> Figures:
+    """Time the largest matrix of a layer of the model, in codes, written as bf16."""
+    if device == "cpu":
+        return {"no_room": "operators are timed on a GPU only"}
+    import torch  # noqa: PLC0415  takes seconds
+
+    from kernels import bench  # noqa: PLC0415  imports torch
+
+    spec = engine.model.spec
+    if spec is None:
+        return {"no_room": "the model's sizes are not known"}
+    card = torch.device("cuda", torch.cuda.current_device())
+    size_in, size_out = spec.hidden_size, 2 * spec.intermediate_size
+    timing = bench.time_case(
+        bench.restore_case(size_in, size_out, card), bench.measure_rates(card, in_place=False)
+    )
+    written_bytes = 2 * size_in * size_out * bench.num_copies(size_in, size_out)
+    return {
+        "shape": timing.name.removeprefix("restore "),
+        "ms": timing.kernel_ms,
+        "gb_s": timing.gb_per_s,
+        "written_gb_s": written_bytes / timing.kernel_ms / 1e6,
+        "is_equal": timing.is_equal,
+    }
+
+
+POOL_SIZE: Final = 4_194_301
+"""Draws that random weights are cut from; a prime, so that rows do not repeat in step."""
+DRAWS_STD: Final = 0.02
+READ_BYTES: Final = 1 << 24
+
+
+def _checkpoint(engine: EngineConfig) -> Figures:
+    """Write a checkpoint of random weights in the model's shape; read it where it is there.
+
+    Either way the page cache has it afterwards, where there is room. Weights and biases are normal
+    with DRAWS_STD, norms the same about 1 (or 0, where 1 is added).
+    """
+    import numpy as np  # noqa: PLC0415  not for every worker
+
+    from catalogue.conversions import bf16_bits  # noqa: PLC0415  brings NumPy
+
+    spec = engine.model.spec
+    if spec is None:
+        return {"no_room": "the model's sizes are not known"}
+    folder = tightfit_home() / "bench" / f"random-{engine.model.name}"
+    tensors = [part for tensor in spec.tensors() for part in tensor.parts]
+    sizes = [2 * math.prod(part.shape) for part in tensors]
+    ends = list(accumulate(sizes))
+    header: dict[str, Any] = {
+        part.name: {"dtype": "BF16", "shape": part.shape, "data_offsets": (end - size, end)}
+        for part, size, end in zip(tensors, sizes, ends, strict=True)
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    num_bytes, weights = 8 + len(text) + ends[-1], folder / "model.safetensors"
+    found = {"folder": str(folder), "num_bytes": num_bytes}
+    if weights.is_file() and weights.stat().st_size == num_bytes:
+        with weights.open("rb", buffering=0) as stream:
+            room = bytearray(READ_BYTES)
+            while stream.readinto(room):
+                pass
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    check_disk(engine.model.name, folder, num_bytes)
+    write_json(folder / "config.json", asdict(spec) | {"dtype": "bfloat16"})
+    draws = np.random.default_rng(0).standard_normal(POOL_SIZE, dtype=np.float32) * DRAWS_STD
+    pools = {False: bf16_bits(draws), True: bf16_bits(draws + 1 - spec.architecture.norm_offset)}
+    begun = weights.with_suffix(".begun")
+    with begun.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        start = 0
+        for part, size in zip(tensors, sizes, strict=True):
+            pool, left = pools[part.name.endswith("norm.weight")], size // 2
+            while left:
+                piece = pool[start : start + left]
+                stream.write(piece.data)
+                start, left = (start + len(piece)) % POOL_SIZE, left - len(piece)
+    begun.replace(weights)
+    return found
 
 
 def rates_note(figures: Figures) -> str:

@@ -292,6 +292,59 @@ def test_a_document_without_its_marks_is_refused(tmp_path, monkeypatch, document
         check_document(tmp_path / "absent.md", "bench")
 
 
+def before(tmp_path, samples=None, **environment):
+    """A folder of a run of an earlier version."""
+    record = case("resident", {1: decode(0.005)}).record
+    record = replace(record, environment=HERE | environment)
+    if samples is not None:
+        record = replace(record, samples=samples)
+    folder = tmp_path / "before"
+    folder.mkdir()
+    record.write(folder / "result.json")
+    return f"study.before={folder}"
+
+
+def beside(found, tmp_path, run_one):
+    """Judge two points of the bench as lossless weights beside an earlier version."""
+    points = {
+        name: StudyPoint(title=name, overrides=["offload=none"])
+        for name in ("plain_40gib", "lossless_13gib")
+    }
+    few = replace(found.config.study, judge="bench_lossless", points=points)
+    config = replace(found.config, study=few)
+    planned = compose_points(config, found.overrides)
+    return StudyRun(config, tmp_path / "run", found.overrides, planned).run(run_one)
+
+
+def test_a_run_of_the_version_before_stands_beside_the_points(tmp_path, documents, capsys):
+    typed = before(tmp_path, git={"sha": "b" * 40})
+    run_one = fake_run({"plain_40gib": {1: decode(0.0049)}, "lossless_13gib": {1: decode(0.004)}})
+    assert changes_of([typed], []) == []
+    record = beside(asked(typed), tmp_path, run_one)
+    found = {row["what"]: row for row in record.samples["study"]["rows"]}
+    row = found["lossless / bf16 of the version before, batch 1: step"]
+    assert (row["figure"], row["is_met"]) == ("4.00 against 5.00 ms", True)
+    assert found["lossless / bf16, batch 1: step"]["target"] == ""
+    assert found["bf16 / bf16 of the version before, batch 1: step"]["is_met"]
+    assert not any("expected the same for all points" in reason for reason in record.reasons)
+    assert record.samples["study"]["points"][0]["folder"] is None
+
+
+def test_a_run_of_another_card_makes_no_table(tmp_path, documents, capsys):
+    typed = before(tmp_path, driver="551")
+    record = beside(asked(typed), tmp_path, fake_run())
+    assert record.reasons[0].startswith("driver: expected the same for all points")
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"), [(None, "no such file"), ({}, "a run with scenario.steps")]
+)
+def test_what_stands_beside_is_a_run_with_steps(tmp_path, documents, samples, text):
+    typed = f"study.before={tmp_path / 'absent'}" if samples is None else before(tmp_path, samples)
+    with pytest.raises(ConfigError, match=f"study.before: .*{text}"):
+        check_studies(Composer().plan(["study=bench", typed]))
+
+
 @pytest.mark.slow
 def test_a_study_runs_its_points_in_workers(tmp_path, capsys):
     """The whole way on a CPU: a placement that is chosen in the room of another."""

@@ -148,6 +148,11 @@ def test_every_part_of_an_engine_on_a_cpu(glass_model_dir):
     assert two["in_place_bytes"] == two["planned_in_place_bytes"] > 2**20
     assert "are needed" in found["uva"]["decode"]["8"]["no_room"]
     assert found["uva"]["prefill"]["1"]["seconds"] > 0
+    for length, num in {"1": 6, "8": 6}.items():
+        tokens = [found[name]["chunk_tokens"][length] for name in ("resident", "uva")]
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == num  # one of each repeat, and of the one before
+    assert found["uva"]["chunk_tokens"]["1000"] is None
     assert found["uva"]["chunk_s"]["8"] > 0
     assert found["uva"]["chunk_s"]["1000"] is None
     assert found["uva"]["counter"]["engine_gb_s"] > found["resident"]["counter"]["engine_gb_s"] == 0
