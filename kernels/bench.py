@@ -30,6 +30,7 @@ from typing import Final
 import torch
 
 from kernels.arguments import (
+    CODES_PARTS,
     AttentionCall,
     Codes,
     DecodeWorkspace,
@@ -582,8 +583,7 @@ _CODES_SIZES: Final = ((4096, 6144), (4096, 4096), (14336, 4096), (4096, 28672))
 
 def stored_bytes(packed: Codes) -> int:
     """Return the bytes of a weight in codes, those of its tables among them."""
-    arrays = (packed.bytes, packed.codes, packed.first, packed.offsets, packed.table)
-    return sum(array.nbytes for array in arrays)
+    return sum(getattr(packed, part).nbytes for part in CODES_PARTS)
 
 
 def _code_products(
