@@ -5,8 +5,8 @@ splits of a sequence, P tokens per block, N query heads, K KV heads, H head size
 results.
 """
 
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -47,8 +47,10 @@ class Codes:
         offsets: int32 [N / 16], where each group's escapes begin in the table.
         table: int16 [capacity + 256], the bits of escapes; zeros behind them, so that every byte is
             an index into it.
-        scratch: bfloat16, of N * K elements or more, in which products of many tokens restore the
-            matrix; others may share it, as work on one stream does. None: each call allocates.
+        scratch: bfloat16 [N, K], in which products of many tokens restore the matrix; others may
+            share the memory, as work on one stream does. None: each call allocates.
+        launches: arguments of kernels that were launched with these tensors, kept for the next
+            launch; made by kernels.cuda alone.
     """
 
     bytes: torch.Tensor
@@ -57,6 +59,7 @@ class Codes:
     offsets: torch.Tensor
     table: torch.Tensor
     scratch: torch.Tensor | None = None
+    launches: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the tensors are those of one matrix; no operator looks again."""
@@ -78,10 +81,10 @@ class Codes:
                     f"codes.{part}: expected (shape, dtype, device, contiguous) {wanted} of a "
                     f"multiple of 16 rows, got {got}. Make codes with empty_codes or pack."
                 )
-        if self.scratch is not None and self.scratch.numel() < num_rows * num_columns:
+        if self.scratch is not None and self.scratch.shape != self.shape:
             raise ValueError(
-                f"codes.scratch: expected {num_rows * num_columns} elements or more, got "
-                f"{self.scratch.numel()}. Give it room for the whole matrix."
+                f"codes.scratch: expected shape {self.shape}, got {tuple(self.scratch.shape)}. "
+                "Make it with with_scratch."
             )
 
     @property
@@ -99,7 +102,8 @@ class Codes:
         num_bytes = 2 * num_rows * num_columns
         if memory.numel() < num_bytes:
             return self
-        return replace(self, scratch=memory[:num_bytes].view(torch.bfloat16))
+        whole = memory[:num_bytes].view(torch.bfloat16).view(num_rows, num_columns)
+        return replace(self, scratch=whole)
 
     @property
     def capacity(self) -> int:

@@ -16,8 +16,11 @@ _ROWS: Final = Kernel("rows", 128)
 def restore(codes: Codes, out: torch.Tensor) -> None:
     """Launch kernels.ops.codes.restore on the current stream."""
     num_rows, num_columns = codes.shape
-    args = Args(out=out.data_ptr(), rows=num_rows, inputs=num_columns)
-    set_codes(args, codes)
+    args = codes.launches.get("restore")
+    if args is None:
+        args = codes.launches["restore"] = Args(rows=num_rows, inputs=num_columns)
+        set_codes(args, codes)
+    args.out = out.data_ptr()
     jobs = num_rows // 16 * -(-num_columns // 256)
     launch(_RESTORE, -(-jobs // 8), _RESTORE_SHARED_BYTES, args, out.device)
 

@@ -159,6 +159,10 @@ class Args(ctypes.Structure):
     )
 
 
+_Pointers = ctypes.c_void_p * 1
+"""Where the driver reads where the arguments are."""
+
+
 def launch(
     kernel: Kernel, num_blocks: int, shared_bytes: int, args: Args, device: torch.device
 ) -> None:
@@ -181,7 +185,7 @@ def launch(
         return
     stream = torch.cuda.current_stream(index).cuda_stream
     ready = _ready(kernel, num_blocks, shared_bytes, stream, index)
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+    pointers = _Pointers(ctypes.addressof(args))
     # Not through cuda.bindings: it copies the configuration anew in every call.
     status = _launcher()(ready.config_address, ready.function_address, pointers, None)
     if status:

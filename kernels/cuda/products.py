@@ -124,7 +124,8 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
         groups = 4 if tiles < 640 else 2
         if num_tokens > 32 and _waves(2, 3, num_rows, card) > _waves(1, 4, num_rows, card) == 1:
             groups = 1
-        shapes = [Tile(True, num_tiles, groups, 1, stages) for stages in (4, 3)]
+        most = 5 if num_tiles == 8 else 4
+        shapes = [Tile(True, num_tiles, groups, 1, stages) for stages in range(most, 2, -1)]
     else:
         few = 500 if num_tokens <= 16 else 264
         warps = 8 if has_room and tiles <= few else 4
@@ -151,14 +152,22 @@ def _waves(groups: int, stages: int, num_rows: int, card: Card) -> int:
 
 
 @functools.cache
-def _tile(
-    num_tokens: int, num_rows: int, device: torch.device, *, is_gated: bool, has_codes: bool
-) -> Tile:
-    """Return the shape of a product on a device."""
+def _launch_shape(
+    num_tokens: int,
+    num_rows: int,
+    device: torch.device,
+    is_gated: bool,
+    has_codes: bool,
+    is_half: bool,
+) -> tuple[Kernel, int, int]:
+    """Return the kernel of a product on a device, its blocks and the shared memory of each."""
     properties = torch.cuda.get_device_properties(device)
     is_hopper = capability(device)[0] == _HOPPER
     card = Card(properties.multi_processor_count, max_shared_bytes(device), is_hopper)
-    return tile_of(num_tokens, num_rows, card, is_gated=is_gated, has_codes=has_codes)
+    tile = tile_of(num_tokens, num_rows, card, is_gated=is_gated, has_codes=has_codes)
+    kernel = tile.kernel(has_codes=has_codes, is_gated=is_gated, is_half=is_half)
+    blocks = tile.num_blocks(num_rows // 2 if is_gated else num_rows, is_gated=is_gated)
+    return kernel, blocks, tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
 
 
 def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
@@ -205,30 +214,23 @@ def linear(
         raise ValueError(f"linear.x: expected {MAX_SMALL_TOKENS} tokens at most, got {num_tokens}")
     if x_TK.stride(0) % 8 or x_TK.stride(1) != 1 or x_TK.data_ptr() % 16:
         x_TK = x_TK.contiguous() if x_TK.data_ptr() % 16 == 0 else x_TK.clone()
-    device = x_TK.device
+    device, has_codes = x_TK.device, isinstance(weight, Codes)
     num_rows = weight.shape[0]
     size_out = num_rows // 2 if is_gated else num_rows
     out = torch.empty((num_tokens, size_out), dtype=x_TK.dtype, device=device)
-    has_codes = isinstance(weight, Codes)
-    tile = _tile(num_tokens, num_rows, device, is_gated=is_gated, has_codes=has_codes)
-    args = Args(
-        x=x_TK.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        out=out.data_ptr(),
-        tokens=num_tokens,
-        rows=size_out,
-        inputs=size_in,
-        x_stride=x_TK.stride(0),
-        is_gelu=is_gelu,
-    )
     if isinstance(weight, Codes):
-        set_codes(args, weight)
+        args = weight.launches.get("product")
+        if args is None:
+            args = weight.launches["product"] = Args(inputs=size_in)
+            set_codes(args, weight)
     else:
-        args.weight, args.weight_stride = weight.data_ptr(), weight.stride(0)
+        args = Args(weight=weight.data_ptr(), weight_stride=weight.stride(0), inputs=size_in)
+    args.x, args.x_stride, args.tokens = x_TK.data_ptr(), x_TK.stride(0), num_tokens
+    args.out, args.rows, args.is_gelu = out.data_ptr(), size_out, is_gelu
+    args.bias = None if bias is None else bias.data_ptr()
     is_half = x_TK.dtype == torch.float16
-    kernel = tile.kernel(has_codes=has_codes, is_gated=is_gated, is_half=is_half)
-    shared = tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
-    launch(kernel, tile.num_blocks(size_out, is_gated=is_gated), shared, args, device)
+    shape = _launch_shape(num_tokens, num_rows, device, is_gated, has_codes, is_half)
+    launch(*shape, args, device)
     return out
 
 

@@ -188,13 +188,10 @@ def _restored(codes: Codes) -> torch.Tensor:
     """Return the matrix of codes on a GPU, in their scratch if there is one."""
     from kernels.cuda import codes as cuda
 
-    scratch = codes.scratch
-    if scratch is None:
+    if codes.scratch is None:
         return restore(codes)
-    num_rows, num_columns = codes.shape
-    out = scratch[: num_rows * num_columns].view(num_rows, num_columns)
-    cuda.restore(codes, out)
-    return out
+    cuda.restore(codes, codes.scratch)
+    return codes.scratch
 
 
 def _is_small(x: torch.Tensor) -> bool:

@@ -1,7 +1,5 @@
 """Weights in codes on a GPU against the same weights plain, bit for bit."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -48,8 +46,8 @@ def test_products_have_the_bits_of_plain_weights(shape, rng):
 def test_many_tokens_restore_into_the_scratch(rng):
     weight = weights((4096, 1024), rng)
     weight[weight.isinf()] = 3.0
-    scratch = torch.empty(2 * weight.numel(), dtype=torch.bfloat16, device=rng.device)
-    packed = replace(codes.pack(weight), scratch=scratch)
+    memory = torch.empty(4 * weight.numel(), dtype=torch.uint8, device=rng.device)
+    packed = codes.pack(weight).with_scratch(memory)
     x = randn((100, 1024), torch.bfloat16, rng) * 2.0**-100
     assert torch.equal(codes.linear(x, packed), linear.linear(x, weight))
     before = torch.cuda.memory_allocated()
@@ -57,7 +55,8 @@ def test_many_tokens_restore_into_the_scratch(rng):
     out = codes.linear_silu_mul(x, packed)
     assert torch.cuda.max_memory_allocated() - before < weight.nbytes
     assert torch.equal(out, linear.linear_silu_mul(x, weight))
-    assert torch.equal(scratch[: weight.numel()].view(4096, 1024), weight)
+    assert torch.equal(packed.scratch, weight)
+    assert codes.pack(weight).with_scratch(memory[:100]).scratch is None
 
 
 def test_a_wrong_escape_changes_the_product(rng):
