@@ -4,33 +4,26 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from engine.errors import ConfigError
 from harness.config.cli_args import CommandLine, parse_command_line
-from harness.console import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK
-from harness.point.full_disk import DiskFullError, full_disk_ends
+from harness.console import EXIT_OK
+from harness.point.full_disk import exit_code
 from harness.point.streams import outlive_readers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m harness` with the given arguments; return its exit code."""
-    try:
-        line = parse_command_line(sys.argv[1:] if argv is None else argv)
-        printed = _printed(line)
-        if printed is not None:
-            sys.stdout.write(printed)
-            return EXIT_OK
-        from harness.sweep.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
+    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
 
-        with full_disk_ends():
-            return run(line)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_BAD_CONFIG
-    except DiskFullError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_NOT_ALL_OK
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+
+def _run(argv: Sequence[str]) -> int:
+    line = parse_command_line(argv)
+    printed = _printed(line)
+    if printed is not None:
+        sys.stdout.write(printed)
+        return EXIT_OK
+    from harness.sweep.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
+
+    return run(line)
 
 
 def _printed(line: CommandLine) -> str | None:

@@ -25,15 +25,9 @@ from engine.errors import ConfigError
 from harness.config.compose import Composer
 from harness.config.engine import require_package
 from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
-from harness.console import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, EXIT_OK, say, show
+from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, say, show
 from harness.forecast.skip import planned_shortage
-from harness.point.full_disk import (
-    DiskFullError,
-    full_disk_ends,
-    is_full,
-    require_room,
-    require_writable,
-)
+from harness.point.full_disk import exit_code, is_full, require_room, require_writable
 from harness.point.streams import interrupt_afterwards, outlive_readers, sigterm_as_interrupt
 from harness.studies.search_request import (
     HELP,
@@ -369,22 +363,17 @@ TABLE_NAME: Final = "trials.csv"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m harness.search` with the given arguments; return its exit code."""
-    try:
-        request = parse_request(sys.argv[1:] if argv is None else argv)
-        if request is None:
-            sys.stdout.write(HELP)
-            return EXIT_OK
-        require_optuna()
-        with sigterm_as_interrupt(), full_disk_ends():
-            return search(request)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_BAD_CONFIG
-    except DiskFullError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_NOT_ALL_OK
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    request = parse_request(argv)
+    if request is None:
+        sys.stdout.write(HELP)
+        return EXIT_OK
+    require_optuna()
+    with sigterm_as_interrupt():
+        return search(request)
 
 
 def search(request: SearchRequest) -> int:

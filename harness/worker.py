@@ -41,7 +41,7 @@ from harness.systems.base import agree
 from harness.systems.door import BuildEngine, EngineDoor, LinkWatch, engine_door
 from harness.work.bench import measure_bare, measure_overhead, measure_steps, rates_note
 from harness.work.correctness import (
-    check_prompts,
+    STREAM,
     compare_tokens,
     greedy_tokens,
     read_reference,
@@ -323,8 +323,8 @@ class Work:
             self._door.plan_for(self._job.under_test)
         llm = self._build(reference=True)
         config = self._job.scenario.correctness
-        prompts = check_prompts(
-            config, vocab_size=llm.spec.vocab_size, avoid=special_ids(llm.tokenizer)
+        prompts = engine_prompts(
+            llm, config.num_prompts, config.prompt_tokens, seed=0, stream=STREAM
         )
         self._state.enter("reference")
         tokens = self._greedy_tokens(llm, prompts)

@@ -44,6 +44,12 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
     return "-".join(part for part in parts if part)[:_NAME_CHARS]
 
 
+def what_varies(points: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the overrides of each point without those that all have."""
+    common = set.intersection(*map(set, points))
+    return [[item for item in overrides if item not in common] for overrides in points]
+
+
 def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return what was chosen, flat; a file of prompts where there is one.
 

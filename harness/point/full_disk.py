@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -12,6 +12,7 @@ from typing import Final
 from catalogue.files import tightfit_home
 from engine.errors import ConfigError
 from harness.config.schema import TrackingConfig
+from harness.console import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, say
 from harness.tracking.mlflow import DATABASE_NAME, sqlite_path
 
 ROOM_BYTES: Final = 16 << 20
@@ -63,6 +64,18 @@ def _ways() -> str:
         f"{tightfit_home()}) to a folder on another disk; a sweep that is run again takes points "
         "over that ended in the same home."
     )
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Return the exit code of a command, its refusal written to stderr."""
+    try:
+        with full_disk_ends():
+            return command()
+    except (ConfigError, DiskFullError) as error:
+        say(f"error: {error}")
+        return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_NOT_ALL_OK
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def require_writable(name: str, folder: Path) -> None:

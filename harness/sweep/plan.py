@@ -15,6 +15,7 @@ from harness.config.engine import HOST_KV_FIELDS
 from harness.config.schema import SIDES, RunConfig
 from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, columns, show
 from harness.forecast.rows import FOR_QUEUE, WITHOUT_HOST_KV, Forecast, Row, forecast
+from harness.point.describe import what_varies
 from harness.point.show import build_report, capacity_lines
 from harness.studies.ab import Sides, steps
 from reports.record.text import number
@@ -286,13 +287,7 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
         "longest_tokens": plan and plan.longest_tokens,
         "max_concurrency": plan and kv["max_concurrency"],
         "max_kept": plan and kv["max_kept"],
-        "bytes_per_step": predicted.get("bytes_per_step"),
-        "decode_tokens_s": predicted.get("decode_tokens_s"),
-        "full_batch": predicted.get("full_batch"),
-        "decode_tokens_full_s": predicted.get("decode_tokens_full_s"),
-        "prefill_tokens": predicted.get("prefill_tokens"),
-        "prefill_ms": predicted.get("prefill_ms"),
-        "ttft_ms": predicted.get("ttft_ms"),
+        **{name: predicted.get(name) for name in _PREDICTED},
         "queue_output_tokens_s": plan and predicted["queue"]["output_tokens_s"],
         "load_s": predicted.get("load_s"),
         "run_minutes": plan and found.minutes(row),
@@ -302,6 +297,10 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
 
 
 CSV_NAME: Final = "plan.csv"
+_PREDICTED: Final = (
+    *("bytes_per_step", "decode_tokens_s", "full_batch", "decode_tokens_full_s"),
+    *("prefill_tokens", "prefill_ms", "ttft_ms"),
+)
 
 
 def show_plans(plan: Plan, sides: Sides | None = None) -> int:
@@ -312,7 +311,8 @@ def show_plans(plan: Plan, sides: Sides | None = None) -> int:
     """
     if sides is not None:
         return _show_sides(plan.points[0], sides)
-    names = point_names([point.overrides for point in plan.points])
+    varying = what_varies([point.overrides for point in plan.points])
+    names = [" ".join(text.lstrip("+") for text in own) or str(n) for n, own in enumerate(varying)]
     named = list(zip(plan.points, names, strict=True))
     peers = [name for point, name in named if point.config.system.kind != "native"]
     own = [(point, name) for point, name in named if point.config.system.kind == "native"]
@@ -360,15 +360,6 @@ def _show_sides(point: Point, sides: Sides) -> int:
         )
     )
     return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
-
-
-def point_names(points: Sequence[Sequence[str]]) -> list[str]:
-    """Return what sets points apart: their overrides without those that all have."""
-    common = set.intersection(*map(set, points))
-    return [
-        " ".join(text.lstrip("+") for text in overrides if text not in common) or str(index)
-        for index, overrides in enumerate(points)
-    ]
 
 
 def write_csv(path: Path, found: Sequence[Forecast], names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 from catalogue.files import tightfit_home
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.console import columns
+from harness.point.describe import what_varies
 from harness.point.show import build_report
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
@@ -15,16 +16,6 @@ from reports.record.metrics import found, metric_number
 from reports.record.record import RunRecord, write_text_atomic
 
 _NAME_WIDTH: Final = 60
-
-
-def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Return what sets the points apart: their overrides without those that all of them have."""
-    common = set.intersection(*(set(record.overrides) for record in records))
-    own = [[item for item in record.overrides if item not in common] for record in records]
-    return [
-        " ".join(items)[:_NAME_WIDTH] or record.name[:_NAME_WIDTH]
-        for items, record in zip(own, records, strict=True)
-    ]
 
 
 def sweep_lines(
@@ -37,7 +28,9 @@ def sweep_lines(
         titles = [f"{metric.label} {metric.unit}".rstrip() for metric in metrics]
         header = ["point", "choices", "status", *titles, "folder"]
         rows = [header]
-        for index, (record, name) in enumerate(zip(records, _names(records), strict=True)):
+        varying = what_varies([record.overrides for record in records])
+        for index, (record, own) in enumerate(zip(records, varying, strict=True)):
+            name = (" ".join(own) or record.name)[:_NAME_WIDTH]
             values = [(metric.name, record.metrics.get(metric.name)) for metric in metrics]
             cells = ["-" if value is None else metric_number(key, value) for key, value in values]
             is_bad = record.status == "ok" and record.valid is False

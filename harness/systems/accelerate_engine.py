@@ -26,7 +26,7 @@ from harness.systems.base import (
     PeerPlan,
     config_json,
     model_spec,
-    no_prediction,
+    nothing,
     open_peer_device,
 )
 from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
@@ -538,7 +538,7 @@ class AccelerateEngine:
 def accelerate_door() -> EngineDoor:
     """Return the door to transformers and accelerate."""
     return EngineDoor(
-        load_code=_load_code, probe=probe_engine_link, predict=no_prediction, is_exact=False
+        load_code=_load_code, probe=probe_engine_link, predict=nothing, is_exact=False
     )
 
 

@@ -81,15 +81,8 @@ class PeerPlan:
         return {"max_model_len": self.max_model_len, **self.facts}
 
 
-def no_probe(config: Any) -> dict[str, float | None]:
-    """Measure no link: this system does not use the one of this machine, or hides how."""
-    del config
-    return {}
-
-
-def no_prediction(plan: Any, spec: Any, scenario: Any) -> dict[str, float | None]:
-    """Predict nothing: the cost model describes this project's engine."""
-    del plan, spec, scenario
+def nothing(*_: Any) -> dict[str, float | None]:
+    """Measure no link and predict no times: both are of this project's engine."""
     return {}
 
 

@@ -43,10 +43,6 @@ def _stream_engine_link(config: EngineConfig, seconds: float) -> tuple[int, floa
     return stream_link(seconds, config.gpu.device)
 
 
-def _nothing_more(_: EngineConfig) -> dict[str, float | None]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineDoor:
     """What the worker takes from the engine; tests put another one here."""
@@ -61,7 +57,7 @@ class EngineDoor:
     """Plans an engine without allocating anything; raises CapacityError where it does not fit."""
     predict: Callable[[Any, Any, ScenarioConfig], dict[str, float | None]] = predicted_times
     """Returns what a plan of a model predicts of a scenario, by metric."""
-    machine: Callable[[EngineConfig], Mapping[str, float | None]] = _nothing_more
+    machine: Callable[[EngineConfig], Mapping[str, float | None]] = lambda _: {}
     """Returns more rates of the machine to plan with, by the names of engine.plan.times."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the engine's token times."""

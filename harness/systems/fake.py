@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.sealed import GIB
 from harness.config.schema import FakeScript
-from harness.systems.base import no_prediction, no_probe
+from harness.systems.base import nothing
 from harness.systems.door import EngineDoor, Progress
 from harness.work.correctness import STREAM
 from harness.work.drive import StepCounts
@@ -286,18 +286,6 @@ class FakeTokenizer:
         return [_NUM_SPECIAL + byte % free for byte in text.encode()]
 
 
-@dataclass(kw_only=True)
-class _Counts:
-    steps: int = 0
-    prefills: int = 0
-    decodes: int = 0
-    timed_steps: int = 0
-    """Steps without a sequence of the comparison of tokens."""
-    timed_requests: int = 0
-    waiting: list[FakeSequence] = field(default_factory=list)
-    running: list[FakeSequence] = field(default_factory=list)
-
-
 class FakeLLM:
     """Stands in for engine.LLM; fails as the script says, as it is built or in a step."""
 
@@ -319,7 +307,11 @@ class FakeLLM:
         self.last_step: StepCounts | None = None
         self._script, self._clock, self._is_reference = script, clock, reference
         self._max_num_seqs = config.engine.max_num_seqs
-        self._counts = _Counts()
+        self._num_steps = self._num_prefills = self._num_decodes = self._num_requests = 0
+        self._num_timed = 0
+        """Steps without a sequence of the comparison of tokens."""
+        self._waiting: list[FakeSequence] = []
+        self._running: list[FakeSequence] = []
         self._work: tuple[list[FakeSequence], bool] | None = None
         """Sequences of the step under way, and whether it is a prefill."""
         total = self.plan.resident_bytes + self.plan.offloaded_bytes
@@ -341,7 +333,7 @@ class FakeLLM:
         self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None
     ) -> str:
         """Queue a request, unless it is too long or the script refuses it."""
-        name = request_id or f"request-{self._counts.timed_requests}"
+        name = request_id or f"request-{self._num_requests}"
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(
@@ -352,19 +344,19 @@ class FakeLLM:
             request_id=name, prompt=list(prompt), max_tokens=min(params.max_tokens or room, room)
         )
         if not sequence.is_check and WARM_UP not in name:
-            self._counts.timed_requests += 1
-            if _is_due(self._counts.timed_requests, self._script.refuse_every):
+            self._num_requests += 1
+            if _is_due(self._num_requests, self._script.refuse_every):
                 raise RequestError(
                     f"request: scripted to be refused (model.fake.refuse_every="
                     f"{self._script.refuse_every})."
                 )
-            sequence.is_broken = _is_due(self._counts.timed_requests, self._script.break_every)
-        self._counts.waiting.append(sequence)
+            sequence.is_broken = _is_due(self._num_requests, self._script.break_every)
+        self._waiting.append(sequence)
         return name
 
     def has_unfinished(self) -> bool:
         """Return whether a step has work."""
-        return bool(self._counts.waiting or self._counts.running)
+        return bool(self._waiting or self._running)
 
     def step(self) -> list[TokenEvent]:
         """Run one step: its time passes, then its tokens are there."""
@@ -373,29 +365,29 @@ class FakeLLM:
 
     def begin_step(self) -> float:
         """Choose what the next step does; return the seconds that it takes."""
-        counts, script = self._counts, self._script
-        room = self._max_num_seqs - len(counts.running)
-        is_prefill = bool(counts.waiting) and room > 0
+        script = self._script
+        room = self._max_num_seqs - len(self._running)
+        is_prefill = bool(self._waiting) and room > 0
         if is_prefill:
-            sequences, counts.waiting = counts.waiting[:room], counts.waiting[room:]
-            counts.running += sequences
+            sequences, self._waiting = self._waiting[:room], self._waiting[room:]
+            self._running += sequences
         else:
-            sequences = list(counts.running)
+            sequences = list(self._running)
         if not any(sequence.is_check for sequence in sequences) and not self._is_reference:
-            counts.timed_steps += 1
-            is_now = counts.timed_steps > script.fail_after_steps
+            self._num_timed += 1
+            is_now = self._num_timed > script.fail_after_steps
             if script.fails_at("step") and is_now:
                 strike(script.fail, self.plan.to_dict())
         self._work = (sequences, is_prefill)
         time_ms = self.plan.offloaded_bytes / GIB * script.ms_per_offloaded_gib
         if is_prefill:
-            time_ms += script.prefill_ms[counts.prefills % len(script.prefill_ms)]
+            time_ms += script.prefill_ms[self._num_prefills % len(script.prefill_ms)]
             time_ms += script.prefill_ms_per_token * sum(len(s.prompt) for s in sequences)
-            counts.prefills += 1
+            self._num_prefills += 1
         else:
-            time_ms += script.decode_ms[counts.decodes % len(script.decode_ms)]
-            counts.decodes += 1
-        counts.steps += 1
+            time_ms += script.decode_ms[self._num_decodes % len(script.decode_ms)]
+            self._num_decodes += 1
+        self._num_steps += 1
         return time_ms / 1e3
 
     def end_step(self) -> list[TokenEvent]:
@@ -406,7 +398,7 @@ class FakeLLM:
         sequences, is_prefill = work
         copied, read = self.plan.moved_per_step()
         num_prompt = sum(len(sequence.prompt) for sequence in sequences)
-        running = set(self._counts.running)  # without those that were aborted meanwhile
+        running = set(self._running)  # without those that were aborted meanwhile
         alive = [sequence for sequence in sequences if sequence in running]
         self.last_step = StepCounts(
             num_prefill_tokens=num_prompt if is_prefill else 0,
@@ -420,7 +412,7 @@ class FakeLLM:
     def _next_event(self, sequence: FakeSequence, now_s: float) -> TokenEvent:
         if not (sequence.is_broken and sequence.num_out):
             return self._next_token(sequence, now_s)
-        self._counts.running.remove(sequence)
+        self._running.remove(sequence)
         return TokenEvent(
             request_id=sequence.request_id,
             index=0,
@@ -442,7 +434,7 @@ class FakeLLM:
         sequence.num_out += 1
         reason = self._end_of(sequence)
         if reason is not None:
-            self._counts.running.remove(sequence)
+            self._running.remove(sequence)
         return TokenEvent(
             request_id=sequence.request_id,
             index=0,
@@ -464,19 +456,17 @@ class FakeLLM:
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown ones are ignored."""
-        counts = self._counts
-        for queue in (counts.waiting, counts.running):
+        for queue in (self._waiting, self._running):
             for sequence in [s for s in queue if s.request_id == request_id]:
                 queue.remove(sequence)
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the engine started."""
-        counts = self._counts
         return {
-            "steps": counts.steps,
-            "prefill_steps": counts.prefills,
-            "decode_steps": counts.decodes,
-            "requests": counts.timed_requests,
+            "steps": self._num_steps,
+            "prefill_steps": self._num_prefills,
+            "decode_steps": self._num_decodes,
+            "requests": self._num_requests,
             "prefix_hit_tokens": 0,
         }
 
@@ -497,7 +487,7 @@ class FakeLLM:
 
     def close(self) -> None:
         """Drop all requests and the memory that was touched."""
-        self._counts.waiting, self._counts.running = [], []
+        self._waiting, self._running = [], []
         self._touched = bytearray()
 
 
@@ -603,9 +593,9 @@ def fake_door(script: FakeScript) -> EngineDoor:
     clock: FakeClock = RealClock() if script.clock == "real" else ScriptedClock()
     door = EngineDoor(
         load_code=lambda: partial(FakeLLM, script, clock),
-        probe=no_probe,
+        probe=nothing,
         plan_for=partial(plan_of, script, reference=False),
-        predict=no_prediction,
+        predict=nothing,
         clock=clock,
     )
     if isinstance(clock, RealClock):

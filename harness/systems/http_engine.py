@@ -30,8 +30,7 @@ from harness.systems.base import (
     UNKNOWN_TOKEN,
     PeerPlan,
     model_spec,
-    no_prediction,
-    no_probe,
+    nothing,
 )
 from harness.systems.door import EngineDoor, Progress
 
@@ -628,8 +627,8 @@ def http_door(system: SystemConfig) -> EngineDoor:
     """Return the door to a server."""
     return EngineDoor(
         load_code=lambda: partial(connect, system),
-        probe=no_probe,
-        predict=no_prediction,
+        probe=nothing,
+        predict=nothing,
         is_exact=False,
         open_async=HTTPDoor,
     )

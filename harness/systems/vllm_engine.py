@@ -24,7 +24,7 @@ from harness.systems.base import (
     PeerPlan,
     config_json,
     model_spec,
-    no_prediction,
+    nothing,
     open_peer_device,
 )
 from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
@@ -274,7 +274,7 @@ class VLLMEngine:
 def vllm_door() -> EngineDoor:
     """Return the door to vLLM."""
     return EngineDoor(
-        load_code=_load_code, probe=probe_engine_link, predict=no_prediction, is_exact=False
+        load_code=_load_code, probe=probe_engine_link, predict=nothing, is_exact=False
     )
 
 

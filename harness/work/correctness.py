@@ -17,8 +17,7 @@ from engine.asked.config import EngineConfig
 from engine.errors import RequestError
 from harness.config.schema import CorrectnessConfig
 from harness.folders import ROOT
-from harness.work.drive import Clock, Engine, OnProgress, run_in_turn
-from harness.work.prompts import synthetic_prompts
+from harness.work.drive import Clock, Engine, OnProgress, run_requests
 from reports.record.record import write_text_atomic
 
 STREAM: Final = "correctness"
@@ -32,20 +31,6 @@ class WrongTokensError(RuntimeError):
     kind = "WrongTokens"
 
 
-def check_prompts(
-    config: CorrectnessConfig, *, vocab_size: int, avoid: set[int]
-) -> list[list[int]]:
-    """Return the prompts to compare, the same in the reference and in every engine under test."""
-    return synthetic_prompts(
-        config.num_prompts,
-        config.prompt_tokens,
-        vocab_size=vocab_size,
-        seed=0,
-        stream=STREAM,
-        avoid=avoid,
-    )
-
-
 def greedy_tokens(
     llm: Engine,
     prompts: Sequence[Sequence[int]],
@@ -55,7 +40,7 @@ def greedy_tokens(
     on_progress: OnProgress | None = None,
 ) -> list[list[int]]:
     """Return the greedy tokens of each prompt, run one at a time, or raise RequestError."""
-    requests, _ = run_in_turn(
+    requests, _ = run_requests(
         llm, prompts, output_tokens, clock=clock, prefix=STREAM, on_progress=on_progress
     )
     for index, request in enumerate(requests):

@@ -274,74 +274,50 @@ class Conduct(TypedDict, total=False):
     """Of their prefixes in a cache; requests with another salt share none with them."""
 
 
-def run_in_turn(
+def run_requests(
     llm: Engine,
     prompts: Sequence[Sequence[int]],
     output_tokens: int | Sequence[int],
     *,
     prefix: str,
+    at_once: bool = False,
     **how: Unpack[Conduct],
 ) -> tuple[list[RequestTimes], StepTotals]:
-    """Run the requests one at a time; return times of those sent and the sums over the steps.
+    """Run the requests one at a time, or all at once; return times of those sent and step sums.
 
     `output_tokens` is the number of all, or a list with one of each; ids begin with `prefix`. Once
-    the time is over and a request has ended, no other is sent.
+    the time is over and something has come, no other is sent and what runs is taken back.
     """
     clock, on_progress, limit_s = how["clock"], how.get("on_progress"), how.get("limit_s")
+    begin_s = clock()
     driver = Driver(llm, clock, how.get("on_end"), how.get("salt"))
     requests: list[RequestTimes] = []
-    num_tokens, begin_s = 0, clock()
+    num_tokens = num_ended = 0
     lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
 
     def is_over() -> bool:
-        return bool(requests) and limit_s is not None and has_passed(clock() - begin_s, limit_s)
+        has_begun = num_tokens if at_once else num_ended
+        return bool(has_begun) and limit_s is not None and has_passed(clock() - begin_s, limit_s)
 
     def on_step(new_tokens: int) -> None:
         nonlocal num_tokens
         num_tokens += new_tokens
         if on_progress is not None:
-            on_progress(len(requests), len(prompts), num_tokens)
+            done = len(requests) - driver.num_open if at_once else num_ended
+            on_progress(done, len(prompts), num_tokens)
         if is_over():
             driver.cancel(_late(limit_s))
 
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         if is_over():
             break
-        times = driver.offer(prompt, length, f"{prefix}-{index}")
-        driver.drain(on_step)
-        requests.append(times)
-    if on_progress is not None:
-        on_progress(len(requests), len(prompts), num_tokens)
-    return requests, driver.totals
-
-
-def run_at_once(
-    llm: Engine,
-    prompts: Sequence[Sequence[int]],
-    output_tokens: int,
-    *,
-    prefix: str,
-    **how: Unpack[Conduct],
-) -> tuple[list[RequestTimes], StepTotals]:
-    """Offer all requests, then step until they are done; return times and sums over the steps."""
-    clock, on_progress, limit_s = how["clock"], how.get("on_progress"), how.get("limit_s")
-    begin_s = clock()
-    driver = Driver(llm, clock, how.get("on_end"), how.get("salt"))
-    requests = [
-        driver.offer(prompt, output_tokens, f"{prefix}-{index}")
-        for index, prompt in enumerate(prompts)
-    ]
-    num_tokens = 0
-
-    def on_step(new_tokens: int) -> None:
-        nonlocal num_tokens
-        num_tokens += new_tokens
-        if on_progress is not None:
-            on_progress(len(requests) - driver.num_open, len(requests), num_tokens)
-        if num_tokens and limit_s is not None and has_passed(clock() - begin_s, limit_s):
-            driver.cancel(_late(limit_s))
-
+        requests.append(driver.offer(prompt, length, f"{prefix}-{index}"))
+        if not at_once:
+            driver.drain(on_step)
+            num_ended += 1
     driver.drain(on_step)
+    if on_progress is not None and not at_once:
+        on_progress(num_ended, len(prompts), num_tokens)
     return requests, driver.totals
 
 
@@ -436,7 +412,7 @@ def run_warm_up(
     salt: str | None,
 ) -> list[str]:
     """Run the requests before a part, one at a time; return what went wrong."""
-    requests, _ = run_in_turn(
+    requests, _ = run_requests(
         llm,
         prompts,
         output_tokens,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from harness.work.drive import Clock, Engine, Outcome, run_in_turn
+from harness.work.drive import Clock, Engine, Outcome, run_requests
 
 FIRST_PROMPT_TOKENS: Final = 32
 """Length of the prompt whose first token ends the load."""
@@ -26,7 +26,7 @@ def measure_load(
     begin_s = clock()
     llm = build()
     built_s = clock()
-    requests, _ = run_in_turn(llm, [first_prompt(llm)], 1, clock=clock, prefix="load")
+    requests, _ = run_requests(llm, [first_prompt(llm)], 1, clock=clock, prefix="load")
     (first,) = requests
     if not first.is_complete:
         raise RuntimeError(f"load: the first request gave no token: {first.error}")

@@ -14,8 +14,7 @@ from harness.work.drive import (
     cut_reasons,
     failure_reasons,
     ratio,
-    run_at_once,
-    run_in_turn,
+    run_requests,
     run_warm_up,
     short_reasons,
 )
@@ -34,7 +33,7 @@ def measure_latency(
 ) -> tuple[Outcome, StepTotals]:
     """Run the prompts one after the other; return their figures and the sums over the steps."""
     before = hit_tokens(llm.stats())
-    requests, totals = run_in_turn(llm, prompts, output_tokens, prefix="latency", **how)
+    requests, totals = run_requests(llm, prompts, output_tokens, prefix="latency", **how)
     outcome = _outcome("latency", prompts, requests, output_tokens, how)
     outcome.reasons += drift_reasons(requests, t)
     outcome.num_measured = sum(request.is_complete for request in requests)
@@ -84,7 +83,9 @@ def measure_throughput(
     that were taken back the tokens until then count.
     """
     before = hit_tokens(llm.stats())
-    requests, totals = run_at_once(llm, prompts, output_tokens, prefix="throughput", **how)
+    requests, totals = run_requests(
+        llm, prompts, output_tokens, prefix="throughput", at_once=True, **how
+    )
     found = reuse_since(before, llm.stats(), requests, lambda: with_outputs(prompts, requests))
     outcome = _outcome("throughput", prompts, requests, output_tokens, how)
     done = [request for request in requests if request.is_complete]

@@ -24,11 +24,10 @@ from harness.work.drive import (
     run_warm_up,
 )
 from harness.work.kv import Reuse, Sent, hit_tokens, note_reuse, reuse_since
+from harness.work.offline import engine_prompts
 from harness.work.open_loop import CUT_OFF, Door, Wait, late, run_open_loop
-from harness.work.prompts import synthetic_prompts
 from harness.work.schedule import Load, PlannedRequest, Schedule, check_counted
 from harness.work.times import (
-    Accounts,
     ServedRequest,
     arrival_window,
     count_requests,
@@ -111,13 +110,12 @@ def warm_up(llm: Engine, load: Load, *, clock: Clock) -> list[str]:
     lengths = itertools.cycle(load.first.requests)
     planned = list(itertools.islice(lengths, config.warmup_requests))
     prompts = [
-        synthetic_prompts(
+        engine_prompts(
+            llm,
             1,
             max(1, request.num_prompt_tokens or 1),
-            vocab_size=load.vocab_size,
             seed=config.seeds.prompts,
             stream=f"serve/warm-up/{index}",
-            avoid=load.avoid,
         )[0]
         for index, request in enumerate(planned)
     ]
@@ -267,7 +265,7 @@ def judge(
     return outcome
 
 
-def _samples(accounts: Accounts, served: Sequence[ServedRequest]) -> dict[str, Any]:
+def _samples(accounts: dict[str, int], served: Sequence[ServedRequest]) -> dict[str, Any]:
     """Return the accounts and one row a request; times from the first arrival of all."""
     window = arrival_window(served)
     rows = [request.to_row() for request in served]
@@ -275,10 +273,7 @@ def _samples(accounts: Accounts, served: Sequence[ServedRequest]) -> dict[str, A
     for row in rows:
         row["scheduled_s"] -= begin_s  # NaN stays NaN, which a record holds as null
     return {
-        "num_planned": accounts.planned,
-        "num_completed": accounts.completed,
-        "num_failed": accounts.failed,
-        "num_cancelled": accounts.cancelled,
+        **{f"num_{name}": count for name, count in accounts.items()},
         "window_begin_s": None if window is None else window.begin_s - begin_s,
         "window_end_s": None if window is None else window.end_s - begin_s,
         "requests": rows,
@@ -286,8 +281,9 @@ def _samples(accounts: Accounts, served: Sequence[ServedRequest]) -> dict[str, A
 
 
 def _account_reasons(
-    config: ServeScenario, accounts: Accounts, served: Sequence[ServedRequest]
+    config: ServeScenario, accounts: dict[str, int], served: Sequence[ServedRequest]
 ) -> list[str]:
+    planned, *others = accounts.values()
     reasons = failure_reasons("serve", [r for r in served if not r.is_cancelled])
     cancelled = [request for request in served if request.is_cancelled]
     if cancelled:
@@ -298,14 +294,14 @@ def _account_reasons(
         elif first.error == late(config):
             remedy = "Raise scenario.serve.max_duration_s, or lower num_requests."
         reasons.append(
-            f"serve: {len(cancelled)} of {accounts.planned} requests were cancelled; "
+            f"serve: {len(cancelled)} of {planned} requests were cancelled; "
             f"{first.request_id}: {first.error}. {remedy}"
         )
-    if accounts.lost:
+    lost = planned - sum(others)
+    if lost:
         reasons.append(
-            f"serve: {accounts.planned} requests were planned, but {accounts.completed} completed, "
-            f"{accounts.failed} failed and {accounts.cancelled} were cancelled. The figures lack "
-            f"{accounts.lost}; report this."
+            f"serve: {planned} requests were planned, but {others[0]} completed, {others[1]} "
+            f"failed and {others[2]} were cancelled. The figures lack {lost}; report this."
         )
     short = [request for request in served if request.is_short]
     if short:

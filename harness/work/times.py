@@ -199,29 +199,14 @@ class ServedRequest(RequestTimes):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Accounts:
-    """Where the planned requests are; every one is in exactly one place if nothing was lost."""
-
-    planned: int
-    completed: int
-    failed: int
-    cancelled: int
-
-    @property
-    def lost(self) -> int:
-        """Requests that are in no place (or in several, negative)."""
-        return self.planned - self.completed - self.failed - self.cancelled
-
-
-def count_requests(num_planned: int, served: Sequence[ServedRequest]) -> Accounts:
-    """Count what became of the planned requests."""
-    return Accounts(
-        planned=num_planned,
-        completed=sum(request.is_complete for request in served),
-        failed=sum(request.error is not None and not request.is_cancelled for request in served),
-        cancelled=sum(request.is_cancelled for request in served),
-    )
+def count_requests(num_planned: int, served: Sequence[ServedRequest]) -> dict[str, int]:
+    """Return how many requests were planned, and what became of them: each is in one place."""
+    return {
+        "planned": num_planned,
+        "completed": sum(request.is_complete for request in served),
+        "failed": sum(request.error is not None and not request.is_cancelled for request in served),
+        "cancelled": sum(request.is_cancelled for request in served),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

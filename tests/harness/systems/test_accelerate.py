@@ -18,7 +18,7 @@ from harness.systems.accelerate_engine import (
     _load_code,
     accelerate_door,
 )
-from harness.work.drive import run_at_once, run_in_turn
+from harness.work.drive import run_requests
 from harness.worker import Work
 from tests.harness.cases import SPEC
 from tests.harness.test_worker import job
@@ -48,7 +48,7 @@ def test_weights_in_host_memory_change_no_token():
     found = []
     for offload in (OffloadConfig(), OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1))):
         llm = open_engine(offload=offload)
-        requests, _ = run_in_turn(llm, PROMPTS, 6, clock=time.perf_counter, prefix="r")
+        requests, _ = run_requests(llm, PROMPTS, 6, clock=time.perf_counter, prefix="r")
         found.append([request.token_ids for request in requests])
         layers = llm.effective()["offloaded_layers"]
         llm.close()
@@ -59,8 +59,10 @@ def test_weights_in_host_memory_change_no_token():
 
 def test_a_padded_batch_gives_the_tokens_of_single_requests():
     llm = open_engine()
-    alone, _ = run_in_turn(llm, PROMPTS, 6, clock=time.perf_counter, prefix="a")
-    together, totals = run_at_once(llm, PROMPTS, 6, clock=time.perf_counter, prefix="b")
+    alone, _ = run_requests(llm, PROMPTS, 6, clock=time.perf_counter, prefix="a")
+    together, totals = run_requests(
+        llm, PROMPTS, 6, clock=time.perf_counter, at_once=True, prefix="b"
+    )
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     assert (totals.num_steps, totals.num_decode_steps) == (6, 5)
     assert llm.stats()["largest_batch"] == 3

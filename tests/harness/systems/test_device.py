@@ -48,7 +48,7 @@ def test_accelerate_runs_on_a_gpu_within_its_budget(offload_gb):
     import time
 
     from engine.asked.offload import OffloadConfig, UVAOffloadConfig
-    from harness.work.drive import run_at_once
+    from harness.work.drive import run_requests
 
     asked = EngineConfig(
         model=ModelConfig(name="tiny", load_format="dummy", spec=SPEC),
@@ -60,7 +60,9 @@ def test_accelerate_runs_on_a_gpu_within_its_budget(offload_gb):
         asked, progress=lambda phase, done, total: None, reference=False
     )
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
-    requests, totals = run_at_once(llm, prompts, 6, clock=time.perf_counter, prefix="r")
+    requests, totals = run_requests(
+        llm, prompts, 6, clock=time.perf_counter, at_once=True, prefix="r"
+    )
     assert all(request.is_complete for request in requests)
     moved = (
         0

@@ -21,7 +21,7 @@ from harness.systems.http_engine import (
     StreamedAnswer,
     http_door,
 )
-from harness.work.drive import run_at_once
+from harness.work.drive import run_requests
 from harness.worker import Work
 from tests.harness.cases import SPEC
 from tests.harness.systems.server import Script, Server, next_token
@@ -47,8 +47,8 @@ def ask(script, prompts=PROMPTS, output=5, **changes):
     with Server(script) as server:
         llm = HTTPEngine(config(), system(server.base_url, **changes))
         try:
-            requests, totals = run_at_once(
-                llm, prompts, output, clock=time.perf_counter, prefix="r"
+            requests, totals = run_requests(
+                llm, prompts, output, clock=time.perf_counter, at_once=True, prefix="r"
             )
             return requests, totals, llm.stats()
         finally:

@@ -8,7 +8,7 @@ from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError, EngineError
 from harness.config.schema import SystemConfig
 from harness.systems.vllm_engine import VLLMEngine, _load_code, vllm_door
-from harness.work.drive import run_at_once
+from harness.work.drive import run_requests
 from harness.work.offline import measure_throughput
 from harness.worker import Work
 from tests.harness.cases import SPEC
@@ -42,7 +42,9 @@ def open_engine(**changes):
 def test_tokens_times_and_steps(monkeypatch):
     install(monkeypatch)
     llm = open_engine()
-    requests, totals = run_at_once(llm, [[1, 2], [3, 4, 5]], 4, clock=time.perf_counter, prefix="r")
+    requests, totals = run_requests(
+        llm, [[1, 2], [3, 4, 5]], 4, clock=time.perf_counter, at_once=True, prefix="r"
+    )
     for request, prompt in zip(requests, [[1, 2], [3, 4, 5]], strict=True):
         assert request.is_complete
         assert request.token_ids == [next_token(prompt, index) for index in range(4)]
@@ -112,7 +114,9 @@ def test_a_worker_measures_vllm(monkeypatch, tmp_path):
 def test_a_long_prompt_and_an_aborted_request_end_alone(monkeypatch):
     install(monkeypatch)
     llm = open_engine()
-    (long,), _ = run_at_once(llm, [[1] * 600], 2, clock=time.perf_counter, prefix="r")
+    (long,), _ = run_requests(
+        llm, [[1] * 600], 2, clock=time.perf_counter, at_once=True, prefix="r"
+    )
     assert "longer than the maximum" in long.error
     name = llm.add_request([1], params())
     llm.abort(name)

@@ -1,7 +1,6 @@
 """The open loop in virtual time: every figure is worked out by hand."""
 
 import asyncio
-import dataclasses
 import itertools
 import math
 
@@ -118,8 +117,7 @@ def test_failures_count_as_bad_and_the_accounts_balance():
 
     served, _ = run(planned(), door)
     accounts = count_requests(4, served)
-    assert dataclasses.astuple(accounts) == (4, 2, 2, 0)
-    assert accounts.lost == 0
+    assert tuple(accounts.values()) == (4, 2, 2, 0)
     assert "too long" in served[1].error
     assert served[3].error == "the engine ended it with error"
     metrics = serving_metrics(served, {"ttft_ms": 600.0})
@@ -158,7 +156,7 @@ def test_what_still_runs_after_the_drain_is_cancelled():
         return ScriptedDoor(first_s={f"serve-{i}": 0.5 for i in range(3)} | {"serve-3": 2.5})
 
     served, made = run(planned(), door, drain_s=2.0)
-    assert dataclasses.astuple(count_requests(4, served)) == (4, 3, 0, 1)
+    assert tuple(count_requests(4, served).values()) == (4, 3, 0, 1)
     assert served[3].is_cancelled
     assert served[3].error == "it still ran 2 s after the last arrival"
     assert made.open == set()
@@ -173,7 +171,7 @@ def test_a_run_that_is_cut_off_says_so_of_each_request_that_had_not_ended():
 
     served, made = run(planned(), door, give_up=lambda *_: passed_s() >= 2.0)
     assert [request.error for request in served] == [None, CUT_OFF, CUT_OFF, CUT_OFF]
-    assert dataclasses.astuple(count_requests(4, served)) == (4, 1, 0, 3)
+    assert tuple(count_requests(4, served).values()) == (4, 1, 0, 3)
     assert [name for name, _, _ in made.sent] == ["serve-0", "serve-1"]
     assert made.open == set()
 
@@ -183,7 +181,7 @@ def test_what_waits_at_the_client_is_cancelled_too():
         return ScriptedDoor(first_s=100.0)
 
     served, made = run(planned(), door, max_concurrency=1, drain_s=1.0)
-    assert dataclasses.astuple(count_requests(4, served)) == (4, 0, 0, 4)
+    assert tuple(count_requests(4, served).values()) == (4, 0, 0, 4)
     assert [name for name, _, _ in made.sent] == ["serve-0"]
     assert "max_concurrency" in served[3].error
     assert serving_metrics(served, {"e2e_ms": 1.0})["serve/good_requests_s"] is None
@@ -230,7 +228,7 @@ def test_a_turn_whose_answer_fails_takes_the_rest_of_its_conversation_with_it():
         return made
 
     served, made = run(planned(num_requests=6, turns=Turns(num=3)), door)
-    assert dataclasses.astuple(count_requests(6, served)) == (6, 4, 1, 1)
+    assert tuple(count_requests(6, served).values()) == (6, 4, 1, 1)
     lost = served[2]
     assert (lost.request_id, lost.is_cancelled, lost.sent_s) == ("serve-0.2", True, None)
     assert math.isnan(lost.submit_s)
