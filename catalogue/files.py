@@ -50,6 +50,11 @@ def models_folder() -> Path:
     return tightfit_home() / "models"
 
 
+def facts_folder() -> Path:
+    """Return the folder of what loads found out about checkpoints, inside tightfit_home()."""
+    return tightfit_home() / "facts"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an absent, unreadable or broken file gives an empty one."""
     try:

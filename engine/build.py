@@ -14,7 +14,7 @@ from engine.asked.offload import OffloadWarning
 from engine.clock import LoadReport, PhaseClock
 from engine.device.base import Device
 from engine.device.cuda import open_device
-from engine.errors import CheckpointError, PinningError
+from engine.errors import CheckpointError, PinningError, UnpackableError
 from engine.kv.memory import HostTier, KVCache
 from engine.model.checkpoint import (
     ModelFolder,
@@ -25,6 +25,7 @@ from engine.model.checkpoint import (
     text_part,
     with_tied,
 )
+from engine.model.facts import read_unpackable, write_unpackable
 from engine.model.formats import TensorFormats
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
@@ -130,7 +131,8 @@ def build_engine(
         spec = model.spec.shard(rank=0, world_size=1)
         device = open_device(config.gpu.device)
         if plan is None:
-            plan = plan_memory(config, spec, device.facts(), reference=reference)
+            known = known_unpackable(config)
+            plan = plan_memory(config, spec, device.facts(), reference=reference, unpackable=known)
     with clock.phase("read"):
         stored, note = _find_weights(config.model, spec, plan.formats)
     with clock.phase("tokenizer"):
@@ -138,12 +140,12 @@ def build_engine(
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder, spec.vocab_size)
     with contextlib.ExitStack() as undo:
         undo.callback(device.close)
-        plan, store, tier = _place(config, spec, device, plan, clock, reference=reference)
+        source = config, spec, stored, device
+        plan, store, tier = _fill(*source, plan, clock, progress, reference=reference)
         undo.callback(tier.close)
         plan = replace(plan, notes=(*plan.notes, *model.notes, *([note] if note else [])))
         for note in plan.notes:
             warnings.warn(note, OffloadWarning, stacklevel=3)
-        _load(config, spec, stored, device, store, clock, progress)
         with clock.phase("allocate"):
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device, tier.blocks)
@@ -206,6 +208,53 @@ def _warm_up(executor: DeviceExecutor, tier: HostTier, plan: MemoryPlan, clock: 
                 clock.part("compile", compiled.take_s())
 
 
+def _fill(
+    config: EngineConfig,
+    spec: ModelSpec,
+    stored: dict[str, StoredTensor],
+    device: Device,
+    plan: MemoryPlan,
+    clock: PhaseClock,
+    progress: Progress | None,
+    *,
+    reference: bool,
+    is_last: bool = False,
+) -> tuple[MemoryPlan, WeightStore, HostTier]:
+    """Place weights and load them; where codes cannot hold some, once more with these plain."""
+    plan, store, tier = _place(config, spec, device, plan, clock, reference=reference)
+    with contextlib.ExitStack() as undo:
+        undo.callback(store.close)
+        undo.callback(tier.close)
+        try:
+            _load(config, spec, stored, device, store, clock, progress)
+        except UnpackableError as error:
+            if is_last or config.weight_format == "checkpoint":
+                raise
+            reasons = error.reasons
+        else:
+            undo.pop_all()
+            return plan, store, tier
+    known = known_unpackable(config) | reasons
+    if config.model.load_format != "dummy":
+        write_unpackable(config.facts_folder, config.model.path or "", known)
+    with clock.phase("plan"):
+        plan = plan_memory(config, spec, plan.facts, reference=reference, unpackable=known)
+    note = (
+        f"engine.weight_format: {len(reasons)} tensors have values that codes cannot hold and stay "
+        f"plain ({', '.join(sorted(reasons))}); the weights were loaded a second time."
+    )
+    plan = replace(plan, notes=(*plan.notes, note))
+    again = config, spec, stored, device, plan, clock, progress
+    return _fill(*again, reference=reference, is_last=True)
+
+
+def known_unpackable(config: EngineConfig) -> dict[str, str]:
+    """Return why tensors of a checkpoint cannot be kept in codes, as earlier loads found."""
+    if config.weight_format == "checkpoint" or config.model.load_format == "dummy":
+        return {}
+    return read_unpackable(config.facts_folder, config.model.path)
+
+
 def _place(
     config: EngineConfig,
     spec: ModelSpec,
@@ -223,9 +272,10 @@ def _place(
     # Not above: there the error holds the memory that could not be pinned, as large as the weights.
     with clock.phase("plan"):
         facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
-        plan = plan_memory(
+        again = plan_memory(
             config, spec, facts, reference=reference, tensor_formats=plan.formats.others
         )
+        plan = replace(again, weight_format=plan.weight_format)
     return plan, *_allocate(plan, device, clock)
 
 

@@ -11,7 +11,7 @@ from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.keywords import config_from_keywords, describe_keywords
 from engine.asked.request import RequestOutput, TokenEvent
 from engine.asked.sampling import SamplingParams
-from engine.build import Engine, Progress, build_engine, read_model
+from engine.build import Engine, Progress, build_engine, known_unpackable, read_model
 from engine.clock import LoadReport
 from engine.device.cuda import open_device
 from engine.errors import EngineError
@@ -133,7 +133,8 @@ class LLM:
             ConfigError: A setting does not suit the model or this machine.
         """
         model = read_model(config.model)
-        plan = plan_memory(config, model.spec, open_device(config.gpu.device).facts())
+        facts, known = open_device(config.gpu.device).facts(), known_unpackable(config)
+        plan = plan_memory(config, model.spec, facts, unpackable=known)
         return replace(plan, notes=(*plan.notes, *model.notes))
 
     @classmethod
@@ -381,7 +382,7 @@ def _refereed(config: EngineConfig) -> MemoryPlan | None:
         return None
     spec = read_model(config.model).spec
     facts = open_device(config.gpu.device).facts()
-    plans = plan_candidates(config, spec, facts, NUM_CANDIDATES)
+    plans = plan_candidates(config, spec, facts, NUM_CANDIDATES, known_unpackable(config))
     # Times do not depend on the weights' values, and random ones are there sooner than files.
     timed = replace(config, model=replace(config.model, load_format="dummy"))
 

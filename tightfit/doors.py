@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 import engine.llm
-from catalogue.files import CONF, expanded
+from catalogue.files import CONF, expanded, facts_folder
 from catalogue.models import describe, fetch, find
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keywords import config_from_keywords
@@ -31,7 +31,7 @@ class LLM(engine.llm.LLM):
             ModelUnavailableError: its weights are not to be had.
             CapacityError: it does not fit; the message has the figures.
         """
-        super().__init__(_located(model, keywords), **keywords)
+        super().__init__(_located(model, keywords), **_noting(keywords))
 
 
 def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
@@ -52,12 +52,17 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
     # Where files will be read from is of no account here, but that they will be.
     path = entry.path or (None if load_format == "dummy" else ".")
     sizes = ModelConfig(name=entry.name, path=path, load_format=load_format, spec=spec)
-    config = config_from_keywords(sizes, keywords)
+    config = config_from_keywords(sizes, _noting(keywords))
     if gpu is not None:
         config = replace(config, gpu=_card(gpu, config.gpu))
     if gpu is not None and config.gpu.memory_gib is not None and config.gpu.device != "cpu":
         return plan_memory(config, spec, DeviceFacts.of_card(config.gpu))
     return engine.llm.LLM.plan_for(config)
+
+
+def _noting(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords with the folder in which loads note what they find out."""
+    return {"facts_folder": str(facts_folder()), **keywords}
 
 
 def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:

@@ -10,6 +10,7 @@ from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
 from engine.sealed import Sealed, check_choice, number
 
 OBJECTIVES = ("latency", "throughput", "context")
+WEIGHT_FORMATS = ("checkpoint", "lossless", "auto")
 AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
 
 
@@ -59,6 +60,10 @@ class EngineSettings(Sealed):
     """Run decode without CUDA graphs."""
     dtype: str = "auto"
     """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
+    weight_format: str | None = None
+    """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less in
+    12-bit codes, restored to the bit) | auto (whichever is predicted to be better). null:
+    checkpoint, or auto where the planner chooses placements (offload=auto)."""
     seed: int = number(0, low=0, high=2**63 - 1)
     """Seed of dummy weights and of requests that carry none."""
     host_reserve_gib: float = number(1.0, low=0)
@@ -81,6 +86,8 @@ class EngineSettings(Sealed):
                 "engine.max_num_seqs."
             )
         check_choice("engine.dtype", self.dtype, ("auto", *DTYPES))
+        if self.weight_format is not None:
+            check_choice("engine.weight_format", self.weight_format, WEIGHT_FORMATS)
 
 
 @dataclass(kw_only=True)
@@ -191,10 +198,19 @@ class EngineConfig(Sealed):
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     measured_rates: dict[str, float | None] = field(default_factory=dict)
     """Rates that a probe found on this machine, for predicted times; empty: unknown."""
+    facts_folder: str | None = None
+    """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
+    next plan knows; null: nothing is noted."""
 
     def check(self) -> None:
         """Raise ConfigError when parts contradict each other."""
         self.planner.check_against(self.offload)
+
+    @property
+    def weight_format(self) -> str:
+        """The weight format in force: checkpoint | lossless | auto."""
+        default = "auto" if self.planner.choose else "checkpoint"
+        return self.engine.weight_format or default
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""

@@ -285,6 +285,7 @@ class CUDADevice:
             can_pin=can_pin,
             can_uva=can_uva,
             reason=reason,
+            compute_capability=torch.cuda.get_device_capability(self.torch_device),
             pin_limit_bytes=limit,
             num_threads=num_threads(),
             holders=gpu_holders(self._uuid),

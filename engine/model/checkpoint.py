@@ -59,7 +59,7 @@ def read_folder(folder: Path) -> ModelFolder:
     """
     config = read_config(folder)
     stored: dict[str, StoredTensor] = {}
-    for file in _files(folder):
+    for file in checkpoint_files(folder):
         stored.update(_read_header(file) if file.is_file() else {})
     stored, _ = text_part(stored)
     dtype, notes = _dtype_of(stored)
@@ -141,7 +141,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: No file, a missing shard, a damaged header or an unsupported dtype.
     """
-    files = _files(folder)
+    files = checkpoint_files(folder)
     if not files:
         raise CheckpointError(
             f"{folder}: expected *.safetensors files, found none. Convert the checkpoint to "
@@ -157,7 +157,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _files(folder: Path) -> list[Path]:
+def checkpoint_files(folder: Path) -> list[Path]:
     """List model.safetensors, else the files of an index, else every safetensors file."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():

@@ -330,6 +330,7 @@ class Chooser:
         """Return the least offload of one sort that leaves the blocks free, or None."""
         plan = self.resident
         other = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
+        other -= plan.gpu_items.get("packing", 0)  # that takes the place of KV blocks, where any is
         if "kv_stages" in plan.gpu_items:
             other -= plan.gpu_items["kv_stages"] + self._tier.graph_bytes
         freed = sum(self._outer[item] for item in outer)

@@ -26,6 +26,7 @@ from engine.plan.sizes import (
     logits_bytes,
     pad_batch,
     prefill_sizes,
+    restore_bytes,
     runtime_bytes,
     tokenizer_bytes,
 )
@@ -53,6 +54,8 @@ class DeviceFacts:
     can_uva: bool = True
     reason: str = ""
     """Why pinning or in-place reads are not possible."""
+    compute_capability: tuple[int, int] | None = None
+    """Of a CUDA device; None where there is none, or it is not known."""
     pin_limit_bytes: int | None = None
     """Host memory that may be pinned where a limit on locked memory binds the driver."""
     num_threads: int = MAX_LOAD_THREADS
@@ -126,6 +129,9 @@ class MemoryPlan:
     """Full blocks stay findable by their content."""
     longest_tokens: int = 0
     """The longest sequence that both tiers could hold, were it max_model_len."""
+    weight_format: dict[str, Any] | None = field(default=None, repr=False)
+    """What was asked and chosen, bytes by format, and what stays plain and why; None: all weights
+    are as the checkpoint has them, as asked."""
     predicted: dict[str, Any] | None = field(default=None, repr=False)
     """Times that engine.plan.times.predict gives for this plan."""
     choice: dict[str, Any] | None = field(default=None, repr=False)
@@ -321,6 +327,7 @@ class MemoryPlan:
             "choice": self.choice,
             "notes": list(self.notes),
             **({"formats": self.formats.to_dict()} if self.formats.others else {}),
+            **({"weight_format": self.weight_format} if self.weight_format else {}),
         }
 
 
@@ -395,6 +402,14 @@ class Asked:
         settings, size = self.config.engine, DTYPE_BYTES[self.dtype]
         activations = activation_bytes(self.spec, settings, size, self.max_model_len)
         return activations, logits_bytes(self.spec, settings, size)
+
+    @cached_property
+    def restore_items(self) -> dict[str, int]:
+        """GPU bytes in which steps of many tokens restore weights, if any do."""
+        settings = self.config.engine
+        tokens, rows = settings.max_num_batched_tokens, settings.max_num_seqs
+        size = restore_bytes(self.spec, self.formats, max_tokens=tokens, max_rows=rows)
+        return {"restore": size} if size else {}
 
     @cached_property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -487,6 +502,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         "logits": logits,
         "graphs": graph_nodes,
         "runtime": runtime_bytes(facts.kind),
+        **asked.restore_items,
     }
     tier = asked_tier(asked, layout.offloaded_bytes)
     if tier.num_blocks:
@@ -561,8 +577,8 @@ def _host_items(asked: Asked, tier: HostTierSizes, offloaded_bytes: int) -> dict
 def _packing(asked: Asked, items: Mapping[str, int], budget: int) -> dict[str, int]:
     """Return what packing takes, if a load has no room for it where steps and KV will be."""
     later = items["activations"] + items["logits"]
-    has_room = asked.packing_bytes <= budget - sum(items.values()) + later
-    return {} if has_room or not asked.packing_bytes else {"packing": asked.packing_bytes - later}
+    more, room = asked.packing_bytes - later, budget - sum(items.values())
+    return {"packing": more} if more > max(0, room) else {}
 
 
 def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:

@@ -3,14 +3,17 @@
 Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
-from engine.model.formats import NO_FORMATS, Format
+from engine.model.formats import EMBEDDING, NO_FORMATS, Format, TensorSpec
+from engine.model.lossless import LOSSLESS, lossless_formats
 from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     choose_fields,
@@ -91,13 +94,18 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
     }
 
 
+NOTHING_KNOWN: Final[Mapping[str, str]] = MappingProxyType({})
+"""Of a checkpoint that no load found tensors in that codes cannot hold."""
+
+
 def plan_memory(
     config: EngineConfig,
     spec: ModelSpec,
     facts: DeviceFacts,
     *,
     reference: bool = False,
-    tensor_formats: Mapping[str, Format] = NO_FORMATS,
+    tensor_formats: Mapping[str, Format] | None = None,
+    unpackable: Mapping[str, str] = NOTHING_KNOWN,
 ) -> MemoryPlan:
     """Return a plan of every byte that fits, with its predicted times.
 
@@ -105,44 +113,212 @@ def plan_memory(
         config: What was asked.
         spec: Sizes of the model.
         facts: What the machine has.
-        reference: Ignore the offload settings and copy every layer on demand, eagerly.
-        tensor_formats: Formats of tensors that are not kept in that of the dtype, by name.
+        reference: Ignore the offload settings and copy every layer on demand, eagerly, plain.
+        tensor_formats: Formats of tensors that are not kept in that of the dtype, by name; None:
+            as engine.weight_format says.
+        unpackable: Why tensors of this checkpoint cannot be kept in codes, by name.
 
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: It does not fit; the message says what would.
     """
-    asked, notes = _ask(config, spec, facts, reference=reference, tensor_formats=tensor_formats)
+    if tensor_formats is None:
+        [plan] = _plans(config, spec, facts, 1, reference=reference, unpackable=unpackable)
+        return plan
+    asked, notes = _ask(config, spec, facts, tensor_formats, reference=reference)
     asked.formats.check(spec.tensors())
     return _finished(_plan(asked), asked, notes)
 
 
 def plan_candidates(
-    config: EngineConfig, spec: ModelSpec, facts: DeviceFacts, count: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    count: int,
+    unpackable: Mapping[str, str] = NOTHING_KNOWN,
 ) -> list[MemoryPlan]:
     """Plan the best `count` placements that are chosen, the best predicted first.
 
-    Fewer where fewer fit, and one where everything stays on the GPU.
+    Fewer where fewer fit, and one where everything stays on the GPU; all in one weight format.
 
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: Nothing fits; the message says what would.
     """
-    asked, notes = _ask(config, spec, facts, reference=False)
-    first = _finished(_plan(asked), asked, notes)
-    chooser = Chooser(asked)
-    others = () if chooser.moves_nothing else islice(chooser.ranked(), 1, count)
-    chosen = [replace(plan, choice=chooser.record(ranked)) for plan, ranked in others]
-    return [first, *(_finished(plan, asked, notes) for plan in chosen)]
+    return _plans(config, spec, facts, count, reference=False, unpackable=unpackable)
+
+
+def _plans(
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    count: int,
+    *,
+    reference: bool,
+    unpackable: Mapping[str, str],
+) -> list[MemoryPlan]:
+    """Plan in each weight format that is asked for, and keep the better one's best `count`."""
+    word = "checkpoint" if reference else config.weight_format
+    dtype = resolve_dtype(config, spec, facts.kind)
+    found: dict[str, tuple[MemoryPlan, Asked, list[str]]] = {}
+    refused: CapacityError | None = None
+    for name, formats in _ways(word, spec, dtype, facts, unpackable).items():
+        try:
+            asked, notes = _ask(config, spec, facts, formats, reference=reference)
+            found[name] = _finished(_plan(asked), asked, notes), asked, notes
+        except CapacityError as error:
+            refused = error
+    if not found:
+        assert refused is not None
+        raise refused
+    name, why = _better({name: plan for name, (plan, _, _) in found.items()}, config)
+    first, asked, notes = found[name]
+    chooser = Chooser(asked) if count > 1 else None
+    others = islice(chooser.ranked(), 1, count) if chooser and not chooser.moves_nothing else ()
+    chosen = [replace(plan, choice=chooser.record(ranked)) for plan, ranked in others if chooser]
+    plans = [first, *(_finished(plan, asked, notes) for plan in chosen)]
+    if word == "checkpoint":
+        return plans
+    record = {"asked": word, "chosen": name, "why": why} | _stored(asked, unpackable)
+    return [replace(plan, weight_format=record) for plan in plans]
+
+
+LEAST_CAPABILITY: Final = (8, 0)
+"""Compute capability from which on products take codes."""
+
+
+def _ways(
+    word: str,
+    spec: ModelSpec,
+    dtype: str,
+    facts: DeviceFacts,
+    unpackable: Mapping[str, str],
+) -> dict[str, Mapping[str, Format]]:
+    """Return the formats of tensors to plan with, by weight format; plain before lossless.
+
+    Raises:
+        ConfigError: lossless was asked for, and this model, dtype or card has no use of it.
+    """
+    if word == "checkpoint":
+        return {"checkpoint": NO_FORMATS}
+    capability, lack = facts.compute_capability, ""
+    fitting = lossless_formats(spec, dtype).others
+    if dtype != "bfloat16":
+        lack = f"weights that are computed with in bfloat16, got {dtype}"
+        if spec.dtype == "bfloat16":
+            lack += " (engine.dtype=bfloat16 keeps those of the checkpoint)"
+    elif not fitting:
+        lack = (
+            "a matrix of a multiple of 16 rows and of 64 columns that takes less in codes, got "
+            f"none in this {spec.model_type} model"
+        )
+    elif capability is not None and capability < LEAST_CAPABILITY:
+        lack = (
+            f"a card of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or more, got "
+            f"{'.'.join(map(str, capability))} of {facts.name}"
+        )
+    if lack and word == "lossless":
+        raise ConfigError(
+            f"engine.weight_format=lossless: expected {lack}. Set engine.weight_format=checkpoint, "
+            "or auto."
+        )
+    lossless = {name: each for name, each in fitting.items() if name not in unpackable}
+    if word == "lossless":
+        return {"lossless": lossless}
+    return {"checkpoint": NO_FORMATS} | ({} if lack or not lossless else {"lossless": lossless})
+
+
+WORTH: Final = 1.02
+"""How much faster lossless weights must be predicted to be where auto takes them and both fit."""
+
+
+def _better(plans: Mapping[str, MemoryPlan], config: EngineConfig) -> tuple[str, str]:
+    """Return the weight format whose plan is better, and why.
+
+    What was chosen of planner.auto_fields counts first, then what planner.objective says.
+    """
+    [name, *more] = plans
+    if not more:
+        asked = config.weight_format
+        if asked != "auto":
+            return name, "it was asked for"
+        lacks = "does not fit" if name == "lossless" else "has no use here, or does not fit"
+        other = "checkpoint" if name == "lossless" else "lossless"
+        return name, f"{other} {lacks}"
+    plain, coded = plans["checkpoint"], plans["lossless"]
+    limits = [(plan.max_num_seqs, plan.max_model_len) for plan in (plain, coded)]
+    if limits[0] != limits[1]:
+        name = "lossless" if limits[1] > limits[0] else "checkpoint"
+        return name, "it has room for more sequences, or longer ones"
+    objective, rates = config.planner.objective, (plain.predicted or {})["rates"]["source"]
+    if objective == "context" and plain.longest_tokens != coded.longest_tokens:
+        name = "lossless" if coded.longest_tokens > plain.longest_tokens else "checkpoint"
+        tokens = f"{plain.longest_tokens} tokens plain, {coded.longest_tokens} lossless"
+        return name, f"the longest sequence ({tokens})"
+    if objective == "throughput":
+        what, unit = f"a queue of {QUEUE_REQUESTS} requests", "s"
+        times = [(plan.predicted or {})["queue"]["total_s"] for plan in (plain, coded)]
+    else:
+        what, unit = "a decode step at batch 1", "ms"
+        times = [(plan.predicted or {})["decode_step_ms"] for plan in (plain, coded)]
+    before, after = times
+    moved = ", ".join(
+        f"{plan.bytes_per_step() / GIB:.2f} GiB over the link a step {kind}"
+        for kind, plan in (("plain", plain), ("lossless", coded))
+        if plan.bytes_per_step()
+    )
+    name = "lossless" if before >= WORTH * after else "checkpoint"
+    return name, (
+        f"{what} takes {before:.3g} {unit} plain, {after:.3g} {unit} lossless"
+        f"{f'; {moved}' if moved else ''} (predicted; {rates})"
+    )
+
+
+def _stored(asked: Asked, unpackable: Mapping[str, str]) -> dict[str, Any]:
+    """Return bytes by format as plain data, and which matrices stay plain and why."""
+    formats, plain = asked.formats, asked.formats.default
+    totals: dict[str, dict[str, Any]] = {}
+    kept: dict[str, list[str]] = defaultdict(list)
+    for tensor in asked.spec.tensors():
+        each = formats[tensor.name]
+        total = totals.setdefault(each.name, {"tensors": 0, "bytes": 0, "plain_bytes": 0})
+        total["tensors"] += 1
+        total["bytes"] += each.num_bytes(tensor)
+        total["plain_bytes"] += plain.num_bytes(tensor)
+        if formats.others and each is plain and len(tensor.shape) == 2:
+            kept[_why_plain(tensor, asked, unpackable)].append(tensor.name)
+    for total in totals.values():
+        total["ratio"] = total["bytes"] / total["plain_bytes"]
+    stored, whole = (sum(t[name] for t in totals.values()) for name in ("bytes", "plain_bytes"))
+    return {"formats": totals, "ratio": stored / whole, "plain_matrices": dict(kept)}
+
+
+def _why_plain(tensor: TensorSpec, asked: Asked, unpackable: Mapping[str, str]) -> str:
+    if tensor.name == EMBEDDING and not asked.spec.tie_word_embeddings:
+        return "looked up by row"
+    if not LOSSLESS.holds(tensor, asked.dtype):
+        return f"{tensor.shape[0]} rows of {tensor.shape[1]} fill no tiles, or gain nothing"
+    return unpackable[tensor.name]
+
+
+def asked_of(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked:
+    """Return what a plan is made from, in the weight format that takes the least room.
+
+    Raises:
+        ConfigError: The settings contradict each other or would have no effect.
+    """
+    dtype = resolve_dtype(config, spec, facts.kind)
+    *_, formats = _ways(config.weight_format, spec, dtype, facts, NOTHING_KNOWN).values()
+    return _ask(config, spec, facts, formats, reference=False)[0]
 
 
 def _ask(
     config: EngineConfig,
     spec: ModelSpec,
     facts: DeviceFacts,
+    tensor_formats: Mapping[str, Format],
     *,
     reference: bool,
-    tensor_formats: Mapping[str, Format] = NO_FORMATS,
 ) -> tuple[Asked, list[str]]:
     """Resolve what is asked; return what to note beside it."""
     if config.gpu.host_gib is not None:

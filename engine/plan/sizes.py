@@ -1,15 +1,17 @@
 """Bytes beside weights: KV cache, host tier of it, tensors of a step, graphs, runtime, buffers."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig, EngineSettings
 from engine.asked.kv import KVConfig
 from engine.asked.sampling import sampler_workspace_bytes
 from engine.errors import ConfigError
+from engine.model.formats import EMBEDDING, HEAD, TensorFormats, TensorSpec, align
 from engine.model.spec import ModelSpec
 from engine.sealed import GIB
 from kernels.sizes import (
@@ -564,6 +566,40 @@ def _widest(spec: ModelSpec) -> int:
     """Elements per token that live at once in the widest place of a layer."""
     attention = 2 * (spec.q_size + 2 * spec.kv_size) + 2 * spec.q_size
     return max(attention, 3 * spec.intermediate_size) + 4 * spec.hidden_size
+
+
+def restore_bytes(
+    spec: ModelSpec, formats: TensorFormats, *, max_tokens: int, max_rows: int
+) -> int:
+    """Return the bytes in which steps of more than MAX_SMALL_TOKENS tokens restore packed weights.
+
+    Two matrices have room at once: the one that is multiplied, and the next one of the step, which
+    is restored meanwhile. It is the largest sum of two packed ones that follow each other: the
+    products of the layers in order, then the head where its product can have as many rows.
+
+    Args:
+        spec: Sizes of the model.
+        formats: Of its tensors.
+        max_tokens: Of a step.
+        max_rows: Of logits of a step.
+    """
+    if not formats.others or max_tokens <= MAX_SMALL_TOKENS:
+        return 0
+    sizes = [
+        align(formats.default.num_bytes(tensor))
+        for tensor in _products(spec, with_head=max_rows > MAX_SMALL_TOKENS)
+        if formats[tensor.name].is_packed
+    ]
+    return max(map(sum, pairwise(sizes)), default=sum(sizes))
+
+
+def _products(spec: ModelSpec, *, with_head: bool) -> Iterator[TensorSpec]:
+    """Yield the matrices that a step multiplies with, in order."""
+    for layer in range(spec.num_hidden_layers):
+        yield from (tensor for tensor in spec.layer_tensors(layer) if len(tensor.shape) == 2)
+    head = EMBEDDING if spec.tie_word_embeddings else HEAD
+    if with_head:
+        yield from (tensor for tensor in spec.outer_tensors() if tensor.name == head)
 
 
 def logits_bytes(spec: ModelSpec, settings: EngineSettings, dtype_bytes: int) -> int:

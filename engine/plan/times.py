@@ -2,13 +2,13 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from engine.asked.config import GPUConfig
-from engine.model.formats import EMBEDDING
+from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
 from engine.plan.sizes import HostKVPlan, SwapRates, padded_prefill
@@ -105,6 +105,17 @@ they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one ho
 EAGER_LAYER_LAUNCHES: Final = 100
 """The same over one launch of torch's addition, as a probe times it: 84 to 123 in those runs,
 where the latter took 7.1 to 10.5 us."""
+LOSSLESS_SHARE: Final = 0.90
+"""Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in
+80.0 us, 95.7 in bf16 (H200, products of OLMo-2-7B, as the next two)."""
+LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3510.0), (32, 2670.0), (64, 2050.0))
+"""Tokens of a product at most, and what restoring weights in registers carries of codes then,
+however fast memory is: 86.8, 114 and 149 us for 16, 32 and 64 tokens."""
+RESTORE_SHARE: Final = 0.49
+"""Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.1 TB/s; of each
+weight 1.5 bytes are read and 2 written."""
+RESTORE_HIDDEN: Final = 0.5
+"""Share of restoring that runs beside products, as it goes one matrix ahead; assumed."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
@@ -160,6 +171,10 @@ class Rates:
     bf16_tflops: float
     """Large products, as reached."""
     float32_tflops: float
+    lossless_gb_s: float
+    """Codes read by products of one token."""
+    restore_gb_s: float
+    """bfloat16 weights written where matrices are restored whole."""
     host_read_gb_s: float
     file_read_gb_s: float
     pin_gb_s: float
@@ -182,6 +197,9 @@ class Rates:
         found = {name: rate for name in names if (rate := probe.get(name))}
         if hbm := probe.get("hbm_copy_gb_s"):
             found["hbm_gb_s"] = hbm
+            if not self.is_cpu:
+                found.setdefault("lossless_gb_s", hbm * LOSSLESS_SHARE)
+                found.setdefault("restore_gb_s", hbm * RESTORE_SHARE)
         if launch_us := probe.get("launch_us"):
             found["eager_layer_overhead_s"] = EAGER_LAYER_LAUNCHES * launch_us * 1e-6
         h2d = found.get("h2d_gb_s")
@@ -207,6 +225,8 @@ def sheet_rates(sheet: Sheet, source: str) -> Rates:
         hbm_gb_s=sheet.hbm_gb_s * HBM_SHARE,
         bf16_tflops=sheet.bf16_tflops * MATRIX_SHARE,
         float32_tflops=sheet.bf16_tflops * MATRIX_SHARE * FLOAT32_SHARE,
+        lossless_gb_s=sheet.hbm_gb_s * HBM_SHARE * LOSSLESS_SHARE,
+        restore_gb_s=sheet.hbm_gb_s * HBM_SHARE * RESTORE_SHARE,
         host_read_gb_s=HOST_READ_GB_S,
         file_read_gb_s=FILE_READ_GB_S,
         pin_gb_s=PIN_GB_S,
@@ -225,6 +245,8 @@ def cpu_rates() -> Rates:
         hbm_gb_s=15.0,
         bf16_tflops=0.05,
         float32_tflops=0.1,
+        lossless_gb_s=0.2,
+        restore_gb_s=0.3,
         host_read_gb_s=15.0,
         file_read_gb_s=1.0,
         pin_gb_s=2.0,
@@ -284,12 +306,36 @@ PREFILL_TOKENS: Final = 2048
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Bytes of weights that products restore."""
+
+    stored: int = 0
+    plain: int = 0
+    """Once they are restored."""
+
+    def __add__(self, other: "Packed") -> "Packed":
+        """Return both together."""
+        return Packed(self.stored + other.stored, self.plain + other.plain)
+
+    @classmethod
+    def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":
+        """Return those among some tensors."""
+        packed = formats.packed(tensors)
+        return cls(formats.total_bytes(packed), sum(map(formats.default.num_bytes, packed)))
+
+
+NONE_PACKED: Final = Packed()
+
+
+@dataclass(frozen=True)
 class Moved:
     """Bytes of layers that have one residence in host memory."""
 
     residence: Residence
     sizes: tuple[int, ...]
     """Bytes in each layer; 0: none."""
+    packed: tuple[Packed, ...]
+    """Those of them that products restore."""
     num_slots: int
 
 
@@ -300,8 +346,12 @@ class Shape:
     plan: MemoryPlan
     moved: tuple[Moved, ...]
     """What lies in host memory, by residence."""
+    packed: tuple[Packed, ...]
+    """Of each layer in GPU memory, what products restore."""
     head_bytes: int
     """Outside the layers, read from GPU memory by every step."""
+    head_packed: Packed
+    """Of what every step reads outside the layers, wherever it lies, what products restore."""
     head_in_place_bytes: int
     """Outside the layers, read in place from host memory by every step."""
     outer_copied_bytes: int
@@ -343,7 +393,7 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
     """Return what the times of a plan depend on."""
     outer = {t.name: plan.formats.num_bytes(t) for t in spec.outer_tensors()}
     row_bytes = plan.formats[EMBEDDING].row_bytes(spec.outer_tensors()[0])
-    places = plan.placements
+    places, formats = plan.placements, plan.formats
     read = [name for name in outer if spec.tie_word_embeddings or name != EMBEDDING]
     copied = [n for n in outer if places[n].is_offloaded and not places[n].reads_in_place]
     limits = [plan.max_model_len] * len(plan.layers)
@@ -353,6 +403,8 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
     return Shape(
         plan=plan,
         moved=tuple(_moved(plan, slots) for slots in plan.slots),
+        packed=tuple(Packed.among(layer.resident.tensors, formats) for layer in plan.layers),
+        head_packed=Packed.among((t for t in spec.outer_tensors() if t.name in read), formats),
         head_bytes=sum(outer[n] for n in read if not places[n].reads_in_place),
         head_in_place_bytes=sum(outer[n] for n in read if places[n].reads_in_place),
         outer_copied_bytes=sum(outer[n] for n in copied),
@@ -366,12 +418,13 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
 
 
 def _moved(plan: MemoryPlan, slots: Slots) -> Moved:
-    sizes = [0] * len(plan.layers)
+    sizes, packed = [0] * len(plan.layers), [NONE_PACKED] * len(plan.layers)
     for layer in plan.layers:
         for unit in layer.units:
             if unit.residence is slots.residence:
                 sizes[layer.index] = unit.slab.num_bytes
-    return Moved(slots.residence, tuple(sizes), slots.count)
+                packed[layer.index] = Packed.among(unit.slab.tensors, plan.formats)
+    return Moved(slots.residence, tuple(sizes), tuple(packed), slots.count)
 
 
 def step_s(
@@ -414,7 +467,7 @@ def step_s(
     both: Callable[[float, float], float] = max if is_small else operator.add
 
     @cache
-    def layer_s(from_gpu: int, in_place: int, limit: int, is_first: bool) -> tuple[float, float]:
+    def layer_s(from_gpu: Read, in_place: Read, limit: int, is_first: bool) -> tuple[float, float]:
         """The time of a layer, and of it what KV in host memory holds the link."""
         attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
         kv_tokens = decodes * min(context, limit)
@@ -424,9 +477,11 @@ def step_s(
             staged = shape.beyond_gpu(min(before + prefill, limit)) if prefill else 0.0
         kv_s = (kv_tokens - far) * shape.kv_layer_bytes / (KV_SHARE * hbm_rate)
         far_s, staged_s = (count * shape.kv_layer_bytes / place_rate for count in (far, staged))
-        read = reads * from_gpu / (WEIGHT_SHARE * hbm_rate)
-        read += reads * in_place * tiles / place_rate if in_place else 0.0
-        seconds = both(read, flops / matrix_rate + attention_s) + kv_s + rates.layer_overhead_s
+        read = reads * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
+        read += reads * in_place.plain * tiles / place_rate if in_place.plain else 0.0
+        restored_s, read_s = _packed_s(rates, tokens, from_gpu.packed, in_place.packed)
+        seconds = both(read + read_s, flops / matrix_rate + attention_s) + kv_s
+        seconds += restored_s + rates.layer_overhead_s
         seconds += sequences * rates.sequence_overhead_s
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         return seconds, far_s + staged_s
@@ -481,16 +536,50 @@ def _run(
     return max(seconds, streamed + shared) if shared else seconds
 
 
-def _read_bytes(shape: Shape, *, is_staged: bool) -> tuple[list[int], list[int]]:
+class Read(NamedTuple):
+    """Bytes that the products of a layer read from one memory."""
+
+    plain: int
+    packed: Packed
+
+
+def _read_bytes(shape: Shape, *, is_staged: bool) -> tuple[list[Read], list[Read]]:
     """Return the bytes of each layer that products read from GPU memory, and in place."""
-    from_gpu = shape.resident_bytes
-    in_place = [0] * len(from_gpu)
+    from_gpu, packed = shape.resident_bytes, list(shape.packed)
+    in_place, packed_there = [0] * len(from_gpu), [NONE_PACKED] * len(from_gpu)
     for found in shape.moved:
         is_direct = found.residence.feed(is_staged=is_staged) is Feed.DIRECT
-        target = in_place if is_direct else from_gpu
-        for layer, size in enumerate(found.sizes):
-            target[layer] += size
-    return from_gpu, in_place
+        target = (in_place, packed_there) if is_direct else (from_gpu, packed)
+        for layer, (size, more) in enumerate(zip(found.sizes, found.packed, strict=True)):
+            target[0][layer] += size
+            target[1][layer] += more
+    here, there = (
+        [Read(size - held.stored, held) for size, held in zip(sizes, each, strict=True)]
+        for sizes, each in ((from_gpu, packed), (in_place, packed_there))
+    )
+    return here, there
+
+
+def _packed_s(
+    rates: Rates, rows: int, here: Packed, there: Packed = NONE_PACKED
+) -> tuple[float, float]:
+    """Return the seconds of restoring matrices before products of so many rows, and of their reads.
+
+    Args:
+        rates: Of the machine.
+        rows: Of the products; few restore what they read, and nothing comes before them.
+        here: What lies in GPU memory.
+        there: What is read in place from host memory.
+    """
+    if not here.stored and not there.stored:
+        return 0.0, 0.0
+    link_s = there.stored / (rates.in_place_gb_s * 1e9)
+    if rows <= MAX_SMALL_TOKENS:
+        most = next(rate for tokens, rate in LOSSLESS_MOST_GB_S if rows <= tokens)
+        return 0.0, here.stored / (min(rates.lossless_gb_s, most) * 1e9) + link_s
+    whole = here.plain + there.plain
+    restore_s = (1 - RESTORE_HIDDEN) * whole / (rates.restore_gb_s * 1e9)
+    return restore_s + link_s, whole / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
 
 
 def _reads(shape: Shape, rates: Rates, rows: int) -> float:
@@ -504,13 +593,17 @@ def _matrix_rate(shape: Shape, rates: Rates) -> float:
 
 def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
     """Embedding and logits."""
-    reads = _reads(shape, rates, rows)
-    read = reads * shape.head_bytes / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
+    reads, packed = _reads(shape, rates, rows), shape.head_packed
+    is_here = packed.stored <= shape.head_bytes
+    restored_s, read_s = _packed_s(rates, rows, *((packed,) if is_here else (NONE_PACKED, packed)))
+    here, there = shape.head_bytes, shape.head_in_place_bytes
+    here, there = (here - packed.stored, there) if is_here else (here, there - packed.stored)
+    read = reads * here / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9) + read_s
     link = (rates.h2d_gb_s if shape.plan.pin else rates.pageable_gb_s) * 1e9
     embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
-    head = reads * shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9)
+    head = reads * there / (rates.in_place_gb_s * 1e9)
     flops = 2.0 * rows * shape.head_params / _matrix_rate(shape, rates)
-    return max(read + head, flops) + embed + shape.outer_copied_bytes / link
+    return max(read + head, flops) + restored_s + embed + shape.outer_copied_bytes / link
 
 
 def decode_step_s(shape: Shape, rates: Rates, batch: int, context: float) -> float:
@@ -549,6 +642,8 @@ def load_s(shape: Shape, rates: Rates) -> float:
     """Return the time from the start of a process until all weights are in their places."""
     plan, in_host = shape.plan, shape.head_in_place_bytes + sum(sum(m.sizes) for m in shape.moved)
     total = sum(shape.resident_bytes) + shape.head_bytes + in_host
+    packed = sum((*shape.packed, *(p for m in shape.moved for p in m.packed)), shape.head_packed)
+    total += packed.plain - packed.stored  # files are read as they are
     pinned = (in_host if plan.pin else 0) + plan.host_items.get("pinned_kv", 0)
     read_s = total / (rates.file_read_gb_s * 1e9) if plan.reads_files else 0.0
     start_s = CPU_START_S if rates.is_cpu else START_S

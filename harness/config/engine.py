@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from catalogue.files import expanded
+from catalogue.files import expanded, facts_folder
 from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
@@ -119,7 +119,8 @@ def _check_http(config: RunConfig) -> None:
 def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
     """Return the configuration of an engine of this model under a run's settings."""
     nodes = ("gpu", "offload", "kv", "engine", "planner")
-    return EngineConfig(model=model, **{node: getattr(config, node) for node in nodes})
+    parts = {node: getattr(config, node) for node in nodes}
+    return EngineConfig(model=model, facts_folder=str(facts_folder()), **parts)
 
 
 def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
@@ -153,7 +154,9 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
         offload=OffloadConfig(),
         planner=PlannerConfig(),
         kv=replace(without_host_tier(config.kv), enable_prefix_caching=False),
-        engine=replace(config.engine, enforce_eager=True, max_model_len=longest),
+        engine=replace(
+            config.engine, enforce_eager=True, max_model_len=longest, weight_format=None
+        ),
     )
 
 

@@ -42,7 +42,8 @@ predicted from sizes and data sheets, none is measured. bfloat16, sequences of
 
 ## Every model on cards of usual sizes
 
-Weights that `offload=auto` puts into host memory, GiB, and decode tokens/s at batch 1.
+Weights that `offload=auto` puts into host memory, GiB, and decode tokens/s at batch 1;
+lossless where it keeps weights in 12-bit codes, restored to the bit (`engine.weight_format`).
 The rates are those of an RTX 3060 up to 12 GB, RTX 4080 for 16, RTX 4090 for 24 and 48,
 A100 for 80.
 
@@ -147,13 +148,18 @@ def _tokens_s(plan: MemoryPlan) -> str:
     return number((plan.predicted or {})["decode_tokens_s"])
 
 
+def _figures(plan: MemoryPlan) -> list[str]:
+    lossless = ["lossless"] if plan.formats.others else []
+    return [_host(plan), _tokens_s(plan), *lossless]
+
+
 def model_row(name: str) -> str:
     """Return a model's row of the first table."""
     spec = spec_of(name)
     cells = [name, f"{spec.weight_bytes() / GIB:.1f}"]
     for size in SIZES_GB:
         plan = _auto(spec, size)
-        cells.append("no" if plan is None else f"{_host(plan)}, {_tokens_s(plan)}")
+        cells.append("no" if plan is None else ", ".join(_figures(plan)))
     return f"| {' | '.join(cells)} |"
 
 
@@ -164,5 +170,5 @@ def _advice_row(name: str) -> str:
     chosen = _auto(spec, 16)
     cells = [name, f"{spec.num_parameters / 1e9:.2f} B", advice]
     for plan in (least, chosen):
-        cells += ["no", "-"] if plan is None else [_host(plan), _tokens_s(plan)]
+        cells += ["no", "-"] if plan is None else [_host(plan), ", ".join(_figures(plan)[1:])]
     return f"| {' | '.join(cells)} |"

@@ -19,9 +19,9 @@ from engine.device.facts import available_bytes, gpu_holders, num_threads
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
 from engine.plan.advise import with_least_uva
-from engine.plan.memory import Asked, DeviceFacts, MemoryPlan, resolve_dtype, resolve_max_model_len
+from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.memory import fits as has_room
-from engine.plan.planner import plan_memory
+from engine.plan.planner import asked_of, plan_memory
 from engine.plan.policy import assign_prefetch
 from engine.plan.queue import queue_s
 from engine.plan.times import (
@@ -106,6 +106,7 @@ def _facts_here(here: Gpu) -> DeviceFacts | None:
         total_bytes=int(memory),
         free_bytes=int(memory) - int(used),
         host_available_bytes=available_bytes(),
+        compute_capability=here.compute_capability(),
         num_threads=num_threads(),
         holders=gpu_holders(here.uuid),
     )
@@ -338,11 +339,6 @@ def _row(
     return Row(label=label, overrides=overrides, plan=plan, bytes=found, error=error)
 
 
-def _asked(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked:
-    dtype, length = resolve_dtype(bare, spec, facts.kind), resolve_max_model_len(bare, spec)
-    return Asked(bare, spec, facts, dtype, length, reference=False)
-
-
 def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
     """The least uva that fits, else all; where nothing is needed, that of conf/offload."""
 
@@ -355,9 +351,9 @@ def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: b
 
     if fits:
         return at(round(100 * min(PRESET_GB, spec.weight_bytes() / 2**30)))
-    asked = _asked(bare, spec, facts)
+    asked = asked_of(bare, spec, facts)
     found = with_least_uva(asked)
-    every = math.ceil(100 * spec.weight_bytes(asked.dtype) / 2**30)
+    every = math.ceil(100 * asked.formats.total_bytes(spec.tensors()) / 2**30)
     return at(every if found is None else round(100 * found.offload.uva.cpu_offload_gb))
 
 
@@ -374,7 +370,7 @@ def _prefetch_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fi
             warnings.simplefilter("ignore", OffloadWarning)
             return OffloadConfig(prefetch=PrefetchOffloadConfig(**settings(num)))
 
-    asked = _asked(bare, spec, facts)
+    asked = asked_of(bare, spec, facts)
     found = (n for n in range(1, group) if has_room(asked, assign_prefetch(spec, offload(n))))
     num = min(PRESET_NUM, group) if fits else next(found, group)
     sizes = (f"offload.prefetch.{name}={value}" for name, value in settings(num).items())

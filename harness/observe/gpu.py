@@ -48,6 +48,11 @@ class Gpu:
             "max_sm_clock_mhz": self._try("nvmlDeviceGetMaxClockInfo", clock),
         }
 
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Return major and minor version; None where the driver does not tell."""
+        found = self._try("nvmlDeviceGetCudaComputeCapability")
+        return None if found is None else (int(found[0]), int(found[1]))
+
     def sample(self) -> dict[str, float | None]:
         """Return what changes fast and costs little, by column of the telemetry."""
         memory = self._memory()

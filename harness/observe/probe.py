@@ -23,6 +23,8 @@ from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.llm import LLM
 from engine.model.spec import ModelSpec
+from engine.plan.planner import LEAST_CAPABILITY
+from kernels.ops import codes
 
 COPY_BYTES = 256 * 2**20
 EMULATED_COPY_BYTES = 32 * 2**20
@@ -346,12 +348,16 @@ def probe_rates(device: str = "auto") -> dict[str, float | None]:
     Beside the rates of `probe_link`: `bf16_tflops` and `float32_tflops` (a product of
     2048 rows, TF32 off; medians of 10), `copy_overhead_s` (64 copies of 1 MiB in a row),
     `host_read_gb_s` (1 GiB summed by the threads that loading uses) and `pin_gb_s` (the same memory
-    made present and registered). On a CPU sizes are smaller, and there are `hbm_copy_gb_s` and
-    `in_place_gb_s` (weights of 128 MiB read by products of one row) and those of `probe_layers`.
+    made present and registered). From compute capability 8.0 on there are `lossless_gb_s` (codes
+    read by a product of one row) and `restore_gb_s` (bfloat16 written). On a CPU sizes are smaller,
+    and there are `hbm_copy_gb_s` and `in_place_gb_s` (weights of 128 MiB read by products of one
+    row) and those of `probe_layers`.
     """
     found = probe_link(device)
     opened = open_device(device)
     found |= _products(opened)
+    if opened.kind == "cuda" and torch.cuda.get_device_capability() >= LEAST_CAPABILITY:
+        found |= _codes(opened)
     if opened.kind == "cpu":
         read_gb_s = _weights_gb_s(opened)
         found |= {"hbm_copy_gb_s": read_gb_s, "in_place_gb_s": read_gb_s, **probe_layers()}
@@ -380,6 +386,17 @@ def _products(opened: Device) -> dict[str, float | None]:
 
         found[name] = 2.0 * rows * inner * columns / _seconds(opened, work) / 1e12
     return found
+
+
+def _codes(opened: Device) -> dict[str, float | None]:
+    """GB/s of codes that one row is multiplied by, and of weights that are restored from them."""
+    weight = torch.randn(OUT, IN, device=opened.torch_device).bfloat16()
+    packed, out = codes.pack(weight), weight
+    row = torch.randn(1, IN, device=opened.torch_device).bfloat16()
+    size = sum(array.nbytes for array in (packed.bytes, packed.codes, packed.first))
+    product_s = _seconds(opened, lambda: codes.linear(row, packed))
+    restore_s = _seconds(opened, lambda: codes.restore(packed, out))
+    return {"lossless_gb_s": size / product_s / 1e9, "restore_gb_s": out.nbytes / restore_s / 1e9}
 
 
 def _weights_gb_s(opened: Device) -> float:

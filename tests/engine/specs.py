@@ -94,7 +94,10 @@ def configuration(
     kv: dict[str, Any] | None = None,
     **settings: Any,
 ) -> EngineConfig:
-    """Return a configuration with dummy weights; warnings about ignored fields are dropped."""
+    """Return a configuration with dummy weights; warnings about ignored fields are dropped.
+
+    Weights are plain, also where the planner chooses, unless weight_format is given.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)
         return EngineConfig(
@@ -102,7 +105,7 @@ def configuration(
             gpu=GPUConfig(memory_gib=memory_gib),
             offload=offload or OffloadConfig(),
             kv=KVConfig(**(kv or {})),
-            engine=EngineSettings(**settings),
+            engine=EngineSettings(**({"weight_format": "checkpoint"} | settings)),
         )
 
 

@@ -43,13 +43,17 @@ def olmo(composer: Composer) -> Forecast:
 
 
 def found_of(composer: Composer, *overrides: str) -> Forecast:
-    """Of one request at a time, where nothing else is said: a queue is planned for, too."""
+    """Of one request at a time, where nothing else is said: a queue is planned for, too.
+
+    Weights are plain, so that placements differ.
+    """
     has_scenario = any(item.startswith("scenario=") for item in overrides)
     scenario = [] if has_scenario else ["scenario=latency"]
-    (point,) = composer.plan(["mode=plan", *overrides, *scenario]).points
+    (point,) = composer.plan(["mode=plan", PLAIN, *overrides, *scenario]).points
     return forecast(point.config, tuple(overrides))
 
 
+PLAIN = "engine.weight_format=checkpoint"
 OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb")
 
 
@@ -313,9 +317,13 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
         def sample(self) -> dict[str, Any]:
             return {"gpu_used_bytes": GIB}
 
+        def compute_capability(self) -> tuple[int, int]:
+            return 8, 9
+
     monkeypatch.setattr(forecast_rows, "open_gpu", Here)
     here = facts("gpu=auto")
     assert (here.name, here.free_bytes) == ("NVIDIA L4", 23 * GIB)
+    assert here.compute_capability == (8, 9)
     assert here.host_available_bytes < UNKNOWN_HOST_BYTES
     part = facts("gpu=auto", "gpu.memory_gib=8")
     assert (part.name, part.total_bytes) == ("NVIDIA L4", 24 * GIB)

@@ -12,6 +12,7 @@ from tests.slow import slow
 NEARLY_FULL = ("+model=mistral_7b", "gpu=rtx4080_16gb", "gpu.memory_gib=16.9")
 QUEUE = "planner.objective=throughput"
 LIMIT = "engine.max_model_len=1024"
+PLAIN = "engine.weight_format=checkpoint"
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def composer() -> Composer:
 
 
 def found_of(composer: Composer, *overrides: str) -> Forecast:
-    (point,) = composer.plan(["mode=plan", *NEARLY_FULL, LIMIT, *overrides]).points
+    (point,) = composer.plan(["mode=plan", *NEARLY_FULL, LIMIT, PLAIN, *overrides]).points
     return forecast(point.config, tuple(point.overrides))
 
 

@@ -33,6 +33,9 @@ class Card:
     def sample(self) -> dict[str, Any]:
         return {"gpu_used_bytes": 0}
 
+    def compute_capability(self) -> tuple[int, int]:
+        return 8, 9
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -89,5 +89,7 @@ def test_a_gpu_is_measured_within_what_its_parts_can_do() -> None:
     assert found["host_read_gb_s"] > 1
     assert found["pin_gb_s"] > 0.1
     assert 1 < found["launch_us"] < 100
+    assert 0 < found["restore_gb_s"] < found["hbm_copy_gb_s"]
+    assert 0 < found["lossless_gb_s"] < 1.1 * found["hbm_copy_gb_s"]
     # Of what was reserved, the workspaces of matrix products stay with their library.
     assert torch.cuda.memory_reserved() - before < 128 * MIB

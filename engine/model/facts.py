@@ -1,0 +1,68 @@
+"""What a load found out about a checkpoint, kept in a folder that the caller names; no torch."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from engine.model.checkpoint import checkpoint_files
+
+HEADER_BYTES: Final = 8
+"""Of a safetensors file, the length of its header."""
+SAMPLE_BYTES: Final = 1 << 16
+"""Read at the end of each file: checkpoints of equal shapes have equal headers and sizes."""
+
+
+def checkpoint_identity(folder: Path) -> str:
+    """Return a hash of the safetensors files: names, sizes, headers, and their last bytes.
+
+    Raises:
+        OSError: A file cannot be read.
+        CheckpointError: The index of the files is damaged.
+    """
+    digest = hashlib.sha256()
+    for file in checkpoint_files(folder):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(HEADER_BYTES), "little")
+            header = stream.read(min(length, size))
+            stream.seek(max(0, size - SAMPLE_BYTES))
+            for part in (file.name.encode(), str(size).encode(), header, stream.read()):
+                digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()
+
+
+def read_unpackable(facts_folder: str | None, checkpoint: str | None) -> dict[str, str]:
+    """Return why tensors of a checkpoint cannot be kept in codes, by name, as a load found.
+
+    Args:
+        facts_folder: Where loads note it; None: nowhere.
+        checkpoint: The folder of its files; None: there are none.
+    """
+    if facts_folder is None or checkpoint is None or not Path(facts_folder).is_dir():
+        return {}
+    with suppress(OSError, ValueError):
+        file = _file(facts_folder, checkpoint)
+        found = json.loads(file.read_text(encoding="utf-8"))["unpackable"]
+        return {str(name): str(reason) for name, reason in found.items()}
+    return {}
+
+
+def write_unpackable(facts_folder: str | None, checkpoint: str, reasons: Mapping[str, str]) -> None:
+    """Note them; where the folder cannot be written, the next load finds them out again."""
+    if facts_folder is None:
+        return
+    with suppress(OSError):
+        file = _file(facts_folder, checkpoint)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        text = json.dumps({"checkpoint": checkpoint, "unpackable": dict(reasons)}, indent=1)
+        new.write_text(f"{text}\n", encoding="utf-8")
+        new.replace(file)
+
+
+def _file(facts_folder: str, checkpoint: str) -> Path:
+    return Path(facts_folder) / f"{checkpoint_identity(Path(checkpoint))}.json"

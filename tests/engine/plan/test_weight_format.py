@@ -1,0 +1,283 @@
+"""engine.weight_format: what is refused, what auto chooses, what plans and records hold of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from catalogue.files import CONF
+from engine.asked.config import EngineConfig, GPUConfig, PlannerConfig
+from engine.errors import CapacityError, ConfigError
+from engine.model.formats import EMBEDDING, HEAD, align
+from engine.model.lossless import lossless_formats
+from engine.model.spec import ModelSpec
+from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.planner import plan_memory
+from engine.plan.sizes import restore_bytes
+from engine.plan.times import (
+    CARDS,
+    LOSSLESS_MOST_GB_S,
+    Rates,
+    decode_step_s,
+    prefill_s,
+    shape_of,
+    sheet_rates,
+)
+from engine.plan.units import UVA
+from engine.sealed import GIB
+from tests.engine.plan.test_choose import conf_spec
+from tests.engine.specs import CPU, H200, OLMO_7B, configuration, prefetch, small_spec, uva
+
+AUTO = PlannerConfig(choose=True)
+LIMITS = {"max_model_len": 2048, "max_num_seqs": 32}
+FITTING = small_spec(hidden_size=64, intermediate_size=128, vocab_size=512)
+
+
+def card(name: str) -> GPUConfig:
+    """A card of conf/gpu."""
+    return GPUConfig(**yaml.safe_load((CONF / "gpu" / f"{name}.yaml").read_text()))
+
+
+def on_card(name: str, planner: PlannerConfig | None = None, **settings: Any) -> MemoryPlan:
+    gpu = card(name)
+    config = configuration(OLMO_7B, **(LIMITS | {"weight_format": None} | settings))
+    config = replace(config, gpu=gpu, planner=planner or PlannerConfig())
+    return plan_memory(config, OLMO_7B, DeviceFacts.of_card(gpu))
+
+
+def asked(word: str | None, **changes: Any) -> EngineConfig:
+    settings = {"memory_gib": 40, "weight_format": word, **LIMITS}
+    return configuration(OLMO_7B, **(settings | changes))
+
+
+def chosen(plan: MemoryPlan) -> str:
+    assert plan.weight_format is not None
+    return str(plan.weight_format["chosen"])
+
+
+def step_ms(plan: MemoryPlan) -> float:
+    assert plan.predicted is not None
+    return float(plan.predicted["decode_step_ms"])
+
+
+def test_the_format_that_is_not_set_is_the_checkpoint_s_unless_placements_are_chosen() -> None:
+    config = asked(None)
+    assert config.weight_format == "checkpoint"
+    assert replace(config, planner=AUTO).weight_format == "auto"
+    for word in ("checkpoint", "lossless", "auto"):
+        assert replace(asked(word), planner=AUTO).weight_format == word
+    with pytest.raises(ConfigError, match=r"engine\.weight_format: expected one of"):
+        asked("codes")
+    plain = plan_memory(config, OLMO_7B, H200)
+    assert plain == plan_memory(asked("checkpoint"), OLMO_7B, H200)
+    assert not plain.formats.others
+    assert {"weight_format", "formats"}.isdisjoint(plain.to_dict())
+
+
+def test_lossless_weights_are_counted_as_they_are_stored() -> None:
+    plan, plain = (plan_memory(asked(x), OLMO_7B, H200) for x in ("lossless", "checkpoint"))
+    assert set(plan.formats.others) == set(lossless_formats(OLMO_7B).others)
+    record = plan.to_dict()["weight_format"]
+    assert (record["asked"], record["chosen"], record["why"]) == (
+        "lossless",
+        "lossless",
+        "it was asked for",
+    )
+    codes, rest = record["formats"]["lossless12"], record["formats"]["bfloat16"]
+    assert codes["tensors"] == 4 * 32 + 1
+    assert codes["ratio"] == codes["bytes"] / codes["plain_bytes"] <= 0.755
+    assert rest["bytes"] == rest["plain_bytes"]
+    assert codes["bytes"] + rest["bytes"] == sum(plan.placed_bytes().values())
+    assert codes["plain_bytes"] + rest["bytes"] == sum(plain.placed_bytes().values())
+    assert record["plain_matrices"] == {"looked up by row": [EMBEDDING]}
+    assert plan.gpu_items["weights"] < 0.77 * plain.gpu_items["weights"]
+
+
+def test_cpu_offload_gb_and_the_link_count_codes() -> None:
+    by_hand = {
+        word: plan_memory(asked(word, offload=uva(4)), OLMO_7B, H200)
+        for word in ("lossless", "checkpoint")
+    }
+    placed = {word: plan.placed_bytes()["uva"] for word, plan in by_hand.items()}
+    moved = {w: [n for n, p in plan.placements.items() if p is UVA] for w, plan in by_hand.items()}
+    assert all(4 * GIB <= size < 4.2 * GIB for size in placed.values())
+    assert len(moved["lossless"]) > 1.25 * len(moved["checkpoint"])
+    ahead = {
+        word: plan_memory(asked(word, offload=prefetch(8, 5, 2)), OLMO_7B, H200)
+        for word in ("lossless", "checkpoint")
+    }
+    share = ahead["lossless"].bytes_per_step() / ahead["checkpoint"].bytes_per_step()
+    assert 0.75 < share < 0.755
+    assert ahead["lossless"].slot_bytes < 0.755 * ahead["checkpoint"].slot_bytes
+    assert ahead["lossless"].host_items["pinned_weights"] == sum(
+        layer.offloaded_bytes for layer in ahead["lossless"].offloaded_layers
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "facts", "words"),
+    [
+        (replace(FITTING, dtype="float16"), {}, {}, "computed with in bfloat16, got float16"),
+        (FITTING, {"dtype": "float32"}, {}, r"got float32 \(engine\.dtype=bfloat16 keeps"),
+        (FITTING, {"dtype": "float16"}, {}, "got float16"),
+        (small_spec(hidden_size=48, intermediate_size=100), {}, {}, "16 rows and of 64 columns"),
+        (FITTING, {}, {"compute_capability": (7, 5)}, r"capability 8\.0 or more, got 7\.5 of"),
+    ],
+)
+def test_what_has_no_use_of_codes_is_refused_and_left_plain_by_auto(
+    spec: ModelSpec, changes: dict[str, Any], facts: dict[str, Any], words: str
+) -> None:
+    limits = {"memory_gib": 4, "max_num_seqs": 4}
+    machine = replace(H200, **facts)
+    config = configuration(spec, weight_format="lossless", **limits, **changes)
+    with pytest.raises(ConfigError, match=rf"engine\.weight_format=lossless: expected .*{words}"):
+        plan_memory(config, spec, machine)
+    plan = plan_memory(
+        configuration(spec, weight_format="auto", **limits, **changes), spec, machine
+    )
+    assert not plan.formats.others
+    assert chosen(plan) == "checkpoint"
+    assert plan_memory(config, spec, machine, reference=True).weight_format is None
+
+
+def test_a_cpu_needs_a_dtype_that_codes_hold() -> None:
+    config = configuration(FITTING, memory_gib=1, weight_format="lossless")
+    with pytest.raises(ConfigError, match=r"engine\.dtype=bfloat16 keeps those of the checkpoint"):
+        plan_memory(config, FITTING, CPU)
+    config = configuration(FITTING, memory_gib=1, weight_format="lossless", dtype="bfloat16")
+    assert plan_memory(config, FITTING, CPU).formats.others
+
+
+def test_a_tied_table_is_kept_in_codes() -> None:
+    spec = conf_spec("llama32_1b")
+    config = configuration(spec, memory_gib=16, weight_format="lossless", **LIMITS)
+    plan = plan_memory(config, spec, H200)
+    assert EMBEDDING in plan.formats.others
+    assert (plan.weight_format or {})["plain_matrices"] == {}
+
+
+def test_olmo_7b_stays_on_a_16_gb_card_in_codes() -> None:
+    with pytest.raises(CapacityError):
+        on_card("rtx4080_16gb")
+    plan = on_card("rtx4080_16gb", AUTO)
+    assert chosen(plan) == "lossless"
+    assert plan.bytes_per_step() == 0
+    assert plan.offloaded_layers == ()
+    assert plan.kv_tokens > 4600
+    plain = on_card("rtx4080_16gb", AUTO, weight_format="checkpoint")
+    assert plain.bytes_per_step() > GIB / 2
+    assert step_ms(plain) > 1.2 * step_ms(plan)
+    assert f"{step_ms(plain):.3g} ms plain" in (plan.weight_format or {})["why"]
+
+
+@pytest.mark.parametrize("name", ["a100_80gb", "h100_80gb"])
+def test_where_both_fit_the_faster_one_is_chosen(name: str) -> None:
+    plan, plain = on_card(name, AUTO), on_card(name, AUTO, weight_format="checkpoint")
+    assert chosen(plan) == "lossless"
+    assert step_ms(plain) > step_ms(plan)
+    assert plan.offloaded_layers == plain.offloaded_layers == ()
+
+
+def test_a_queue_on_a_fast_card_is_served_from_plain_weights() -> None:
+    """Its steps have as many tokens as restoring weights in registers costs more than it reads."""
+    planner = PlannerConfig(choose=True, objective="throughput")
+    plan = on_card("h200_141gb", planner)
+    assert chosen(plan) == "checkpoint"
+    assert not plan.formats.others
+    lossless = on_card("h200_141gb", planner, weight_format="lossless")
+    totals = [(p.predicted or {})["queue"]["total_s"] for p in (plan, lossless)]
+    assert totals[0] < totals[1]
+
+
+def test_the_longest_sequence_is_that_of_codes() -> None:
+    planner = PlannerConfig(choose=True, objective="context")
+    plan = on_card("rtx4090_24gb", planner, max_model_len=None)
+    plain = on_card("rtx4090_24gb", planner, max_model_len=None, weight_format="checkpoint")
+    assert chosen(plan) == "lossless" or plan.longest_tokens == plain.longest_tokens
+    assert plan.longest_tokens >= plain.longest_tokens
+
+
+def test_what_fits_in_neither_format_is_refused() -> None:
+    with pytest.raises(CapacityError, match="available KV cache memory"):
+        plan_memory(asked("auto", memory_gib=4), OLMO_7B, H200)
+
+
+def test_tensors_that_codes_cannot_hold_stay_plain_and_are_named() -> None:
+    reasons = {"model.layers.3.mlp.down_proj.weight": "900000 escapes", HEAD: "2 escapes"}
+    plan = plan_memory(asked("lossless"), OLMO_7B, H200, unpackable=reasons)
+    assert set(lossless_formats(OLMO_7B).others) - set(plan.formats.others) == set(reasons)
+    kept = (plan.weight_format or {})["plain_matrices"]
+    assert kept == {
+        "looked up by row": [EMBEDDING],
+        **{reason: [name] for name, reason in reasons.items()},
+    }
+    every = dict.fromkeys(lossless_formats(OLMO_7B).others, "escapes")
+    for word in ("lossless", "auto"):
+        assert not plan_memory(asked(word), OLMO_7B, H200, unpackable=every).formats.others
+
+
+def test_room_for_restoring_holds_two_matrices_that_follow_each_other() -> None:
+    formats = lossless_formats(OLMO_7B)
+    size = {t.name: align(2 * t.numel) for t in OLMO_7B.tensors()}
+    name = "model.layers.0.mlp.{}_proj.weight"
+    pair = size[name.format("gate_up")] + size[name.format("down")]
+    limits = {"max_tokens": 65, "max_rows": 64}
+    assert restore_bytes(OLMO_7B, formats, **limits) == pair
+    assert restore_bytes(OLMO_7B, formats, **(limits | {"max_tokens": 64})) == 0
+    assert restore_bytes(OLMO_7B, lossless_formats(OLMO_7B, "float16"), **limits) == 0
+    with_head = size["model.layers.31.mlp.down_proj.weight"] + size[HEAD]
+    assert restore_bytes(OLMO_7B, formats, max_tokens=128, max_rows=65) == with_head
+    only = {HEAD: formats.others[HEAD]}
+    assert restore_bytes(OLMO_7B, replace(formats, others=only), **limits) == 0
+    assert (
+        restore_bytes(OLMO_7B, replace(formats, others=only), max_tokens=99, max_rows=99)
+        == (size[HEAD])
+    )
+    plan = plan_memory(asked("lossless"), OLMO_7B, H200)
+    assert plan.gpu_items["restore"] == pair
+    few = plan_memory(asked("lossless", max_num_batched_tokens=64), OLMO_7B, H200)
+    assert "restore" not in few.gpu_items
+
+
+H200_RATES = replace(
+    sheet_rates(CARDS["NVIDIA H200"], "sheet"), hbm_gb_s=4257.0, lossless_gb_s=4257.0 * 0.9
+)
+
+
+def products_us(tokens: int, rates: Rates = H200_RATES) -> float:
+    """Microseconds of the products of a layer of OLMo-2-7B over codes, beside the rest of it."""
+    shape = shape_of(plan_memory(asked("lossless"), OLMO_7B, H200), OLMO_7B)
+    bare = replace(rates, layer_overhead_s=0.0, step_overhead_s=0.0)
+    none = replace(shape, head_bytes=0, head_packed=type(shape.head_packed)(), kv_layer_bytes=0)
+    return decode_step_s(none, bare, tokens, 1) / 32 * 1e6
+
+
+@pytest.mark.parametrize(("tokens", "measured_us"), [(1, 80.0), (16, 86.8), (32, 114), (64, 149)])
+def test_products_over_codes_take_what_was_measured(tokens: int, measured_us: float) -> None:
+    assert products_us(tokens) == pytest.approx(measured_us, rel=0.05)
+
+
+def test_a_slow_memory_is_what_bounds_products_over_codes() -> None:
+    slow = replace(H200_RATES, hbm_gb_s=600.0, lossless_gb_s=540.0)
+    assert products_us(64, slow) == pytest.approx(products_us(1, slow), rel=0.01)
+    assert LOSSLESS_MOST_GB_S[-1][0] == 64
+
+
+def test_a_prompt_takes_longer_by_what_restoring_is_not_hidden() -> None:
+    shapes = {
+        word: shape_of(plan_memory(asked(word), OLMO_7B, H200), OLMO_7B)
+        for word in ("lossless", "checkpoint")
+    }
+    times = {word: prefill_s(shape, H200_RATES, 2048) for word, shape in shapes.items()}
+    restore_s = sum(p.plain for p in shapes["lossless"].packed) / (H200_RATES.restore_gb_s * 1e9)
+    assert 0 < times["lossless"] - times["checkpoint"] <= restore_s
+
+
+def test_rates_of_a_probe_that_knew_no_codes_follow_from_its_memory() -> None:
+    base = sheet_rates(CARDS["NVIDIA H200"], "sheet")
+    older = base.measured({"hbm_copy_gb_s": 4000.0})
+    assert older.lossless_gb_s == pytest.approx(3600.0)
+    assert older.restore_gb_s == pytest.approx(1960.0)
+    newer = base.measured({"hbm_copy_gb_s": 4000.0, "lossless_gb_s": 3700.0, "restore_gb_s": 2.1e3})
+    assert (newer.lossless_gb_s, newer.restore_gb_s) == (3700.0, 2100.0)
