@@ -91,12 +91,12 @@ COPY_OVERHEAD_S: Final = 16e-6
 """Beside the bytes of one copy: 1, 4, 16, 64 MiB at 28.7, 47.4, 52.1, 54.8 GB/s (H200)."""
 WEIGHT_SHARE: Final = 1.0
 """Products of few rows, bytes of weights read over the copy rate of HBM, which writes half of its
-bytes. Fitted with LAYER_OVERHEAD_S to cuts of six models, 3B to 14B (H200, within 7 %)."""
+bytes; with LAYER_OVERHEAD_S (H200)."""
 KV_SHARE: Final = 0.60
 """Decode attention and what else grows with the batch, KV bytes over the copy rate (H100)."""
-LAYER_OVERHEAD_S: Final = 28e-6
+LAYER_OVERHEAD_S: Final = 12e-6
 """Kernels of one layer beside their bytes, in graphs: beginnings and ends of four products,
-attention of few keys, norms (H200, as WEIGHT_SHARE)."""
+attention of few keys, norms (H200: 10 to 12 us in OLMo-2 of 7B and 13B, plain and lossless)."""
 STEP_OVERHEAD_S: Final = 0.1e-3
 """One step beside its graph (H200: 0.08 to 0.11 ms): sampling, inputs, outputs."""
 EAGER_LAYER_OVERHEAD_S: Final = 0.95e-3
@@ -108,14 +108,12 @@ where the latter took 7.1 to 10.5 us."""
 LOSSLESS_SHARE: Final = 0.90
 """Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in
 80.0 us, 95.7 in bf16 (H200, products of OLMo-2-7B, as the next two)."""
-LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3510.0), (32, 2670.0), (64, 2050.0))
+LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3510.0), (32, 2670.0), (64, 2200.0))
 """Tokens of a product at most, and what restoring weights in registers carries of codes then,
-however fast memory is: 86.8, 114 and 149 us for 16, 32 and 64 tokens."""
+however fast memory is: 86.8, 114 and 138 us for 16, 32 and 64 tokens."""
 RESTORE_SHARE: Final = 0.49
 """Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.1 TB/s; of each
 weight 1.5 bytes are read and 2 written."""
-RESTORE_HIDDEN: Final = 0.5
-"""Share of restoring that runs beside products, as it goes one matrix ahead; assumed."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
@@ -578,7 +576,7 @@ def _packed_s(
         most = next(rate for tokens, rate in LOSSLESS_MOST_GB_S if rows <= tokens)
         return 0.0, here.stored / (min(rates.lossless_gb_s, most) * 1e9) + link_s
     whole = here.plain + there.plain
-    restore_s = (1 - RESTORE_HIDDEN) * whole / (rates.restore_gb_s * 1e9)
+    restore_s = whole / (rates.restore_gb_s * 1e9)
     return restore_s + link_s, whole / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
 
 

@@ -60,9 +60,8 @@ def olmo(offload: Any, memory_gib: float = 15.99) -> MemoryPlan:
     [
         (prefetch(8, 5, 2), 15.99, (148.1, 148.4, 149.0), 153.8),
         (uva(8), 15.99, (184.0, 177.3, 179.5), 173.0),
-        (None, 40 / 0.9, (6.62, 7.39, 9.60), 46.7),
     ],
-    ids=["prefetch", "uva", "resident"],
+    ids=["prefetch", "uva"],
 )
 def test_measured_steps_are_predicted_within_fifteen_percent(
     offload: Any, memory_gib: float, steps_ms: tuple[float, ...], prefill_ms: float
@@ -79,21 +78,22 @@ def test_measured_steps_are_predicted_within_fifteen_percent(
     [
         (prefetch(8, 5, 2), 15.9921875, (148.7, 148.8), (151.8, 458.5)),
         (uva(8), 15.9921875, (171.3, 171.1), (162.5, 498.1)),
-        (None, 40, (4.17,), (7.58,)),
+        (None, 40, (3.82, 4.50), (7.74,)),
     ],
     ids=["prefetch", "uva", "resident"],
 )
 def test_steps_measured_on_an_h200_are_predicted_within_fifteen_percent(
     offload: Any, memory_gib: float, steps_ms: tuple[float, ...], prefills_ms: tuple[float, ...]
 ) -> None:
-    """The points of `study=validate` on an H200, 2026-11-28: 256 tokens, batches 1 and 16."""
+    """The points of `study=validate` on an H200: 256 tokens, batches 1 and 16."""
     plan = plan_olmo(memory_gib=memory_gib, offload=offload, max_model_len=512, max_num_seqs=64)
     probe = {"h2d_gb_s": 55.23, "in_place_gb_s": 51.0, "hbm_copy_gb_s": 4181, "bf16_tflops": 769.4}
     shape = shape_of(plan, OLMO_7B)
     rates = rates_for(GPUConfig(), replace(H200, name="NVIDIA H200"), probe)
-    for batch, step_ms, prefill_ms in zip((1, 16), steps_ms, prefills_ms, strict=False):
+    for batch, step_ms in zip((1, 16), steps_ms, strict=True):
         predicted = decode_step_s(shape, rates, batch, 266) * 1e3
         assert predicted == pytest.approx(step_ms, rel=0.15), batch
+    for batch, prefill_ms in zip((1, 16), prefills_ms, strict=False):
         predicted = prefill_s(shape, rates, 256, batch) * 1e3
         assert predicted == pytest.approx(prefill_ms, rel=0.15), batch
 

@@ -217,17 +217,15 @@ def test_tensors_that_codes_cannot_hold_stay_plain_and_are_named() -> None:
         assert not plan_memory(asked(word), OLMO_7B, H200, unpackable=every).formats.others
 
 
-def test_room_for_restoring_holds_two_matrices_that_follow_each_other() -> None:
+def test_room_for_restoring_holds_the_largest_matrix() -> None:
     formats = lossless_formats(OLMO_7B)
     size = {t.name: align(2 * t.numel) for t in OLMO_7B.tensors()}
-    name = "model.layers.0.mlp.{}_proj.weight"
-    pair = size[name.format("gate_up")] + size[name.format("down")]
+    largest = size["model.layers.0.mlp.gate_up_proj.weight"]
     limits = {"max_tokens": 65, "max_rows": 64}
-    assert restore_bytes(OLMO_7B, formats, **limits) == pair
+    assert restore_bytes(OLMO_7B, formats, **limits) == largest
     assert restore_bytes(OLMO_7B, formats, **(limits | {"max_tokens": 64})) == 0
     assert restore_bytes(OLMO_7B, lossless_formats(OLMO_7B, "float16"), **limits) == 0
-    with_head = size["model.layers.31.mlp.down_proj.weight"] + size[HEAD]
-    assert restore_bytes(OLMO_7B, formats, max_tokens=128, max_rows=65) == with_head
+    assert restore_bytes(OLMO_7B, formats, max_tokens=128, max_rows=65) == size[HEAD]
     only = {HEAD: formats.others[HEAD]}
     assert restore_bytes(OLMO_7B, replace(formats, others=only), **limits) == 0
     assert (
@@ -235,7 +233,7 @@ def test_room_for_restoring_holds_two_matrices_that_follow_each_other() -> None:
         == (size[HEAD])
     )
     plan = plan_memory(asked("lossless"), OLMO_7B, H200)
-    assert plan.gpu_items["restore"] == pair
+    assert plan.gpu_items["restore"] == largest
     few = plan_memory(asked("lossless", max_num_batched_tokens=64), OLMO_7B, H200)
     assert "restore" not in few.gpu_items
 
@@ -253,7 +251,7 @@ def products_us(tokens: int, rates: Rates = H200_RATES) -> float:
     return decode_step_s(none, bare, tokens, 1) / 32 * 1e6
 
 
-@pytest.mark.parametrize(("tokens", "measured_us"), [(1, 80.0), (16, 86.8), (32, 114), (64, 149)])
+@pytest.mark.parametrize(("tokens", "measured_us"), [(1, 80.0), (16, 86.8), (32, 114), (64, 138)])
 def test_products_over_codes_take_what_was_measured(tokens: int, measured_us: float) -> None:
     assert products_us(tokens) == pytest.approx(measured_us, rel=0.05)
 
