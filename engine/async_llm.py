@@ -123,7 +123,8 @@ class AsyncLLM:
         """Requests that have not ended; others than the engine's thread hold the lock."""
         self._names = count()
         self._stopped: str | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """What the engine raised when it failed; no request is served after that."""
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._touched: set[Stream] = set()
         self._busy_since_s: float | None = None
@@ -146,11 +147,6 @@ class AsyncLLM:
         """Requests that the engine has not ended."""
         with self._lock:
             return len(self._pending)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What the engine raised when it failed; no request is served after that."""
-        return self._failure
 
     async def generate(
         self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
@@ -285,7 +281,7 @@ class AsyncLLM:
                     self._wake()
         except BaseException as error:  # noqa: BLE001  the edge: carried to every client
             why = f"AsyncLLM: the engine failed: {type(error).__name__}: {error}"
-            self._failure = error
+            self.failure = error
             self._stop(f"{why.rstrip('.')}. Build a new one.")
         for stream in list(self._pending.values()):
             self._drop(stream, self._end(why))
@@ -294,7 +290,7 @@ class AsyncLLM:
     def _end(self, why: str) -> EngineError:
         """Make an error of its own for one client: raising adds to it."""
         error = EngineError(why)
-        error.__cause__ = self._failure
+        error.__cause__ = self.failure
         return error
 
     def _stop(self, why: str) -> None:

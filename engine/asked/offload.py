@@ -138,16 +138,15 @@ class OffloadConfig(Sealed):
 
     def ignored(self) -> list[str]:
         """The warnings: one sentence for each set of fields without effect."""
-        if self.offload_backend == "uva" and self.prefetch.is_set:
-            return [
-                "offload.prefetch: fields are set but offload_backend=uva, so they are ignored. "
-                "Remove them or set offload_backend=prefetch."
-            ]
-        if self.offload_backend == "prefetch" and self.uva.is_set:
-            return [
-                "offload.uva: fields are set but offload_backend=prefetch, so they are ignored. "
-                "Remove them or set offload_backend=uva."
-            ]
+        for node, backend, is_set in (
+            ("prefetch", "uva", self.prefetch.is_set),
+            ("uva", "prefetch", self.uva.is_set),
+        ):
+            if self.offload_backend == backend and is_set:
+                return [
+                    f"offload.{node}: fields are set but offload_backend={backend}, so they are "
+                    f"ignored. Remove them or set offload_backend={node}."
+                ]
         if (
             self.offload_backend == "auto"
             and self.prefetch.offload_group_size > 0

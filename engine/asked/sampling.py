@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -166,28 +167,26 @@ def check_text(name: str, value: object, hint: str) -> None:
         )
 
 
-def _check_integer(name: str, value: Any, *, low: float, high: float = math.inf, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise RequestError(
-            f"{name}: expected an integer{_bounds(low, high, '>=')}, got {value!r}. {hint}"
-        )
-
-
 def _check_number(
     name: str,
     value: Any,
     *,
     low: float,
     high: float = math.inf,
+    integer: bool = False,
     low_open: bool = False,
     hint: str,
 ) -> None:
-    is_number = not isinstance(value, bool) and isinstance(value, Real)
-    # NaN and integers beyond float compare false here.
-    is_finite = is_number and -FLOAT_MAX <= value <= FLOAT_MAX
+    is_number = not isinstance(value, bool) and isinstance(value, Integral if integer else Real)
+    # NaN and integers beyond float compare false here; integers have no other bounds than asked.
+    is_finite = is_number and (integer or -FLOAT_MAX <= value <= FLOAT_MAX)
     if not is_finite or not low <= value <= high or (low_open and value == low):
+        kind = "an integer" if integer else "a finite number"
         bounds = _bounds(low, high, ">" if low_open else ">=")
-        raise RequestError(f"{name}: expected a finite number{bounds}, got {value!r}. {hint}")
+        raise RequestError(f"{name}: expected {kind}{bounds}, got {value!r}. {hint}")
+
+
+_check_integer = partial(_check_number, integer=True)
 
 
 def _bounds(low: float, high: float, sign: str) -> str:

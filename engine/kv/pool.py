@@ -23,16 +23,6 @@ Retain = Literal["demote", "drop", "forget"]
 findable until its GPU block is taken; gone at once in both tiers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Blocks of a sequence that begins or goes on."""
-
-    blocks: list[int]
-    """Its block table: the blocks found."""
-    pending: frozenset[int]
-    """Moves in flight that bring this content; until they are complete it must not be read."""
-
-
 @dataclass(kw_only=True)
 class PoolStats:
     """Counts of blocks since the pool was made."""
@@ -455,8 +445,8 @@ class TieredBlockPool:
         in_place: int = 0,
         resumed: bool = False,
         num_unseen: int = 0,
-    ) -> Claim:
-        """Take the blocks found, all or none.
+    ) -> tuple[list[int], frozenset[int]]:
+        """Take the blocks found, all or none, for a sequence that begins or goes on.
 
         Host blocks are loaded: once, for whoever asks until the content is gone.
 
@@ -467,6 +457,10 @@ class TieredBlockPool:
                 that compute can reach. For a sequence that is longer than the GPU has room.
             resumed: The sequence goes on after a preemption; only the counts differ.
             num_unseen: Blocks before them that the sequence begins behind and never sees.
+
+        Returns:
+            The begin of its block table, and the moves in flight that bring content of it: until
+            they are complete it must not be read.
 
         Raises:
             EngineError: There are not enough blocks; ask `can_claim` first.
@@ -491,7 +485,7 @@ class TieredBlockPool:
             stats.hits_unseen_cpu += num_unseen
         elif not resumed:
             stats.hits_unseen_gpu += num_unseen
-        return Claim(table, self.ledger.incoming_to(table))
+        return table, self.ledger.incoming_to(table)
 
     def swap_out(self, table: Sequence[int], keys: Sequence[bytes]) -> int:
         """Take a sequence's blocks away and store what the host tier lacks; return how many remain.

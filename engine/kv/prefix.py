@@ -16,57 +16,46 @@ DIGEST_BYTES = 32
 """Length of a key; long enough that two contents with one key need not be considered."""
 
 
-class BlockHasher:
-    """Makes the keys of blocks: each is a digest of its parent's key and its own token ids.
+def root_key(identity: SequenceOf[str], block_size: int, salt: str | None = None) -> bytes:
+    """Return the parent of first blocks: a digest of what values depend on beside tokens.
 
-    The parent of a sequence's first block is a root, a digest of everything else that the values
-    in a block depend on. Equal keys therefore mean equal tokens from position 0 on, computed by
-    the same model, in the same dtype, under the same salt.
-
-    Args:
-        identity: What values depend on beside tokens, in a fixed order: the weights (source and
-            revision, or shape and seed), the dtype, whether windows are disabled, the layer group.
-        block_size: Tokens in a block.
+    `identity` says that in a fixed order: the weights (source and revision, or shape and seed), the
+    dtype, whether windows are disabled. None is a salt of its own, and salts share nothing.
     """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    parts = [*identity, str(block_size), *([] if salt is None else [salt])]
+    digest.update(f"{len(identity)},{len(parts)}".encode())
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass")
+        # The length first, so that no two lists of parts give one string of bytes.
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.digest()
 
-    def __init__(self, identity: SequenceOf[str], block_size: int) -> None:
-        self.block_size = block_size
-        self._identity = tuple(identity)
 
-    def root(self, salt: str | None = None) -> bytes:
-        """Return the parent of first blocks; None is a salt of its own, and salts share nothing."""
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        parts = [*self._identity, str(self.block_size), *([] if salt is None else [salt])]
-        digest.update(f"{len(self._identity)},{len(parts)}".encode())
-        for part in parts:
-            raw = part.encode("utf-8", "surrogatepass")
-            # The length first, so that no two lists of parts give one string of bytes.
-            digest.update(len(raw).to_bytes(8, "little"))
-            digest.update(raw)
-        return digest.digest()
+def block_keys(parent: bytes, token_ids: SequenceOf[int], block_size: int) -> list[bytes]:
+    """Return the keys of the full blocks of tokens (below 2^32) that follow `parent`, in order.
 
-    def keys(self, parent: bytes, token_ids: SequenceOf[int]) -> list[bytes]:
-        """Return the keys of the full blocks of tokens (below 2^32) that follow `parent`, in order.
-
-        The parent is the key of the block before, or a root.
-        """
-        values = array("I", token_ids)
-        if byteorder == "big":
-            values.byteswap()
-        raw, size = values.tobytes(), self.block_size * values.itemsize
-        keys, digest = [], hashlib.blake2b
-        for start in range(0, len(raw) - size + 1, size):
-            parent = digest(parent + raw[start : start + size], digest_size=DIGEST_BYTES).digest()
-            keys.append(parent)
-        return keys
+    A key is a digest of its parent (the key of the block before, or a root) and its own token ids.
+    Equal keys therefore mean equal tokens from position 0 on, computed by the same model, in the
+    same dtype, under the same salt.
+    """
+    values = array("I", token_ids)
+    if byteorder == "big":
+        values.byteswap()
+    raw, size = values.tobytes(), block_size * values.itemsize
+    keys, digest = [], hashlib.blake2b
+    for start in range(0, len(raw) - size + 1, size):
+        parent = digest(parent + raw[start : start + size], digest_size=DIGEST_BYTES).digest()
+        keys.append(parent)
+    return keys
 
 
 class KeyChain:
-    """The keys of one sequence's full blocks in order; grows with the sequence."""
+    """The keys of one sequence's full blocks in order, from a root; grows with the sequence."""
 
-    def __init__(self, hasher: BlockHasher, salt: str | None = None) -> None:
-        self._hasher = hasher
-        self._root = hasher.root(salt)
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self._root, self._size = root, block_size
         self.keys: list[bytes] = []
 
     def extend(self, tokens: Callable[[int, int], SequenceOf[int]], num_tokens: int) -> list[bytes]:
@@ -75,11 +64,10 @@ class KeyChain:
         `tokens` returns those at positions start to stop - 1; those that were named before are not
         asked for again and must not have changed.
         """
-        size = self._hasher.block_size
-        start, stop = len(self.keys) * size, num_tokens - num_tokens % size
+        start, stop = len(self.keys) * self._size, num_tokens - num_tokens % self._size
         if stop > start:
             parent = self.keys[-1] if self.keys else self._root
-            self.keys += self._hasher.keys(parent, tokens(start, stop))
+            self.keys += block_keys(parent, tokens(start, stop), self._size)
         return self.keys
 
 
@@ -88,7 +76,7 @@ class KVPolicy:
     """What the scheduler is told about content of blocks."""
 
     identity: tuple[str, ...] = ()
-    """What the values in a block depend on beside tokens, as `BlockHasher` takes it."""
+    """What the values in a block depend on beside tokens, as `root_key` takes it."""
     prefix_caching: bool = False
     """Whether sequences find what others computed; if not, a sequence finds its own alone."""
     swap_rates: SwapRates | None = None
@@ -175,7 +163,6 @@ class BlockContent:
         """Whether every group has a host tier, so that a whole sequence can be kept there."""
         self.retain: Literal["demote", "forget"] = "demote" if policy.prefix_caching else "forget"
         """What becomes of blocks that a sequence has no use for any more."""
-        self._hasher = BlockHasher(policy.identity, self.block_size)
         self._chains: dict[int, KeyChain] = {}
 
     @property
@@ -233,15 +220,15 @@ class BlockContent:
         """
         pending, resumed = [], sequence.num_preemptions > 0
         for pool, blocks, gone in zip(self._pools, found.blocks, found.num_gone, strict=True):
-            claim = pool.claim(
+            table, moves = pool.claim(
                 blocks,
                 num_missed=found.num_missed,
                 in_place=in_place,
                 resumed=resumed,
                 num_unseen=gone,
             )
-            sequence.block_tables.append([fill] * gone + claim.blocks)
-            pending.append(claim.pending)
+            sequence.block_tables.append([fill] * gone + table)
+            pending.append(moves)
         sequence.num_gone = list(found.num_gone)
         sequence.num_computed = found.num_blocks * self.block_size
         sequence.num_named = found.num_blocks
@@ -327,5 +314,7 @@ class BlockContent:
                 salt = f"sequence {sequence.seq_id}"
             elif salt is not None:
                 salt = f"request {salt}"
-            chain = self._chains[sequence.seq_id] = KeyChain(self._hasher, salt)
+            chain = self._chains[sequence.seq_id] = KeyChain(
+                root_key(self.policy.identity, self.block_size, salt), self.block_size
+            )
         return chain.extend(sequence.tokens, num_tokens)

@@ -10,7 +10,7 @@ from engine import LLM, build
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.errors import PinningError
-from engine.kv.prefix import BlockHasher
+from engine.kv.prefix import root_key
 from tests.engine.conftest import TinyModels
 from tests.tiny import make_config, open_llm
 
@@ -67,7 +67,7 @@ def test_blocks_of_other_weights_dtypes_and_windows_have_other_names(tiny: TinyM
         config = make_config(tiny.folder(variant), max_model_len=200, **keywords)
         spec = build.read_model(config.model).spec
         identity = build._identity(config, spec, LLM.plan_for(config))
-        return BlockHasher(identity, config.kv.block_size).root()
+        return root_key(identity, config.kv.block_size)
 
     dummy = {"load_format": "dummy"}
     cases: list[tuple[str, dict[str, Any]]] = [

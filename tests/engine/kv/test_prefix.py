@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.kv.prefix import (
     DIGEST_BYTES,
-    BlockHasher,
     KeyChain,
     num_expired,
+    root_key,
     swap_or_recompute,
     usable_prefix,
 )
@@ -23,7 +23,7 @@ TOKENS = st.lists(st.integers(0, 200_000), min_size=0, max_size=24)
 
 
 def keys_of(tokens, *, identity=("m", "bf16"), block_size=4, salt=None):
-    chain = KeyChain(BlockHasher(identity, block_size), salt)
+    chain = KeyChain(root_key(identity, block_size, salt), block_size)
     return list(chain.extend(lambda a, b: tokens[a:b], len(tokens)))
 
 
@@ -74,7 +74,7 @@ def test_a_chain_that_grows_is_the_chain_made_at_once(tokens, cuts):
         asked.append((start, stop))
         return tokens[start:stop]
 
-    chain = KeyChain(BlockHasher(("m", "bf16"), 4))
+    chain = KeyChain(root_key(("m", "bf16"), 4), 4)
     for cut in sorted(min(cut, len(tokens)) for cut in cuts):
         chain.extend(read, cut)
     assert chain.extend(read, len(tokens)) == keys_of(tokens)
@@ -85,7 +85,7 @@ def test_a_chain_that_grows_is_the_chain_made_at_once(tokens, cuts):
 def test_every_process_makes_the_same_keys():
     code = (
         "from engine.kv.prefix import *\n"
-        "chain = KeyChain(BlockHasher(('m', 'bf16'), 4), 'salt')\n"
+        "chain = KeyChain(root_key(('m', 'bf16'), 4, 'salt'), 4)\n"
         "print(chain.extend(lambda a, b: list(range(a, b)), 9)[-1].hex())"
     )
     root = Path(__file__).parents[3]

@@ -1,12 +1,12 @@
 """A device made of lists: moves run late, and all that attention would read is checked."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.kv.pool import TieredBlockPool
-from engine.kv.prefix import BlockHasher, KeyChain
+from engine.kv.prefix import KeyChain, root_key
 
 P = 2
-HASHER = BlockHasher(("tiny", "float32"), P)
 
 
 def num_blocks(num_tokens):
@@ -21,6 +21,13 @@ def take(source):
     return decided
 
 
+class Claim(NamedTuple):
+    """What a pool returns."""
+
+    blocks: list[int]
+    pending: frozenset[int]
+
+
 @dataclass(eq=False)
 class Track:
     """One sequence as a scheduler would see it."""
@@ -33,7 +40,7 @@ class Track:
     holds: bool = False
 
     def __post_init__(self):
-        self.chain = KeyChain(HASHER, self.salt)
+        self.chain = KeyChain(root_key(("tiny", "float32"), P, self.salt), P)
 
     @property
     def keys(self):
@@ -131,7 +138,9 @@ class World:
         """Match, claim and take n new blocks, those for all tokens unless told otherwise."""
         found = self.find(track.keys, len(track.tokens))
         missed = (len(track.tokens) - 1) // P - len(found)
-        claim = self.pool.claim(found, num_missed=missed, in_place=in_place, resumed=resumed)
+        claim = Claim(
+            *self.pool.claim(found, num_missed=missed, in_place=in_place, resumed=resumed)
+        )
         track.pending, track.holds, track.computed = claim.pending, True, len(claim.blocks) * P
         if n is None:
             n = num_blocks(len(track.tokens)) - len(claim.blocks)

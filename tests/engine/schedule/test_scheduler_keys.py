@@ -1,7 +1,6 @@
 """Keys of blocks are made ahead of need; no running sequence waits for those of a long prompt."""
 
 from engine.kv import prefix
-from engine.kv.prefix import BlockHasher
 from engine.schedule.admission import LONG_BLOCKS
 from tests.engine.schedule.test_scheduler_swaps import run, world_of
 
@@ -11,8 +10,8 @@ def test_running_sequences_do_not_wait_for_the_keys_of_a_long_prompt(monkeypatch
     world.add(length=4, max_tokens=20)
     world.step()
     made = []
-    keys = BlockHasher.keys
-    monkeypatch.setattr(BlockHasher, "keys", lambda *a: made.append(len(a[2])) or keys(*a))
+    keys = prefix.block_keys
+    monkeypatch.setattr(prefix, "block_keys", lambda *a: made.append(len(a[1])) or keys(*a))
     long = [world.add(length=LONG_BLOCKS + 9, max_tokens=2) for _ in range(3)]
     assert long[0] in world.scheduler.waiting
     assert not made
@@ -35,8 +34,8 @@ def test_keys_of_a_very_long_prompt_are_made_in_parts(monkeypatch):
     world.step()
     long = world.add(length=90, max_tokens=2)
     made = []
-    keys = BlockHasher.keys
-    monkeypatch.setattr(BlockHasher, "keys", lambda *a: made.append(len(a[2])) or keys(*a))
+    keys = prefix.block_keys
+    monkeypatch.setattr(prefix, "block_keys", lambda *a: made.append(len(a[1])) or keys(*a))
     while world.scheduler.prepare():
         assert long in world.scheduler.waiting
     assert made == [40, 40, 10]

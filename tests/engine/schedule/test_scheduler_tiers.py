@@ -247,7 +247,7 @@ def spoiled(monkeypatch, fault):
     if fault == "a prefix is read before it has come":
         monkeypatch.setattr(BlockContent, "is_pending", lambda *_: False)
     if fault == "a salt is ignored":
-        monkeypatch.setattr(prefix.BlockHasher, "root", lambda *_: b"")
+        monkeypatch.setattr(prefix, "root_key", lambda *_: b"")
     if fault == "blocks behind a window are given back too early":
         monkeypatch.setattr(sequences, "num_expired", lambda *a: num_expired(*a) + 1)
 
