@@ -7,13 +7,20 @@ nothing reads. All tables of a sequence have one length.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from engine.asked.request import Sequence
 from engine.errors import EngineError
-from engine.kv.pool import TieredBlockPool
-from engine.kv.prefix import BlockContent, Found, KVPolicy, num_expired
+from engine.kv.pool import Retain, TieredBlockPool
+from engine.kv.prefix import (
+    KeyChain,
+    KVPolicy,
+    num_expired,
+    root_key,
+    swap_or_recompute,
+    usable_prefix,
+)
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import num_held
 
@@ -22,14 +29,37 @@ AHEAD_PARTS = 8
 """Blocks are stored ahead in so many parts of what a step could take."""
 
 
+PREPARE_TOKENS = 4096
+"""Tokens whose keys are made at a time ahead of need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Leading blocks behind which a sequence can begin; good until a pool changes."""
+
+    num_blocks: int
+    """How many."""
+    num_gone: tuple[int, ...]
+    """How many of them have expired, for each group of layers."""
+    blocks: tuple[list[int], ...]
+    """Those that have not, for each group."""
+    num_missed: int
+    """Blocks that could have been found behind them."""
+
+
 class BlockGroups:
-    """Takes and gives back the blocks of sequences, in all groups at once.
+    """Takes, names, finds and gives back the blocks of sequences, in all groups at once.
 
     A sequence's blocks lie on the GPU. One that is alone may take blocks of the host tier as well,
     where a pool has such in place: those that the GPU has no room for. They stay where they are.
 
     In groups behind the first the layers have a window, and sequences own no host blocks. A step
     has at most `step_tokens` tokens.
+
+    With prefix caching a key depends on tokens and salt, and full blocks are named as they are
+    computed. Without, keys are a sequence's own: its blocks are named when they are swapped out,
+    and its content is forgotten when it ends. Each pool has keys of its own, so that groups of
+    layers need no different ones; only the first group may attend to all tokens.
     """
 
     def __init__(
@@ -44,7 +74,14 @@ class BlockGroups:
         self.block_size = first.block_size
         self._step_tokens = step_tokens
         self._with_window = [item for item in enumerate(self.pools) if item[1].window is not None]
-        self.content = BlockContent(self.pools, KVPolicy() if policy is None else policy)
+        self.policy = KVPolicy() if policy is None else policy
+        self.has_host = all(pool.num_cpu_blocks > 0 for pool in self.pools)
+        """Whether every group has a host tier, so that a whole sequence can be kept there."""
+        self._retain: Retain = "demote" if self.policy.prefix_caching else "forget"
+        """What becomes of blocks that a sequence has no use for any more."""
+        self._drop: Retain = "drop" if self.policy.prefix_caching else "forget"
+        """The same where it is unlikely that others have a use for them."""
+        self._chains: dict[int, KeyChain] = {}
         self.gpu_room = first.num_free
         """Blocks of the first group that the GPU has for sequences."""
         self.num_given_back = 0
@@ -74,6 +111,11 @@ class BlockGroups:
         )
         return cls(pools, plan.max_num_batched_tokens, policy)
 
+    @property
+    def num_named(self) -> int:
+        """Sequences whose keys are kept."""
+        return len(self._chains)
+
     def need(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of each group that a sequence of so many tokens holds in a step."""
         step, size = self._step_tokens, self.block_size
@@ -86,6 +128,48 @@ class BlockGroups:
     def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many blocks of each group a sequence's first `num_tokens` tokens lack."""
         return max(0, -(-num_tokens // self.block_size) - len(sequence.block_tables[0]))
+
+    def find(self, sequence: Sequence, limit: int | None = None) -> Found:
+        """Find the leading blocks behind which a sequence can begin, at most `limit`."""
+        num_tokens = sequence.num_tokens
+        may_find = self.policy.prefix_caching or sequence.seq_id in self._chains
+        keys = self._keys(sequence, num_tokens) if may_find else []
+        asked = min(len(keys), (num_tokens - 1) // self.block_size)
+        count = asked if limit is None else min(asked, limit)
+        size, whole = self.block_size, list[int]()
+        if self.pools[0].window is None:
+            whole = self.pools[0].find(keys[:count])
+            count = len(whole)
+        some = [(pool, pool.window) for pool in self.pools if pool.window is not None]
+        if some:
+            findable = [pool.findable(keys[:count]) for pool, _ in some]
+            count = usable_prefix(findable, [window for _, window in some], size)
+        gone = tuple(num_expired(count * size, pool.window, size) for pool in self.pools)
+        blocks = tuple(
+            whole[:count] if pool.window is None else pool.find(keys[first:count])
+            for pool, first in zip(self.pools, gone, strict=True)
+        )
+        return Found(count, gone, blocks, asked - count)
+
+    def num_unnamed(self, sequence: Sequence) -> int:
+        """Return of how many full blocks of a sequence that waits the keys are still to be made."""
+        if not self.policy.prefix_caching:
+            return 0
+        chain = self._chains.get(sequence.seq_id)
+        return sequence.num_tokens // self.block_size - (len(chain.keys) if chain else 0)
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Make the next keys of a sequence's known tokens, so that no step has to.
+
+        Those of PREPARE_TOKENS tokens, as all of a very long prompt take longer than a step.
+        """
+        named = self.block_size * len(self._keys(sequence, 0))
+        self._keys(sequence, min(sequence.num_tokens, named + PREPARE_TOKENS))
+
+    def is_pending(self, sequence: Sequence) -> bool:
+        """Return whether content that a sequence begins behind is still on its way."""
+        pending = zip(self.pools, sequence.pending, strict=True) if sequence.pending else ()
+        return any(pool.ledger.is_pending(moves) for pool, moves in pending)
 
     def can_admit(
         self,
@@ -151,26 +235,45 @@ class BlockGroups:
         return min(pool.num_allocatable("either" if alone else "gpu") for pool in self.pools)
 
     def begin(self, sequence: Sequence, found: Found, *, alone: bool) -> bool:
-        """Give a sequence the blocks found; return whether there is room for them.
+        """Give a sequence the blocks found just now; return whether there is room for them.
 
+        It runs once what is loaded of them is there (`is_pending`).
         One that is alone begins behind as many of them as there is room for; what the GPU could
         never hold of it stays in the host tier.
         """
         in_place = self.num_over(sequence.num_tokens) if alone else 0
-        if not self.content.can_claim(found, in_place):
+        if not self._can_claim(found, in_place):
             if not alone:
                 return False
             found = self._most_that_fits(sequence, found, in_place)
-        self.content.claim(sequence, found, in_place, GONE)
+        pending, resumed = [], sequence.num_preemptions > 0
+        for pool, blocks, gone in zip(self.pools, found.blocks, found.num_gone, strict=True):
+            table, moves = pool.claim(
+                blocks,
+                num_missed=found.num_missed,
+                in_place=in_place,
+                resumed=resumed,
+                num_unseen=gone,
+            )
+            sequence.block_tables.append([GONE] * gone + table)
+            pending.append(moves)
+        sequence.num_gone = list(found.num_gone)
+        sequence.num_computed = found.num_blocks * self.block_size
+        sequence.num_named = found.num_blocks
+        sequence.pending = tuple(pending)
         return True
+
+    def _can_claim(self, found: Found, in_place: int) -> bool:
+        parts = zip(self.pools, found.blocks, strict=True)
+        return all(pool.can_claim(blocks, in_place=in_place) for pool, blocks in parts)
 
     def _most_that_fits(self, sequence: Sequence, found: Found, in_place: int) -> Found:
         """Search for the longest prefix that can be claimed; none always can."""
-        best, low, high = self.content.find(sequence, 0), 0, found.num_blocks
+        best, low, high = self.find(sequence, 0), 0, found.num_blocks
         while high - low > 1:
             middle = (low + high) // 2
-            shorter = self.content.find(sequence, middle)
-            if self.content.can_claim(shorter, in_place):
+            shorter = self.find(sequence, middle)
+            if self._can_claim(shorter, in_place):
                 best, low = shorter, middle
             else:
                 high = middle
@@ -186,15 +289,22 @@ class BlockGroups:
         written by its next owner in a step that is planned later, and steps run in order on one
         stream, behind all that may still read it; moves run behind the steps before them.
         """
-        self.content.name(sequence)
-        size = self.block_size
-        start = sequence.num_computed - sequence.num_computed % size
+        size, full = self.block_size, sequence.num_computed // self.block_size
+        if self.policy.prefix_caching and full > sequence.num_named:
+            keys = self._keys(sequence, sequence.num_computed)
+            for pool, table, gone in self._parts(sequence):
+                for place in range(max(gone, sequence.num_named), full):
+                    pool.register(table[place], keys[place])
+            sequence.num_named = full
         for group, pool in self._with_window:
             table, gone = sequence.block_tables[group], sequence.num_gone[group]
-            end = min(len(table), num_expired(start, pool.window, size))
+            end = min(len(table), num_expired(full * size, pool.window, size))
             if end > gone:
                 num_prompt = max(0, sequence.num_prompt_tokens // size - gone)
-                self.content.expire(pool, table[gone:end], num_prompt)
+                # Others may begin behind a part of the prompt. Behind a part of the output that is
+                # unlikely: its blocks are not stored when they are taken.
+                pool.free(table[gone:end][:num_prompt], self._retain)
+                pool.free(table[gone:end][num_prompt:], self._drop)
                 table[gone:end] = [GONE] * (end - gone)
                 sequence.num_gone[group] = end
                 self.num_given_back += 1
@@ -209,7 +319,7 @@ class BlockGroups:
         Raises:
             EngineError: It was computed less far, or its content is still on its way.
         """
-        if num_tokens > sequence.num_computed or self.content.is_pending(sequence):
+        if num_tokens > sequence.num_computed or self.is_pending(sequence):
             raise EngineError(
                 f"block groups: expected at most {sequence.num_computed} tokens of sequence "
                 f"{sequence.seq_id} to remain computed, all of them there, got {num_tokens}."
@@ -217,12 +327,12 @@ class BlockGroups:
         size = self.block_size
         if num_tokens // size < sequence.num_named:
             num_tokens -= num_tokens % size
-        parts = self.content.tables(sequence)
+        parts = self._parts(sequence)
         if any(num_expired(num_tokens, pool.window, size) < gone for pool, _, gone in parts):
             num_tokens = 0
         keep = -(-num_tokens // size)
         for group, (pool, table, gone) in enumerate(parts):
-            pool.free(table[max(gone, keep) :], self.content.retain)
+            pool.free(table[max(gone, keep) :], self._retain)
             del table[keep:]
             sequence.num_gone[group] = min(gone, keep)
         sequence.num_named = min(sequence.num_named, num_tokens // size)
@@ -231,21 +341,65 @@ class BlockGroups:
         self.num_given_back += 1
         return num_tokens
 
+    def would_swap(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's content would go to the host tier if it were preempted."""
+        full, rates = sequence.num_computed // self.block_size, self.policy.swap_rates
+        if not full or not self.has_host:
+            return False
+        if rates is None:
+            return True
+        store_bytes = load_bytes = 0
+        for pool, table, gone in self._parts(sequence):
+            store_bytes += pool.num_lacking(table[gone:full]) * pool.block_bytes
+            load_bytes += (full - gone) * pool.block_bytes
+        recompute_s = full * self.block_size * self.policy.recompute_token_s
+        return swap_or_recompute(store_bytes, load_bytes, rates, recompute_s) == "swap"
+
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
-        """Take all blocks of a sequence away; return how it goes on later."""
-        how = self.content.preempt(sequence)
+        """Take all blocks of a sequence away; return how it goes on later.
+
+        Swapped content is stored as far as there is room; what is lost is computed again.
+        """
+        swaps, full = self.would_swap(sequence), sequence.num_computed // self.block_size
+        keys = self._keys(sequence, sequence.num_computed) if swaps else []
+        for pool, table, gone in self._parts(sequence):
+            if swaps:
+                pool.swap_out(table[gone:], keys[gone:full])
+            else:
+                pool.free(table[gone:], self._drop)
         sequence.drop_blocks()
         self.num_given_back += 1
-        return how
+        return "swap" if swaps else "recompute"
 
     def release(self, sequence: Sequence, *, is_bad: bool = False) -> None:
         """Give back all blocks of a sequence that ended; if it is bad, forget what they hold."""
         if sequence.block_tables:
-            for pool, table, gone in self.content.tables(sequence):
-                pool.free(table[gone:], self.content.retain)
+            for pool, table, gone in self._parts(sequence):
+                pool.free(table[gone:], self._retain)
             self.num_given_back += 1
-        self.content.forget(sequence, is_bad=is_bad)
+        chain = self._chains.pop(sequence.seq_id, None)
+        if chain is not None and (is_bad or not self.policy.prefix_caching):
+            for pool in self.pools:
+                pool.forget(chain.keys)
         sequence.drop_blocks()
+
+    def _parts(self, sequence: Sequence) -> list[tuple[TieredBlockPool, list[int], int]]:
+        """Return each group's pool, a sequence's block table there, and where its blocks begin."""
+        return list(zip(self.pools, sequence.block_tables, sequence.num_gone, strict=True))
+
+    def _keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Return the keys of the full blocks of at least so many leading tokens."""
+        chain = self._chains.get(sequence.seq_id)
+        if chain is None:
+            salt = sequence.params.cache_salt
+            if not self.policy.prefix_caching:
+                salt = f"sequence {sequence.seq_id}"
+            elif salt is not None:
+                salt = f"request {salt}"
+            chain = self._chains[sequence.seq_id] = KeyChain(
+                root_key(self.policy.identity, self.block_size, salt), self.block_size
+            )
+        return chain.extend(sequence.tokens, num_tokens)
 
     def store_ahead(self, num_tokens: int) -> None:
         """Store what would give way next, as far as a step could take blocks.

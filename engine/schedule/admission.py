@@ -50,10 +50,10 @@ class Admission:
         """
         groups, limit = self._groups, self._max_model_len
         if not running:
-            return groups.begin(sequence, groups.content.find(sequence), alone=True)
+            return groups.begin(sequence, groups.find(sequence), alone=True)
         if groups.num_over(sequence.num_tokens) or self._is_in_vain(sequence):
             return False
-        found = groups.content.find(sequence)
+        found = groups.find(sequence)
         # The last token of the longest output is never computed.
         others = ((s, outlook.known(s), s.max_length(limit) - 1) for s in running)
         most = sequence.max_length(limit) - 1
@@ -98,7 +98,7 @@ class Rounds:
         self, step: int, waiting: Collection[Sequence], running: SequenceOf[Sequence]
     ) -> bool:
         """Return whether places are to be changed before a step."""
-        if step < self._next_step or not self._groups.content.has_host:
+        if step < self._next_step or not self._groups.has_host:
             return False
         if not waiting or not 1 < len(running) < self._max_num_seqs:
             return False
@@ -123,7 +123,7 @@ class Rounds:
             for s in running
             if s.status is SequenceStatus.RUNNING
             and s.num_computed >= s.num_tokens - 1
-            and groups.content.would_swap(s)
+            and groups.would_swap(s)
         ]
         ready.sort(key=lambda s: s.num_output_tokens)
         left = groups.num_spare(

@@ -347,7 +347,7 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return None
         sequence = self.waiting[0]
-        if is_busy and self.groups.content.num_unnamed(sequence) >= LONG_BLOCKS:
+        if is_busy and self.groups.num_unnamed(sequence) >= LONG_BLOCKS:
             return None
         if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
             return None
@@ -356,7 +356,7 @@ class Scheduler:
         if sequence.seq_id in self._swapped:
             self._swapped.remove(sequence.seq_id)
             self.stats.num_swaps_in += sequence.num_computed > 0
-        is_pending = self.groups.content.is_pending(sequence)
+        is_pending = self.groups.is_pending(sequence)
         sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
         return sequence
 
@@ -409,15 +409,14 @@ class Scheduler:
         self.pools[group].complete(tuple(move_ids))
         for sequence in self.running:
             is_loading = sequence.status is SequenceStatus.LOADING
-            if is_loading and not self.groups.content.is_pending(sequence):
+            if is_loading and not self.groups.is_pending(sequence):
                 sequence.status, sequence.pending = SequenceStatus.RUNNING, ()
 
     def prepare(self) -> bool:
         """Make keys of a prompt that waits near the front; return whether one lacked some."""
-        content = self.groups.content
         for sequence in islice(self.waiting, MOST_PREPARED):
-            if content.num_unnamed(sequence) > 0:
-                content.prepare(sequence)
+            if self.groups.num_unnamed(sequence) > 0:
+                self.groups.prepare(sequence)
                 return True
         return False
 

@@ -404,7 +404,7 @@ class World:
             assert pool.use("gpu")["free"] == pool.num_gpu_blocks
             assert pool.use("cpu")["free"] == pool.num_cpu_blocks
         assert self.scheduler.stats.num_finished == len(self.sequences)
-        assert self.groups.content.num_named == 0
+        assert self.groups.num_named == 0
         for s in self.sequences:
             wanted = [self.token(s, s.num_prompt_tokens + i) for i in range(s.num_output_tokens)]
             assert s.output_token_ids == wanted

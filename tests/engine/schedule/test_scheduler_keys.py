@@ -1,6 +1,6 @@
 """Keys of blocks are made ahead of need; no running sequence waits for those of a long prompt."""
 
-from engine.kv import prefix
+from engine.kv import prefix, sequences
 from engine.schedule.admission import LONG_BLOCKS
 from tests.engine.schedule.test_scheduler_swaps import run, world_of
 
@@ -28,7 +28,7 @@ def test_running_sequences_do_not_wait_for_the_keys_of_a_long_prompt(monkeypatch
 
 
 def test_keys_of_a_very_long_prompt_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr(prefix, "PREPARE_TOKENS", 40)
+    monkeypatch.setattr(sequences, "PREPARE_TOKENS", 40)
     world = world_of(block_size=1, max_len=100, tokens=200, num_gpu=400)
     world.add(length=4, max_tokens=20)
     world.step()

@@ -312,8 +312,8 @@ def test_a_long_prompt_without_room_is_looked_at_now_and_then():
     first = world.add(length=280, max_tokens=40)
     world.step()
     asked = []
-    find = world.groups.content.find
-    world.groups.content.find = lambda sequence: (
+    find = world.groups.find
+    world.groups.find = lambda sequence: (
         asked.append(world.scheduler.stats.num_steps) or find(sequence)
     )
     second = world.add(length=290, max_tokens=1)

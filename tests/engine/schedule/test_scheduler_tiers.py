@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.asked.request import SequenceStatus
-from engine.kv import prefix, sequences
-from engine.kv.prefix import BlockContent, num_expired
+from engine.kv import sequences
+from engine.kv.prefix import num_expired
 from engine.plan.sizes import SwapRates
 from engine.schedule import admission as rounds
 from tests.engine.tiers_world import STEMS, Tiers, World
@@ -245,9 +245,9 @@ def spoiled(monkeypatch, fault):
     if fault == "a step does not wait for moves":
         monkeypatch.setattr(World, "execute_all", lambda *_: None)
     if fault == "a prefix is read before it has come":
-        monkeypatch.setattr(BlockContent, "is_pending", lambda *_: False)
+        monkeypatch.setattr(sequences.BlockGroups, "is_pending", lambda *_: False)
     if fault == "a salt is ignored":
-        monkeypatch.setattr(prefix, "root_key", lambda *_: b"")
+        monkeypatch.setattr(sequences, "root_key", lambda *_: b"")
     if fault == "blocks behind a window are given back too early":
         monkeypatch.setattr(sequences, "num_expired", lambda *a: num_expired(*a) + 1)
 
