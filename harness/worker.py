@@ -23,7 +23,7 @@ from harness.config.schema import RequestSet
 from harness.config.serve import ServeScenario
 from harness.config.study import StepsScenario, TiersScenario
 from harness.folders import plain
-from harness.observe.gpu import EnergyMeter, Gpu, energy_metrics, open_gpu
+from harness.observe.gpu import Gpu, energy_metrics, open_gpu
 from harness.observe.host import process_memory, reset_rss_peak
 from harness.observe.link import LinkCounter
 from harness.observe.parent import die_with_parent
@@ -38,7 +38,7 @@ from harness.point.process import (
     result_path,
 )
 from harness.systems.base import agree
-from harness.systems.door import BuildEngine, EngineDoor, LinkWatch, engine_door
+from harness.systems.door import BuildEngine, EngineDoor, LinkWatch, engine_door, peer_door
 from harness.work.bench import measure_bare, measure_overhead, measure_steps, rates_note
 from harness.work.correctness import (
     STREAM,
@@ -49,7 +49,7 @@ from harness.work.correctness import (
 )
 from harness.work.drive import Engine, Outcome, StepTotals, measure_repeats
 from harness.work.kv import KVWatch
-from harness.work.load import FIRST_PROMPT_TOKENS, measure_load
+from harness.work.load import measure_load
 from harness.work.offline import (
     engine_prompts,
     measure_latency,
@@ -180,13 +180,13 @@ def door_for(job: WorkerJob) -> EngineDoor:
         case "native":
             return engine_door()
         case "accelerate":
-            from harness.systems.accelerate_engine import accelerate_door  # noqa: PLC0415
+            from harness.systems import accelerate_engine  # noqa: PLC0415
 
-            return accelerate_door()
+            return peer_door(accelerate_engine.load_code)
         case "vllm":
-            from harness.systems.vllm_engine import vllm_door  # noqa: PLC0415
+            from harness.systems import vllm_engine  # noqa: PLC0415
 
-            return vllm_door()
+            return peer_door(vllm_engine.load_code)
         case "http":
             from harness.systems.http_engine import http_door  # noqa: PLC0415
 
@@ -342,13 +342,7 @@ class Work:
         )
 
     def _load(self) -> None:
-        def first_prompt(llm: Engine) -> list[int]:
-            num_tokens = min(FIRST_PROMPT_TOKENS, llm.max_model_len - 1)
-            return engine_prompts(llm, 1, num_tokens, seed=0, stream="load")[0]
-
-        row, llm = measure_load(
-            self._build, first_prompt, spawned_s=self._spawned_s, clock=self._door.clock
-        )
+        row, llm = measure_load(self._build, spawned_s=self._spawned_s, clock=self._door.clock)
         self._note_window("load", self._spawned_s)
         self._note_engine(llm)
         row["rss_peak_bytes"] = process_memory()["rss_peak_bytes"]
@@ -552,16 +546,23 @@ class Work:
     ) -> StepTotals:
         """Measure a part, all repeats, with its energy and KV; note what it found and when."""
         self._state.enter(part, num_tokens)
-        energy = EnergyMeter(self._gpu())
+        gpu = self._gpu()
+        before_j = gpu.energy_j() if gpu else None
         begin_s = self._door.clock()
         watch = KVWatch(llm, self._door.clock)
         watched = cast(Engine, watch)
         outcome, totals = measure_repeats(partial(once, watched), config, self._job.t)
         self._note_window(part, begin_s)
         self._requests.flush()
-        self._note_outcome(part, outcome)
+        self._result["metrics"] |= outcome.metrics
+        self._result["samples"][part] = outcome.samples
+        if outcome.repeats:
+            self._result["samples"].setdefault("repeats", {})[part] = outcome.repeats
+        self._result["reasons"] += outcome.reasons
+        self._result["notes"] += outcome.notes
         watch.note(part, self._result)
-        self._result["metrics"] |= energy_metrics(energy.total_j(), outcome.num_output_tokens)
+        after_j = gpu.energy_j() if gpu else None
+        self._result["metrics"] |= energy_metrics(before_j, after_j, outcome.num_output_tokens)
         self._save()
         if not outcome.num_measured:
             raise RequestError(f"nothing was measured. {outcome.reasons[0]}")
@@ -571,14 +572,6 @@ class Work:
         """Note when a part ran, on the machine's clock, which the samples of telemetry are on."""
         begin_s, end_s = (self._door.clock_zero_s + s for s in (begin_s, self._door.clock()))
         self._result["windows"].append({"part": part, "begin_s": begin_s, "end_s": end_s})
-
-    def _note_outcome(self, part: str, outcome: Outcome) -> None:
-        self._result["metrics"] |= outcome.metrics
-        self._result["samples"][part] = outcome.samples
-        if outcome.repeats:
-            self._result["samples"].setdefault("repeats", {})[part] = outcome.repeats
-        self._result["reasons"] += outcome.reasons
-        self._result["notes"] += outcome.notes
 
     def _note_transfers(self, timed: dict[str, StepTotals]) -> None:
         metrics, last = self._result["metrics"], list(timed.values())[-1]

@@ -202,7 +202,7 @@ class TokenEvent:
     """
 
     request_id: str
-    index: int
+    index: int = 0
     token_id: int
     position: int
     """Its place in prompt and output, from 0."""
@@ -210,7 +210,7 @@ class TokenEvent:
     """Why the sequence ended with this token; None if it goes on."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it, if one did; of a failure why."""
-    logprob: float
+    logprob: float = math.nan
     top_logprobs: dict[int, float] | None = None
     time_s: float = math.nan
     """When the token was on the host, seconds of the engine's clock; set by the core."""

@@ -37,22 +37,23 @@ def certain_not_to_fit(config: RunConfig, ended: Sequence[RunRecord]) -> str | N
 
     A point proves it that had status no_fit and differs in nothing but settings of which this one
     asks for more room; the plan of this one, which is arithmetic, must say the same. One that ran
-    out of GPU memory proves it for the same settings in less memory.
-
-    Args:
-        config: of the point.
-        ended: the sweep's points so far.
+    out of GPU memory proves it for the same settings in less memory. `ended` are the sweep's points
+    so far.
     """
     if config.system.kind != "native":
         return None
     asked = _flat(config.to_dict())
     for record in ended:
-        harder = _harder_settings(asked, _flat(record.config)) if _is_proof(record) else {}
+        kind = (record.error or {}).get("type")
+        is_oom = record.status == "oom" and kind != "HostOutOfMemory"
+        if not is_oom and record.status != "no_fit":
+            continue
+        harder = _harder_settings(asked, _flat(record.config))
         if not harder:
             continue
         what = ", ".join(f"{key}={asked[key]} ({was})" for key, was in harder.items())
         reason = f"{record.name} had status {record.status}, and this point asks for more: {what}."
-        if record.status == "oom":
+        if is_oom:
             if set(harder) <= set(_MEMORY):
                 return reason
             continue
@@ -83,12 +84,6 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
     except EngineError:
         return None  # the point itself will say what is wrong
     return None
-
-
-def _is_proof(record: RunRecord) -> bool:
-    if record.status == "no_fit":
-        return True
-    return record.status == "oom" and (record.error or {}).get("type") != "HostOutOfMemory"
 
 
 def _harder_settings(asked: Mapping[str, Any], easy: Mapping[str, Any]) -> dict[str, Any]:

@@ -226,26 +226,16 @@ def _cuda_version(number: int | None) -> str | None:
     return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
 
-class EnergyMeter:
-    """Reads the counter when it is made and when it is asked."""
+def energy_metrics(
+    before_j: float | None, after_j: float | None, num_tokens: int
+) -> dict[str, float | None]:
+    """Return the metrics of `num_tokens` output tokens from two readings of the energy counter.
 
-    def __init__(self, gpu: Gpu | None) -> None:
-        self._gpu = gpu
-        self._before_j = gpu.energy_j() if gpu else None
-
-    def total_j(self) -> float | None:
-        """Return the joules since it was made.
-
-        None without a counter, or where the counter was started anew meanwhile.
-        """
-        after_j = self._gpu.energy_j() if self._gpu else None
-        if self._before_j is None or after_j is None or after_j < self._before_j:
-            return None
-        return after_j - self._before_j
-
-
-def energy_metrics(total_j: float | None, num_tokens: int) -> dict[str, float | None]:
-    """Return the metrics of `total_j` joules for `num_tokens` output tokens."""
+    None without a counter, or where it was started anew meanwhile.
+    """
+    total_j = None
+    if before_j is not None and after_j is not None and after_j >= before_j:
+        total_j = after_j - before_j
     return {
         "energy/total_j": total_j,
         "energy/j_per_token": total_j / num_tokens if total_j and num_tokens else None,

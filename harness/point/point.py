@@ -273,16 +273,12 @@ class Attempt:
             (row,) = result["samples"]["load"]
             label = kind if (num_cold if kind == "cold" else num_warm) == 1 else f"{kind} {index}"
             rows.append({"start": label, "is_cold": kind == "cold", "cached_share": share, **row})
-        outcome = summarise_loads(rows)
-        self.findings.metrics |= outcome.metrics
-        self._note_predicted_load()
-        self.findings.samples["load"] = outcome.samples
-
-    def _note_predicted_load(self) -> None:
+        outcome, metrics = summarise_loads(rows), self.findings.metrics
+        metrics |= outcome.metrics
         predicted = (self.findings.plan or {}).get("predicted") or {}
-        metrics = self.findings.metrics
         metrics["predicted/load_s"] = predicted.get("load_s")
         metrics |= differences(metrics)
+        self.findings.samples["load"] = outcome.samples
 
     def _note_cold(self, share: float | None) -> None:
         if share is None:

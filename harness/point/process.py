@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -209,15 +209,6 @@ class WorkerProcess:
             os.killpg(self.pid, number)
 
 
-def let_threads_sleep(environ: MutableMapping[str, str]) -> None:
-    """Keep threads from spinning at barriers, unless it is set; torch reads it when it is imported.
-
-    They starve each other where other processes want the cores too: with two threads on two busy
-    cores a decode step of 8 sequences took 1458 ms, now 214.
-    """
-    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def start_worker(
     run_dir: Path,
     job: str,
@@ -230,7 +221,9 @@ def start_worker(
     The arguments are appended to `command`, `environ` is added to this process's environment.
     """
     variables = {**os.environ, **(environ or {})}
-    let_threads_sleep(variables)
+    # Threads that spin at barriers starve each other where other processes want the cores too: with
+    # two of them on two busy cores a decode step of 8 sequences took 1458 ms, now 214.
+    variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     variables["PYTHONUNBUFFERED"] = "1"  # a killed worker's last words reach the log
     arguments = ["--job", job, "--parent", str(os.getpid()), "--spawned-s", repr(time.monotonic())]
     with (run_dir / WORKER_LOG_NAME).open("ab") as log:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count
-from math import nan
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig
@@ -26,10 +25,9 @@ from harness.systems.base import (
     PeerPlan,
     config_json,
     model_spec,
-    nothing,
     open_peer_device,
 )
-from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
+from harness.systems.door import BuildEngine, Progress
 from harness.work.drive import StepCounts
 
 HOST: Final = "cpu"
@@ -535,14 +533,7 @@ class AccelerateEngine:
         self._waiting.clear()
 
 
-def accelerate_door() -> EngineDoor:
-    """Return the door to transformers and accelerate."""
-    return EngineDoor(
-        load_code=_load_code, probe=probe_engine_link, predict=nothing, is_exact=False
-    )
-
-
-def _load_code() -> BuildEngine:
+def load_code() -> BuildEngine:
     """Import what the engine needs, or refuse where accelerate is not installed."""
     require_package("accelerate")
     import accelerate  # noqa: F401, PLC0415  takes seconds, as the next two, and is measured
@@ -568,10 +559,8 @@ def _event(row: Row, now_s: float) -> TokenEvent:
     request, num = row.request, len(row.output)
     return TokenEvent(
         request_id=request.request_id,
-        index=0,
         token_id=row.output[-1],
         position=len(request.prompt_token_ids) + num - 1,
         finish_reason=row.finish_reason,
-        logprob=nan,
         time_s=now_s,
     )

@@ -12,6 +12,7 @@ from harness.config.schema import ScenarioConfig
 from harness.observe.gpu import Gpu, open_gpu
 from harness.observe.link import calibrate
 from harness.observe.machine_rates import read_rates, write_rates
+from harness.systems.base import nothing
 from harness.work.drive import Engine
 from harness.work.open_loop import Wait
 from harness.work.predicted import PROBED_AFTER, predicted_times
@@ -106,6 +107,11 @@ def rates_of_cpu(config: EngineConfig) -> Mapping[str, float | None]:
 def engine_door() -> EngineDoor:
     """Return the door to the project's engine."""
     return EngineDoor(load_code=load_engine_code, probe=probe_engine_link, machine=rates_of_cpu)
+
+
+def peer_door(load_code: Callable[[], BuildEngine]) -> EngineDoor:
+    """Return the door to a peer that is stepped in this process."""
+    return EngineDoor(load_code=load_code, probe=probe_engine_link, predict=nothing, is_exact=False)
 
 
 class LinkWatch:

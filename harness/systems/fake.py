@@ -410,38 +410,30 @@ class FakeLLM:
         return [self._next_event(sequence, now_s) for sequence in alive]
 
     def _next_event(self, sequence: FakeSequence, now_s: float) -> TokenEvent:
-        if not (sequence.is_broken and sequence.num_out):
-            return self._next_token(sequence, now_s)
-        self._running.remove(sequence)
-        return TokenEvent(
-            request_id=sequence.request_id,
-            index=0,
-            token_id=NO_TOKEN,
-            position=len(sequence.prompt) + sequence.num_out,
-            finish_reason="error",
-            logprob=math.nan,
-            time_s=now_s,
-            stop_reason="request: scripted to break (model.fake.break_every="
-            f"{self._script.break_every}).",
-        )
-
-    def _next_token(self, sequence: FakeSequence, now_s: float) -> TokenEvent:
-        token = _token(sequence, self.spec.vocab_size)
-        if not self._is_reference and sequence.num_out == self._script.wrong_token_at:
-            token = _NUM_SPECIAL + (token + 1 - _NUM_SPECIAL) % (
-                self.spec.vocab_size - _NUM_SPECIAL
+        is_failure = sequence.is_broken and sequence.num_out > 0
+        reason: FinishReason | None = "error"
+        why, token, position = None, NO_TOKEN, len(sequence.prompt) + sequence.num_out
+        if is_failure:
+            every = self._script.break_every
+            why = f"request: scripted to break (model.fake.break_every={every})."
+        else:
+            token, free = (
+                _token(sequence, self.spec.vocab_size),
+                self.spec.vocab_size - _NUM_SPECIAL,
             )
-        sequence.num_out += 1
-        reason = self._end_of(sequence)
+            if not self._is_reference and sequence.num_out == self._script.wrong_token_at:
+                token = _NUM_SPECIAL + (token + 1 - _NUM_SPECIAL) % free
+            sequence.num_out += 1
+            reason = self._end_of(sequence)
         if reason is not None:
             self._running.remove(sequence)
         return TokenEvent(
             request_id=sequence.request_id,
-            index=0,
             token_id=token,
-            position=len(sequence.prompt) + sequence.num_out - 1,
+            position=position,
             finish_reason=reason,
-            logprob=0.0,
+            stop_reason=why,
+            logprob=math.nan if is_failure else 0.0,
             time_s=now_s,
         )
 

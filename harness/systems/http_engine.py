@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import nan
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -666,10 +665,8 @@ def _length(told: Any) -> int | None:
 def _event(request: Request, answer: StreamedAnswer, index: int) -> TokenEvent:
     return TokenEvent(
         request_id=request.request_id,
-        index=0,
         token_id=answer.token_ids[index],
         position=len(request.prompt_token_ids) + index,
-        logprob=nan,
         time_s=answer.times_s[index],
     )
 
@@ -677,11 +674,9 @@ def _event(request: Request, answer: StreamedAnswer, index: int) -> TokenEvent:
 def _failure(request: Request, why: str) -> TokenEvent:
     return TokenEvent(
         request_id=request.request_id,
-        index=0,
         token_id=UNKNOWN_TOKEN,
         position=len(request.prompt_token_ids),
         finish_reason="error",
         stop_reason=why,
-        logprob=nan,
         time_s=time.perf_counter(),
     )

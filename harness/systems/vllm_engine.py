@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, fields
 from itertools import count
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from harness.systems.base import (
     PeerPlan,
     config_json,
     model_spec,
-    nothing,
     open_peer_device,
 )
-from harness.systems.door import BuildEngine, EngineDoor, Progress, probe_engine_link
+from harness.systems.door import BuildEngine, Progress
 from harness.work.drive import StepCounts
 
 
@@ -204,11 +202,9 @@ class VLLMEngine:
             events.append(
                 TokenEvent(
                     request_id=name,
-                    index=0,
                     token_id=int(token),
                     position=self._prompts[name] + self._outputs[name] - 1,
                     finish_reason=answer.finish_reason if is_last else None,
-                    logprob=nan,
                     time_s=now_s,
                 )
             )
@@ -271,14 +267,7 @@ class VLLMEngine:
         gc.collect()
 
 
-def vllm_door() -> EngineDoor:
-    """Return the door to vLLM."""
-    return EngineDoor(
-        load_code=_load_code, probe=probe_engine_link, predict=nothing, is_exact=False
-    )
-
-
-def _load_code() -> BuildEngine:
+def load_code() -> BuildEngine:
     """Import vLLM, to run in this process: so its memory and its offload can be looked at."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:

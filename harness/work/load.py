@@ -4,29 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.work.drive import Clock, Engine, Outcome, run_requests
+from harness.work.offline import engine_prompts
 
 FIRST_PROMPT_TOKENS: Final = 32
 """Length of the prompt whose first token ends the load."""
 
 
 def measure_load(
-    build: Callable[[], Engine],
-    first_prompt: Callable[[Engine], Sequence[int]],
-    *,
-    spawned_s: float,
-    clock: Clock,
+    build: Callable[[], Engine], *, spawned_s: float, clock: Clock
 ) -> tuple[dict[str, Any], Engine]:
     """Build the engine and take one token; return the start as a row and the engine.
 
     `import` runs from the start of the process to the engine's construction, `first_token` from its
     end to the token. Between them are the engine's own phases; what it left unnamed of its
-    construction counts as `build`. The phases sum to `total_s`. `first_prompt` gives the prompt
-    whose first token ends the load; the process was started at `spawned_s` on `clock`.
+    construction counts as `build`. The phases sum to `total_s`. The process was started at
+    `spawned_s` on `clock`.
     """
     begin_s = clock()
     llm = build()
     built_s = clock()
-    requests, _ = run_requests(llm, [first_prompt(llm)], 1, clock=clock, prefix="load")
+    num_tokens = min(FIRST_PROMPT_TOKENS, llm.max_model_len - 1)
+    prompts = engine_prompts(llm, 1, num_tokens, seed=0, stream="load")
+    requests, _ = run_requests(llm, prompts, 1, clock=clock, prefix="load")
     (first,) = requests
     if not first.is_complete:
         raise RuntimeError(f"load: the first request gave no token: {first.error}")

@@ -47,48 +47,25 @@ def late(config: ServeScenario) -> str:
     return f"max_duration_s={config.max_duration_s or math.inf:g} had passed"
 
 
-async def run_open_loop(
-    door: Door,
-    schedule: Schedule,
-    config: ServeScenario,
-    *,
-    clock: Clock,
-    wait: Wait = asyncio.sleep,
-    on_progress: OnProgress | None = None,
-    on_end: OnEnd | None = None,
-    give_up: GiveUp | None = None,
-) -> list[ServedRequest]:
-    """Send a schedule and return what came of every request of it, in the schedule's order.
+class OpenLoop:
+    """One schedule under way; begins when it is made.
 
     Of `config` the limits hold. `wait` lets time pass on `clock`, the clock of the tokens' times.
     `on_end` gets each request when it has ended, those that never ran at the end. `give_up` is
-    looked at four times a second; what then runs or is to come is cancelled. What the engine failed
-    of is raised.
+    looked at four times a second; what then runs or is to come is cancelled.
     """
-    run = _Run(door, schedule, config, clock, wait, on_progress, on_end, give_up)
-    try:
-        await run.send_all()
-        await run.drain()
-    finally:
-        await run.cancel_rest()
-    if door.failure is not None:
-        raise door.failure
-    return list(run.served.values())
-
-
-class _Run:
-    """One schedule under way; begins when it is made."""
 
     def __init__(
         self,
         door: Door,
         schedule: Schedule,
         config: ServeScenario,
+        *,
         clock: Clock,
-        wait: Wait,
-        on_progress: OnProgress | None,
-        on_end: OnEnd | None,
-        give_up: GiveUp | None,
+        wait: Wait = asyncio.sleep,
+        on_progress: OnProgress | None = None,
+        on_end: OnEnd | None = None,
+        give_up: GiveUp | None = None,
     ) -> None:
         self._door, self._config = door, config
         self._clock, self._wait, self._on_progress = clock, wait, on_progress
@@ -102,14 +79,25 @@ class _Run:
         self._ended: str | None = None
         self._begin_s = self._last_arrival_s = clock()
         self._end_s = self._begin_s + (config.max_duration_s or math.inf)
-        self.served = {request.request_id: _not_sent(request) for request in schedule.requests}
+        self._served = {request.request_id: _not_sent(request) for request in schedule.requests}
 
-    async def send_all(self) -> None:
-        """Start each conversation at its time; return when the last has begun or none is to."""
+    async def run(self) -> list[ServedRequest]:
+        """Send the schedule; return what came of every request of it, in its order.
+
+        What the engine failed of is raised.
+        """
         self._tasks.append(asyncio.create_task(self._begin_all()))
-        await asyncio.wait(self._tasks[:1])
+        try:
+            await asyncio.wait(self._tasks[:1])
+            await self._drain()
+        finally:
+            await self._cancel_rest()
+        if self._door.failure is not None:
+            raise self._door.failure
+        return list(self._served.values())
 
     async def _begin_all(self) -> None:
+        """Start each conversation at its time; end when the last has begun or none is to."""
         for turns in self._conversations:
             arrival_s = self._begin_s + (turns[0].scheduled_s or 0.0)
             self._last_arrival_s = max(self._last_arrival_s, arrival_s)
@@ -118,7 +106,7 @@ class _Run:
                 return
             self._tasks.append(asyncio.create_task(self._converse(turns, arrival_s)))
 
-    async def drain(self) -> None:
+    async def _drain(self) -> None:
         """Wait until everything ended, or until the time after the last arrival is over."""
         open_tasks = set(self._tasks)
         while open_tasks and not self._is_over():
@@ -136,19 +124,19 @@ class _Run:
             self._ended = late(self._config)
         elif self._give_up is not None and has_passed(now_s - self._look_s, _LOOK_S):
             self._look_s = now_s
-            if self._give_up(list(self.served.values()), now_s):
+            if self._give_up(list(self._served.values()), now_s):
                 self._ended = CUT_OFF
         return self._ended is not None or self._door.failure is not None
 
-    async def cancel_rest(self) -> None:
+    async def _cancel_rest(self) -> None:
         """Take back what still runs, and wait until it is noted."""
         for task in self._tasks:
             task.cancel()
         ends = await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._ended is not None:
-            for served in self.served.values():
+            for served in self._served.values():
                 served.error = self._ended if served.is_cancelled else served.error
-        for served in self.served.values():
+        for served in self._served.values():
             self._tell(served)
         for end in ends:
             if isinstance(end, Exception):
@@ -168,7 +156,7 @@ class _Run:
                 arrival_s += turn.think_s
                 self._last_arrival_s = max(self._last_arrival_s, arrival_s)
                 await self._wait_until(arrival_s)
-            served = self.served[turn.request_id]
+            served = self._served[turn.request_id]
             prompt = history + list(turn.prompt_token_ids or ())
             served.submit_s, served.num_prompt_tokens = arrival_s, len(prompt)
             served.error = "it still waited at the client for a free place (max_concurrency)"
@@ -223,7 +211,7 @@ class _Run:
 
     def _report(self) -> None:
         if self._on_progress is not None:
-            self._on_progress(self._num_done, len(self.served), self._num_tokens)
+            self._on_progress(self._num_done, len(self._served), self._num_tokens)
 
 
 def _conversations(schedule: Schedule) -> list[list[PlannedRequest]]:

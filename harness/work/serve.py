@@ -25,7 +25,7 @@ from harness.work.drive import (
 )
 from harness.work.kv import Reuse, Sent, hit_tokens, note_reuse, reuse_since
 from harness.work.offline import engine_prompts
-from harness.work.open_loop import CUT_OFF, Door, Wait, late, run_open_loop
+from harness.work.open_loop import CUT_OFF, Door, OpenLoop, Wait, late
 from harness.work.schedule import Load, PlannedRequest, Schedule, check_counted
 from harness.work.times import (
     ServedRequest,
@@ -157,7 +157,7 @@ def measure_serve(
             on_step=lambda step, duration_s: totals.add(step, duration_s, plan),
         )
         try:
-            return await run_open_loop(
+            loop = OpenLoop(
                 door,
                 schedule,
                 config,
@@ -167,6 +167,7 @@ def measure_serve(
                 on_end=on_end,
                 give_up=partial(is_lost, config) if config.search is not None else None,
             )
+            return await loop.run()
         finally:
             door.release()
 

@@ -15,9 +15,9 @@ from harness.systems.accelerate_engine import (
     AccelerateEngine,
     Row,
     StaticBatch,
-    _load_code,
-    accelerate_door,
+    load_code,
 )
+from harness.systems.door import peer_door
 from harness.work.drive import run_requests
 from harness.worker import Work
 from tests.harness.cases import SPEC
@@ -107,7 +107,7 @@ def test_an_aborted_request_gives_no_more_tokens():
 
 def test_a_worker_measures_accelerate(tmp_path):
     pytest.importorskip("accelerate", reason="the extra accelerate is not installed")
-    door = dataclasses.replace(accelerate_door(), probe=lambda config: {})
+    door = dataclasses.replace(peer_door(load_code), probe=lambda config: {})
     task = job(system=SystemConfig(kind="accelerate"), engine=config())
     result = Work(task, tmp_path, door, spawned_s=time.perf_counter()).run()
     assert result["status"] == "ok", result["error"]
@@ -119,7 +119,7 @@ def test_a_worker_measures_accelerate(tmp_path):
 def test_an_absent_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(EngineError, match=r"tightfit\[accelerate\]"):
-        _load_code()
+        load_code()
 
 
 class Echo:

@@ -11,8 +11,9 @@ from harness.config.engine import check_settings
 from harness.config.schema import ModelNode, ScenarioConfig, SystemConfig
 from harness.config.serve import Arrivals
 from harness.point.describe import flat_params, point_name, tags
+from harness.systems.door import peer_door
 from harness.systems.http_engine import HTTPDoor
-from harness.systems.vllm_engine import vllm_door
+from harness.systems.vllm_engine import load_code
 from harness.worker import Work, door_for
 from tests.harness.cases import attempt, run_config
 from tests.harness.systems.test_vllm import config
@@ -95,7 +96,7 @@ def test_tokens_are_compared_where_prompts_and_weights_are_the_same(changes, loa
 def test_a_peer_that_is_stepped_serves_a_schedule(monkeypatch, tmp_path):
     install(monkeypatch)
     load = serve(num_requests=6, warmup_requests=1, arrivals=Arrivals(process="at_once"))
-    door = dataclasses.replace(vllm_door(), probe=lambda config: {})
+    door = dataclasses.replace(peer_door(load_code), probe=lambda config: {})
     task = job(
         system=SystemConfig(kind="vllm"),
         engine=config(),

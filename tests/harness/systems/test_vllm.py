@@ -7,7 +7,8 @@ from engine.asked.config import EngineConfig, GPUConfig, ModelConfig
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError, EngineError
 from harness.config.schema import SystemConfig
-from harness.systems.vllm_engine import VLLMEngine, _load_code, vllm_door
+from harness.systems.door import peer_door
+from harness.systems.vllm_engine import VLLMEngine, load_code
 from harness.work.drive import run_requests
 from harness.work.offline import measure_throughput
 from harness.worker import Work
@@ -102,7 +103,7 @@ def test_an_older_vllm_lacks_settings_by_name(monkeypatch):
 
 def test_a_worker_measures_vllm(monkeypatch, tmp_path):
     install(monkeypatch)
-    door = dataclasses.replace(vllm_door(), probe=lambda config: {})
+    door = dataclasses.replace(peer_door(load_code), probe=lambda config: {})
     task = job(system=SystemConfig(kind="vllm"), engine=config())
     result = Work(task, tmp_path, door, spawned_s=0.0).run()
     assert result["status"] == "ok", result["error"]
@@ -135,4 +136,4 @@ def test_an_absent_package_is_named(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EngineError, match="expected the package vllm"):
-        _load_code()
+        load_code()

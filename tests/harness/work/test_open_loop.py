@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import EngineError
 from harness.config.serve import Arrivals, Turns
-from harness.work.open_loop import CUT_OFF, run_open_loop
+from harness.work.open_loop import CUT_OFF, OpenLoop
 from harness.work.schedule import fill_tokens, plan_requests
 from harness.work.times import Window, arrival_window, count_requests, serving_metrics
 from tests.harness.work.traffic.cases import serve
@@ -38,7 +38,7 @@ def run(
         limits = serve(max_concurrency=max_concurrency, drain_s=drain_s)
         if during is not None:
             task = asyncio.create_task(during(door))
-        served = await run_open_loop(door, schedule, limits, clock=now_s, give_up=give_up)
+        served = await OpenLoop(door, schedule, limits, clock=now_s, give_up=give_up).run()
         if during is not None:
             await task
         return served, door
@@ -265,7 +265,7 @@ def test_an_engine_that_fails_is_told_before_the_next_arrival():
         schedule = planned(arrivals=Arrivals(process="constant", rate_per_s=0.001))
         limits = serve(drain_s=9)
         with pytest.raises(MemoryError):
-            await run_open_loop(Door(), schedule, limits, clock=now_s)
+            await OpenLoop(Door(), schedule, limits, clock=now_s).run()
         return passed_s()
 
     assert run_virtually(main()) < 2  # and not at 1000 s
@@ -275,13 +275,13 @@ def test_progress_counts_ended_requests_and_tokens():
     seen = []
 
     async def main():
-        await run_open_loop(
+        await OpenLoop(
             ScriptedDoor(),
             planned(num_requests=2),
             serve(drain_s=9),
             clock=now_s,
             on_progress=lambda *state: seen.append(state),
-        )
+        ).run()
 
     run_virtually(main())
     assert seen[-1] == (2, 2, 8)
@@ -295,13 +295,13 @@ def test_a_pause_of_the_schedule_is_no_silence_but_one_of_the_engine_is(is_stuck
 
     async def main():
         arrivals = Arrivals(process="constant", rate_per_s=1 / 3600)
-        await run_open_loop(
+        await OpenLoop(
             ScriptedDoor(first_s=3000.0 if is_stuck else 0.5),
             planned(num_requests=2, arrivals=arrivals),
             serve(drain_s=9),
             clock=now_s,
             on_progress=lambda *_: told.append(passed_s()),
-        )
+        ).run()
 
     run_virtually(main())
     pauses = [after - before for before, after in itertools.pairwise(told)]

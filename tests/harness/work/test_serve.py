@@ -21,7 +21,7 @@ from harness.config.serve import (
 )
 from harness.observe.student import student_t
 from harness.point.process import WorkerJob
-from harness.work.open_loop import run_open_loop
+from harness.work.open_loop import OpenLoop
 from harness.work.prompts import PromptRow
 from harness.work.schedule import Load, plan_requests
 from harness.work.serve import good_share, is_lost, judge, measure_serve, warm_up
@@ -388,7 +388,7 @@ def test_the_real_engine_serves_its_own_tokens(tmp_path):
     schedule = what.schedule()
     door = AsyncLLM(llm)
     narrow = replace(config, max_concurrency=5)
-    served = asyncio.run(run_open_loop(door, schedule, narrow, clock=time.perf_counter))
+    served = asyncio.run(OpenLoop(door, schedule, narrow, clock=time.perf_counter).run())
     door.release()
     wanted = llm.generate(
         [list(each.prompt_token_ids) for each in schedule.requests], greedy_params(6)
