@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PY ?= .venv/bin/python
 JOBS ?= 2
+STUDIES ?= bench bench_lossless
 DEMO := smollm2_135m
 # Nothing but the names listed: what they need beyond these lists the GPU machine has.
 FETCH_WHEELS = $(PY) -m pip download --no-deps -c constraints.txt --only-binary=:all: \
@@ -55,8 +56,9 @@ fmt: setup ## sort imports, mend what ruff can, format; the only target that rew
 test-gpu: ## run the GPU tests (on a machine with its own torch: make test-gpu PY=python3)
 	$(PY) -m pytest -m gpu --require-gpu $(ARGS)
 
-bench: ## every backend against link and memory on this GPU; writes docs/performance.md
-	$(PY) -m harness study=bench $(ARGS)
+bench: ## backends and weights in codes against link and memory on this GPU; writes docs/performance.md
+	@status=0; for study in $(STUDIES); do $(PY) -m harness study=$$study $(ARGS) || status=$$?; done; \
+	  exit $$status
 
 bench-kv: ## the KV cache over two tiers on this GPU; writes docs/performance.md
 	$(PY) -m harness study=bench_kv $(ARGS)

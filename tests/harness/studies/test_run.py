@@ -128,6 +128,35 @@ def test_points_are_those_of_the_file_in_order():
     assert points["kv_turns"].config.kv.cpu_gib == 32
 
 
+@pytest.mark.slow
+def test_points_of_lossless_weights_have_the_budgets_of_their_targets():
+    (found,) = Composer().plan(["study=bench_lossless"]).points
+    points = compose_points(found.config, found.overrides)
+    gib = {
+        name: point.config.gpu.memory_gib * point.config.engine.gpu_memory_utilization
+        for name, point in points.items()
+    }
+    for name, budget in {"plain_40gib": 40, "lossless_13gib": 13.6, "lossless_16gib": 16}.items():
+        assert budget - 0.001 < gib[name] <= budget
+    assert gib["lossless_13b"] == gib["plain_llama"] == gib["lossless_llama"]
+    formats = {name: point.config.engine.weight_format for name, point in points.items()}
+    assert {formats[name] for name in points if name.startswith("lossless_")} == {"lossless"}
+    assert {formats[name] for name in points if name.startswith("plain_")} == {"checkpoint"}
+    small, models = points["lossless_13gib"].config, [p.config.model.name for p in points.values()]
+    assert (small.engine.max_num_batched_tokens, small.engine.max_num_seqs) == (2048, 32)
+    assert small.offload.uva.cpu_offload_params == ["embed_tokens"]
+    assert small.scenario.throughput.num_requests == 100
+    assert {name for name in points if points[name].config.scenario.throughput} == {
+        "lossless_13gib"
+    }
+    assert {*models} == {"olmo7b", "olmo2_13b", "llama31_8b"}
+    ahead = points["lossless_prefetch"].config.offload.prefetch
+    size, num = ahead.offload_group_size, ahead.offload_num_in_group
+    in_place = points["lossless_uva"].config.offload.uva.cpu_offload_params
+    assert in_place == [f"layers.{i}" for i in range(32) if i % size >= size - num]
+    assert len(in_place) == 20
+
+
 def test_the_command_line_holds_over_a_point(tmp_path):
     run_one = fake_run()
     study(
