@@ -142,9 +142,14 @@ def compose_points(
 
 
 def compose_point(composer: Composer, name: str, point: StudyPoint, base: Sequence[str]) -> Point:
-    """Compose one point; settings that it takes from another are known when that one has run."""
+    """Compose one point; settings that it takes from another are known when that one has run.
+
+    Settings of `base` within a node that the point leaves out are those of other points.
+    """
     typed = {key_of(item) for item in base}
     own = [item for item in point.overrides if key_of(item) not in typed]
+    without = tuple(f"{key_of(item)}." for item in own if item.endswith("=null"))
+    base = [item for item in base if not key_of(item).startswith(without)]
     try:
         (found,) = composer.plan([*own, *base], has_model=True).points
     except ConfigError as error:

@@ -172,6 +172,18 @@ def test_the_command_line_holds_over_a_point(tmp_path):
     assert run_one.seen["resident"].scenario.steps.steps == 88  # nobody typed another number
 
 
+def test_settings_of_a_part_that_a_point_leaves_out_are_those_of_others():
+    base = ["study=bench_kv", "scenario.bare.parts=[moves]", "gpu.memory_gib=2"]
+    points = {"with": StudyPoint(), "without": StudyPoint(overrides=["scenario.bare=null"])}
+    found = {
+        name: studies.compose_point(Composer(), name, point, base).config
+        for name, point in points.items()
+    }
+    assert found["with"].scenario.bare.parts == ["moves"]
+    assert found["without"].scenario.bare is None
+    assert {config.gpu.memory_gib for config in found.values()} == {2}
+
+
 def test_a_point_takes_values_of_an_earlier_one(tmp_path, capsys):
     run_one = fake_run()
     study(tmp_path, "study.rows=[prefetch,chosen]", run_one=run_one)
