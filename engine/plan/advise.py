@@ -31,8 +31,16 @@ from engine.plan.policy import (
     assign_resident,
     assign_spread,
 )
-from engine.plan.times import CONTEXT_TOKENS, Rates, Shape, decode_step_s, shape_of
+from engine.plan.times import (
+    CONTEXT_TOKENS,
+    Rates,
+    Shape,
+    asked_rates,
+    decode_step_s,
+    shape_of,
+)
 from engine.plan.units import PREFETCH, RESIDENT
+from engine.plan.weight_format import in_codes
 from engine.sealed import GIB
 
 
@@ -84,8 +92,9 @@ def would_fit(asked: Asked) -> bool:
 
 
 def auto_fits(asked: Asked) -> bool:
-    """Whether planning would succeed with every placement chosen."""
-    return would_fit(with_auto(asked))
+    """Whether planning would succeed with every placement chosen, and the weight format."""
+    coded = in_codes(asked)
+    return would_fit(with_auto(asked)) or (coded is not None and would_fit(with_auto(coded)))
 
 
 # Settings that are chosen.
@@ -364,7 +373,7 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     found = found or found_of([*limits(asked), *host_settings(asked, plan)], asked)
     if not found:
         return f"{text} {_last_resort(asked, plan, fixed + need)}"
-    return text + FITS_WITH + "; or ".join(found) + "."
+    return text + _lossless_gain(asked) + FITS_WITH + "; or ".join(found) + "."
 
 
 def host_refusal(plan: MemoryPlan, asked: Asked) -> str:
@@ -471,10 +480,14 @@ def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
 
 
 def advice(asked: Asked) -> list[str]:
-    """Return settings with which the plan fits: a chosen placement, then the least of a backend."""
+    """Return settings with which the plan fits.
+
+    Lossless weights, a chosen placement, then the least of a backend.
+    """
     if asked.config.planner.choose or asked.reference:
         return []  # placements are chosen already, or are not what is asked
-    found = [_auto_words(asked)] if auto_fits(asked) else []
+    found = _lossless(asked)
+    found += [_auto_words(asked)] if auto_fits(asked) else []
     if "cpu_offload_gb" in asked.config.planner.auto_fields:
         return found  # it chooses the size itself
     uva = with_least_uva(_with_offload(asked, OffloadConfig()))
@@ -498,6 +511,33 @@ def advice(asked: Asked) -> list[str]:
             )
             break
     return found
+
+
+LOSSLESS_WORDS: Final = "engine.weight_format=lossless"
+
+
+def _lossless(asked: Asked) -> list[str]:
+    """Return how to keep everything on the GPU in codes, where that fits."""
+    offload = asked.config.offload
+    coded = in_codes(_with_offload(asked, OffloadConfig()))
+    if offload.uva.cpu_offload_params or offload.prefetch.offload_params or coded is None:
+        return []
+    words = LOSSLESS_WORDS if offload.backend == "none" else f"offload=none {LOSSLESS_WORDS}"
+    return [words] if fits(coded, assign_resident(asked.spec)) else []
+
+
+def _lossless_gain(asked: Asked) -> str:
+    """Say what lossless weights are like, where they are advised."""
+    coded = in_codes(_with_offload(asked, OffloadConfig()))
+    if coded is None or not _lossless(asked):
+        return ""
+    rates, context = asked_rates(coded), min(CONTEXT_TOKENS, coded.max_model_len)
+    shape = shape_of(build_plan(coded, assign_resident(coded.spec)), coded.spec)
+    step_ms = decode_step_s(shape, rates, 1, context) * 1e3
+    return (
+        f" It fits with {LOSSLESS_WORDS}: no layer leaves the GPU, the tokens are the same, about "
+        f"{step_ms:.2g} ms a token (predicted; {rates.source})."
+    )
 
 
 def _with_offload(asked: Asked, offload: OffloadConfig) -> Asked:

@@ -378,6 +378,8 @@ class Asked:
     reference: bool
     tensor_formats: Mapping[str, Format] = field(default_factory=dict)
     """Formats of tensors that are kept in another than that of the dtype, by name."""
+    unpackable: Mapping[str, str] = field(default_factory=dict)
+    """Why tensors of this checkpoint cannot be kept in codes, by name, as far as it is known."""
 
     @cached_property
     def formats(self) -> TensorFormats:

@@ -3,17 +3,14 @@
 Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
-from engine.model.formats import EMBEDDING, NO_FORMATS, Format, TensorSpec
-from engine.model.lossless import LOSSLESS, lossless_formats
+from engine.model.formats import Format
 from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     choose_fields,
@@ -54,6 +51,7 @@ from engine.plan.times import (
     shape_of,
     with_rates,
 )
+from engine.plan.weight_format import NOTHING_KNOWN, stored, ways
 from engine.sealed import GIB
 
 
@@ -92,10 +90,6 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
         "bytes_per_step": plan.bytes_per_step(),
         "rates": asdict(rates),
     }
-
-
-NOTHING_KNOWN: Final[Mapping[str, str]] = MappingProxyType({})
-"""Of a checkpoint that no load found tensors in that codes cannot hold."""
 
 
 def plan_memory(
@@ -162,9 +156,11 @@ def _plans(
     dtype = resolve_dtype(config, spec, facts.kind)
     found: dict[str, tuple[MemoryPlan, Asked, list[str]]] = {}
     refused: CapacityError | None = None
-    for name, formats in _ways(word, spec, dtype, facts, unpackable).items():
+    for name, formats in ways(word, spec, dtype, facts, unpackable).items():
         try:
-            asked, notes = _ask(config, spec, facts, formats, reference=reference)
+            asked, notes = _ask(
+                config, spec, facts, formats, reference=reference, unpackable=unpackable
+            )
             found[name] = _finished(_plan(asked), asked, notes), asked, notes
         except CapacityError as error:
             refused = error
@@ -179,53 +175,8 @@ def _plans(
     plans = [first, *(_finished(plan, asked, notes) for plan in chosen)]
     if word == "checkpoint":
         return plans
-    record = {"asked": word, "chosen": name, "why": why} | _stored(asked, unpackable)
+    record = {"asked": word, "chosen": name, "why": why} | stored(asked)
     return [replace(plan, weight_format=record) for plan in plans]
-
-
-LEAST_CAPABILITY: Final = (8, 0)
-"""Compute capability from which on products take codes."""
-
-
-def _ways(
-    word: str,
-    spec: ModelSpec,
-    dtype: str,
-    facts: DeviceFacts,
-    unpackable: Mapping[str, str],
-) -> dict[str, Mapping[str, Format]]:
-    """Return the formats of tensors to plan with, by weight format; plain before lossless.
-
-    Raises:
-        ConfigError: lossless was asked for, and this model, dtype or card has no use of it.
-    """
-    if word == "checkpoint":
-        return {"checkpoint": NO_FORMATS}
-    capability, lack = facts.compute_capability, ""
-    fitting = lossless_formats(spec, dtype).others
-    if dtype != "bfloat16":
-        lack = f"weights that are computed with in bfloat16, got {dtype}"
-        if spec.dtype == "bfloat16":
-            lack += " (engine.dtype=bfloat16 keeps those of the checkpoint)"
-    elif not fitting:
-        lack = (
-            "a matrix of a multiple of 16 rows and of 64 columns that takes less in codes, got "
-            f"none in this {spec.model_type} model"
-        )
-    elif capability is not None and capability < LEAST_CAPABILITY:
-        lack = (
-            f"a card of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or more, got "
-            f"{'.'.join(map(str, capability))} of {facts.name}"
-        )
-    if lack and word == "lossless":
-        raise ConfigError(
-            f"engine.weight_format=lossless: expected {lack}. Set engine.weight_format=checkpoint, "
-            "or auto."
-        )
-    lossless = {name: each for name, each in fitting.items() if name not in unpackable}
-    if word == "lossless":
-        return {"lossless": lossless}
-    return {"checkpoint": NO_FORMATS} | ({} if lack or not lossless else {"lossless": lossless})
 
 
 WORTH: Final = 1.02
@@ -274,33 +225,6 @@ def _better(plans: Mapping[str, MemoryPlan], config: EngineConfig) -> tuple[str,
     )
 
 
-def _stored(asked: Asked, unpackable: Mapping[str, str]) -> dict[str, Any]:
-    """Return bytes by format as plain data, and which matrices stay plain and why."""
-    formats, plain = asked.formats, asked.formats.default
-    totals: dict[str, dict[str, Any]] = {}
-    kept: dict[str, list[str]] = defaultdict(list)
-    for tensor in asked.spec.tensors():
-        each = formats[tensor.name]
-        total = totals.setdefault(each.name, {"tensors": 0, "bytes": 0, "plain_bytes": 0})
-        total["tensors"] += 1
-        total["bytes"] += each.num_bytes(tensor)
-        total["plain_bytes"] += plain.num_bytes(tensor)
-        if formats.others and each is plain and len(tensor.shape) == 2:
-            kept[_why_plain(tensor, asked, unpackable)].append(tensor.name)
-    for total in totals.values():
-        total["ratio"] = total["bytes"] / total["plain_bytes"]
-    stored, whole = (sum(t[name] for t in totals.values()) for name in ("bytes", "plain_bytes"))
-    return {"formats": totals, "ratio": stored / whole, "plain_matrices": dict(kept)}
-
-
-def _why_plain(tensor: TensorSpec, asked: Asked, unpackable: Mapping[str, str]) -> str:
-    if tensor.name == EMBEDDING and not asked.spec.tie_word_embeddings:
-        return "looked up by row"
-    if not LOSSLESS.holds(tensor, asked.dtype):
-        return f"{tensor.shape[0]} rows of {tensor.shape[1]} fill no tiles, or gain nothing"
-    return unpackable[tensor.name]
-
-
 def asked_of(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked:
     """Return what a plan is made from, in the weight format that takes the least room.
 
@@ -308,7 +232,7 @@ def asked_of(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked
         ConfigError: The settings contradict each other or would have no effect.
     """
     dtype = resolve_dtype(config, spec, facts.kind)
-    *_, formats = _ways(config.weight_format, spec, dtype, facts, NOTHING_KNOWN).values()
+    *_, formats = ways(config.weight_format, spec, dtype, facts, NOTHING_KNOWN).values()
     return _ask(config, spec, facts, formats, reference=False)[0]
 
 
@@ -319,13 +243,14 @@ def _ask(
     tensor_formats: Mapping[str, Format],
     *,
     reference: bool,
+    unpackable: Mapping[str, str] = NOTHING_KNOWN,
 ) -> tuple[Asked, list[str]]:
     """Resolve what is asked; return what to note beside it."""
     if config.gpu.host_gib is not None:
         most = int(config.gpu.host_gib * GIB)
         facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
     dtype, length = resolve_dtype(config, spec, facts.kind), resolve_max_model_len(config, spec)
-    asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats)
+    asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats, unpackable)
     chosen, notes = choose_fields(asked)
     return replace(asked, config=chosen, max_model_len=resolve_max_model_len(chosen, spec)), notes
 

@@ -34,6 +34,7 @@ from engine.plan.times import (
     rates_for,
     shape_of,
 )
+from engine.plan.weight_format import in_codes
 from engine.sealed import yaml_text
 from harness.config.engine import with_model, without_host_tier
 from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
@@ -168,6 +169,8 @@ PRESET_STEP: Final = 2
 
 WITHOUT_HOST_KV: Final = "kv=gpu, auto"
 """The row without a host tier of KV blocks, where one sequence would read some in place."""
+LOSSLESS: Final = "lossless"
+"""The row of everything on the GPU in codes, where no weight format is set."""
 FOR_QUEUE: Final = "auto (throughput)"
 """The row of what is best for a queue, where one is timed and another objective is set."""
 
@@ -195,6 +198,11 @@ class Row:
         """Whether it fits with weights in host memory."""
         plan = self.plan
         return plan is not None and bool(plan.offloaded_layers or plan.outer_offloaded.num_bytes)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether it fits with weights in codes."""
+        return self.plan is not None and bool(self.plan.formats.others)
 
     @property
     def queue_tokens_s(self) -> float:
@@ -231,7 +239,8 @@ class Forecast:
     def recommended(self) -> Row | None:
         """The row that moves nothing where it fits; else what is chosen; else the fastest.
 
-        Where more room for KV is asked for, or serves a queue, what is chosen to make it.
+        Where more room for KV is asked for, or serves a queue, what is chosen to make it; lossless
+        weights where they are chosen.
         """
         fitting = {row.label: row for row in self.rows if row.plan is not None}
         none, auto = fitting.get("none"), fitting.get("auto")
@@ -239,6 +248,9 @@ class Forecast:
         wants_room = planner.objective == "throughput" or planner.kv_tokens is not None
         if auto is not None and wants_room and auto.moves_something:
             return auto
+        coded = fitting.get(LOSSLESS)
+        if coded is not None and auto is not None and auto.is_lossless and not auto.moves_something:
+            return coded
         if none is not None and none.plan is not None and not none.plan.offloaded_layers:
             return none
         if auto is not None:
@@ -295,6 +307,10 @@ def _rows(
         backend = "uva" if is_sized else base.offload.backend
         yield _row(f"{backend} (as set)", (), base, spec, facts)
     yield none
+    if in_codes(asked_of(bare, spec, facts)) is not None:
+        overrides = ("offload=none", "engine.weight_format=lossless")
+        engine = replace(bare.engine, weight_format="lossless")
+        yield _row(LOSSLESS, overrides, replace(bare, engine=engine), spec, facts)
     if base.offload.backend != "uva":
         yield _uva_row(bare, spec, facts, fits=none.fits)
     if base.offload.backend != "prefetch":

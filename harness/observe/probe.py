@@ -23,7 +23,7 @@ from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.llm import LLM
 from engine.model.spec import ModelSpec
-from engine.plan.planner import LEAST_CAPABILITY
+from engine.plan.weight_format import LEAST_CAPABILITY
 from kernels.ops import codes
 
 COPY_BYTES = 256 * 2**20

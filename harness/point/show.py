@@ -16,6 +16,16 @@ from reports.record.text import number
 _COLUMNS: Final = ("KV cache", "blocks", "tokens", "GiB")
 
 
+def weight_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what format the weights of a plan have, where one was asked for."""
+    found = plan.get("weight_format")
+    if not found:
+        return
+    stored = sum(each["bytes"] for each in found["formats"].values()) / GIB
+    share = f"{stored:.2f} GiB, {found['ratio']:.3f} of plain"
+    yield f"  weights: {found['chosen']} ({share}; {found['why']})"
+
+
 def capacity_lines(kv: Mapping[str, Any]) -> list[str]:
     """Return the table as lines of text."""
     length = kv["max_model_len"]
@@ -147,6 +157,7 @@ def _planned(record: RunRecord) -> Iterable[str]:
             f"  KV cache: {kv['tokens']} tokens, {kv['max_concurrency']:.1f} sequences of "
             f"{kv['max_model_len']} at once"
         )
+    yield from weight_lines(plan)
     if choice:
         yield f"  chosen: {choice['chosen']} ({choice['why']})"
         yield from _refereed(choice.get("referee"))

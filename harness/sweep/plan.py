@@ -16,7 +16,7 @@ from harness.config.schema import SIDES, RunConfig
 from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, columns, show
 from harness.forecast.rows import FOR_QUEUE, WITHOUT_HOST_KV, Forecast, Row, forecast
 from harness.point.describe import what_varies
-from harness.point.show import build_report, capacity_lines
+from harness.point.show import build_report, capacity_lines, weight_lines
 from harness.studies.ab import Sides, steps
 from reports.record.text import number
 
@@ -45,7 +45,7 @@ def point_lines(found: Forecast) -> list[str]:
         return lines
     choice = best.bytes.get("choice")
     what = f"{best.label}: {choice['chosen']} ({choice['why']})" if choice else best.label
-    lines.append(f"  recommended: {what}")
+    lines += [f"  recommended: {what}", *weight_lines(best.bytes)]
     lines += [*capacity_lines(best.bytes["kv"]), *_host_kv(best)]
     lines += _bar("GPU", best.bytes["gpu"]["items"], best.bytes["gpu"]["budget_bytes"])
     lines += _host(best)

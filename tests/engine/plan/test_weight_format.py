@@ -279,3 +279,33 @@ def test_rates_of_a_probe_that_knew_no_codes_follow_from_its_memory() -> None:
     assert older.restore_gb_s == pytest.approx(1960.0)
     newer = base.measured({"hbm_copy_gb_s": 4000.0, "lossless_gb_s": 3700.0, "restore_gb_s": 2.1e3})
     assert (newer.lossless_gb_s, newer.restore_gb_s) == (3700.0, 2100.0)
+
+
+def test_lossless_weights_are_advised_first_where_they_fit() -> None:
+    with pytest.raises(CapacityError) as error:
+        on_card("rtx4080_16gb")
+    text = str(error.value)
+    lossless = on_card("rtx4080_16gb", weight_format="lossless")
+    assert (
+        "It fits with engine.weight_format=lossless: no layer leaves the GPU, the tokens are the "
+        f"same, about {step_ms(lossless):.2g} ms a token"
+    ) in text
+    found = text.split("Fits with: ")[1].split("; or ")
+    assert found[0] == "engine.weight_format=lossless"
+    for settings in ({"weight_format": "checkpoint"}, {"dtype": "float16"}):
+        with pytest.raises(CapacityError) as error:
+            on_card("rtx4080_16gb", **settings)
+        assert "lossless" not in str(error.value)
+    with pytest.raises(CapacityError) as error:
+        on_card("rtx3060_12gb")
+    assert "lossless" not in str(error.value)  # it does not fit in codes either
+    assert "offload=auto" in str(error.value)
+
+
+def test_an_offload_that_does_not_fit_is_told_that_codes_need_none() -> None:
+    gpu = card("rtx4080_16gb")
+    config = configuration(OLMO_7B, offload=uva(0.1), **(LIMITS | {"weight_format": None}))
+    with pytest.raises(CapacityError) as error:
+        plan_memory(replace(config, gpu=gpu), OLMO_7B, DeviceFacts.of_card(gpu))
+    first = str(error.value).split("Fits with: ")[1].split("; or ")[0]
+    assert first == "offload=none engine.weight_format=lossless"

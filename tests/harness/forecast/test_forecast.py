@@ -72,6 +72,42 @@ def test_all_ways_stand_side_by_side_and_auto_is_recommended(olmo: Forecast) -> 
     assert "run it: python -m harness +model=olmo7b gpu=rtx4080_16gb offload=auto (about" in text
 
 
+def test_lossless_weights_are_recommended_where_nothing_moves_in_them(composer: Composer) -> None:
+    length = "engine.max_model_len=2048"
+    (point,) = composer.plan(["mode=plan", *OLMO, length, "scenario=latency"]).points
+    found = forecast(point.config, (*OLMO, length))
+    assert [row.label for row in found.rows][:2] == ["none", "lossless"]
+    best = found.recommended
+    assert best is found.rows[1]
+    assert not best.moves_something
+    [auto] = [row for row in found.rows if row.label == "auto"]
+    assert auto.is_lossless
+    assert auto.bytes["weight_format"]["chosen"] == "lossless"
+    text = "\n".join(point_lines(found))
+    step = f"about {best.predicted['decode_step_ms']:.2g} ms a token"
+    assert f"no layer leaves the GPU, the tokens are the same, {step}" in text
+    assert "weights: lossless (10.42 GiB, 0.767 of plain; it was asked for)" in text
+    assert (
+        "gpu=rtx4080_16gb engine.max_model_len=2048 offload=none engine.weight_format=lossless"
+        in text
+    )
+
+
+def test_a_model_that_fits_plain_is_recommended_in_codes_where_they_are_faster(
+    composer: Composer,
+) -> None:
+    (point,) = composer.plan(["mode=plan", "+model=qwen3_4b", "gpu=rtx4090_24gb"]).points
+    found = forecast(point.config, ())
+    assert found.recommended is found.rows[1]
+    assert found.rows[0].fits
+    steps = [row.predicted["decode_step_ms"] for row in found.rows[:2]]
+    assert steps[1] < steps[0]
+    (point,) = composer.plan(["mode=plan", "+model=glass", "gpu=rtx4090_24gb"]).points
+    found = forecast(point.config, ())
+    assert "lossless" not in [row.label for row in found.rows]
+    assert found.recommended is found.rows[0]
+
+
 def test_recommended_overrides_give_the_row(composer: Composer, olmo: Forecast) -> None:
     for row in olmo.rows[2:]:
         again = found_of(composer, *OLMO, *row.overrides)
@@ -336,7 +372,7 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
 
 def test_a_point_on_the_command_line(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert main([*OLMO, "mode=plan"]) == 0
-    assert "recommended: auto" in capsys.readouterr().out
+    assert "recommended: lossless" in capsys.readouterr().out
     assert main(["+model=qwen3_14b", "gpu.memory_gib=1.5", "gpu.name=x", "mode=plan"]) == 3
     assert list((home / "runs").iterdir()) == []
 
@@ -356,10 +392,10 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {"point", "offload", "fits", "decode_tokens_s", "error"} <= rows[0].keys()
-    assert len(rows) == 18  # of the smaller card's two points a queue is better off otherwise
+    assert len(rows) == 22  # of the smaller card's two points a queue is better off otherwise
     assert {row["fits"] for row in rows} == {"True", "False"}
     best = [row for row in rows if row["recommended"] == "True"]
-    assert [row["offload"] for row in best] == ["auto", "auto", "none", "none"]
+    assert [row["offload"] for row in best] == ["auto", "auto", "lossless", "lossless"]
     assert float(best[0]["decode_tokens_s"]) > 1
     assert rows[0]["decode_tokens_s"] == ""
     assert all(bool(row["error"]) != (row["fits"] == "True") for row in rows)
