@@ -64,6 +64,9 @@ class Model(Sealed):
     """Where the weights come from otherwise."""
     load_format: str = "auto"
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
+    keep_lossless: bool = False
+    """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
+    later loads read that."""
     spec: ModelSpec | None = None
     """Sizes of the architecture; null: read from config.json in `path`."""
 

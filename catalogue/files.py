@@ -50,6 +50,11 @@ def models_folder() -> Path:
     return tightfit_home() / "models"
 
 
+def kept_folder() -> Path:
+    """Return the folder of weights that were packed before, inside tightfit_home()."""
+    return tightfit_home() / "lossless"
+
+
 def facts_folder() -> Path:
     """Return the folder of what loads found out about checkpoints, inside tightfit_home()."""
     return tightfit_home() / "facts"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.offload import OffloadWarning
@@ -19,14 +19,11 @@ from engine.kv.memory import HostTier, KVCache
 from engine.model.checkpoint import (
     ModelFolder,
     StoredTensor,
-    check_checkpoint,
+    find_tensors,
     read_folder,
-    read_headers,
-    text_part,
-    with_tied,
 )
 from engine.model.facts import read_unpackable, write_unpackable
-from engine.model.formats import TensorFormats
+from engine.model.formats import TensorFormats, TensorSpec
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
@@ -35,6 +32,7 @@ from engine.run.decoder import Decoder
 from engine.run.executor import DeviceExecutor
 from engine.run.sampler import Sampler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
+from engine.weights.kept import DAMAGED, KeptCopy, Packed, copy_folder, keep, source_identity
 from engine.weights.reader import CheckpointReader, DummyWeights, pack
 from engine.weights.store import WeightStore
 
@@ -226,14 +224,14 @@ def _fill(
         undo.callback(store.close)
         undo.callback(tier.close)
         try:
-            _load(config, spec, stored, device, store, clock, progress)
+            notes = _load(config, spec, stored, device, store, clock, progress)
         except UnpackableError as error:
             if is_last or config.weight_format == "checkpoint":
                 raise
             reasons = error.reasons
         else:
             undo.pop_all()
-            return plan, store, tier
+            return replace(plan, notes=(*plan.notes, *notes)), store, tier
     known = known_unpackable(config) | reasons
     if config.model.load_format != "dummy":
         write_unpackable(config.facts_folder, config.model.path or "", known)
@@ -305,11 +303,25 @@ def _find_weights(
     """Where every tensor lies on disk, checked, and a note; empty where weights are made up."""
     if model.load_format == "dummy":
         return {}, ""
-    folder = Path(model.path or "")
-    stored, note = text_part(read_headers(folder))
-    stored = with_tied(stored, spec)
-    check_checkpoint(stored, spec, formats, folder)
-    return stored, note
+    return find_tensors(Path(model.path or ""), spec, formats)
+
+
+class _Told:
+    """Tells how much of a load is done; on the way there may come to be more."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._done, self.total = progress, 0, 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Add to what is to be done."""
+        self.total += num_bytes
+        self.advance(0)
+
+    def advance(self, num_bytes: int) -> None:
+        """Add to what is done."""
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress("load", self._done, self.total)
 
 
 def _load(
@@ -320,36 +332,84 @@ def _load(
     store: WeightStore,
     clock: PhaseClock,
     progress: Progress | None,
-) -> None:
+) -> list[str]:
+    """Fill the weights' places; return what is to be noted."""
+    told = _Told(progress)
+    if config.model.load_format != "dummy":
+        return _load_files(config, stored, device, store, clock, told)
     parts, packed, formats = list(store.parameters()), list(store.packed()), store.plan.formats
-    whole = [part for tensor, _ in packed for part in formats[tensor.name].parameters(tensor)]
-    if config.model.load_format == "dummy":
-        total = sum(tensor.nbytes for _, tensor in parts)
-        total += sum(map(formats.default.num_bytes, whole))
-    else:
-        total = sum(stored[part.name].num_bytes for part in [*(p for p, _ in parts), *whole])
-    done = 0
+    total = sum(tensor.nbytes for _, tensor in parts)
+    told.expect(total + sum(formats.default.num_bytes(tensor) for tensor, _ in packed))
+    with clock.phase("convert"):
+        norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
+        dummy = DummyWeights(config.engine.seed, told.advance, norm, scale)
+        dummy.fill(parts)
+        pack(formats, packed, dummy.fill, device, clock)
+        device.synchronize()
+    clock.add_bytes("convert", told.total)
+    return []
 
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress("load", done, total)
 
-    advance(0)
-    if config.model.load_format == "dummy":
-        with clock.phase("convert"):
-            norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
-            dummy = DummyWeights(config.engine.seed, advance, norm, scale)
-            dummy.fill(parts)
-            pack(formats, packed, dummy.fill, device, clock)
-            device.synchronize()
-        clock.add_bytes("convert", total)
-        return
-    reader = CheckpointReader(device, clock, advance, pin=store.plan.pin)
+def _load_files(
+    config: EngineConfig,
+    stored: dict[str, StoredTensor],
+    device: Device,
+    store: WeightStore,
+    clock: PhaseClock,
+    told: _Told,
+) -> list[str]:
+    """Read what lies on disk as it is needed, pack the rest, and keep it where asked."""
+    parts, formats = list(store.parameters()), store.plan.formats
+    packed: list[Packed] = list(store.packed())
+
+    def to_pack(is_chosen: Callable[[TensorSpec], bool]) -> list[Packed]:
+        chosen = [each for each in packed if is_chosen(each[0])]
+        names = [p.name for tensor, _ in chosen for p in formats[tensor.name].parameters(tensor)]
+        told.expect(sum(stored[name].num_bytes for name in names))
+        return chosen
+
+    with clock.phase("read"):
+        copy = _open_copy(config) if packed else None
+    arrays = [] if copy is None else list(copy.arrays(packed, formats))
+    told.expect(sum(stored[part.name].num_bytes for part, _ in parts))
+    told.expect(sum(source.num_bytes for _, _, source in arrays))
+    rest = to_pack(lambda tensor: copy is None or not copy.holds(tensor, formats))
+    reader = CheckpointReader(device, clock, told.advance, pin=store.plan.pin)
     with contextlib.closing(reader):
-        reader.read(parts, stored)
-        pack(formats, packed, partial(reader.read, stored=stored), device, clock)
+        damaged = reader.read(
+            [*parts, *((part, target) for part, target, _ in arrays)],
+            stored | {part.name: source for part, _, source in arrays},
+        )
+        if arrays:
+            clock.add_bytes("kept", sum(source.num_bytes for _, _, source in arrays))
+        if copy is not None and damaged:
+            names = {name.rpartition(".")[0] for name in damaged}
+            copy.drop(names, DAMAGED)
+            rest += to_pack(lambda tensor: tensor.name in names)
+        escapes = pack(formats, rest, partial(reader.read, stored=stored), device, clock)
+    if copy is None:
+        return [NOTHING_PACKED] if config.model.keep_lossless else []
+    if not (config.model.keep_lossless or copy.faults):
+        return []
+    with clock.phase("keep"):
+        num_bytes, failure = keep(copy, formats, packed, escapes)
+    clock.add_bytes("keep", num_bytes)
+    return [note for note in (copy.note(), failure) if note]
+
+
+NOTHING_PACKED: Final = (
+    "model.keep_lossless: no weights are in codes, so none are kept (engine.weight_format=lossless "
+    "with engine.dtype=bfloat16 has them so)."
+)
+
+
+def _open_copy(config: EngineConfig) -> KeptCopy | None:
+    """Return what was kept of a checkpoint; None where no folder was given for it."""
+    if config.kept_folder is None:
+        return None
+    checkpoint = Path(config.model.path or "")
+    folder = copy_folder(Path(config.kept_folder), checkpoint)
+    return KeptCopy(folder, source_identity(checkpoint))
 
 
 class CompileTime:

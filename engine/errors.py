@@ -37,15 +37,16 @@ class UnpackableError(CheckpointError):
 
     Attributes:
         reasons: Why, by the tensor's name.
+        escapes: Of the tensors beside them, which are made, how many elements are kept whole.
     """
 
-    def __init__(self, reasons: dict[str, str]) -> None:
+    def __init__(self, reasons: dict[str, str], escapes: dict[str, int]) -> None:
         each = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         super().__init__(
             f"formats: expected values that can be packed, {len(reasons)} tensors have others "
             f"({each}). Leave these plain."
         )
-        self.reasons = reasons
+        self.reasons, self.escapes = reasons, escapes
 
 
 class RequestError(EngineError, ValueError):

@@ -384,7 +384,8 @@ def _refereed(config: EngineConfig) -> MemoryPlan | None:
     facts = open_device(config.gpu.device).facts()
     plans = plan_candidates(config, spec, facts, NUM_CANDIDATES, known_unpackable(config))
     # Times do not depend on the weights' values, and random ones are there sooner than files.
-    timed = replace(config, model=replace(config.model, load_format="dummy"))
+    model = replace(config.model, load_format="dummy", keep_lossless=False)
+    timed = replace(config, model=model)
 
     def open_engine(plan: MemoryPlan) -> LLM:
         return LLM._of(build_engine(timed, plan=plan))  # noqa: SLF001

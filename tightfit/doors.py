@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 import engine.llm
-from catalogue.files import CONF, expanded, facts_folder
+from catalogue.files import CONF, expanded, facts_folder, kept_folder
 from catalogue.models import describe, fetch, find
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keywords import config_from_keywords
@@ -51,7 +51,13 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
     load_format = keywords.get("load_format", entry.load_format)
     # Where files will be read from is of no account here, but that they will be.
     path = entry.path or (None if load_format == "dummy" else ".")
-    sizes = ModelConfig(name=entry.name, path=path, load_format=load_format, spec=spec)
+    sizes = ModelConfig(
+        name=entry.name,
+        path=path,
+        load_format=load_format,
+        keep_lossless=entry.keep_lossless,
+        spec=spec,
+    )
     config = config_from_keywords(sizes, _noting(keywords))
     if gpu is not None:
         config = replace(config, gpu=_card(gpu, config.gpu))
@@ -61,8 +67,8 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
 
 
 def _noting(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return keywords with the folder in which loads note what they find out."""
-    return {"facts_folder": str(facts_folder()), **keywords}
+    """Return keywords with the folders in which loads note what they find out, and keep weights."""
+    return {"facts_folder": str(facts_folder()), "kept_folder": str(kept_folder()), **keywords}
 
 
 def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:
@@ -79,6 +85,7 @@ def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:
         name=entry.name,
         path=None if folder_or_none is None else str(folder_or_none),
         load_format=entry.load_format,
+        keep_lossless=entry.keep_lossless,
         spec=spec,
     )
 

@@ -169,6 +169,9 @@ class ModelConfig(Sealed):
     """Local folder with config.json (and weights unless load_format is dummy)."""
     load_format: str = "auto"
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
+    keep_lossless: bool = False
+    """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
+    later loads read that."""
     spec: ModelSpec | None = None
     """Sizes; null: read from config.json in `path`."""
 
@@ -183,6 +186,11 @@ class ModelConfig(Sealed):
             raise ConfigError(
                 f"model {self.name!r}: expected a folder (path) for load_format="
                 f"{self.load_format}, got none. Set model.path, or load_format=dummy."
+            )
+        if self.keep_lossless and self.load_format == "dummy":
+            raise ConfigError(
+                "model.keep_lossless: expected false with load_format=dummy, got true: random "
+                "weights are made anew each time. Remove it."
             )
 
 
@@ -201,10 +209,24 @@ class EngineConfig(Sealed):
     facts_folder: str | None = None
     """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
     next plan knows; null: nothing is noted."""
+    kept_folder: str | None = None
+    """Folder of weights that were packed before (model.keep_lossless); null: none are kept or read.
+    """
 
     def check(self) -> None:
         """Raise ConfigError when parts contradict each other."""
         self.planner.check_against(self.offload)
+        if self.model.keep_lossless and self.weight_format == "checkpoint":
+            raise ConfigError(
+                "model.keep_lossless: expected engine.weight_format=lossless or auto beside it, "
+                "got checkpoint: nothing is packed that could be kept. Set it, or remove "
+                "model.keep_lossless."
+            )
+        if self.model.keep_lossless and self.kept_folder is None:
+            raise ConfigError(
+                "model.keep_lossless: expected a folder to keep weights in, got none. Set "
+                "kept_folder, or use tightfit.LLM, which has one in TIGHTFIT_HOME."
+            )
 
     @property
     def weight_format(self) -> str:

@@ -24,6 +24,8 @@ TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 FILE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 COMPARED_BYTES = 1 << 22
 """Bytes read at a time of two tables that may be equal."""
+CHECKED_BYTES = 1 << 22
+"""Bytes that have one checksum where a tensor's are known."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    checks: tuple[int, ...] = ()
+    """CRC-32 of each CHECKED_BYTES of it, the last of what is left; empty: it has none."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,20 @@ def text_part(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
         f"GiB) are left out, the first is {min(rest)}."
     )
     return found, note
+
+
+def find_tensors(
+    folder: Path, spec: ModelSpec, formats: TensorFormats
+) -> tuple[dict[str, StoredTensor], str]:
+    """Return where every tensor of a model lies on disk, checked, and a note on what is left out.
+
+    Raises:
+        CheckpointError: A file is absent or damaged, or does not match the model's sizes.
+    """
+    stored, note = text_part(read_headers(folder))
+    stored = with_tied(stored, spec)
+    check_checkpoint(stored, spec, formats, folder)
+    return stored, note
 
 
 def with_tied(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:

@@ -119,6 +119,9 @@ class Operators(NamedTuple):
 class Packing(ABC):
     """Packs one tensor, a block of rows after the other."""
 
+    num_escapes: int = 0
+    """Elements so far that are kept whole, beside what the format has for every one."""
+
     @abstractmethod
     def add(self, rows: Any) -> None:
         """Pack the next rows and bring them into place.

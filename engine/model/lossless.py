@@ -113,7 +113,7 @@ class _Packing(Packing):
 
     def __init__(self, views: Mapping[str, Any], codes: Any) -> None:
         self._views, self._codes = views, codes
-        self._row = self._count = self._most = 0
+        self._row = self._most = 0
         self._capacity = views["table"].shape[0] - MAX_GROUP_ESCAPES
 
     def add(self, rows: Any) -> None:
@@ -131,12 +131,12 @@ class _Packing(Packing):
         room = MAX_GROUP_ESCAPES * (rows.shape[0] // 16 + 1)
         table = self._views["table"].new_empty(room, device=rows.device)
         escapes = self._codes.pack_into(rows, self._codes.Codes(**made, table=table))
-        before, self._count = self._count, self._count + escapes.total
+        before, self.num_escapes = self.num_escapes, self.num_escapes + escapes.total
         self._most = max(self._most, escapes.most)
         if not self._reason():
             made["offsets"] += before
             places["table"], made["table"] = (
-                self._views["table"][before : self._count],
+                self._views["table"][before : self.num_escapes],
                 table[: escapes.total],
             )
             for name, view in places.items():
@@ -145,15 +145,15 @@ class _Packing(Packing):
     def finish(self) -> str:
         """Write zeros behind the escapes."""
         if not self._reason():
-            self._views["table"][self._count :] = 0
+            self._views["table"][self.num_escapes :] = 0
         return self._reason()
 
     def _reason(self) -> str:
-        if self._count <= self._capacity and self._most <= MAX_GROUP_ESCAPES:
+        if self.num_escapes <= self._capacity and self._most <= MAX_GROUP_ESCAPES:
             return ""
         return (
-            f"{self._count} escapes, {self._most} in 16 rows; expected at most {self._capacity}, "
-            f"{MAX_GROUP_ESCAPES} in 16 rows"
+            f"{self.num_escapes} escapes, {self._most} in 16 rows; expected at most "
+            f"{self._capacity}, {MAX_GROUP_ESCAPES} in 16 rows"
         )
 
 
@@ -176,8 +176,17 @@ def lossless_formats(
     chosen = {
         tensor.name: LOSSLESS
         for tensor in spec.tensors()
-        if tensor.name not in plain
-        and LOSSLESS.holds(tensor, dtype)
-        and (tensor.name != EMBEDDING or spec.tie_word_embeddings)
+        if tensor.name not in plain and not why_plain(tensor, spec, dtype)
     }
     return TensorFormats(FORMATS[dtype], chosen)
+
+
+def why_plain(tensor: TensorSpec, spec: ModelSpec, dtype: str = DTYPE) -> str:
+    """Return why `lossless_formats` leaves a tensor as it is; nothing where it does not."""
+    if len(tensor.shape) != 2:
+        return "no matrix"
+    if tensor.name == EMBEDDING and not spec.tie_word_embeddings:
+        return "looked up by row"
+    if not LOSSLESS.holds(tensor, dtype):
+        return f"{tensor.shape[0]} rows of {tensor.shape[1]} fill no tiles, or gain nothing"
+    return ""

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from engine.errors import ConfigError
-from engine.model.formats import EMBEDDING, NO_FORMATS, Format, TensorSpec
-from engine.model.lossless import LOSSLESS, lossless_formats
+from engine.model.formats import NO_FORMATS, Format
+from engine.model.lossless import lossless_formats, why_plain
 from engine.model.spec import ModelSpec
 from engine.plan.memory import Asked, DeviceFacts
 
@@ -83,16 +83,9 @@ def stored(asked: Asked) -> dict[str, Any]:
         total["bytes"] += each.num_bytes(tensor)
         total["plain_bytes"] += plain.num_bytes(tensor)
         if formats.others and each is plain and len(tensor.shape) == 2:
-            kept[_why_plain(tensor, asked)].append(tensor.name)
+            why = why_plain(tensor, asked.spec, asked.dtype) or asked.unpackable[tensor.name]
+            kept[why].append(tensor.name)
     for total in totals.values():
         total["ratio"] = total["bytes"] / total["plain_bytes"]
     stored, whole = (sum(t[name] for t in totals.values()) for name in ("bytes", "plain_bytes"))
     return {"formats": totals, "ratio": stored / whole, "plain_matrices": dict(kept)}
-
-
-def _why_plain(tensor: TensorSpec, asked: Asked) -> str:
-    if tensor.name == EMBEDDING and not asked.spec.tie_word_embeddings:
-        return "looked up by row"
-    if not LOSSLESS.holds(tensor, asked.dtype):
-        return f"{tensor.shape[0]} rows of {tensor.shape[1]} fill no tiles, or gain nothing"
-    return asked.unpackable[tensor.name]

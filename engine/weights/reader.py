@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -23,8 +24,8 @@ from engine.clock import PhaseClock
 from engine.device.base import TORCH_DTYPES, CopyStream, Device, HostBuffer, chunks, worker_pool
 from engine.device.facts import num_threads
 from engine.errors import CheckpointError, PinningError, UnpackableError
-from engine.model.checkpoint import StoredTensor
-from engine.model.formats import ALIGNMENT, ParamSpec, TensorFormats, TensorSpec
+from engine.model.checkpoint import CHECKED_BYTES, StoredTensor
+from engine.model.formats import ALIGNMENT, Packing, ParamSpec, TensorFormats, TensorSpec
 from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 from engine.weights.store import OPERATORS
 
@@ -41,6 +42,7 @@ DUMMY_STD = 0.02
 class _Piece:
     """A run of bytes of one tensor and where it goes."""
 
+    name: str
     source: StoredTensor
     offset: int
     num_bytes: int
@@ -54,6 +56,12 @@ class _Piece:
     @property
     def position(self) -> int:
         return self.source.start + self.offset
+
+    @property
+    def check(self) -> int | None:
+        """The checksum that its bytes must have, where one is known."""
+        checks = self.source.checks
+        return checks[self.offset // CHECKED_BYTES] if checks else None
 
     @property
     def on_host(self) -> bool:
@@ -91,9 +99,10 @@ def _pieces(
         dtype = _dtype(source)
         width = dtype.itemsize
         room = width if flat.dtype == dtype else width + flat.dtype.itemsize
-        for start, stop in chunks(flat.numel() * width, max(1, piece_bytes // room) * width):
-            begin = spec.first * width + start
-            yield _Piece(source, begin, stop - start, flat[start // width : stop // width])
+        step = CHECKED_BYTES if source.checks else max(1, piece_bytes // room) * width
+        for start, stop in chunks(flat.numel() * width, step):
+            begin, part = spec.first * width + start, flat[start // width : stop // width]
+            yield _Piece(spec.name, source, begin, stop - start, part)
 
 
 def _runs(pieces: Iterable[_Piece], run_bytes: int) -> Iterator[list[_Piece]]:
@@ -137,6 +146,8 @@ class _OneThread:
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
         self.placed_bytes = 0
+        self.damaged: set[str] = set()
+        """Tensors that have checksums, and bytes that differ from them or cannot be read."""
         self.spent_s = dict.fromkeys(KINDS, 0.0)
 
     def work(self) -> None:
@@ -194,8 +205,18 @@ class _OneThread:
         self._buffers.append((raw, event))
 
     def _read(self, piece: _Piece, raw: torch.Tensor) -> None:
+        part = raw[: piece.num_bytes]
         with self._spend("read"):
-            _read_into(self._open(piece.file), piece.file, piece.position, raw[: piece.num_bytes])
+            if piece.check is None:
+                _read_into(self._open(piece.file), piece.file, piece.position, part)
+                return
+            try:
+                _read_into(self._open(piece.file), piece.file, piece.position, part)
+                is_whole = piece.check == zlib.crc32(part.numpy())  # type: ignore[arg-type]
+            except (OSError, CheckpointError):
+                is_whole = False
+            if not is_whole:
+                self.damaged.add(piece.name)
 
     def _open(self, path: Path) -> int:
         found = self._files.get(path)
@@ -222,7 +243,7 @@ def _read_into(descriptor: int, file: Path, position: int, raw: torch.Tensor) ->
         done += got
 
 
-Fill = Callable[[Iterable[tuple[ParamSpec, torch.Tensor]]], None]
+Fill = Callable[[Iterable[tuple[ParamSpec, torch.Tensor]]], object]
 """Brings values into tensors, which later work of the compute stream may read."""
 
 
@@ -258,7 +279,7 @@ def pack(
     fill: Fill,
     device: Device,
     clock: PhaseClock,
-) -> None:
+) -> dict[str, int]:
     """Make the packed tensors: some rows are brought to the GPU and packed there, then others.
 
     Args:
@@ -268,15 +289,20 @@ def pack(
         device: That packs.
         clock: Receives the phase convert.
 
+    Returns:
+        By tensor, how many elements are kept whole.
+
     Raises:
-        UnpackableError: Some have values that their format cannot keep; names them all.
+        UnpackableError: Some have values that their format cannot keep; names them all. The others
+            are made.
     """
-    tensors, packings = [], {}
+    tensors: list[TensorSpec] = []
+    packings: dict[str, Packing] = {}
     for tensor, views in packed:
         tensors.append(tensor)
         packings[tensor.name] = formats[tensor.name].packing(tensor, views, OPERATORS)
     if not tensors:
-        return
+        return {}
     size = formats.batch_bytes(tensors)
     with device.scratch(size, formats.packing_bytes(tensors) - size) as raw:
         scratch = raw.view(TORCH_DTYPES[formats.default.name])
@@ -297,8 +323,10 @@ def pack(
         with clock.phase("convert"):
             reasons = {name: reason for name, x in packings.items() if (reason := x.finish())}
             device.synchronize()
+    escapes = {name: x.num_escapes for name, x in packings.items() if name not in reasons}
     if reasons:
-        raise UnpackableError(reasons)
+        raise UnpackableError(reasons, escapes)
+    return escapes
 
 
 class CheckpointReader:
@@ -326,8 +354,11 @@ class CheckpointReader:
         self,
         parameters: Iterable[tuple[ParamSpec, torch.Tensor]],
         stored: Mapping[str, StoredTensor],
-    ) -> None:
+    ) -> set[str]:
         """Fill every parameter; all of them are in place when this returns.
+
+        Returns:
+            Those that have checksums, and whose bytes differ from them or cannot be read.
 
         Raises:
             CheckpointError: A file cannot be read to its end.
@@ -359,6 +390,7 @@ class CheckpointReader:
             with self._clock.phase("copy"):
                 stream.wait(stream.record())
         self._clock.add_bytes("read", num_bytes)
+        return {name for hand in hands for name in hand.damaged}
 
     def close(self) -> None:
         """Release the buffers."""

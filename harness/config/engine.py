@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from catalogue.files import expanded, facts_folder
+from catalogue.files import expanded, facts_folder, kept_folder
 from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
@@ -84,6 +84,11 @@ def check_system(config: RunConfig) -> None:
             f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it is "
             "what plans are held against, and there are none. Remove it."
         )
+    if config.model.keep_lossless:
+        raise ConfigError(
+            f"model.keep_lossless: expected false with system={kind}, got true: {WHY[kind]}. "
+            "Remove it, or choose system=native."
+        )
     for node in NODES:
         _check_node(kind, node, attrgetter(node)(config))
     if kind == "http":
@@ -119,8 +124,9 @@ def _check_http(config: RunConfig) -> None:
 def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
     """Return the configuration of an engine of this model under a run's settings."""
     nodes = ("gpu", "offload", "kv", "engine", "planner")
-    parts = {node: getattr(config, node) for node in nodes}
-    return EngineConfig(model=model, facts_folder=str(facts_folder()), **parts)
+    parts: dict[str, Any] = {node: getattr(config, node) for node in nodes}
+    parts |= {"facts_folder": str(facts_folder()), "kept_folder": str(kept_folder())}
+    return EngineConfig(model=model, **parts)
 
 
 def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
@@ -129,6 +135,7 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
         name=config.model.name,
         path=None if model_path is None else str(model_path),
         load_format=config.model.load_format,
+        keep_lossless=config.model.keep_lossless,
         spec=config.model.spec,
     )
     return with_model(config, model)
@@ -149,8 +156,10 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
     if config.kv.has_host_tier:
         longest = config.scenario.correctness.prompt_tokens
         longest += config.scenario.correctness.output_tokens
+    asked = engine_config(config, model_path)
     return replace(
-        engine_config(config, model_path),
+        asked,
+        model=replace(asked.model, keep_lossless=False),
         offload=OffloadConfig(),
         planner=PlannerConfig(),
         kv=replace(without_host_tier(config.kv), enable_prefix_caching=False),
@@ -174,6 +183,8 @@ def check_settings(config: RunConfig) -> None:
     if serve is not None and serve.trace is not None:
         serve.trace.check_ending()
     check_system(config)
+    if config.model.keep_lossless:
+        engine_config(config, expanded(config.model.path or "."))  # refuses what has no effect
     spec = config.model.spec
     if spec is None:
         return

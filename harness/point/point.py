@@ -131,7 +131,8 @@ class Attempt:
                     self._trace, scenario.serve.trace, limit_tokens=limit, limit_name=name
                 )
         if not scenario.needs_engine:  # nothing of the model but its sizes
-            model = replace(self.config.model, load_format="dummy", path=None)
+            model = self.config.model
+            model = replace(model, load_format="dummy", path=None, keep_lossless=False)
             self._engine = engine_config(replace(self.config, model=model), None)
             return
         self._model_path = fetch(self.config.model, report=self.say)

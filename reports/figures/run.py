@@ -31,6 +31,7 @@ PHASE_ORDER: Final = (
     "read",
     "convert",
     "copy",
+    "keep",
     "compile",
     "warm_up",
     "capture",

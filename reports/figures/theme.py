@@ -86,6 +86,7 @@ PART_COLOURS: Final[Mapping[str, str]] = MappingProxyType(
         "convert": "#97b4f5",
         "pin": "#a463f2",
         "copy": "#3ca951",
+        "keep": "#8fd19e",
         "warm_up": "#e0a30c",
         "first_token": "#e377b5",
         "import": "#9498a0",

@@ -450,6 +450,7 @@ _OTHERS: Final = {
     ),
     "load/convert_s": "time of dtype conversion, or of making random weights",
     "load/copy_s": "time of copies of weights to the GPU, as far as reading waits for them",
+    "load/keep_s": "time to write weights that were packed, for later loads (model.keep_lossless)",
     "load/allocate_s": "time to allocate GPU memory: weights, KV cache and work buffers",
     "load/warm_up_s": "time of a first prefill and decode, in which kernels are loaded",
     "load/compile_s": "time of compiling Triton kernels during warm-up and capture",

@@ -65,8 +65,10 @@ OTHER: dict[str, Any] = {
     "weight_format": "auto",
     "measured_rates": {"h2d_gb_s": 1.0},
     "facts_folder": "facts",
+    "kept_folder": "kept",
     "model_name": "called",
     "load_format": "dummy",
+    "keep_lossless": True,
     "spec": small_spec(),
 }
 """A value of each keyword that is not its default."""
@@ -75,6 +77,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "objective": {"choose": True},
     "kv_tokens": {"choose": True},
     "referee": {"choose": True},
+    "keep_lossless": {"weight_format": "lossless", "kept_folder": "kept"},
     "offload_num_in_group": {"offload_group_size": 4},
 }
 """Keywords that have no effect alone -> what stands beside them."""
@@ -148,7 +151,7 @@ def test_a_new_field_is_a_keyword_and_a_key_at_once() -> None:
 def test_the_harness_has_the_engine_s_classes_as_its_schema() -> None:
     keys = dict(key_types(RunConfig))
     own = {found.path for found in settings(EngineConfig)}
-    assert own - {"measured_rates", "facts_folder"} <= set(keys)
+    assert own - {"measured_rates", "facts_folder", "kept_folder"} <= set(keys)
 
 
 def test_a_model_s_fields_are_replaced_by_keywords() -> None:

@@ -165,7 +165,7 @@ def test_buffers_that_cannot_be_pinned_are_pageable_and_that_is_said(tmp_path: P
 def test_files_are_read_in_order_and_in_turn() -> None:
     def piece(file: str, at: int) -> reader._Piece:
         source = StoredTensor(Path(file), "uint8", (10,), 100 * at, 10)
-        return reader._Piece(source, 0, 10, torch.zeros(10, dtype=torch.uint8))
+        return reader._Piece("w", source, 0, 10, torch.zeros(10, dtype=torch.uint8))
 
     mixed = [piece(file, at) for at in (3, 0, 2, 1) for file in ("b", "a")]
     mixed.append(piece("c", 7))
