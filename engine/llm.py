@@ -28,7 +28,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     """Return plain data: device, dtype, placements, attention, graphs, fallbacks, notes."""
     plan, device = engine.plan, engine.device
     pinned, pageable = engine.host_bytes()
-    is_cuda = device.kind == "cuda"
+    is_cuda, captured = device.kind == "cuda", engine.executor.captured
     return {
         "device": device.name,
         "device_kind": device.kind,
@@ -45,8 +45,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "host_pageable_bytes": pageable,
         "pinned": pinned > 0,
         "attention": "triton paged" if is_cuda else "torch paged",
-        "graphs": engine.executor.captured_sizes,
-        "prefill_graphs": [list(shape) for shape in engine.executor.captured_prefills],
+        "graphs": sorted(x.decodes for x in captured if not x.tokens and not x.reads_host),
+        "prefill_graphs": sorted([x.decodes, x.tokens] for x in captured if x.tokens),
         "load_format": engine.config.model.load_format,
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_gpu_blocks,
@@ -262,7 +262,8 @@ class LLM:
         try:
             with self._whole():
                 sessions = self._sessions
-                events += sessions.take_kept() or sessions.apply(self.engine.core.step())
+                kept, sessions.kept = sessions.kept, []
+                events += kept or sessions.apply(self.engine.core.step())
         except KeyboardInterrupt:
             self._sessions.keep(events)
             raise
@@ -270,7 +271,7 @@ class LLM:
 
     def has_unfinished(self) -> bool:
         """Whether a call of `step` has work: a request waits or runs, or its tokens are kept."""
-        return self.engine.core.scheduler.has_unfinished or self._sessions.has_kept
+        return self.engine.core.scheduler.has_unfinished or bool(self._sessions.kept)
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown and finished ids are ignored."""

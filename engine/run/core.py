@@ -75,7 +75,8 @@ class Transfers:
         Stream: behind what is enqueued on the current stream, which waits.
         """
         self._is_cut_short = True
-        batches = self._source.decided_moves()
+        ledgers = [pool.ledger for pool in self._source.pools]
+        batches = [ledger.decided_moves() for ledger in ledgers]
         if not self._movers and any(batches):
             counts = [len(batch.moves) for batch in batches]
             raise EngineError(f"moves: expected none where there is no host tier, got {counts}.")
@@ -84,7 +85,8 @@ class Transfers:
                 mover.submit(batch)
             if not batch.moves:
                 mover.enqueue_more()
-        self._source.note_taken()
+        for ledger in ledgers:
+            ledger.note_taken()
         self._is_cut_short = False
 
     def enqueue_until(self, work: "DeviceFlight") -> None:

@@ -1,6 +1,6 @@
 """DeviceExecutor: a StepPlan becomes a batch of device tensors, logits and tokens on the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -247,14 +247,9 @@ class DeviceExecutor:
         return 0 if stages is None else stages.staged_bytes
 
     @property
-    def captured_sizes(self) -> list[int]:
-        """Decode batch sizes that run as graphs."""
-        return sorted(x.decodes for x in self._graphs if not x.tokens and not x.reads_host)
-
-    @property
-    def captured_prefills(self) -> list[tuple[int, int]]:
-        """Decode rows and tokens of prompts of steps with prompts that run as graphs."""
-        return sorted((x.decodes, x.tokens) for x in self._graphs if x.tokens)
+    def captured(self) -> Iterable[StepShape]:
+        """Shapes of steps that run as graphs."""
+        return self._graphs.keys()
 
     @property
     def copied_bytes(self) -> int:

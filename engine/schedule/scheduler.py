@@ -21,7 +21,6 @@ from engine.asked.request import (
     finish_reason,
 )
 from engine.errors import EngineError, RequestError
-from engine.kv.moves import MoveBatch
 from engine.kv.pool import Tier
 from engine.kv.sequences import BlockGroups, kv_stats
 from engine.schedule.admission import LONG_BLOCKS, Admission, Rounds
@@ -386,19 +385,6 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self.stats.num_preemptions += 1
-
-    def decided_moves(self) -> tuple[MoveBatch, ...]:
-        """Return for each group what is to be copied before the next step, and what it waits for.
-
-        Call it after each planning, also where that returned None; every batch is to be submitted,
-        whether or not the plan runs. It returns the same and more until `note_taken`.
-        """
-        return tuple(pool.ledger.decided_moves() for pool in self.pools)
-
-    def note_taken(self) -> None:
-        """Note that the moves decided so far were submitted."""
-        for pool in self.pools:
-            pool.ledger.note_taken()
 
     def complete_moves(self, group: int, move_ids: Iterable[int]) -> None:
         """Note that moves of a group are done; let sequences run whose content has come.

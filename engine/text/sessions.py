@@ -331,7 +331,9 @@ class Sessions:
         self.core = core
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._open: dict[str, Session] = {}
-        self._kept: list[TokenEvent] = []
+        self.kept: list[TokenEvent] = []
+        """Events that could not be returned when they came: while `generate` ran, of requests that
+        are not its own, or with Ctrl-C."""
         self._arrivals, self._seq_ids = count(), count()
 
     def add(
@@ -443,7 +445,7 @@ class Sessions:
 
     def abort(self, request_id: str) -> None:
         """Drop a request, and what is kept of its tokens."""
-        self._kept = [event for event in self._kept if event.request_id != request_id]
+        self.kept = [event for event in self.kept if event.request_id != request_id]
         if self._open.pop(request_id, None) is not None:
             self.core.scheduler.abort(request_id)
 
@@ -475,22 +477,9 @@ class Sessions:
             raise
         return [x.output() if isinstance(x, Session) else x for x in entries]
 
-    @property
-    def has_kept(self) -> bool:
-        """Whether events wait for `take_kept`."""
-        return bool(self._kept)
-
     def keep(self, events: list[TokenEvent]) -> None:
         """Keep events that could not be returned; they come before what is kept already."""
-        self._kept = events + self._kept
-
-    def take_kept(self) -> list[TokenEvent]:
-        """Return events that could not be returned when they came.
-
-        They came while `generate` ran, of requests that are not its own, or with Ctrl-C.
-        """
-        kept, self._kept = self._kept, []
-        return kept
+        self.kept = events + self.kept
 
     def _finish(
         self,

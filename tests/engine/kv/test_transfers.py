@@ -2,7 +2,9 @@
 
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,15 +24,25 @@ class Source:
     def __init__(self, *batches, alone=False):
         self.batches, self.done = list(batches), []
         self.nothing = (NONE,) if alone else (NONE, NONE)
-
-    def decided_moves(self):
-        return self.batches[0] if self.batches else self.nothing
-
-    def note_taken(self):
-        del self.batches[:1]
+        count = len(batches[0] if batches else self.nothing)
+        self.pools = [SimpleNamespace(ledger=Ledger(self, n)) for n in range(count)]
 
     def complete_moves(self, group, move_ids):
         self.done += [(group, move_id) for move_id in move_ids]
+
+
+@dataclass
+class Ledger:
+    source: Source
+    group: int
+
+    def decided_moves(self):
+        batches = self.source.batches
+        return (batches[0] if batches else self.source.nothing)[self.group]
+
+    def note_taken(self):
+        if self.group == 0:
+            del self.source.batches[:1]
 
 
 def moves(*given, waits=()):
@@ -180,11 +192,9 @@ def test_moves_without_a_host_tier_and_waits_for_nothing_are_faults():
 class Pool(TieredBlockPool):
     """The only pool of a source."""
 
-    def decided_moves(self):
-        return (self.ledger.decided_moves(),)
-
-    def note_taken(self):
-        self.ledger.note_taken()
+    @property
+    def pools(self):
+        return [self]
 
     def complete_moves(self, group, move_ids):
         self.complete(move_ids)

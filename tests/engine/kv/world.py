@@ -15,9 +15,10 @@ def num_blocks(num_tokens):
 
 def take(source):
     """Take what a pool or a scheduler decided to move."""
-    decider = source.ledger if isinstance(source, TieredBlockPool) else source
-    decided = decider.decided_moves()
-    decider.note_taken()
+    if not isinstance(source, TieredBlockPool):
+        return tuple(map(take, source.pools))
+    decided = source.ledger.decided_moves()
+    source.ledger.note_taken()
     return decided
 
 
