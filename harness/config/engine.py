@@ -160,6 +160,8 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
     return replace(
         asked,
         model=replace(asked.model, keep_lossless=False),
+        facts_folder=None,
+        kept_folder=None,
         offload=OffloadConfig(),
         planner=PlannerConfig(),
         kv=replace(without_host_tier(config.kv), enable_prefix_caching=False),

@@ -9,8 +9,10 @@ from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelCo
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
-from engine.plan.memory import DeviceFacts, MemoryPlan
-from engine.plan.planner import plan_memory
+from engine.plan.memory import DeviceFacts, MemoryPlan, fits
+from engine.plan.planner import asked_of, plan_memory
+from engine.plan.policy import assign_resident
+from engine.plan.weight_format import in_codes
 from engine.sealed import GIB
 from reports.record.text import number
 
@@ -30,6 +32,10 @@ SEQUENCES: Final = 2
 PUBLISHED_16_GB: Final = ((5e9, "none"), (9e9, "8 GB"), (1e15, "12 GB or more"))
 """The published advice for cpu_offload_gb on a card of 16 GB, by parameters below a limit."""
 HOST_BYTES: Final = 2**50
+CARDS: Final = tuple(
+    sorted(path.stem for path in (CONF / "gpu").glob("*.yaml") if "_" in path.stem)
+)
+"""Cards of conf/gpu."""
 
 
 _HEAD: Final = f"""\
@@ -49,6 +55,17 @@ A100 for 80.
 
 | model | weights | {" | ".join(f"{size} GB" for size in SIZES_GB)} |
 {"|---" * (2 + len(SIZES_GB))}|
+"""
+_FITS: Final = f"""\
+
+## What stays on the GPU of every card
+
+plain: everything, as the checkpoint has it; lossless: everything, in codes alone; else the GiB
+of weights that `offload=auto` puts into host memory. One sequence of {LENGTH} tokens (less
+where the model ends before) has room.
+
+| model | {" | ".join(CARDS)} |
+{"|---" * (1 + len(CARDS))}|
 """
 _ADVICE: Final = """\
 
@@ -82,10 +99,10 @@ also moves weights of a model that fits, where a queue is predicted to gain a te
 def page() -> str:
     """Return the page, as `python -m harness --choosing` prints it."""
     names = model_names()
-    sizes, advice = (
-        "".join(f"{row(name)}\n" for name in names) for row in (model_row, _advice_row)
+    sizes, fits, advice = (
+        "".join(f"{row(name)}\n" for name in names) for row in (model_row, card_row, _advice_row)
     )
-    return _HEAD + sizes + _ADVICE + advice + _DIFFERENCES
+    return _HEAD + sizes + _FITS + fits + _ADVICE + advice + _DIFFERENCES
 
 
 def model_names() -> list[str]:
@@ -110,27 +127,30 @@ def spec_of(name: str) -> ModelSpec:
     return ModelSpec(**(_node(name)["spec"] | {"dtype": "bfloat16"}))
 
 
-def _plan(spec: ModelSpec, size_gb: int, planner: PlannerConfig) -> MemoryPlan | None:
-    text = (CONF / "gpu" / f"{SIZES_GB[size_gb]}.yaml").read_text(encoding="utf-8")
-    gpu = GPUConfig(**{**yaml.safe_load(text), "memory_gib": float(size_gb)})
-    config = EngineConfig(
+def _card(name: str, **changes: Any) -> GPUConfig:
+    text = (CONF / "gpu" / f"{name}.yaml").read_text(encoding="utf-8")
+    return GPUConfig(**{**yaml.safe_load(text), **changes})
+
+
+def _config(spec: ModelSpec, gpu: GPUConfig, planner: PlannerConfig) -> EngineConfig:
+    return EngineConfig(
         model=ModelConfig(name="model", load_format="dummy", spec=spec),
         gpu=gpu,
         engine=EngineSettings(max_model_len=min(LENGTH, spec.max_position_embeddings)),
         offload=OffloadConfig(),
         planner=planner,
     )
-    facts = DeviceFacts(
-        kind="cuda",
-        name=gpu.name,
-        total_bytes=size_gb * GIB,
-        free_bytes=size_gb * GIB,
-        host_available_bytes=HOST_BYTES,
-    )
+
+
+def _planned(spec: ModelSpec, gpu: GPUConfig, planner: PlannerConfig) -> MemoryPlan | None:
     try:
-        return plan_memory(config, spec, facts)
+        return plan_memory(_config(spec, gpu, planner), spec, DeviceFacts.of_card(gpu))
     except CapacityError:
         return None
+
+
+def _plan(spec: ModelSpec, size_gb: int, planner: PlannerConfig) -> MemoryPlan | None:
+    return _planned(spec, _card(SIZES_GB[size_gb], memory_gib=float(size_gb)), planner)
 
 
 def _auto(spec: ModelSpec, size_gb: int) -> MemoryPlan | None:
@@ -161,6 +181,22 @@ def model_row(name: str) -> str:
         plan = _auto(spec, size)
         cells.append("no" if plan is None else ", ".join(_figures(plan)))
     return f"| {' | '.join(cells)} |"
+
+
+def card_row(name: str) -> str:
+    """Return a model's row of the table of cards."""
+    spec = spec_of(name)
+    cells = [name, *(_where(spec, _card(card)) for card in CARDS)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _where(spec: ModelSpec, gpu: GPUConfig) -> str:
+    plain = asked_of(_config(spec, gpu, PlannerConfig()), spec, DeviceFacts.of_card(gpu))
+    for word, asked in (("plain", plain), ("lossless", in_codes(plain))):
+        if asked is not None and fits(asked, assign_resident(spec)):
+            return word
+    chosen = _planned(spec, gpu, PlannerConfig(choose=True))
+    return "no" if chosen is None else _host(chosen)
 
 
 def _advice_row(name: str) -> str:

@@ -2,12 +2,12 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from catalogue.models import describe
+from catalogue.models import describe, state
 from engine.asked.config import EngineConfig, GPUConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import (
     OffloadConfig,
@@ -17,6 +17,7 @@ from engine.asked.offload import (
 )
 from engine.device.facts import available_bytes, gpu_holders, num_threads
 from engine.errors import CapacityError
+from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
 from engine.plan.advise import with_least_uva
 from engine.plan.memory import DeviceFacts, MemoryPlan
@@ -34,7 +35,7 @@ from engine.plan.times import (
     rates_for,
     shape_of,
 )
-from engine.plan.weight_format import in_codes
+from engine.plan.weight_format import NOTHING_KNOWN, in_codes
 from engine.sealed import yaml_text
 from harness.config.engine import with_model, without_host_tier
 from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
@@ -277,8 +278,8 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     found = describe(config.model)
     spec, node, scenario = found.spec, config.model, config.scenario
     facts, probed = machine_facts(config)
-    # Where files will be read from is of no account here, but that they will be.
-    path = node.path or (None if node.load_format == "dummy" else ".")
+    # Weights that are not here yet will be read from some folder.
+    path = None if node.load_format == "dummy" else str(state(node).path or ".")
     model = ModelConfig(name=node.name, path=path, load_format=node.load_format, spec=spec)
     rates = {} if probed is None else probed.rates
     base = replace(with_model(config, model), measured_rates=rates)
@@ -348,7 +349,10 @@ def _row(
 ) -> Row:
     plan, error = None, ""
     try:
-        plan = plan_memory(config, spec, facts)
+        known: Mapping[str, str] = NOTHING_KNOWN
+        if config.model.load_format != "dummy":
+            known = read_unpackable(config.facts_folder, config.model.path)
+        plan = plan_memory(config, spec, facts, unpackable=known)
         found: dict[str, Any] = plan.to_dict()
     except CapacityError as refusal:
         found, error = dict(refusal.plan or {}), str(refusal)

@@ -6,7 +6,7 @@ import pytest
 
 from harness.__main__ import main
 from harness.forecast import choosing
-from harness.forecast.choosing import model_row
+from harness.forecast.choosing import card_row, model_row
 from tests.contracts.project import ROOT
 from tests.slow import slow
 
@@ -33,6 +33,13 @@ def test_the_page_is_the_one_in_docs(
     assert NUMBER.sub("", written) == NUMBER.sub("", kept), remedy
     assert numbers(written) == pytest.approx(numbers(kept), rel=0.1, abs=0.2), remedy
     assert "| olmo7b | 7.30 B | 8 GB |" in written
+
+
+def test_a_row_says_what_stays_on_each_card() -> None:
+    cells = dict(zip(choosing.CARDS, card_row("olmo7b").strip("| ").split(" | ")[1:], strict=True))
+    assert cells["rtx4080_16gb"] == "lossless"
+    assert {cells[name] for name in ("a100_80gb", "l4_24gb", "rtx4090_24gb")} == {"plain"}
+    assert float(cells["rtx3060_12gb"]) > 1
 
 
 def test_a_row_has_a_cell_for_each_size() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from catalogue.conversions import write_weights
 from engine.errors import ConfigError
+from engine.model.facts import write_unpackable
 from engine.plan.memory import UNKNOWN_HOST_BYTES, DeviceFacts
 from harness.__main__ import main
 from harness.config.compose import Composer
@@ -312,6 +313,25 @@ def test_a_local_config_without_a_dtype_is_planned_in_that_of_its_files(
     assert "it counts as bfloat16, which most elements have (3 of float32)" in "\n".join(
         point_lines(found)
     )
+
+
+def test_a_plan_knows_which_tensors_a_load_found_that_codes_cannot_hold(
+    composer: Composer, tmp_path: Path, home: Path
+) -> None:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    config = {"model_type": "llama", "num_attention_heads": 2} | dict.fromkeys(names, 64)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    write_weights(tmp_path, {"model.norm.weight": np.zeros(9, np.uint16)})
+    name = "model.layers.1.mlp.down_proj.weight"
+    overrides = ["+model=local", f"model.path={quoted(tmp_path)}", "gpu=l4_24gb"]
+    (point,) = composer.plan([*overrides, "mode=plan", "engine.weight_format=lossless"]).points
+    before = forecast(point.config, ()).rows[0].plan
+    write_unpackable(str(home / "facts"), str(tmp_path), {name: "many escapes"})
+    after = forecast(point.config, ()).rows[0].plan
+    assert before is not None
+    assert after is not None
+    assert before.formats.others.keys() - after.formats.others.keys() == {name}
+    assert (after.weight_format or {})["plain_matrices"]["many escapes"] == [name]
 
 
 def test_host_memory_of_a_machine_that_is_not_here_is_stated_and_bounds_what_is_told_of_it(
