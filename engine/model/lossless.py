@@ -57,9 +57,13 @@ class Lossless(Format):
     is_packed: ClassVar[bool] = True
 
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:
-        """Whether it is a bfloat16 matrix that fills tiles and takes less than it would plain."""
-        shape = tensor.shape
-        if dtype != DTYPE or len(shape) != 2 or not has_codes(*shape):
+        """Whether it is a bfloat16 matrix that fills tiles and takes less than it would plain.
+
+        So does each of its parameters: products take tiles of gates and of ups in turn.
+        """
+        if dtype != DTYPE or len(tensor.shape) != 2:
+            return False
+        if not all(has_codes(*part.shape) for part in tensor.parts):
             return False
         return self.num_bytes(tensor) < FORMATS[DTYPE].num_bytes(tensor)
 

@@ -118,13 +118,13 @@ def linear_silu_mul(
 
     Args:
         x: as linear's.
-        codes: N / 2 rows of gate and then as many of up, as linear's.
+        codes: N / 2 rows of gate, a multiple of 16, and then as many of up, as linear's.
         bias: [N] bfloat16, or None.
 
     Returns:
         A new tensor [..., N / 2] bfloat16.
     """
-    _check_linear("linear_silu_mul", x, codes, bias)
+    _check_linear("linear_silu_mul", x, codes, bias, is_gated=True)
     if not x.is_cuda:
         return ref.linear_silu_mul(x, codes, bias)
     if _is_small(x):
@@ -139,13 +139,13 @@ def linear_gelu_mul(
 
     Args:
         x: as linear's.
-        codes: N / 2 rows of gate and then as many of up, as linear's.
+        codes: N / 2 rows of gate, a multiple of 16, and then as many of up, as linear's.
         bias: [N] bfloat16, or None.
 
     Returns:
         A new tensor [..., N / 2] bfloat16.
     """
-    _check_linear("linear_gelu_mul", x, codes, bias)
+    _check_linear("linear_gelu_mul", x, codes, bias, is_gated=True)
     if not x.is_cuda:
         return ref.linear_gelu_mul(x, codes, bias)
     if _is_small(x):
@@ -199,10 +199,19 @@ def _is_small(x: torch.Tensor) -> bool:
     return 0 < x.numel() // x.shape[-1] <= MAX_SMALL_TOKENS
 
 
-def _check_linear(name: str, x: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> None:
+def _check_linear(
+    name: str,
+    x: torch.Tensor,
+    codes: Codes,
+    bias: torch.Tensor | None,
+    *,
+    is_gated: bool = False,
+) -> None:
     """Raise unless the arguments of a product agree with each other."""
     _check_device(name, codes, x.device)
     num_rows, num_columns = codes.shape
+    if is_gated and num_rows % 32:
+        raise KernelArgumentError(f"{name}.codes", "a multiple of 32 rows", f"{num_rows}")
     shape = (*x.shape[:-1], num_columns)
     check_tensor(f"{name}.x", x, shape, torch.bfloat16, x.device, last_contiguous=False)
     if bias is not None:

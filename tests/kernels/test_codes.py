@@ -224,6 +224,14 @@ def test_door_gives_the_bits_of_the_plain_operator(name, has_bias):
         assert torch.equal(getattr(codes, name)(x, packed, bias), expected)
 
 
+def test_gates_that_end_within_a_tile_are_refused():
+    packed, x = codes.pack(normal((48, 64))), normal((3, 64))
+    assert codes.linear(x, packed).shape == (3, 48)
+    for gated in (codes.linear_silu_mul, codes.linear_gelu_mul):
+        with pytest.raises(KernelArgumentError, match=r"codes: expected a multiple of 32 rows"):
+            gated(x, packed)
+
+
 def test_control_a_wrong_escape_changes_the_product():
     weight = normal((32, 64))
     weight[3, 5] = 2.0**40

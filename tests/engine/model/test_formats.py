@@ -100,8 +100,11 @@ def test_a_lossless_tensor_is_the_arrays_of_its_codes(shape: tuple[int, int]) ->
 def test_what_fills_no_tiles_or_gains_nothing_is_not_lossless(shape: tuple[int, ...]) -> None:
     tensor = TensorSpec("w", (ParamSpec("w", shape),))
     assert not LOSSLESS.holds(tensor, "bfloat16")
-    assert LOSSLESS.holds(tensor_of(64, 64), "bfloat16")
-    assert not LOSSLESS.holds(tensor_of(64, 64), "float16")
+    gates = ParamSpec("gate", (72, 64)), ParamSpec("up", (72, 64))
+    assert not LOSSLESS.holds(TensorSpec("gate_up", gates), "bfloat16")
+    gates = ParamSpec("gate", (80, 64)), ParamSpec("up", (80, 64))
+    assert LOSSLESS.holds(TensorSpec("gate_up", gates), "bfloat16")
+    assert not LOSSLESS.holds(TensorSpec("gate_up", gates), "float16")
 
 
 def test_matrices_of_the_layers_and_the_head_are_lossless() -> None:
@@ -114,7 +117,8 @@ def test_matrices_of_the_layers_and_the_head_are_lossless() -> None:
         assert lossless_formats(untied, dtype) == plain(dtype)
     odd = lossless_formats(small_spec(intermediate_size=72)).others
     assert not any(name.endswith("down_proj.weight") for name in odd)
-    assert sum(name.endswith("gate_up_proj.weight") for name in odd) == 8
+    assert not any(name.endswith("gate_up_proj.weight") for name in odd)
+    assert sum(name.endswith("qkv_proj.weight") for name in odd) == 8
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 20_000, 2**20])
