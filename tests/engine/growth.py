@@ -1,7 +1,7 @@
 """A load whose batches grow from 1 to 17 and shrink to 2 while it runs, across captured sizes."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,15 +52,20 @@ def make_prompts(vocab: int) -> list[list[int]]:
     return [make_prompt(length, seed=11 + at, vocab=vocab) for at, length in enumerate(LENGTHS)]
 
 
-def grow(llm: LLM, prompts: list[list[int]]) -> Growth:
-    """Run the load; the steps are composed the same in every engine with equal limits."""
+def grow(
+    llm: LLM,
+    prompts: list[list[int]],
+    tokens: Sequence[int] = TOKENS,
+    waves: Sequence[int] = WAVES,
+) -> Growth:
+    """Run a load; the steps are composed the same in every engine with equal limits."""
     growth = Growth([[] for _ in prompts])
-    waves, sent, steps = list(WAVES), 0, 0
-    while waves or llm.has_unfinished():
-        if waves and steps % STEPS == 0:
-            for index in range(sent, sent + waves[0]):
-                llm.add_request(prompts[index], greedy_params(TOKENS[index]), str(index))
-            sent += waves.pop(0)
+    left, sent, steps = list(waves), 0, 0
+    while left or llm.has_unfinished():
+        if left and steps % STEPS == 0:
+            for index in range(sent, sent + left[0]):
+                llm.add_request(prompts[index], greedy_params(tokens[index]), str(index))
+            sent += left.pop(0)
         for event in llm.step():
             growth.tokens[int(event.request_id)].append(event.token_id)
         steps += 1
