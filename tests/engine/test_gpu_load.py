@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine import LLM
 from engine.asked.offload import OffloadWarning
 from engine.device import cuda
 from engine.device.cuda import CUDADevice, probe_pinning
 from engine.errors import CapacityError, PinningError
+from engine.pack import pack_checkpoint
 from engine.weights import reader
+from engine.weights.kept import copy_folder
 from tests.engine.conftest import TinyModels
 from tests.engine.smaps import anonymous_bytes, mapped, present_bytes
 from tests.tiny import greedy, make_config, make_prompt, open_llm
@@ -235,3 +237,30 @@ def test_a_registration_that_fails_late_leads_to_pageable_memory(
     assert greedy(llm, PROMPTS, 5) == tiny.greedy("llama", PROMPTS, 5)
     assert llm.memory()["host_pinned_bytes"] == 0
     llm.close()
+
+
+@pytest.mark.parametrize("place", [{}, {"cpu_offload_gb": 0.1}, {"offload_group_size": 2}])
+def test_codes_that_were_kept_or_packed_ahead_are_read_into_place(
+    shards: Path, tmp_path: Path, place: dict[str, Any]
+) -> None:
+    plain = open_gpu(shards, dtype="bfloat16", weight_format="lossless", **place)
+    expected = greedy(plain, PROMPTS, 8)
+    plain.close()
+    asked = {"dtype": "bfloat16", "weight_format": "lossless", "kept_folder": str(tmp_path)}
+    moved = []
+    for _ in range(2):
+        llm = open_gpu(shards, keep_lossless=True, **asked, **place)
+        assert greedy(llm, PROMPTS, 8) == expected
+        moved.append(llm.load_report.moved)
+        llm.close()
+    assert moved[1]["kept"] == moved[0]["keep"] > 0
+    made = []
+    for device in ("cuda", "cpu"):
+        folder = pack_checkpoint(
+            shards, tmp_path / device, tmp_path / "facts", device=device
+        ).folder
+        made.append(load_file(next(folder.glob("*.safetensors"))))
+    kept = load_file(next(copy_folder(tmp_path, shards).glob("*.safetensors")))
+    for arrays in made:
+        assert arrays.keys() == kept.keys()
+        assert all(torch.equal(array, kept[name]) for name, array in arrays.items())
