@@ -359,7 +359,7 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
         f"{gib(plan.gpu_budget_bytes)} GiB, taken by {parts} (GiB); the largest is "
         f"{max(items, key=items.__getitem__)}."
     )
-    found = advice(asked)
+    found, gain = advice(asked)
     if planner.choose:
         text += _host_lack(asked, plan)
         found += found_of([less_with_auto(asked)], asked) + _host_kv_with_auto(asked, plan)
@@ -373,7 +373,7 @@ def refusal(plan: MemoryPlan, asked: Asked) -> str:
     found = found or found_of([*limits(asked), *host_settings(asked, plan)], asked)
     if not found:
         return f"{text} {_last_resort(asked, plan, fixed + need)}"
-    return text + _lossless_gain(asked) + FITS_WITH + "; or ".join(found) + "."
+    return text + gain + FITS_WITH + "; or ".join(found) + "."
 
 
 def host_refusal(plan: MemoryPlan, asked: Asked) -> str:
@@ -387,10 +387,10 @@ def host_refusal(plan: MemoryPlan, asked: Asked) -> str:
         f"{max(items, key=items.__getitem__)}), but {plan.host_limit_bytes / GIB:.2f} "
         f"GiB{where} are available after a reserve of {asked.config.engine.host_reserve_gib:g} GiB."
     )
-    found = advice(asked) if plan.offloaded_layers else []
+    found, gain = advice(asked) if plan.offloaded_layers else ([], "")
     found += found_of(host_settings(asked, plan), asked)
     if found:
-        return text + FITS_WITH + "; or ".join(found) + "."
+        return text + gain + FITS_WITH + "; or ".join(found) + "."
     ways = ["lower the GPU budget (gpu.memory_gib)"] if plan.facts.emulated else []
     ways += ["offload less"] if plan.offloaded_layers else []
     return f"{text} No single change makes it fit. {', '.join(['Free memory', *ways])}."
@@ -444,8 +444,7 @@ def _auto_words(asked: Asked) -> str:
 def _host_lack(asked: Asked, plan: MemoryPlan) -> str:
     """Say so where a chosen placement lacks host memory alone."""
     found = chosen_anywhere(with_auto(asked))
-    placed = {"resident": 0} if found is None else found.placed_bytes()
-    need = sum(placed.values()) - placed["resident"]
+    need = 0 if found is None else off_gpu_bytes(found)
     if need == 0:
         return ""
     limit = max(0, plan.host_limit_bytes - plan.host_total_bytes)
@@ -464,7 +463,7 @@ def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
             f"reserve of {asked.config.engine.host_reserve_gib:g} GiB. Free host memory, or lower "
             "engine.host_reserve_gib."
         )
-    if found := advice(roomy):
+    if found := advice(roomy)[0]:
         return (
             f"It would fit with {'; or '.join(found)}, but not in the "
             f"{gib(plan.host_limit_bytes)} GiB of host memory that are available here. Free host "
@@ -479,21 +478,28 @@ def _last_resort(asked: Asked, plan: MemoryPlan, num_bytes: int) -> str:
     )
 
 
-def advice(asked: Asked) -> list[str]:
-    """Return settings with which the plan fits.
+def advice(asked: Asked) -> tuple[list[str], str]:
+    """Return settings with which the plan fits, and what lossless weights are like if they do.
 
     Lossless weights, a chosen placement, then the least of a backend.
     """
     if asked.config.planner.choose or asked.reference:
-        return []  # placements are chosen already, or are not what is asked
-    found = _lossless(asked)
-    found += [_auto_words(asked)] if auto_fits(asked) else []
+        return [], ""  # placements are chosen already, or are not what is asked
+    found, gain = _lossless(asked)
+    auto = _auto_words(asked)
+    if not any(words.startswith(auto) for words in found) and auto_fits(asked):
+        found.append(auto)
+    return found + _least_of_backends(asked), gain
+
+
+def _least_of_backends(asked: Asked) -> list[str]:
+    """Return the least uva and the least prefetch that fit with weights as they are."""
     if "cpu_offload_gb" in asked.config.planner.auto_fields:
-        return found  # it chooses the size itself
+        return []  # it chooses the size itself
     uva = with_least_uva(_with_offload(asked, OffloadConfig()))
     if uva is not None and not uva.offload.uva.cpu_offload_gb:
-        return [*found, "offload=none"]  # host memory alone is short
-    node = asked.config.offload
+        return ["offload=none"]  # host memory alone is short
+    node, found = asked.config.offload, []
     if uva is not None:
         found.append(
             f"offload=uva offload.uva.cpu_offload_gb={uva.offload.uva.cpu_offload_gb:g}"
@@ -516,28 +522,65 @@ def advice(asked: Asked) -> list[str]:
 LOSSLESS_WORDS: Final = "engine.weight_format=lossless"
 
 
-def _lossless(asked: Asked) -> list[str]:
-    """Return how to keep everything on the GPU in codes, where that fits."""
-    offload = asked.config.offload
+def lossless_resident(asked: Asked) -> MemoryPlan | None:
+    """Return the plan of everything on the GPU in codes; None: no room, no use, or ruled out."""
     coded = in_codes(_with_offload(asked, OffloadConfig()))
-    if offload.uva.cpu_offload_params or offload.prefetch.offload_params or coded is None:
-        return []
-    words = LOSSLESS_WORDS if offload.backend == "none" else f"offload=none {LOSSLESS_WORDS}"
-    return [words] if fits(coded, assign_resident(asked.spec)) else []
+    if coded is None:
+        return None
+    plan = build_plan(coded, assign_resident(coded.spec))
+    return plan if plan_fits(plan) else None
 
 
-def _lossless_gain(asked: Asked) -> str:
-    """Say what lossless weights are like, where they are advised."""
-    coded = in_codes(_with_offload(asked, OffloadConfig()))
-    if coded is None or not _lossless(asked):
-        return ""
-    rates, context = asked_rates(coded), min(CONTEXT_TOKENS, coded.max_model_len)
-    shape = shape_of(build_plan(coded, assign_resident(coded.spec)), coded.spec)
-    step_ms = decode_step_s(shape, rates, 1, context) * 1e3
+def _lossless(asked: Asked) -> tuple[list[str], str]:
+    """Return how lossless weights fit with least off the GPU, and what they are like; or nothing.
+
+    Everything on the GPU, else what is set, else a chosen placement that is faster than a plain
+    one.
+    """
+    coded, offload = in_codes(asked), asked.config.offload
+    if coded is None:
+        return [], ""
+    is_set = offload.backend != "none" or bool(asked.config.planner.auto_fields)
+    has_selectors = bool(offload.uva.cpu_offload_params or offload.prefetch.offload_params)
+    resident = None if has_selectors else lossless_resident(asked)
+    if resident is not None:
+        words = LOSSLESS_WORDS if offload.backend == "none" else f"offload=none {LOSSLESS_WORDS}"
+        return [words], _lossless_gain(resident, asked)
+    if (is_set or takes_swap_space(asked)) and would_fit(coded):
+        chosen = _with_fields(coded, set(asked.config.planner.auto_fields))
+        plan = _plan_as_set(replace(coded, config=chosen or coded.config))
+        return [LOSSLESS_WORDS], _lossless_gain(plan, asked)
+    best, plain = (Chooser(with_auto(each)).best() for each in (coded, asked))
+    if best is None or (plain and step_s(plain[0], asked) <= step_s(best[0], asked)):
+        return [], ""
+    words = f"{_auto_words(asked)} {LOSSLESS_WORDS}"
+    return [words], _lossless_gain(best[0], asked, plain[0] if plain else None)
+
+
+def _lossless_gain(plan: MemoryPlan, asked: Asked, plain: MemoryPlan | None = None) -> str:
+    """Say what a plan of lossless weights is like, beside one of plain weights if there is any."""
+    moved, and_what = off_gpu_bytes(plan), ""
+    if moved:
+        and_what = f" and {gib(moved)} GiB of weights off the GPU"
+        and_what += f" ({gib(off_gpu_bytes(plain))} GiB of plain ones)" if plain else ""
+    stays = "" if moved else "no layer leaves the GPU, "
     return (
-        f" It fits with {LOSSLESS_WORDS}: no layer leaves the GPU, the tokens are the same, about "
-        f"{step_ms:.2g} ms a token (predicted; {rates.source})."
+        f" It fits with {LOSSLESS_WORDS}{and_what}: {stays}the tokens are the same, about "
+        f"{float(f'{step_s(plan, asked) * 1e3:.3g}'):g} ms a token (predicted; "
+        f"{asked_rates(asked).source})."
     )
+
+
+def off_gpu_bytes(plan: MemoryPlan) -> int:
+    """Bytes of weights that lie in host memory."""
+    placed = plan.placed_bytes()
+    return sum(placed.values()) - placed[RESIDENT.name]
+
+
+def step_s(plan: MemoryPlan, asked: Asked) -> float:
+    """Return the predicted seconds of a decode step of one short sequence."""
+    shape, context = shape_of(plan, asked.spec), min(CONTEXT_TOKENS, plan.max_model_len)
+    return decode_step_s(shape, asked_rates(asked), 1, context)
 
 
 def _with_offload(asked: Asked, offload: OffloadConfig) -> Asked:
@@ -555,8 +598,7 @@ SAME_TIME: Final = 0.01
 
 def _offload_room(plan: MemoryPlan, asked: Asked) -> str:
     """cpu_offload_gb beyond all that can be moved."""
-    placed, room = plan.placed_bytes(), asked.config.offload.uva.cpu_offload_gb
-    moved = sum(placed.values()) - placed[RESIDENT.name]
+    moved, room = off_gpu_bytes(plan), asked.config.offload.uva.cpu_offload_gb
     is_set = asked.config.offload.backend == "uva" and not asked.config.planner.choose
     if not is_set or moved >= room * GIB:
         return ""

@@ -9,10 +9,10 @@ from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelCo
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
-from engine.plan.memory import DeviceFacts, MemoryPlan, fits
+from engine.plan.advise import lossless_resident, step_s
+from engine.plan.memory import DeviceFacts, MemoryPlan, build_plan, plan_fits
 from engine.plan.planner import asked_of, plan_memory
 from engine.plan.policy import assign_resident
-from engine.plan.weight_format import in_codes
 from engine.sealed import GIB
 from reports.record.text import number
 
@@ -31,7 +31,6 @@ SEQUENCES: Final = 2
 """Sequences of that length that must have room."""
 PUBLISHED_16_GB: Final = ((5e9, "none"), (9e9, "8 GB"), (1e15, "12 GB or more"))
 """The published advice for cpu_offload_gb on a card of 16 GB, by parameters below a limit."""
-HOST_BYTES: Final = 2**50
 CARDS: Final = tuple(
     sorted(path.stem for path in (CONF / "gpu").glob("*.yaml") if "_" in path.stem)
 )
@@ -60,9 +59,10 @@ _FITS: Final = f"""\
 
 ## What stays on the GPU of every card
 
-plain: everything, as the checkpoint has it; lossless: everything, in codes alone; else the GiB
-of weights that `offload=auto` puts into host memory. One sequence of {LENGTH} tokens (less
-where the model ends before) has room.
+plain: everything, as the checkpoint has it; lossless: everything, in codes
+(`engine.weight_format=lossless`: the same tokens); each with its decode tokens/s at batch 1. Where
+neither has room for one sequence: `offload=auto`, with the GiB of weights that it puts into host
+memory, of lossless weights unless plain is said.
 
 | model | {" | ".join(CARDS)} |
 {"|---" * (1 + len(CARDS))}|
@@ -191,12 +191,19 @@ def card_row(name: str) -> str:
 
 
 def _where(spec: ModelSpec, gpu: GPUConfig) -> str:
-    plain = asked_of(_config(spec, gpu, PlannerConfig()), spec, DeviceFacts.of_card(gpu))
-    for word, asked in (("plain", plain), ("lossless", in_codes(plain))):
-        if asked is not None and fits(asked, assign_resident(spec)):
-            return word
-    chosen = _planned(spec, gpu, PlannerConfig(choose=True))
-    return "no" if chosen is None else _host(chosen)
+    asked = asked_of(_config(spec, gpu, PlannerConfig()), spec, DeviceFacts.of_card(gpu))
+    plain = build_plan(asked, assign_resident(spec))
+    plans = {"plain": plain if plan_fits(plain) else None, "lossless": lossless_resident(asked)}
+    found = [
+        f"{word} {number(1 / step_s(plan, asked))}"
+        for word, plan in plans.items()
+        if plan is not None
+    ]
+    chosen = None if found else _planned(spec, gpu, PlannerConfig(choose=True))
+    if chosen is not None:
+        word = "" if chosen.formats.others else "plain, "
+        found = [f"{word}{_host(chosen)} GiB off {_tokens_s(chosen)}"]
+    return ", ".join(found) or "no"
 
 
 def _advice_row(name: str) -> str:

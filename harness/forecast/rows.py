@@ -19,7 +19,7 @@ from engine.device.facts import available_bytes, gpu_holders, num_threads
 from engine.errors import CapacityError
 from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
-from engine.plan.advise import with_least_uva
+from engine.plan.advise import off_gpu_bytes, with_least_uva
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.memory import fits as has_room
 from engine.plan.planner import asked_of, plan_memory
@@ -204,6 +204,17 @@ class Row:
     def is_lossless(self) -> bool:
         """Whether it fits with weights in codes."""
         return self.plan is not None and bool(self.plan.formats.others)
+
+    @property
+    def title(self) -> str:
+        """The label, and whether weights are lossless."""
+        says_it = self.label == LOSSLESS or not self.is_lossless
+        return self.label if says_it else f"{self.label}, {LOSSLESS}"
+
+    @property
+    def host_weights_bytes(self) -> int:
+        """Bytes of weights in host memory, of one that fits."""
+        return off_gpu_bytes(self.plan) if self.plan is not None else 0
 
     @property
     def queue_tokens_s(self) -> float:

@@ -14,7 +14,7 @@ from harness.config.compose import Plan, Point
 from harness.config.engine import HOST_KV_FIELDS
 from harness.config.schema import SIDES, RunConfig
 from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, columns, show
-from harness.forecast.rows import FOR_QUEUE, WITHOUT_HOST_KV, Forecast, Row, forecast
+from harness.forecast.rows import FOR_QUEUE, LOSSLESS, WITHOUT_HOST_KV, Forecast, Row, forecast
 from harness.point.describe import what_varies
 from harness.point.show import build_report, capacity_lines, weight_lines
 from harness.studies.ab import Sides, steps
@@ -28,7 +28,7 @@ def point_lines(found: Forecast) -> list[str]:
     """Return one point as lines of text."""
     best = found.recommended
     rows = [COLUMNS, *(_cells(row) for row in found.rows)]
-    lines = ["", *_title(found), *columns(rows, left={0, 1})]
+    lines = ["", *_title(found), *_lossless(found), *columns(rows, left={0, 1})]
     lines += [
         "  KV tokens: on the GPU. longest: one sequence over both tiers. at once: sequences of",
         "  max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with",
@@ -44,7 +44,10 @@ def point_lines(found: Forecast) -> list[str]:
         lines.append("  Nothing fits.")
         return lines
     choice = best.bytes.get("choice")
-    what = f"{best.label}: {choice['chosen']} ({choice['why']})" if choice else best.label
+    what = f"{best.title}: {choice['chosen']} ({choice['why']})" if choice else best.title
+    if best.is_lossless:
+        placed = "" if best.moves_something else ", everything in GPU memory"
+        what += f"{';' if choice else ':'} weights in 12-bit codes{placed}; the same tokens"
     lines += [f"  recommended: {what}", *weight_lines(best.bytes)]
     lines += [*capacity_lines(best.bytes["kv"]), *_host_kv(best)]
     lines += _bar("GPU", best.bytes["gpu"]["items"], best.bytes["gpu"]["budget_bytes"])
@@ -94,9 +97,9 @@ def _longest(found: Forecast) -> Iterator[str]:
     """What a token of one sequence of max_model_len tokens takes, for each way that fits."""
     fitting = [row for row in found.rows if row.fits]
     if fitting:
-        times = (f"{row.label} {row.predicted['decode_step_long_ms']:.4g}" for row in fitting)
+        times = (f"{row.title} {row.predicted['decode_step_long_ms']:.4g}" for row in fitting)
         tokens = fitting[0].predicted["long_context_tokens"]
-        yield f"  ms a token of one sequence of {tokens:,} tokens: {', '.join(times)}."
+        yield f"  ms a token of one sequence of {tokens:,} tokens: {'; '.join(times)}."
     other = next((row for row in fitting if row.label == WITHOUT_HOST_KV), None)
     if other is not None:
         least = min(row.predicted["decode_step_long_ms"] for row in fitting)
@@ -111,7 +114,7 @@ def _queue(found: Forecast) -> Iterator[str]:
     if best is not None:
         queue = best.predicted["queue"]
         lengths = f"{queue['prompt_tokens']} + {queue['output_tokens']} tokens"
-        rates = ", ".join(f"{row.label} {number(row.queue_tokens_s)}" for row in fitting)
+        rates = "; ".join(f"{row.title} {number(row.queue_tokens_s)}" for row in fitting)
         yield f"  output tokens/s of {queue['requests']} requests of {lengths}: {rates}."
         yield f"  Best for such a queue: {_command(found, best)}"
 
@@ -158,8 +161,26 @@ def _title(found: Forecast) -> Iterator[str]:
     )
 
 
+def _lossless(found: Forecast) -> Iterator[str]:
+    """Say so where only lossless weights fit the GPU whole, or leave it least."""
+    rows = {row.label: row for row in found.rows}
+    none, auto, coded = rows["none"], rows["auto"], rows.get(LOSSLESS)
+    dtype = none.bytes.get("dtype")
+    row = coded if coded is not None and coded.fits else auto
+    if coded is None or none.fits or not row.is_lossless:
+        return
+    moved = f"{row.host_weights_bytes / GIB:.2f} GiB of weights leave"
+    what = moved if row.moves_something else "no layer leaves"
+    how = "It does with" if coded.fits else "It needs least of the host with offload=auto and"
+    yield (
+        f"{found.config.model.name} does not fit {found.facts.name} in {dtype}. {how} "
+        f"engine.weight_format=lossless: {what} the GPU, the tokens are the same, about "
+        f"{number(row.predicted['decode_step_ms'])} ms a token."
+    )
+
+
 _CELLS: Final[Mapping[str, Callable[[Row, MemoryPlan], str]]] = {
-    "host GiB": lambda row, _: f"{_host_weights(row) / GIB:.2f}",
+    "host GiB": lambda row, _: f"{row.host_weights_bytes / GIB:.2f}",
     "KV tokens": lambda _, plan: str(plan.kv_tokens),
     "in host": lambda row, _: str(_host_kv_tokens(row)),
     "longest": lambda _, plan: str(plan.longest_tokens),
@@ -182,12 +203,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     plan, weights = row.plan, row.bytes.get("gpu", {}).get("items", {}).get("weights")
     size = _ABSENT if weights is None else f"{weights / GIB:.2f}"
     cells = (_ABSENT if plan is None else cell(row, plan) for cell in _CELLS.values())
-    return (row.label, "yes" if row.fits else "no", size, *cells)
-
-
-def _host_weights(row: Row) -> int:
-    placed: Mapping[str, int] = row.bytes["placements"]
-    return sum(placed.values()) - placed["resident"]
+    return (row.title, "yes" if row.fits else "no", size, *cells)
 
 
 def _host_kv(row: Row) -> Iterator[str]:
@@ -277,11 +293,12 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
         "max_model_len": kv.get("max_model_len"),
         "max_num_seqs": config.engine.max_num_seqs,
         "offload": row.label,
+        "weight_format": plan and (LOSSLESS if row.is_lossless else "checkpoint"),
         "overrides": " ".join(row.overrides),
         "fits": row.fits,
         "recommended": row is found.recommended,
         "gpu_weights_gib": plan and row.bytes["gpu"]["items"]["weights"] / GIB,
-        "host_weights_gib": plan and _host_weights(row) / GIB,
+        "host_weights_gib": plan and row.host_weights_bytes / GIB,
         "kv_tokens": plan and plan.kv_tokens,
         "host_kv_tokens": plan and _host_kv_tokens(row),
         "longest_tokens": plan and plan.longest_tokens,

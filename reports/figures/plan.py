@@ -19,8 +19,8 @@ PANELS: Final = (
     ("decode_tokens_s", "decode tokens/s,\nbatch 1"),
     ("queue_output_tokens_s", "output tokens/s,\na queue of 200"),
 )
-KINDS: Final = ("none", "uva", "prefetch", "auto", "as set")
-COLOURS: Final = ("#9498a0", "#97b4f5", "#4269d0", "#e0a30c", "#a463f2")
+KINDS: Final = ("none", "lossless", "uva", "prefetch", "auto", "as set")
+COLOURS: Final = ("#9498a0", "#3ca951", "#97b4f5", "#4269d0", "#e0a30c", "#a463f2")
 MOST_POINTS: Final = 60
 LOG_RATIO: Final = 30
 """Values that differ by more are drawn on a logarithmic axis."""

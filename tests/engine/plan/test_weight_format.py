@@ -12,6 +12,7 @@ from engine.errors import CapacityError, ConfigError
 from engine.model.formats import EMBEDDING, HEAD, align
 from engine.model.lossless import lossless_formats
 from engine.model.spec import ModelSpec
+from engine.plan.advise import off_gpu_bytes
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.plan.sizes import restore_bytes
@@ -30,7 +31,7 @@ from tests.engine.plan.test_choose import conf_spec
 from tests.engine.specs import CPU, H200, OLMO_7B, configuration, prefetch, small_spec, uva
 
 AUTO = PlannerConfig(choose=True)
-LIMITS = {"max_model_len": 2048, "max_num_seqs": 32}
+LIMITS: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 32}
 FITTING = small_spec(hidden_size=64, intermediate_size=128, vocab_size=512)
 
 
@@ -288,7 +289,7 @@ def test_lossless_weights_are_advised_first_where_they_fit() -> None:
     lossless = on_card("rtx4080_16gb", weight_format="lossless")
     assert (
         "It fits with engine.weight_format=lossless: no layer leaves the GPU, the tokens are the "
-        f"same, about {step_ms(lossless):.2g} ms a token"
+        f"same, about {step_ms(lossless):.3g} ms a token"
     ) in text
     found = text.split("Fits with: ")[1].split("; or ")
     assert found[0] == "engine.weight_format=lossless"
@@ -296,10 +297,60 @@ def test_lossless_weights_are_advised_first_where_they_fit() -> None:
         with pytest.raises(CapacityError) as error:
             on_card("rtx4080_16gb", **settings)
         assert "lossless" not in str(error.value)
+
+
+def test_lossless_weights_are_advised_first_where_fewer_leave_the_gpu() -> None:
     with pytest.raises(CapacityError) as error:
         on_card("rtx3060_12gb")
-    assert "lossless" not in str(error.value)  # it does not fit in codes either
-    assert "offload=auto" in str(error.value)
+    text = str(error.value)
+    coded, plain = (
+        on_card("rtx3060_12gb", AUTO, weight_format=word) for word in ("lossless", "checkpoint")
+    )
+    moved = [off_gpu_bytes(plan) / GIB for plan in (coded, plain)]
+    assert (
+        f" It fits with engine.weight_format=lossless and {moved[0]:.2f} GiB of weights off the "
+        f"GPU ({moved[1]:.2f} GiB of plain ones): the tokens are the same, about "
+        f"{step_ms(coded):.3g} ms a token"
+    ) in text
+    found = text.split("Fits with: ")[1].split("; or ")
+    assert found[0] == "offload=auto engine.weight_format=lossless"
+    assert "offload=auto" not in found
+
+
+def with_uva(gib: float, name: str, **settings: Any) -> MemoryPlan:
+    gpu = card(name)
+    limits = LIMITS | {"weight_format": None} | settings
+    config = replace(configuration(OLMO_7B, offload=uva(gib), **limits), gpu=gpu)
+    return plan_memory(config, OLMO_7B, DeviceFacts.of_card(gpu))
+
+
+def test_an_offload_that_is_enough_for_codes_alone_is_kept_in_the_advice() -> None:
+    with pytest.raises(CapacityError) as error:
+        with_uva(4, "rtx3060_12gb")
+    text = str(error.value)
+    assert "Fits with: engine.weight_format=lossless; or offload=auto; or " in text
+    plan = with_uva(4, "rtx3060_12gb", weight_format="lossless")
+    assert f"lossless and {off_gpu_bytes(plan) / GIB:.2f} GiB of weights off the GPU: " in text
+    assert f"about {step_ms(plan):.3g} ms a token" in text
+
+
+def test_an_offload_that_lossless_weights_do_not_need_says_what_it_costs() -> None:
+    plan = with_uva(5, "rtx4080_16gb")
+    lossless = on_card("rtx4080_16gb", weight_format="lossless")
+    [note] = [note for note in plan.notes if "is not needed" in note]
+    assert note.startswith("offload=uva is not needed with engine.weight_format=lossless: ")
+    more = f"{step_ms(plan) - step_ms(lossless):.3g} ms more than {step_ms(lossless):.3g} ms"
+    assert more in note
+    assert note.endswith("Set offload=none engine.weight_format=lossless.")
+    for other in (
+        with_uva(5, "rtx4080_16gb", weight_format="checkpoint"),  # asked for
+        with_uva(8, "rtx3060_12gb"),  # no room in codes either
+    ):
+        assert not any("is not needed" in note for note in other.notes)
+    wide = replace(card("rtx4080_16gb"), link_gb_s=1e5)
+    config = configuration(OLMO_7B, offload=uva(5), **(LIMITS | {"weight_format": None}))
+    free = plan_memory(replace(config, gpu=wide), OLMO_7B, DeviceFacts.of_card(wide))
+    assert not any("is not needed" in note for note in free.notes)
 
 
 def test_an_offload_that_does_not_fit_is_told_that_codes_need_none() -> None:

@@ -69,6 +69,7 @@ def test_all_ways_stand_side_by_side_and_auto_is_recommended(olmo: Forecast) -> 
     assert "olmo7b on rtx4080_16gb: budget 14.39 GiB (15.99 x 0.9)" in text
     assert "none does not fit: available KV cache memory: -0.445" in text
     assert "recommended: auto: embedding read in place; " in text
+    assert "lossless" not in text
     assert "rates: sheet of rtx4080_16gb" in text
     assert "run it: python -m harness +model=olmo7b gpu=rtx4080_16gb offload=auto (about" in text
 
@@ -85,12 +86,53 @@ def test_lossless_weights_are_recommended_where_nothing_moves_in_them(composer: 
     assert auto.is_lossless
     assert auto.bytes["weight_format"]["chosen"] == "lossless"
     text = "\n".join(point_lines(found))
-    step = f"about {best.predicted['decode_step_ms']:.2g} ms a token"
+    step = f"about {best.predicted['decode_step_ms']:.3g} ms a token"
     assert f"no layer leaves the GPU, the tokens are the same, {step}" in text
     assert "weights: lossless (10.42 GiB, 0.767 of plain; it was asked for)" in text
+    head = (
+        "olmo7b does not fit rtx4080_16gb in bfloat16. It does with engine.weight_format=lossless: "
+    )
+    assert point_lines(found)[2].startswith(
+        f"{head}no layer leaves the GPU, the tokens are the same, "
+    )
+    assert re.search(r"^  auto, lossless +yes ", text, re.MULTILINE)
+    assert re.search(r"^  lossless +yes ", text, re.MULTILINE)
+    what = "weights in 12-bit codes, everything in GPU memory; the same tokens"
+    assert f"  recommended: lossless: {what}\n" in text
     assert (
         "gpu=rtx4080_16gb engine.max_model_len=2048 offload=none engine.weight_format=lossless"
         in text
+    )
+    values = [csv_row(found, row, "x") for row in found.rows]
+    assert [(row["offload"].split(",")[0], row["weight_format"]) for row in values] == [
+        ("none", None),
+        ("lossless", "lossless"),
+        ("uva", "checkpoint"),
+        ("prefetch", "checkpoint"),
+        ("auto", "lossless"),
+    ]
+
+
+def test_lossless_weights_that_leave_the_gpu_least_are_recommended(composer: Composer) -> None:
+    asked = ("+model=olmo7b", "gpu=rtx3060_12gb", "engine.max_model_len=2048", "scenario=latency")
+    (point,) = composer.plan(["mode=plan", *asked]).points
+    found = forecast(point.config, asked)
+    best = found.recommended
+    assert best is not None
+    assert best.title == "auto, lossless"
+    lines = point_lines(found)
+    moved = (
+        f"engine.weight_format=lossless: {best.host_weights_bytes / GIB:.2f} GiB of weights leave"
+    )
+    assert lines[2].startswith("olmo7b does not fit rtx3060_12gb in bfloat16. ")
+    assert moved in lines[2]
+    [line] = [line for line in lines if line.startswith("  recommended: auto, lossless: ")]
+    assert line.endswith("; weights in 12-bit codes; the same tokens")
+    (refused, *_) = found.rows
+    share = f"lossless and {best.host_weights_bytes / GIB:.2f} GiB of weights off the GPU ("
+    assert share in refused.error
+    assert (
+        " Fits with: offload=auto engine.weight_format=lossless; or offload=uva " in refused.error
     )
 
 

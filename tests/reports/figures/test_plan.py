@@ -13,8 +13,9 @@ ROWS = 'a,none,False,,\na,"uva, 4 GiB",True,5.0,50\nb,uva (as set),True,6,6000\n
 
 
 def test_a_row_s_kind_is_its_backend_or_as_set() -> None:
-    labels = ("none", "uva, 4.07 GiB", "prefetch, 3 of 8 layers", "auto", "uva (as set)")
-    assert tuple(kind_of({"offload": label}) for label in labels) == KINDS
+    labels = ("none", "lossless", "uva, 4.07 GiB", "prefetch, 3 of 8 layers", "auto")
+    kinds = tuple(kind_of({"offload": label}) for label in (*labels, "uva (as set)"))
+    assert kinds == KINDS
 
 
 def test_a_point_is_called_by_its_values() -> None:
