@@ -120,7 +120,8 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
     num_tiles = 1 if num_tokens <= 8 else 2 if num_tokens <= 16 else 4 if num_tokens <= 32 else 8
     tiles = num_rows // 16
     has_room = card.shared_bytes >= _LARGE_SHARED_BYTES
-    if card.is_hopper and num_tokens > (16 if tiles >= 900 else 32) and tiles > 264:
+    wide_from = 265 if num_tokens > 32 else 1500 if is_gated else 900
+    if card.is_hopper and num_tokens > 16 and tiles >= wide_from:
         groups = 4 if tiles < 640 else 2
         if num_tokens > 32 and _waves(2, 3, num_rows, card) > _waves(1, 4, num_rows, card) == 1:
             groups = 1

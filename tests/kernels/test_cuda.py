@@ -60,7 +60,7 @@ def test_a_kernel_is_compiled_once_and_a_damaged_file_anew(tmp_path, monkeypatch
     version = type("Version", (), {"nvrtcVersion": lambda: (0, 13, 0)})
     monkeypatch.setattr(driver, "compiled", compile_it)
     monkeypatch.setattr(driver, "_imported", lambda _: version)
-    kernel = Kernel("restore", 256)
+    kernel = Kernel("restore", 64)
     folder = tmp_path / "kernels"
     for _ in range(2):
         assert driver.kept(kernel, (8, 6), folder) == b"restore (8, 6)"
@@ -100,7 +100,7 @@ def test_every_kernel_compiles_for_every_card(capability):
     kernels = {kernel for *_, kernel in shapes(capability)}
     for kernel in sorted(kernels, key=repr):
         assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
-    for kernel in (Kernel("restore", 256), Kernel("rows", 128)):
+    for kernel in (Kernel("restore", 64), Kernel("rows", 128)):
         assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
 
 
