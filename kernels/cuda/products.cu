@@ -424,14 +424,14 @@ template <int NT, int GROUPS, int STAGES, bool CODES, bool GATED> __device__ __f
 // ---- Restoring
 
 // A warp: 16 rows x 256 inputs, written 512 bytes of a row at a time through shared memory. From the last row to the
-// first, which the product that follows reads first: what was written last is still in the cache.
+// first, which the product that follows reads first: what was written last is still in the cache. It neither starts
+// early nor lets the next kernel do so, which may read weights before it waits.
 __device__ __forceinline__ void restore(const Args& a) {
   extern __shared__ __align__(1024) u8 shared[];
   constexpr int ROW = 528;  // padded: rows of a tile start in different banks
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int steps = a.inputs / 64, groups = (steps + 3) / 4, job = a.rows / 16 * groups - 1 - ((int)blockIdx.x * (THREADS / 32) + warp);
   const int tile = job / groups, first = job % groups * 4;
-  release_next();
   if (job < 0) return;
   uint4 bytes[4][2], codes[4];
 #pragma unroll
@@ -458,7 +458,6 @@ __device__ __forceinline__ void restore(const Args& a) {
       *(u32*)(to + 8 * ROW + 16) = w[3];
     }
   __syncwarp();
-  wait_for_earlier();
   const int column = first * 64 + lane * 8;
   if (column >= a.inputs) return;
 #pragma unroll
