@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, count
+from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
 
@@ -383,7 +384,8 @@ READ_BYTES: Final = 1 << 24
 def _checkpoint(engine: EngineConfig) -> Figures:
     """Write a checkpoint of random weights in the model's shape; read it where it is there.
 
-    Either way the page cache has it afterwards, where there is room. Weights and biases are normal
+    Either way the page cache has it afterwards, where there is room. A second folder has the same
+    files: what is kept of one checkpoint is not found for the other. Weights and biases are normal
     with DRAWS_STD, norms the same about 1 (or 0, where 1 is added).
     """
     import numpy as np  # noqa: PLC0415  not for every worker
@@ -404,12 +406,14 @@ def _checkpoint(engine: EngineConfig) -> Figures:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     num_bytes, weights = 8 + len(text) + ends[-1], folder / "model.safetensors"
-    found = {"folder": str(folder), "num_bytes": num_bytes}
+    linked = folder.with_name(f"{folder.name}-linked")
+    found = {"folder": str(folder), "linked_folder": str(linked), "num_bytes": num_bytes}
     if weights.is_file() and weights.stat().st_size == num_bytes:
         with weights.open("rb", buffering=0) as stream:
             room = bytearray(READ_BYTES)
             while stream.readinto(room):
                 pass
+        _link(folder, linked)
         return found
     folder.mkdir(parents=True, exist_ok=True)
     check_disk(engine.model.name, folder, num_bytes)
@@ -427,7 +431,18 @@ def _checkpoint(engine: EngineConfig) -> Figures:
                 stream.write(piece.data)
                 start, left = (start + len(piece)) % POOL_SIZE, left - len(piece)
     begun.replace(weights)
+    _link(folder, linked)
     return found
+
+
+def _link(folder: Path, linked: Path) -> None:
+    """Make a folder whose files are those of another."""
+    linked.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        place = linked / file.name
+        if not (place.exists() and place.samefile(file)):
+            place.unlink(missing_ok=True)
+            place.hardlink_to(file)
 
 
 def rates_note(figures: Figures) -> str:

@@ -26,8 +26,10 @@ def test_a_checkpoint_of_random_weights_is_that_of_the_model(home, monkeypatch):
     monkeypatch.setattr(bench, "POOL_SIZE", 1009)
     spec = small_spec(dtype="bfloat16")
     found = written(spec)
-    (folder,) = (home / "bench").iterdir()
-    assert found["folder"] == str(folder)
+    folder, linked = sorted((home / "bench").iterdir())
+    assert (found["folder"], found["linked_folder"]) == (str(folder), str(linked))
+    for file in folder.iterdir():
+        assert (linked / file.name).samefile(file)
     assert found["num_bytes"] == (folder / "model.safetensors").stat().st_size
     assert read_folder(folder).spec == spec
     stored = read_headers(folder)
@@ -42,7 +44,7 @@ def test_a_checkpoint_of_random_weights_is_that_of_the_model(home, monkeypatch):
 def test_a_checkpoint_that_is_there_is_not_written_again(home, monkeypatch):
     monkeypatch.setattr(bench, "POOL_SIZE", 1009)
     first = written(small_spec(dtype="bfloat16"))
-    (folder,) = (home / "bench").iterdir()
+    folder, linked = sorted((home / "bench").iterdir())
     file = folder / "model.safetensors"
     marked = file.read_bytes()[:-1] + b"x"
     file.write_bytes(marked)
@@ -51,6 +53,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again(home, monkeypatch):
     file.write_bytes(marked[:-1])  # cut short: made anew
     assert written(small_spec(dtype="bfloat16")) == first
     assert file.stat().st_size == len(marked)
+    assert (linked / file.name).samefile(file)
 
 
 def test_restoring_is_timed_on_a_gpu_only():

@@ -155,6 +155,8 @@ def test_points_of_lossless_weights_have_the_budgets_of_their_targets():
     in_place = points["lossless_uva"].config.offload.uva.cpu_offload_params
     assert in_place == [f"layers.{i}" for i in range(32) if i % size >= size - num]
     assert len(in_place) == 20
+    kept = [name for name in points if points[name].config.model.keep_lossless]
+    assert kept == ["lossless_keep"]
 
 
 def test_the_command_line_holds_over_a_point(tmp_path):
