@@ -1,1 +1,1 @@
-"""Operators on tensors: one door (ops), PyTorch twins (ref), Triton kernels."""
+"""Operators on tensors: one door (ops), PyTorch twins (ref), kernels in Triton and CUDA."""

@@ -1,8 +1,9 @@
 """What a tensor is: its parameters in a checkpoint, its bytes in storage, its product; no torch.
 
 A format is one class. Plans count its bytes, the store lays out its views, the reader fills them,
-and the decoder calls its products; none of them knows which format it is. A new one is an entry of
-FORMATS, its operators in kernels, and their test.
+and the decoder calls its products; none of them knows which format it is. A new one is a class
+beside engine/model/lossless.py, its operators in kernels, and their test; when it is taken is said
+in engine/plan/weight_format.py.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Served requests -> rates, latencies from the scheduled arrival, goodput, and their accounts."""
+"""Requests -> rates, latencies from the scheduled arrival, goodput, and their accounts."""
 
 import hashlib
 import itertools

@@ -1,7 +1,7 @@
 """Products of few tokens: one kernel with two loaders, plain weights and codes.
 
 The order of the sums follows from the sizes and the card, never from the loader, so both give equal
-bits; nor does it change from 1 to 32 tokens, or from 33 to 64.
+bits; nor does it change among 1 to 16 tokens, 17 to 32, or 33 to 64.
 """
 
 import functools
