@@ -35,6 +35,7 @@ from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.kept import DAMAGED, KeptCopy, Packed, copy_folder, keep, source_identity
 from engine.weights.reader import CheckpointReader, DummyWeights, pack
 from engine.weights.store import WeightStore
+from kernels.compile_time import LISTENER
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""
@@ -425,6 +426,11 @@ class CompileTime:
         self._microseconds += times.total
         self.num_kernels += not cache_hit
 
+    def add_s(self, seconds: float) -> None:
+        """Count one kernel that Triton has no part in."""
+        self._microseconds += round(seconds * 1e6)
+        self.num_kernels += 1
+
     def take_s(self) -> float:
         """Return the seconds since the last call."""
         seconds, self._microseconds = self._microseconds / 1e6, 0
@@ -433,15 +439,26 @@ class CompileTime:
 
 @contextlib.contextmanager
 def count_compile_time(*, enabled: bool) -> Iterator[CompileTime]:
-    """Count while open; zero where nothing compiles or this Triton does not tell (before 3.4).
+    """Count while open; without Triton's where it does not tell (before 3.4).
 
     Args:
-        enabled: Whether Triton runs at all; it is imported only then.
+        enabled: Whether kernels run at all; Triton is imported only then.
     """
     counted = CompileTime()
-    compilation = _compilation_knobs() if enabled else None
-    if compilation is None:
-        yield counted
+    token = LISTENER.set(counted.add_s if enabled else None)
+    try:
+        with _triton_told(counted if enabled else None):
+            yield counted
+    finally:
+        LISTENER.reset(token)
+
+
+@contextlib.contextmanager
+def _triton_told(counted: CompileTime | None) -> Iterator[None]:
+    """Let Triton tell what it compiles, beside whom it tells already."""
+    compilation = None if counted is None else _compilation_knobs()
+    if counted is None or compilation is None:
+        yield
         return
     before = compilation.listener
 
@@ -452,7 +469,7 @@ def count_compile_time(*, enabled: bool) -> Iterator[CompileTime]:
 
     compilation.listener = listen
     try:
-        yield counted
+        yield
     finally:
         compilation.listener = before
 

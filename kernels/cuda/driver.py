@@ -19,6 +19,8 @@ from typing import Any, Final
 
 import torch
 
+from kernels.compile_time import LISTENER
+
 FIRST_CAPABILITY: Final = (8, 0)
 """Cards from here on have asynchronous copies and bf16 products."""
 _HOPPER: Final = 9
@@ -122,7 +124,10 @@ def kept(kernel: Kernel, capability: tuple[int, int], folder: Path) -> bytes:
         return code
     begin = time.perf_counter()
     code = compiled(kernel, capability)
-    _LOG.info("Compiled %s in %.1f s: %s", kernel.expression, time.perf_counter() - begin, path)
+    seconds = time.perf_counter() - begin
+    _LOG.info("Compiled %s in %.1f s: %s", kernel.expression, seconds, path)
+    if (listener := LISTENER.get()) is not None:
+        listener(seconds)
     try:
         _write(path, code)
     except OSError as error:

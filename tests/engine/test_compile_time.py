@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine.build import count_compile_time
+from kernels.compile_time import LISTENER
 
 
 def tell(listener: Any, microseconds: int, *, cache_hit: bool = False) -> None:
@@ -34,6 +35,19 @@ def test_kernels_are_counted_while_open(monkeypatch: pytest.MonkeyPatch) -> None
     assert counted.take_s() == 0.25
     assert counted.num_kernels == 2
     assert heard == [1_500_000, 500_000, 250_000]
+
+
+def test_cuda_kernels_are_counted_too() -> None:
+    assert LISTENER.get() is None
+    with count_compile_time(enabled=True) as counted:
+        listener = LISTENER.get()
+        assert listener is not None
+        listener(0.5)
+        listener(0.25)
+    assert LISTENER.get() is None
+    assert (counted.take_s(), counted.num_kernels) == (0.75, 2)
+    with count_compile_time(enabled=False):
+        assert LISTENER.get() is None
 
 
 def test_the_listener_is_put_back_where_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:

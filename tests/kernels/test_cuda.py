@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from kernels.compile_time import LISTENER
 from kernels.cuda import driver, products
 from kernels.cuda.driver import CudaError, Kernel
 
@@ -61,10 +62,13 @@ def test_a_kernel_is_compiled_once_and_a_damaged_file_anew(tmp_path, monkeypatch
     monkeypatch.setattr(driver, "compiled", compile_it)
     monkeypatch.setattr(driver, "_imported", lambda _: version)
     kernel = Kernel("restore", 64)
-    folder = tmp_path / "kernels"
+    folder, told = tmp_path / "kernels", list[float]()
+    token = LISTENER.set(told.append)
     for _ in range(2):
         assert driver.kept(kernel, (8, 6), folder) == b"restore (8, 6)"
+    LISTENER.reset(token)
     assert calls == ["restore"]
+    assert len(told) == 1
     driver.kept(kernel, (9, 0), folder)
     assert len(list(folder.iterdir())) == len(calls) == 2
     for path in folder.iterdir():
