@@ -574,7 +574,8 @@ def _packed_s(
     link_s = there.stored / (rates.in_place_gb_s * 1e9)
     if rows <= MAX_SMALL_TOKENS:
         most = next(rate for tokens, rate in LOSSLESS_MOST_GB_S if rows <= tokens)
-        return 0.0, here.stored / (min(rates.lossless_gb_s, most) * 1e9) + link_s
+        rate = min(rates.lossless_gb_s, most) * 1e9
+        return 0.0, here.stored / rate + max(link_s, there.stored / rate)
     whole = here.plain + there.plain
     restore_s = whole / (rates.restore_gb_s * 1e9)
     return restore_s + link_s, whole / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)

@@ -360,3 +360,13 @@ def test_an_offload_that_does_not_fit_is_told_that_codes_need_none() -> None:
         plan_memory(replace(config, gpu=gpu), OLMO_7B, DeviceFacts.of_card(gpu))
     first = str(error.value).split("Fits with: ")[1].split("; or ")[0]
     assert first == "offload=none engine.weight_format=lossless"
+
+
+def test_codes_in_host_memory_are_restored_no_faster_than_on_the_gpu() -> None:
+    configs = asked("lossless"), asked("lossless", offload=uva(2))
+    slow = replace(H200_RATES, lossless_gb_s=0.2)
+    here, there = (
+        decode_step_s(shape_of(plan_memory(config, OLMO_7B, H200), OLMO_7B), slow, 1, 100)
+        for config in configs
+    )
+    assert there >= here * (1 - 1e-9)
