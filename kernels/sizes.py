@@ -23,6 +23,10 @@ _PREFILL_PARTIAL_ELEMENTS = 2**22
 MAX_SMALL_TOKENS = 64
 """Most tokens of a product that is bound by reading its weight, and has a kernel of its own."""
 
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability from which on a GPU multiplies with codes: asynchronous copies, bf16 products.
+"""
+
 MIN_COUNTERS = 2048
 """Counters of a workspace at least; a product of few tokens needs one for each 64 rows of a weight
 of fewer than 8192 rows."""

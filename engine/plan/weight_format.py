@@ -11,11 +11,10 @@ from engine.model.formats import NO_FORMATS, Format
 from engine.model.lossless import lossless_formats, why_plain
 from engine.model.spec import ModelSpec
 from engine.plan.memory import Asked, DeviceFacts
+from kernels.sizes import LEAST_CAPABILITY
 
 NOTHING_KNOWN: Final[Mapping[str, str]] = MappingProxyType({})
 """Of a checkpoint that no load found tensors in that codes cannot hold."""
-LEAST_CAPABILITY: Final = (8, 0)
-"""Compute capability from which on products take codes."""
 
 
 def ways(

@@ -23,8 +23,8 @@ from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.llm import LLM
 from engine.model.spec import ModelSpec
-from engine.plan.weight_format import LEAST_CAPABILITY
 from kernels.ops import codes
+from kernels.sizes import LEAST_CAPABILITY
 
 COPY_BYTES = 256 * 2**20
 EMULATED_COPY_BYTES = 32 * 2**20

@@ -21,9 +21,8 @@ import torch
 
 from kernels.compile_time import LISTENER
 
-FIRST_CAPABILITY: Final = (8, 0)
-"""Cards from here on have asynchronous copies and bf16 products."""
-_HOPPER: Final = 9
+HOPPER: Final = 9
+"""Major compute capability of the cards that have products of groups of four warps."""
 _SOURCE: Final = Path(__file__).with_name("products.cu")
 _LOG = logging.getLogger("tightfit")
 
@@ -51,7 +50,7 @@ class Kernel:
         Args:
             capability: of the card.
         """
-        suffix = "a" if capability[0] == _HOPPER else ""
+        suffix = "a" if capability[0] == HOPPER else ""
         options = [
             f"--gpu-architecture=sm_{capability[0]}{capability[1]}{suffix}",
             "-std=c++17",
@@ -70,7 +69,7 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> bytes:
 
     Args:
         kernel: which.
-        capability: of the card that it is for, (8, 0) or more.
+        capability: of the card that it is for, LEAST_CAPABILITY or more.
 
     Returns:
         The machine code.
@@ -95,12 +94,21 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept."""
-    home = os.environ.get("TIGHTFIT_HOME")
-    if home:
-        return Path(home) / "kernels"
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "tightfit" / "kernels"
+    """Return where compiled kernels are kept.
+
+    Raises:
+        CudaError: no folder is named, and the user has no home directory.
+    """
+    names = "TIGHTFIT_HOME", "XDG_CACHE_HOME"
+    home, cache = (os.environ.get(name, "").strip() for name in names)
+    folder = Path(home) if home else Path(cache or "~/.cache") / "tightfit"
+    try:
+        return folder.expanduser() / "kernels"
+    except RuntimeError as error:
+        raise CudaError(
+            f"TIGHTFIT_HOME: expected a folder for compiled kernels, got {home or 'none'!r}, and "
+            "that user has no home directory. Set it to a whole path."
+        ) from error
 
 
 def kept(kernel: Kernel, capability: tuple[int, int], folder: Path) -> bytes:
@@ -241,7 +249,7 @@ def _ready(kernel: Kernel, num_blocks: int, shared_bytes: int, stream: int, inde
     config.blockDimX, config.blockDimY, config.blockDimZ = kernel.num_threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
-    if kernel.starts_early and capability(torch.device("cuda", index))[0] >= _HOPPER:
+    if kernel.starts_early and capability(torch.device("cuda", index))[0] >= HOPPER:
         attribute = driver.CUlaunchAttribute()
         attribute.id = (
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -277,15 +285,19 @@ def _bindings(name: str) -> Any:
     """Return a module of cuda.bindings.
 
     Raises:
-        CudaError: It is not installed.
+        CudaError: It is not installed, or NVRTC is not.
     """
     try:
-        return _imported(name)
-    except ImportError as error:
+        module = _imported(name)
+        if name == "nvrtc":
+            module.nvrtcVersion()  # loads the library, which is another package
+    except (ImportError, RuntimeError) as error:
         raise CudaError(
-            f"cuda.bindings.{name}: expected the package cuda-bindings, which PyTorch for CUDA "
-            f"brings, got {error}. pip install cuda-bindings nvidia-cuda-nvrtc."
+            f"cuda.bindings.{name}: expected the packages cuda-bindings and nvidia-cuda-nvrtc, "
+            f"which PyTorch for CUDA brings, got {error}. pip install cuda-bindings "
+            "nvidia-cuda-nvrtc."
         ) from error
+    return module
 
 
 @functools.cache

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from kernels.arguments import Codes
-from kernels.cuda.driver import Args, Kernel, capability, launch, max_shared_bytes
-from kernels.sizes import MAX_SMALL_TOKENS
+from kernels.cuda.driver import HOPPER, Args, Kernel, capability, launch, max_shared_bytes
+from kernels.sizes import LEAST_CAPABILITY, MAX_SMALL_TOKENS
 
 _LARGE_SHARED_BYTES = 200 * 1024
 """A block of eight warps has room for its copies ahead from here on."""
 _RESERVED_BYTES = 1024
 """Shared memory of a block that the driver keeps."""
-_HOPPER = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,7 @@ def _launch_shape(
 ) -> tuple[Kernel, int, int]:
     """Return the kernel of a product on a device, its blocks and the shared memory of each."""
     properties = torch.cuda.get_device_properties(device)
-    is_hopper = capability(device)[0] == _HOPPER
+    is_hopper = capability(device)[0] == HOPPER
     card = Card(properties.multi_processor_count, max_shared_bytes(device), is_hopper)
     tile = tile_of(num_tokens, num_rows, card, is_gated=is_gated, has_codes=has_codes)
     kernel = tile.kernel(has_codes=has_codes, is_gated=is_gated, is_half=is_half)
@@ -181,7 +180,7 @@ def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
     """
     num_rows, size_in = weight.shape
     return (
-        capability(x.device) >= (8, 0)
+        capability(x.device) >= LEAST_CAPABILITY
         and num_rows % (32 if is_gated else 16) == 0
         and size_in % 64 == 0
         and weight.stride(0) % 8 == 0
@@ -214,7 +213,7 @@ def linear(
     if num_tokens > MAX_SMALL_TOKENS:
         raise ValueError(f"linear.x: expected {MAX_SMALL_TOKENS} tokens at most, got {num_tokens}")
     if x_TK.stride(0) % 8 or x_TK.stride(1) != 1 or x_TK.data_ptr() % 16:
-        x_TK = x_TK.contiguous() if x_TK.data_ptr() % 16 == 0 else x_TK.clone()
+        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
     device, has_codes = x_TK.device, isinstance(weight, Codes)
     num_rows = weight.shape[0]
     size_out = num_rows // 2 if is_gated else num_rows

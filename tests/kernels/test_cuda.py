@@ -1,8 +1,10 @@
 """What of the CUDA kernels can be checked without a card."""
 
+import ctypes
 import itertools
 
 import pytest
+import torch
 
 from kernels.compile_time import LISTENER
 from kernels.cuda import driver, products
@@ -51,6 +53,28 @@ def test_wide_products_are_hoppers_alone():
     assert any(tile.is_wide for *_, tile, _ in shapes((9, 0)))
 
 
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize("layout", ["rows", "wide rows", "columns"])
+def test_tokens_of_any_layout_are_handed_over_as_rows(begin, layout, monkeypatch):
+    """The kernel copies 16 bytes of a row at a time, from where they are aligned."""
+    shapes = {"rows": (3, 64), "wide rows": (3, 67), "columns": (64, 3)}
+    num_rows, num_columns = shapes[layout]
+    memory = torch.arange(begin + num_rows * num_columns).to(torch.bfloat16)
+    x = memory[begin:].view(num_rows, num_columns)
+    x = x.T if layout == "columns" else x[:, :64]
+    read = []
+
+    def launch(_kernel, _blocks, _shared_bytes, args, _device):
+        assert args.x % 16 == args.x_stride % 8 == 0
+        words = (ctypes.c_int16 * (2 * args.x_stride + 64)).from_address(args.x)
+        read.extend(list(words[row * args.x_stride :][:64]) for row in range(3))
+
+    monkeypatch.setattr(products, "launch", launch)
+    monkeypatch.setattr(products, "_launch_shape", lambda *_: (Kernel("narrow", 32), 1, 0))
+    products.linear(x, torch.zeros((16, 64), dtype=torch.bfloat16), None)
+    assert read == x.contiguous().view(torch.int16).tolist()
+
+
 def test_a_kernel_is_compiled_once_and_a_damaged_file_anew(tmp_path, monkeypatch):
     calls = []
 
@@ -88,13 +112,32 @@ def test_a_folder_that_cannot_be_written_is_said_once_a_kernel(tmp_path, monkeyp
     assert "compiled anew in every process" in caplog.text
 
 
-def test_without_the_bindings_the_error_says_what_to_install(monkeypatch):
+def test_without_the_bindings_or_nvrtc_the_error_says_what_to_install(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named 'cuda.bindings.{name}'")
 
-    monkeypatch.setattr(driver, "_imported", missing)
-    with pytest.raises(CudaError, match="pip install cuda-bindings"):
-        driver.compiled(Kernel("rows", 128), (8, 6))
+    def no_library():
+        raise RuntimeError("Failure finding libnvrtc.so")
+
+    without_library = type("M", (), {"nvrtcVersion": no_library})
+    for imported, why in ((missing, "No module"), (lambda _: without_library, "libnvrtc")):
+        monkeypatch.setattr(driver, "_imported", imported)
+        with pytest.raises(CudaError, match=rf"got .*{why}.*pip install cuda-bindings"):
+            driver.compiled(Kernel("rows", 128), (8, 6))
+
+
+def test_kernels_are_kept_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("TIGHTFIT_HOME", "~/mine")
+    assert driver.cache_folder() == tmp_path / "mine" / "kernels"
+    monkeypatch.setenv("TIGHTFIT_HOME", "")
+    assert driver.cache_folder() == tmp_path / ".cache" / "tightfit" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(driver.cache_folder()) == "/cache/tightfit/kernels"
+    monkeypatch.setenv("TIGHTFIT_HOME", "~no-such-user/mine")
+    with pytest.raises(CudaError, match=r"TIGHTFIT_HOME: expected a folder .*mine"):
+        driver.cache_folder()
 
 
 @pytest.mark.slow
