@@ -453,7 +453,7 @@ _OTHERS: Final = {
     "load/keep_s": "time to write weights that were packed, for later loads (model.keep_lossless)",
     "load/allocate_s": "time to allocate GPU memory: weights, KV cache and work buffers",
     "load/warm_up_s": "time of a first prefill and decode, in which kernels are loaded",
-    "load/compile_s": "time of compiling Triton kernels during warm-up and capture",
+    "load/compile_s": "time of compiling kernels during warm-up and capture",
     "load/capture_s": "time to capture decode steps as graphs",
     "load/weights_gb_s": (
         "bytes of the weights in their source / (load/read_s + load/convert_s + load/copy_s)"
