@@ -44,7 +44,7 @@ def read_unpackable(facts_folder: str | None, checkpoint: str | None) -> dict[st
     """
     if facts_folder is None or checkpoint is None or not Path(facts_folder).is_dir():
         return {}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         file = _file(facts_folder, checkpoint)
         found = json.loads(file.read_text(encoding="utf-8"))["unpackable"]
         return {str(name): str(reason) for name, reason in found.items()}

@@ -91,8 +91,9 @@ def test_what_is_noted_holds_for_that_checkpoint_alone(folder: Path, tmp_path: P
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     assert read_unpackable(facts, str(copy)) == {}
     [file] = Path(facts).iterdir()
-    file.write_text("{")
-    assert read_unpackable(facts, str(folder)) == {}
+    for damaged in ("{", "{}", "[]", '{"unpackable": []}'):
+        file.write_text(damaged)
+        assert read_unpackable(facts, str(folder)) == {}
     assert read_unpackable(None, str(folder)) == read_unpackable(facts, None) == {}
     assert read_unpackable(facts, str(tmp_path)) == {}
 
