@@ -11,7 +11,7 @@ from engine.asked.request import SampledToken
 from engine.device.base import Device, Mark
 from engine.errors import ConfigError
 from engine.plan.memory import MemoryPlan
-from engine.plan.sizes import HOST_DECODES
+from engine.plan.sizes import HOST_DECODES, pad_batch
 from engine.run.decoder import Decoder
 from engine.run.inputs import Batch, BatchBuilder, StepShape
 from engine.run.sampler import PendingTokens, Sampler, SampleRow
@@ -213,10 +213,14 @@ class DeviceExecutor:
     def warm_up(self, num_tokens: int) -> None:
         """Run prefills of `num_tokens` and fewer of padding, and decodes: kernels are compiled."""
         plan, batches = self._plan, self._batches
-        # Products of few tokens have kernels of their own for up to 16, 32 and 64 of them.
+        # Products of few tokens have kernels of their own for up to 8, 16, 32 and 64 of them.
         few = () if plan.facts.emulated else (16, 32, MAX_SMALL_TOKENS)
         for size in sorted({num_tokens, *few}, reverse=True):
             self._run(batches.padding_prompts(min(size, plan.max_num_batched_tokens)))
+        if not plan.use_graphs:  # else each capture runs first; the head has a row a sequence
+            most = pad_batch(plan.max_num_seqs)
+            for size in sorted({min(size, most) for size in few}, reverse=True):
+                self._run(batches.padding_decode(size))
         self._run(batches.padding_unknown(reads_host=False))
         if batches.tiered is None:
             return

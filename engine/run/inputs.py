@@ -659,7 +659,7 @@ class BatchBuilder:
         self.inputs.lens.host[:] = length
 
     def padding_decode(self, size: int, *, reads_host: bool = False) -> Batch:
-        """Return a captured decode of padding."""
+        """Return a decode of padding."""
         self._begin_padding(size, size)
         self.inputs.send(None)
         return self._batch(size, self._plan.max_model_len, reads_host=reads_host)

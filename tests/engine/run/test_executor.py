@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.contracts.project import ROOT
 from tests.engine.conftest import TinyModels
 from tests.engine.scripted import EOS, open_core, run
 from tests.engine.specs import small_spec
-from tests.tiny import VOCAB, greedy_params, make_prompt
+from tests.tiny import VOCAB, greedy_params, make_prompt, open_llm
 
 SCRIPTS = {
     "a": [[10, 11, 12], [], [13], [14, 15], [16, 17, 18]],
@@ -122,6 +123,22 @@ def test_an_executor_runs_on_one_device(llm: LLM, tiny: TinyModels) -> None:
     for many in ([], ranks * 2):
         with pytest.raises(ConfigError, match=f"expected one device, got {len(many)}"):
             DeviceExecutor(many, decoder, sampler, seed=0, eos_token_ids=frozenset())
+
+
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_without_graphs_kernels_of_few_rows_of_logits_are_there_before_requests(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, *, use_graphs: bool
+) -> None:
+    """With graphs each capture runs its step first."""
+    llm = open_llm(tiny.folder("llama"), max_num_seqs=20, max_num_batched_tokens=64)
+    executor = llm._engine.executor
+    facts = replace(executor._plan.facts, kind="cuda")
+    executor._plan = replace(executor._plan, facts=facts, use_graphs=use_graphs)
+    ran, run = [], executor._run
+    monkeypatch.setattr(executor, "_run", lambda batch: (ran.append(batch.num_logits), run(batch)))
+    executor.warm_up(64)
+    llm.close()
+    assert set(ran) == ({1} if use_graphs else {1, 16, 24})
 
 
 def test_a_model_is_whole_on_its_only_rank() -> None:
