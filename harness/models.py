@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command != "pack":
             raise
         say(
-            f"pack {chosen.name}: it could not be written ({error.strerror}). Free some room there."
+            f"pack {chosen.name}: reading it or writing {kept_folder()} failed ({error}). Free "
+            "room there, or set TIGHTFIT_HOME to a folder that can be written."
         )
         return EXIT_NOT_ALL_OK
     return EXIT_OK

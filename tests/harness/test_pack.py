@@ -115,6 +115,11 @@ def test_a_full_disk_and_another_process_are_told_in_one_line(
     assert command.main(["pack", str(folder), "--device", "cpu"]) == 3
     [line] = capsys.readouterr().err.splitlines()
     assert "GiB free at" in line
+    kept_folder().rename(kept_folder().with_name("before"))
+    kept_folder().write_text("")
+    assert command.main(["pack", str(folder), "--device", "cpu"]) == 3
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"writing {kept_folder()} failed" in line
 
 
 def test_a_run_s_settings_reach_the_engine_and_its_reference_keeps_nothing(folder: Path) -> None:
