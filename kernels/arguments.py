@@ -50,7 +50,8 @@ class Codes:
         scratch: bfloat16 [N, K], in which products of many tokens restore the matrix; others may
             share the memory, as work on one stream does. None: each call allocates.
         launches: arguments of kernels that were launched with these tensors, kept for the next
-            launch; made by kernels.cuda alone.
+            launch; made by kernels.cuda alone, and written by every launch, so that on a GPU one
+            thread at a time may use the object.
     """
 
     bytes: torch.Tensor
