@@ -157,8 +157,11 @@ def _write(path: Path, code: bytes) -> None:
     """Write a file whole or not at all; other processes may do the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    own.write_bytes(hashlib.sha256(code).digest() + code)
-    own.replace(path)
+    try:
+        own.write_bytes(hashlib.sha256(code).digest() + code)
+        own.replace(path)
+    finally:
+        own.unlink(missing_ok=True)
 
 
 class Args(ctypes.Structure):

@@ -58,7 +58,7 @@ def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
 
     Args:
         codes: of N rows and K columns; on a GPU also CUDA tensors over pinned host memory.
-        out: [N, K] bfloat16, contiguous; written. Allocated if None.
+        out: [N, K] bfloat16, contiguous, at a multiple of 16 bytes; written. Allocated if None.
 
     Returns:
         The argument `out`, or a new tensor.
@@ -68,6 +68,8 @@ def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
     check_tensor("restore.out", out, codes.shape, torch.bfloat16, codes.bytes.device)
     if not out.is_contiguous():
         raise KernelArgumentError("restore.out", "a contiguous tensor", f"strides {out.stride()}")
+    if rest := out.data_ptr() % 16:
+        raise KernelArgumentError("restore.out", "memory at a multiple of 16", f"{rest} more")
     if out.is_cuda:
         from kernels.cuda import codes as cuda
 

@@ -261,6 +261,7 @@ def test_restore_writes_what_it_is_given():
 def test_door_refuses_what_does_not_fit():
     packed = codes.pack(normal((32, 128)))
     x = normal((2, 128))
+    shifted = normal((32 * 128 + 1,))[1:].view(32, 128)
     for message, call in (
         (r"linear\.x: .*\(2, 128\)", lambda: codes.linear(x[:, :64], packed)),
         (r"linear\.x: .*bfloat16", lambda: codes.linear(x.float(), packed)),
@@ -268,6 +269,7 @@ def test_door_refuses_what_does_not_fit():
         (r"embedding\.ids: .*int64", lambda: codes.embedding(torch.tensor([1.0]), packed)),
         (r"restore\.out: .*\(32, 128\)", lambda: codes.restore(packed, x)),
         (r"restore\.out: .*contig", lambda: codes.restore(packed, normal((32, 256))[:, :128])),
+        (r"restore\.out: .*2 more", lambda: codes.restore(packed, shifted)),
         (r"pack_into\.codes: .*\(16, 128\)", lambda: codes.pack_into(normal((16, 128)), packed)),
     ):
         with pytest.raises(KernelArgumentError, match=message):

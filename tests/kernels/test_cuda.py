@@ -112,6 +112,20 @@ def test_a_folder_that_cannot_be_written_is_said_once_a_kernel(tmp_path, monkeyp
     assert "compiled anew in every process" in caplog.text
 
 
+def test_a_full_disk_is_left_without_parts_of_files(tmp_path, monkeypatch, caplog):
+    version = type("M", (), {"nvrtcVersion": lambda: (0, 13, 0)})
+    monkeypatch.setattr(driver, "compiled", lambda *_: b"code")
+    monkeypatch.setattr(driver, "_imported", lambda _: version)
+
+    def replace(_self, _path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", replace)
+    assert driver.kept(Kernel("rows", 128), (8, 6), tmp_path) == b"code"
+    assert "No space left" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_the_bindings_or_nvrtc_the_error_says_what_to_install(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named 'cuda.bindings.{name}'")
