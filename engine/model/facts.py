@@ -10,6 +10,8 @@ from typing import Final
 
 from engine.model.checkpoint import checkpoint_files
 
+VERSION: Final = 1
+"""Of what codes can hold: a note of another one counts as none."""
 HEADER_BYTES: Final = 8
 """Of a safetensors file, the length of its header."""
 SAMPLE_BYTES: Final = 1 << 16
@@ -46,8 +48,9 @@ def read_unpackable(facts_folder: str | None, checkpoint: str | None) -> dict[st
         return {}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         file = _file(facts_folder, checkpoint)
-        found = json.loads(file.read_text(encoding="utf-8"))["unpackable"]
-        return {str(name): str(reason) for name, reason in found.items()}
+        note = json.loads(file.read_text(encoding="utf-8"))
+        if note["version"] == VERSION:
+            return {str(name): str(reason) for name, reason in note["unpackable"].items()}
     return {}
 
 
@@ -59,7 +62,8 @@ def write_unpackable(facts_folder: str | None, checkpoint: str, reasons: Mapping
         file = _file(facts_folder, checkpoint)
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
-        text = json.dumps({"checkpoint": checkpoint, "unpackable": dict(reasons)}, indent=1)
+        note = {"version": VERSION, "checkpoint": checkpoint, "unpackable": dict(reasons)}
+        text = json.dumps(note, indent=1)
         new.write_text(f"{text}\n", encoding="utf-8")
         new.replace(file)
 

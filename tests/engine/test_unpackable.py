@@ -91,7 +91,8 @@ def test_what_is_noted_holds_for_that_checkpoint_alone(folder: Path, tmp_path: P
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     assert read_unpackable(facts, str(copy)) == {}
     [file] = Path(facts).iterdir()
-    for damaged in ("{", "{}", "[]", '{"unpackable": []}'):
+    older = file.read_text().replace('"version": 1', '"version": 0')
+    for damaged in ("{", "{}", "[]", '{"version": 1, "unpackable": []}', older):
         file.write_text(damaged)
         assert read_unpackable(facts, str(folder)) == {}
     assert read_unpackable(None, str(folder)) == read_unpackable(facts, None) == {}
