@@ -108,9 +108,9 @@ where the latter took 7.1 to 10.5 us."""
 LOSSLESS_SHARE: Final = 0.90
 """Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in
 80.0 us, 95.7 in bf16 (H200, products of OLMo-2-7B, as the next two)."""
-LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3510.0), (32, 2670.0), (64, 2200.0))
+LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3510.0), (32, 2670.0), (64, 2180.0))
 """Tokens of a product at most, and what restoring weights in registers carries of codes then,
-however fast memory is: 86.8, 114 and 138 us for 16, 32 and 64 tokens."""
+however fast memory is: 86.8, 114 and 140 us for 16, 32 and 64 tokens."""
 RESTORE_SHARE: Final = 0.49
 """Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.1 TB/s; of each
 weight 1.5 bytes are read and 2 written."""

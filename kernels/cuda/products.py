@@ -106,7 +106,7 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
     """Return the shape of a product of at most MAX_SMALL_TOKENS tokens.
 
     The order of sums follows from the tokens (to 16, to 32, more), the rows and the card; so chosen
-    on an H200 from measurements of 19 sizes of nine models. Of the shapes with that order, the one
+    on an H200 from measurements of products of 19 sizes. Of the shapes with that order, the one
     whose blocks fill the card least often runs, with as much copied ahead as that allows.
 
     Args:
