@@ -9,14 +9,15 @@ from collections.abc import Collection
 from dataclasses import asdict, fields
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from engine.asked.config import EngineConfig
 from engine.asked.request import TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.clock import PhaseClock
-from engine.errors import ConfigError, EngineError, RequestError
+from engine.errors import CapacityError, ConfigError, EngineError, RequestError
 from engine.model.spec import ModelSpec
+from engine.sealed import GIB
 from engine.text.tokenizer import load_tokenizer
 from harness.systems.base import (
     PeerDevice,
@@ -27,6 +28,26 @@ from harness.systems.base import (
 )
 from harness.systems.door import BuildEngine, Progress
 from harness.work.drive import StepCounts
+
+RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's switch between its two model runners: 0 | 1, unset: as vLLM chooses for the model."""
+_NO_KV_TEXTS: Final = ("no available memory for the cache blocks", "kv cache is needed")
+"""What vLLM's error says where weights leave no room for its KV cache."""
+
+
+def choose_runner(config: EngineConfig) -> str:
+    """Set the model runner that honours an offload; return what runs, in words for the record.
+
+    The second runner of vLLM 0.25 accepts offload options and offloads nothing. A runner that the
+    user set stays.
+    """
+    asked = os.environ.get(RUNNER_VARIABLE)
+    if asked is not None:
+        return f"{RUNNER_VARIABLE}={asked}, as the environment sets it"
+    if config.offload.backend == "none":
+        return "as vLLM chooses"
+    os.environ[RUNNER_VARIABLE] = "0"
+    return f"{RUNNER_VARIABLE}=0, set for offload={config.offload.backend}"
 
 
 def vllm_arguments(config: EngineConfig, folder: str, share: float) -> dict[str, Any]:
@@ -88,12 +109,14 @@ class VLLMEngine:
         arguments: dict[str, Any],
         engine: Any,
         load: PhaseClock,
+        runner: str,
     ) -> None:
         self.spec, self.load_report = spec, load.report()
+        self._runner = runner
         self.tokenizer = load_tokenizer(config.model.path)
         self.last_step: StepCounts | None = None
         self._config, self._device, self._engine = config, device, engine
-        self._offloader, self._host_bytes = _offloaded(config)
+        self._offloader, self._host_bytes = _offloaded(config, runner)
         is_read = config.offload.backend == "uva"
         settings: Any = engine.vllm_config
         self.max_model_len = int(settings.model_config.max_model_len)
@@ -121,7 +144,11 @@ class VLLMEngine:
     def from_config(
         cls, config: EngineConfig, *, progress: Progress, reference: bool
     ) -> "VLLMEngine":
-        """Build vLLM's engine, or refuse a setting that the installed one lacks."""
+        """Build vLLM's engine, or refuse a setting that the installed one lacks.
+
+        Raises CapacityError where its weights leave no room for a KV cache.
+        """
+        runner = choose_runner(config)  # vLLM reads it while it builds
         from vllm import EngineArgs, LLMEngine, __version__  # noqa: PLC0415  takes seconds
 
         if reference:
@@ -134,8 +161,13 @@ class VLLMEngine:
             folder = config.model.path or _config_folder(Path(scratch), spec)
             arguments = vllm_arguments(config, folder, share)
             check_arguments(arguments, [item.name for item in fields(EngineArgs)], __version__)
-            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        return cls(config, spec, device, arguments, engine, load)
+            try:
+                engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            except (ValueError, RuntimeError) as error:
+                if not any(text in _words(error) for text in _NO_KV_TEXTS):
+                    raise
+                raise CapacityError(_no_room(config, device, runner, error)) from error
+        return cls(config, spec, device, arguments, engine, load, runner)
 
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
@@ -248,6 +280,7 @@ class VLLMEngine:
             "dtype": self._dtype,
             "backend": self._config.offload.backend,
             "offloader": self._offloader,
+            "model_runner": self._runner,
             "host_pinned_bytes": self._host_bytes,
             "max_model_len": self.max_model_len,
             "num_gpu_blocks": getattr(cache, "num_gpu_blocks", None),
@@ -286,25 +319,69 @@ def _config_folder(folder: Path, spec: ModelSpec) -> str:
     return str(folder)
 
 
-def _offloaded(config: EngineConfig) -> tuple[str | None, int]:
+def _words(error: BaseException) -> str:
+    """Return the messages of an error and of what caused it, in lower case."""
+    found = list[str]()
+    now: BaseException | None = error
+    while now is not None:
+        found.append(str(now).lower())
+        now = now.__cause__ or now.__context__
+    return " ".join(found)
+
+
+def _no_room(config: EngineConfig, device: PeerDevice, runner: str, error: Exception) -> str:
+    """Say why vLLM found no memory for its KV cache, and what to set."""
+    backend, budget = config.offload.backend, f"{device.budget_bytes / GIB:.2f} GiB"
+    said = f'system=vllm: vLLM ended with "{str(error).strip()}" in a budget of {budget}.'
+    if backend == "none":
+        return (
+            f"{said} offload=none keeps all weights on the GPU. Set offload=uva and "
+            "offload.uva.cpu_offload_gb=SIZE, or raise gpu.memory_gib."
+        )
+    offloader, size = _offloader()
+    if not size:
+        return (
+            f"{said} offload={backend} had no effect: vLLM's {offloader or 'model runner'} put no "
+            f"weights in host memory (runner: {runner}). Set {RUNNER_VARIABLE}=0, or install a "
+            "vLLM whose runner honours offload."
+        )
+    more = (
+        "a larger offload.uva.cpu_offload_gb"
+        if backend == "uva"
+        else "a larger offload.prefetch.offload_num_in_group"
+    )
+    return (
+        f"{said} {offloader} put {size / GIB:.2f} GiB of weights in host memory, and the rest "
+        f"leaves no room. Set {more}, lower engine.max_model_len or "
+        "engine.max_num_batched_tokens, or raise gpu.memory_gib."
+    )
+
+
+def _offloader() -> tuple[str | None, int]:
+    """Return the name of vLLM's offloader and its bytes in host memory; None: it does not say."""
+    try:
+        from vllm.model_executor.offloader import get_offloader  # noqa: PLC0415  in newer versions
+    except ImportError:
+        return None, 0
+    offloader = get_offloader()
+    names = ("cpu_offload_bytes", "total_offloaded_bytes")
+    found = next((value for key in names if (value := getattr(offloader, key, None))), 0)
+    return type(offloader).__name__, int(found)
+
+
+def _offloaded(config: EngineConfig, runner: str) -> tuple[str | None, int]:
     """Return vLLM's offloader and the bytes of weights on the host; EngineError without any."""
     if config.offload.backend == "none":
         return None, 0
     asked = f"system=vllm: offload.backend={config.offload.backend} was asked for"
-    try:
-        from vllm.model_executor.offloader import get_offloader  # noqa: PLC0415  in newer versions
-    except ImportError as error:
+    name, size = _offloader()
+    if name is None:
         raise EngineError(
-            f"{asked}, but this vLLM does not tell what it offloaded ({error}). Install a newer "
-            "vLLM."
-        ) from error
-    offloader = get_offloader()
-    name = type(offloader).__name__
-    names = ("cpu_offload_bytes", "total_offloaded_bytes")
-    found = next((value for key in names if (value := getattr(offloader, key, None))), 0)
-    if not found:
-        raise EngineError(
-            f"{asked}, but vLLM's {name} put no weights in host memory. Check its log, and that "
-            "the selectors match parameters of this model."
+            f"{asked}, but this vLLM does not tell what it offloaded. Install a newer vLLM."
         )
-    return name, int(found)
+    if not size:
+        raise EngineError(
+            f"{asked}, but vLLM's {name} put no weights in host memory (runner: {runner}). Set "
+            f"{RUNNER_VARIABLE}=0, or check that the selectors match parameters of this model."
+        )
+    return name, size

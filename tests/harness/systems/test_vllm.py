@@ -5,7 +5,7 @@ import pytest
 
 from engine.asked.config import EngineConfig, GPUConfig, ModelConfig
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
-from engine.errors import ConfigError, EngineError
+from engine.errors import CapacityError, ConfigError, EngineError
 from harness.config.schema import SystemConfig
 from harness.systems.door import peer_door
 from harness.systems.vllm_engine import VLLMEngine, load_code
@@ -85,6 +85,47 @@ def test_an_offload_that_did_not_take_place_is_an_error(monkeypatch):
     install(monkeypatch, NoopOffloader())
     with pytest.raises(EngineError, match="NoopOffloader put no weights in host memory"):
         open_engine(offload=UVA)
+
+
+@pytest.mark.parametrize(
+    ("offload", "asked", "runner", "named"),
+    [
+        (UVA, None, "0", "VLLM_USE_V2_MODEL_RUNNER=0, set for offload=uva"),
+        (UVA, "1", "1", "VLLM_USE_V2_MODEL_RUNNER=1, as the environment sets it"),
+        (OffloadConfig(), None, None, "as vLLM chooses"),
+    ],
+)
+def test_the_runner_that_honours_an_offload_is_chosen(monkeypatch, offload, asked, runner, named):
+    install(monkeypatch, UVAOffloader(), runner=asked)
+    llm = open_engine(offload=offload)
+    assert LLMEngine.runner == runner
+    assert llm.effective()["model_runner"] == named
+    llm.close()
+
+
+NO_BLOCKS = ValueError("No available memory for the cache blocks. Try increasing ...")
+
+
+@pytest.mark.parametrize(
+    ("offload", "offloader", "runner", "says"),
+    [
+        (OffloadConfig(), None, None, "keeps all weights on the GPU. Set offload=uva"),
+        (UVA, NoopOffloader(), "1", "no effect: vLLM's NoopOffloader put no weights .*RUNNER=0"),
+        (UVA, UVAOffloader(), None, "put 0.00 GiB .*larger offload.uva.cpu_offload_gb, lower"),
+        (PREFETCH, PrefetchOffloader(), None, "larger offload.prefetch.offload_num_in_group"),
+    ],
+)
+def test_no_room_for_blocks_says_why_and_what_to_set(monkeypatch, offload, offloader, runner, says):
+    install(monkeypatch, offloader, fails_with=NO_BLOCKS, runner=runner)
+    with pytest.raises(CapacityError, match=f"No available memory for the cache blocks.*{says}"):
+        open_engine(offload=offload)
+
+
+def test_another_error_of_vllm_is_passed_on(monkeypatch):
+    install(monkeypatch, fails_with=ValueError("no such dtype"))
+    with pytest.raises(ValueError, match="no such dtype") as error:
+        open_engine()
+    assert not isinstance(error.value, EngineError)
 
 
 def test_an_offload_that_cannot_be_checked_is_an_error(monkeypatch):

@@ -5,6 +5,7 @@ offloaders: vllm/model_executor/offloader/.
 """
 
 import dataclasses
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -64,6 +65,9 @@ class LLMEngine:
     """Prefills one request a step, then decodes all that run."""
 
     opened: ClassVar[list["LLMEngine"]] = []
+    fails_with: ClassVar[Exception | None] = None
+    runner: ClassVar[str | None] = None
+    """What the environment says of the runner when an engine is built."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.args, self.requests, self.is_shut = args, {}, False
@@ -81,6 +85,9 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        cls.runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+        if cls.fails_with is not None:
+            raise cls.fails_with
         engine = cls(engine_args)
         cls.opened.append(engine)
         return engine
@@ -123,8 +130,17 @@ class LLMEngine:
         return outputs
 
 
-def install(monkeypatch, offloader=None, args=EngineArgs):
-    """Put the stand-in where `import vllm` finds it."""
+def install(monkeypatch, offloader=None, args=EngineArgs, fails_with=None, runner=None):
+    """Put the stand-in where `import vllm` finds it.
+
+    Building its engine raises `fails_with` if given; `runner` is what the environment says.
+    """
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")  # restored after the test
+    if runner is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    monkeypatch.setattr(LLMEngine, "fails_with", fails_with)
     vllm, sampling = ModuleType("vllm"), ModuleType("vllm.sampling_params")
     executor, where = ModuleType("vllm.model_executor"), ModuleType("vllm.model_executor.offloader")
     vllm.EngineArgs, vllm.LLMEngine, vllm.SamplingParams = args, LLMEngine, SamplingParams
