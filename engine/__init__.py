@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams"]
 
 _HOMES = {
-    "AsyncLLM": "engine.async_llm",
-    "KVTransferConfig": "engine.asked.kv",
-    "LLM": "engine.llm",
-    "OffloadConfig": "engine.asked.offload",
-    "SamplingParams": "engine.asked.sampling",
+    "AsyncLLM": "async_llm",
+    "KVTransferConfig": "asked.kv",
+    "LLM": "llm",
+    "OffloadConfig": "asked.offload",
+    "SamplingParams": "asked.sampling",
 }
 
 
@@ -26,4 +26,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,21 +1,31 @@
-"""`python -m harness`: read the command line, then compose and run (harness.sweep.app)."""
+"""`python -m harness`: read the command line, then compose and run (harness.sweep.app).
+
+Any Python 3.6 reads this file, and says which one is needed.
+"""
 
 import sys
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from harness.config.cli_args import CommandLine, parse_command_line
-from harness.console import EXIT_OK
-from harness.point.full_disk import exit_code
-from harness.point.streams import outlive_readers
+from harness.needs import require_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from harness.config.cli_args import CommandLine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: "Sequence[str] | None" = None) -> int:
     """Run `python -m harness` with the given arguments; return its exit code."""
+    require_environment()
+    from harness.point.full_disk import exit_code  # noqa: PLC0415  needs the environment
+
     return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: "Sequence[str]") -> int:
+    from harness.config.cli_args import parse_command_line  # noqa: PLC0415  needs the environment
+    from harness.console import EXIT_OK  # noqa: PLC0415
+
     line = parse_command_line(argv)
     printed = _printed(line)
     if printed is not None:
@@ -26,7 +36,7 @@ def _run(argv: Sequence[str]) -> int:
     return run(line)
 
 
-def _printed(line: CommandLine) -> str | None:
+def _printed(line: "CommandLine") -> "str | None":
     """Return what an option prints instead of a run; None without one."""
     if line.help or line.settings:
         from harness.config.cli_args import help_text, settings_page  # noqa: PLC0415  only here
@@ -36,16 +46,16 @@ def _printed(line: CommandLine) -> str | None:
         from harness.forecast.choosing import page  # noqa: PLC0415  only here
 
         return page()
-    return f"tightfit {_version()}\n" if line.version else None
+    if line.version:
+        from harness.console import version_line  # noqa: PLC0415  only here
 
-
-def _version() -> str:
-    try:
-        return version("tightfit")
-    except PackageNotFoundError:
-        return "(not installed)"
+        return version_line()
+    return None
 
 
 if __name__ == "__main__":
+    require_environment()
+    from harness.point.streams import outlive_readers
+
     outlive_readers()
     sys.exit(main())

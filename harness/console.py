@@ -15,6 +15,16 @@ EXIT_INTERRUPTED: Final = 130
 """Ctrl-C."""
 
 
+def version_line() -> str:
+    """Return the line that names the installed version."""
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  only here
+
+    try:
+        return f"tightfit {version('tightfit')}\n"
+    except PackageNotFoundError:
+        return "tightfit (not installed)\n"
+
+
 ErrorFacts = dict[str, Any]
 """Keys type, message, phase, traceback, as in the record."""
 

@@ -1,6 +1,7 @@
 """The folder of the code; data as strict JSON; JSON and YAML files of a run."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +10,24 @@ import yaml
 from reports.record.record import write_text_atomic
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-"""Holds the packages: what a process that starts elsewhere needs on its path."""
+"""Holds the project's folders: a checkout, or the package `tightfit` where that is installed."""
+IMPORT_ROOT: Final = Path(__file__).resolve().parents[__name__.count(".")]
+"""What a process that starts elsewhere needs on its path to find the packages."""
+
+
+def module_name(name: str) -> str:
+    """Return the name under which a module of the project runs here, for `python -m`.
+
+    In a checkout it is `name`, such as harness.worker; in the wheel that lies below `tightfit`.
+    """
+    return __name__.rpartition("harness")[0] + name
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that installs an extra, from any folder."""
+    is_checkout = IMPORT_ROOT == ROOT
+    project = f"{ROOT}[{extra}]" if is_checkout else f"tightfit[{extra}]"
+    return f"pip install {'-e ' if is_checkout else ''}{shlex.quote(project)}"
 
 
 def plain(value: Any) -> Any:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from engine.pack import PackedCheckpoint
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m harness.models") -> int:
     """Carry out one command; return 0, 3 when a model cannot be had, 2 for a wrong name."""
-    parser = argparse.ArgumentParser(prog="python -m harness.models", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     ahead = commands.add_parser("fetch", help=f"fetch into {tightfit_home()} what is not there")
     ahead.add_argument(

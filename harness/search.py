@@ -26,6 +26,7 @@ from harness.config.compose import Composer
 from harness.config.engine import require_package
 from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
 from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, say, show
+from harness.folders import install_extra
 from harness.forecast.skip import planned_shortage
 from harness.point.full_disk import exit_code, is_full, require_room, require_writable
 from harness.point.streams import interrupt_afterwards, outlive_readers, sigterm_as_interrupt
@@ -197,7 +198,7 @@ def require_optuna() -> None:
         got = f"got {found}" if found else "which is not installed"
         raise ConfigError(
             f"search: expected the package optuna {LEAST_VERSION} or newer, {got}. Install it: "
-            "pip install 'tightfit[search]'"
+            f"{install_extra('search')}"
         )
 
 

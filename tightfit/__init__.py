@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams", "plan"]
 
-_HOMES = {"LLM": "tightfit.doors", "plan": "tightfit.doors"}
-
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'tightfit' has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415
+    if name in {"LLM", "plan"}:
+        from tightfit import doors  # noqa: PLC0415  loads torch
 
-    return getattr(import_module(_HOMES.get(name, "engine")), name)
+        return getattr(doors, name)
+    import engine  # noqa: PLC0415
+
+    return getattr(engine, name)

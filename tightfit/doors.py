@@ -5,9 +5,9 @@ from typing import Any
 
 import yaml
 
-import engine.llm
 from catalogue.files import CONF, expanded, facts_folder, kept_folder
 from catalogue.models import describe, fetch, find
+from engine import llm as engine_llm
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keywords import config_from_keywords
 from engine.errors import ConfigError, did_you_mean
@@ -15,7 +15,7 @@ from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
 
 
-class LLM(engine.llm.LLM):
+class LLM(engine_llm.LLM):
     """`engine.LLM` that takes names too; a model that is not on this machine is fetched."""
 
     def __init__(self, model: str, **keywords: Any) -> None:
@@ -63,7 +63,7 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
         config = replace(config, gpu=_card(gpu, config.gpu))
     if gpu is not None and config.gpu.memory_gib is not None and config.gpu.device != "cpu":
         return plan_memory(config, spec, DeviceFacts.of_card(config.gpu))
-    return engine.llm.LLM.plan_for(config)
+    return engine_llm.LLM.plan_for(config)
 
 
 def _noting(keywords: dict[str, Any]) -> dict[str, Any]:

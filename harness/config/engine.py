@@ -16,6 +16,7 @@ from engine.model.formats import plain
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
 from harness.config.schema import RunConfig
+from harness.folders import install_extra
 
 Settings = Mapping[str, Collection[str]]
 
@@ -48,7 +49,7 @@ HOST_KV_FIELDS: Final = ("num_cpu_blocks", "cpu_gib", "swap_space", "pin_limit_g
 """Settings of kv that are about the host tier alone."""
 NODES: Final = ("offload", "offload.uva", "offload.prefetch", "kv", "planner", "engine")
 PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
-    "accelerate": ("accelerate", "Run: pip install 'tightfit[accelerate]'"),
+    "accelerate": ("accelerate", f"Run: {install_extra('accelerate')}"),
     "vllm": ("vllm", "Install vLLM in this environment"),
     "http": ("httpx_sse", "Run: pip install httpx-sse"),
 }

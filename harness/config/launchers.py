@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from engine.errors import ConfigError, did_you_mean
-from harness.folders import ROOT
+from harness.folders import IMPORT_ROOT, install_extra
 
 BASIC: Final = "basic"
 LOCAL_JOB_MINUTES: Final = 7 * 24 * 60
@@ -34,7 +34,7 @@ def check_launcher(name: object) -> None:
     if extra is not None and not _is_installed(f"hydra_plugins.hydra_{extra}_launcher"):
         raise ConfigError(
             f"hydra/launcher={name}: expected the package hydra-{extra}-launcher, which is not "
-            f"installed. Install it: pip install 'tightfit[{extra}]'"
+            f"installed. Install it: {install_extra(extra)}"
         )
     if name == "submitit_slurm" and shutil.which("srun") is None:
         raise ConfigError(
@@ -53,7 +53,7 @@ def default_settings(launcher: str, given: Sequence[str]) -> dict[str, int]:
 
 def make_importable(environ: Any = os.environ) -> None:
     """Let processes that a launcher starts import this code, wherever they start."""
-    root = str(ROOT)
+    root = str(IMPORT_ROOT)
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
         environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

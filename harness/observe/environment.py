@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import psutil
 
-from harness.folders import ROOT
+from harness.folders import IMPORT_ROOT, ROOT
 from harness.observe.gpu import Gpu, attempt
 from harness.observe.host import read_text
 
@@ -64,7 +64,7 @@ def collect(gpu: Gpu | None) -> dict[str, Any]:
         "os": platform.platform(),
         "kernel": platform.release(),
         "host": socket.gethostname(),
-        "git": git_state(ROOT),
+        "git": git_state(ROOT) if ROOT == IMPORT_ROOT else None,  # the wheel has no commit
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "executable": sys.executable,
     }

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO, Final
 
-from harness.folders import ROOT
+from harness.folders import IMPORT_ROOT
 
 Stream = int | IO[bytes]
 _PR_SET_PDEATHSIG: Final = 1
@@ -25,7 +25,7 @@ def start_child(
 
     `environ` is added to this process's environment.
     """
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(IMPORT_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return subprocess.Popen(
         command,
         stdin=stdin,

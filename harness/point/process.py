@@ -21,6 +21,7 @@ from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
 from harness.console import ErrorFacts, error_facts
+from harness.folders import module_name
 from harness.observe.parent import start_child
 from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
@@ -117,7 +118,7 @@ class Silence:
         return now_s - self._since_s >= self._limit_s
 
 
-WORKER_COMMAND: Final = (sys.executable, "-m", "harness.worker")
+WORKER_COMMAND: Final = (sys.executable, "-m", module_name("harness.worker"))
 GRACE_S: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from engine.sealed import GIB
 from harness.console import columns
-from harness.folders import ROOT
+from harness.folders import IMPORT_ROOT, module_name
 from reports.record.metrics import PREDICTED, interval, metric_parts, shown
 from reports.record.record import RunRecord
 from reports.record.text import number
@@ -80,8 +80,8 @@ def build_report(folder: Path) -> list[str]:
     again = f"python -m reports {folder}"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "reports", str(folder)],
-            cwd=ROOT,
+            [sys.executable, "-m", module_name("reports"), str(folder)],
+            cwd=IMPORT_ROOT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",

@@ -347,8 +347,8 @@ options:
   --config-dir FOLDER   look for configuration files there too
 
 A space with no more combinations than trials is tried completely. A trial that does not fit, fails,
-is not valid or lacks a metric is a failed trial with its reason. Needs: pip install
-'tightfit[search]'
+is not valid or lacks a metric is a failed trial with its reason. Needs Optuna, which the extra
+`search` installs: pip install '.[search]' in a checkout.
 
 example:
   python -m harness.search +model=olmo7b gpu=rtx4080_16gb scenario=all offload=uva,prefetch \\

@@ -377,7 +377,7 @@ def test_a_launcher_is_for_sweeps(
 ) -> None:
     monkeypatch.setattr("harness.config.launchers._is_installed", lambda module: False)
     assert main(["+model=glass", "-m", "engine.seed=1,2", "hydra/launcher=submitit_local"]) == 2
-    assert "pip install 'tightfit[submitit]'" in capsys.readouterr().err
+    assert "[submitit]" in capsys.readouterr().err
     assert points.asked == []
 
 

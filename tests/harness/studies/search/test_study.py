@@ -1,4 +1,4 @@
-"""Searches with Optuna, which is an extra: pip install 'tightfit[search]'."""
+"""Searches with Optuna, which is an extra: pip install '.[search]'."""
 
 import csv
 import importlib.util
@@ -162,7 +162,7 @@ def test_optuna_4_is_needed(found, words, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=words):
         require_optuna()
     assert command.main([*FEW, *GOAL]) == 2
-    assert "pip install 'tightfit[search]'" in capsys.readouterr().err
+    assert "[search]" in capsys.readouterr().err
 
 
 @needs_optuna

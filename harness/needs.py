@@ -1,0 +1,36 @@
+"""What every command needs before it starts. Any Python 3.6 reads this, without a package."""
+
+import sys
+from importlib.util import find_spec
+from typing import Any, Callable, Tuple  # noqa: UP035  Python 3.6 has no others
+
+PYTHONS = ((3, 11), (3, 13))
+"""Versions of Python that serve: from the first, below the second."""
+PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "mlflow", "yaml", "psutil", "filelock")
+"""Modules that commands import; where one is absent, the environment is another one."""
+
+
+def lacking(
+    version: Tuple[int, int] = sys.version_info[:2],  # noqa: UP006  Python 3.6
+    find: Callable[[str], Any] = find_spec,
+) -> str:
+    """Return a line that says what is lacking here and what to do; an empty text if nothing is."""
+    low, high = PYTHONS
+    wanted = f"Python {low[0]}.{low[1]} or {high[0]}.{high[1] - 1}"
+    here = f"Python {version[0]}.{version[1]} ({sys.executable})"
+    remedy = "In the checkout run `make setup PYTHON=python3.12`, then `. .venv/bin/activate`."
+    if not low <= version < high:
+        return f"tightfit: expected {wanted}, got {here}. {remedy}"
+    absent = [name for name in PACKAGES if find(name) is None]
+    if absent:
+        packages = ", ".join(absent)
+        return f"tightfit: expected its packages in {here}, found no {packages}. {remedy}"
+    return ""
+
+
+def require_environment() -> None:
+    """End the process with one line and exit code 2 where something is lacking."""
+    line = lacking()
+    if line:
+        sys.stderr.write(line + "\n")
+        sys.exit(2)

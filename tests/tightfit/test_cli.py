@@ -1,0 +1,136 @@
+"""The command `tightfit`: its words, what it hands on, and what it says without an environment."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+import harness.__main__
+import harness.models
+import harness.search
+import reports.__main__
+from harness import needs
+from tests.contracts.project import ROOT
+from tightfit.__main__ import main
+from tightfit.cli import COMMANDS
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """What is handed on to the modules below, which do nothing."""
+    found: list[tuple[str, list[str]]] = []
+    for name, module in {
+        "harness": harness.__main__,
+        "search": harness.search,
+        "models": harness.models,
+        "reports": reports.__main__,
+    }.items():
+
+        def keep(arguments: list[str], name: str = name, **_: object) -> int:
+            found.append((name, list(arguments)))
+            return 0
+
+        monkeypatch.setattr(module, "main", keep)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("typed", "module", "arguments"),
+    [
+        (["run", "gpu=cpu", "+model=glass"], "harness", ["gpu=cpu", "+model=glass"]),
+        (["plan", "model=glass"], "harness", ["mode=plan", "model=glass"]),
+        (["sweep", "offload=none,uva"], "harness", ["-m", "offload=none,uva"]),
+        (["ab", "model=glass"], "harness", ["scenario=ab", "model=glass"]),
+        (["search", "--trials", "3"], "search", ["--trials", "3"]),
+        (["models", "fetch", "glass"], "models", ["fetch", "glass"]),
+        (["help", "run"], "harness", ["--help"]),
+    ],
+)
+def test_words_are_handed_on(
+    typed: list[str], module: str, arguments: list[str], handed: list[tuple[str, list[str]]]
+) -> None:
+    assert main(typed) == 0
+    assert handed == [(module, arguments)]
+
+
+@pytest.mark.parametrize("typed", [[], ["help"], ["--help"], ["-h"]])
+def test_help_lists_every_command(typed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    for command in COMMANDS:
+        assert [line for line in lines if line.startswith(f"  {command.name} ")], command.name
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["pln"], "got 'pln'. Did you mean tightfit plan?"),
+        (["qqq"], "got 'qqq'. tightfit help lists them."),
+        (["gpu=cpu", "-m"], "Did you mean: tightfit run gpu=cpu -m"),
+    ],
+)
+def test_other_words_are_refused(
+    typed: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed) == 2
+    shown = capsys.readouterr()
+    assert shown.err.strip().endswith(said)
+    assert not shown.out
+
+
+def test_help_and_version_load_neither_torch_nor_hydra() -> None:
+    code = "import sys; from tightfit.__main__ import main; main(['help']); main(['version']); "
+    code += "sys.exit(str({'torch', 'hydra', 'yaml'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == "set()"
+    assert "tightfit 0." in done.stdout or "not installed" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["harness", "tightfit"])
+def test_without_the_environment_one_line_says_so(module: str) -> None:
+    """`-S` takes the packages away, as another Python would lack them."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", module], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tightfit: expected its packages in Python ")
+    assert "found no torch, transformers" in line
+    assert "make setup" in line
+
+
+def test_another_python_is_named() -> None:
+    assert needs.lacking() == ""
+    line = needs.lacking((3, 8))
+    assert line.startswith("tightfit: expected Python 3.11 or 3.12, got Python 3.8 (")
+    assert needs.lacking((3, 13)).startswith("tightfit: expected Python 3.11 or 3.12")
+
+
+@pytest.mark.parametrize(
+    "file", ["harness/__init__.py", "harness/__main__.py", "harness/needs.py",
+             "tightfit/__init__.py", "tightfit/__main__.py"]
+)  # fmt: skip
+def test_entry_files_are_read_by_an_old_python(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    tree = ast.parse(text, feature_version=(3, 6))
+    evaluated = [
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for hint in [function.returns, *(item.annotation for item in function.args.args)]
+        for node in ast.walk(hint or ast.Constant(None))
+        if isinstance(node, ast.BinOp)
+    ]
+    assert evaluated == [], "X | Y in an annotation is an error before Python 3.10: quote it"
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (low, high) = (".".join(map(str, version)) for version in needs.PYTHONS)
+    assert project["requires-python"] == f">={low},<{high}"

@@ -1,0 +1,118 @@
+"""The command `tightfit`: a word for each thing to do, carried out by the modules below.
+
+A subcommand is a function and its row in COMMANDS; what it needs is imported when it runs, so that
+help and version start at once.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from engine.errors import closest
+from harness.console import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand."""
+
+    name: str
+    arguments: str
+    """What may stand behind its name."""
+    help: str
+    run: Callable[[list[str]], int]
+    """Takes what stood behind its name; returns the exit code."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out one command line; return its exit code."""
+    word, *rest = argv or ["help"]
+    word = {"-h": "help", "--help": "help", "--version": "version"}.get(word, word)
+    command = next((each for each in COMMANDS if each.name == word), None)
+    if command is None:
+        say(f"error: {_unknown(word, rest)}")
+        return EXIT_BAD_CONFIG
+    return command.run(rest)
+
+
+def _unknown(word: str, rest: Sequence[str]) -> str:
+    """Return what to say of a word that is no subcommand."""
+    names = [each.name for each in COMMANDS]
+    if "=" in word:
+        return f"tightfit: expected a command first, got the setting {word}. Did you mean: " + (
+            " ".join(["tightfit run", word, *rest])
+        )
+    meant = closest(word, names)
+    hint = f"Did you mean tightfit {meant[0]}?" if meant else "tightfit help lists them."
+    return f"tightfit: expected one of {', '.join(names)}, got {word!r}. {hint}"
+
+
+def _harness(*first: str) -> Callable[[list[str]], int]:
+    def carry_out(arguments: list[str]) -> int:
+        from harness.__main__ import main  # noqa: PLC0415  when it runs
+
+        return main([*first, *arguments])
+
+    return carry_out
+
+
+def _search(arguments: list[str]) -> int:
+    from harness.search import main  # noqa: PLC0415  when it runs
+
+    return main(arguments)
+
+
+def _models(arguments: list[str]) -> int:
+    from harness.models import main  # noqa: PLC0415  when it runs
+
+    return main(arguments, prog="tightfit models")
+
+
+def _compare(arguments: list[str]) -> int:
+    from reports.__main__ import main  # noqa: PLC0415  when it runs
+
+    return main(["compare", *arguments])
+
+
+def _version(_: list[str]) -> int:
+    sys.stdout.write(version_line())
+    return EXIT_OK
+
+
+def _help(arguments: list[str]) -> int:
+    if arguments and arguments[0] != "help":
+        return run([arguments[0], "--help"])
+    sys.stdout.write("\n".join(_help_lines()) + "\n")
+    return EXIT_OK
+
+
+def _help_lines() -> Iterator[str]:
+    yield "usage: tightfit COMMAND ..."
+    yield ""
+    yield "Run language models on a GPU that is too small, and measure what it costs."
+    yield ""
+    width = max(len(f"{each.name} {each.arguments}") for each in COMMANDS) + 2
+    for each in COMMANDS:
+        yield f"  {f'{each.name} {each.arguments}':<{width}}{each.help}".rstrip()
+    yield ""
+    yield "SETTINGS are GROUP=FILE and KEY=VALUE, as in: model=olmo7b offload=auto"
+    yield "`tightfit help COMMAND` explains a command; `tightfit help run` lists settings."
+
+
+COMMANDS: Final = (
+    Command("run", "[SETTINGS]", "run one point and record what was measured", _harness()),
+    Command("plan", "[SETTINGS]", "say what fits and how fast it will be", _harness("mode=plan")),
+    Command(
+        "sweep", "[SETTINGS]", "run every combination of values given with commas", _harness("-m")
+    ),
+    Command(
+        "ab", "[SETTINGS]", "run two settings in turns and compare them", _harness("scenario=ab")
+    ),
+    Command("search", "[SETTINGS]", "look for the best settings", _search),
+    Command("models", "VERB ...", "list, show, fetch, pack and remove models", _models),
+    Command("compare", "RUN RUN ...", "compare runs of the same work", _compare),
+    Command("version", "", "print the version", _version),
+    Command("help", "[COMMAND]", "print this, or the help of a command", _help),
+)
+"""In the order of the help."""
