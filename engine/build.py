@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.offload import OffloadWarning
+from engine.asked.sampling import penalty_tokens
 from engine.clock import LoadReport, PhaseClock
 from engine.device.base import Device
 from engine.device.cuda import open_device
@@ -153,6 +154,7 @@ def build_engine(
                 spec.vocab_size,
                 device.torch_device,
                 max_rows=plan.max_num_seqs,
+                penalty_tokens=penalty_tokens(plan.max_num_seqs, plan.max_model_len),
                 host_tensor=device.upload_buffer,
                 reach=device.reach if tier.movers else None,
             )

@@ -50,7 +50,26 @@ class UnpackableError(CheckpointError):
 
 
 class RequestError(EngineError, ValueError):
-    """One request cannot be served; other requests are not affected."""
+    """One request cannot be served; other requests are not affected.
+
+    Attributes:
+        param: The argument, or the field of SamplingParams, that is at fault; None: no single one.
+        code: A word for programs, CONTEXT_LENGTH or none.
+    """
+
+    CONTEXT_LENGTH = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class QueueFullError(RequestError):
+    """As many requests are unfinished as may be; the same one may be served later."""
+
+
+class FailedRequestError(RequestError):
+    """A request failed while it ran, through no fault of its own."""
 
 
 def closest(word: str, choices: Iterable[str]) -> list[str]:

@@ -11,11 +11,25 @@ from engine.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_N = 4096
+MAX_BIASES = 1024
 FLOAT_MAX = sys.float_info.max
 SAMPLER_GREEDY_ELEMENTS = 2**23
 """Logits that the sampler takes at once where it only looks for the largest."""
 SAMPLER_SORT_ELEMENTS = 2**21
 """Logits that the sampler takes at once where it draws, masks or ranks."""
+PENALTY_PAGE_TOKENS = 256
+PENALTY_MOST_TOKENS = 2**20
+"""Tokens of sequences with penalties that have room on the device; more are written each step."""
+
+
+def penalty_tokens(max_num_seqs: int, max_model_len: int) -> int:
+    """Return how many tokens, 4 bytes each, the sampler keeps for penalties on the logits' device.
+
+    One of the longest sequence at least, and a page for each that is not full.
+    """
+    most = max(max_model_len, PENALTY_MOST_TOKENS)
+    whole = min(max_num_seqs * max_model_len, most)
+    return whole + max_num_seqs * PENALTY_PAGE_TOKENS
 
 
 def sampler_workspace_bytes(vocab_size: int) -> int:
@@ -30,10 +44,10 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
     Construction checks nothing, so that a bad value fails its own request and no other; `check`
-    says what is wrong. Values are applied in this order: repetition_penalty, min_tokens (as a
-    mask), temperature, top_k, top_p (of what top_k left), min_p, then one draw. With
-    temperature=0 the most probable token after the first two is taken and the last three do
-    not matter.
+    says what is wrong. Values are applied in this order: logit_bias, repetition_penalty,
+    frequency_penalty, presence_penalty, min_tokens (as a mask), temperature, top_k, top_p (of what
+    top_k left), min_p, then one draw. With temperature=0 the most probable token behind min_tokens
+    is taken and the last three do not matter.
     """
 
     n: int = 1
@@ -49,8 +63,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Positive logits of tokens in the prompt or the output are divided by it, others
     multiplied; above 0, 1 changes nothing."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that it is in the output, [-2, 2]."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that are in the output, [-2, 2]."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of tokens by id, each within [-100, 100]; at most 1024."""
     seed: int | None = None
-    """Keys the draws; null: the engine's seed and the number of the request."""
+    """Keys the draws, 64 bits with sign: answer i of n draws as one alone with seed + i. null: the
+    engine's seed, the number of the request and i."""
     stop: str | list[str] | None = None
     """Strings that end the output; the text ends before them. Special tokens, which the text does
     not show, count as they are written."""
@@ -73,6 +94,20 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def has_penalty(self) -> bool:
+        """Whether logits depend on which tokens were there before."""
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before the largest one is looked for."""
+        return self.min_tokens > 0 or bool(self.logit_bias) or self.has_penalty
+
+    @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         if self.stop is None:
@@ -81,9 +116,10 @@ class SamplingParams:
 
     def copied(self) -> "SamplingParams":
         """Return a copy that later changes of this one do not reach; nothing is checked."""
-        stop, ids = self.stop, self.stop_token_ids
+        stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
         return replace(
             self,
+            logit_bias=dict(bias) if isinstance(bias, dict) else bias,
             stop=list(stop) if isinstance(stop, list) else stop,
             stop_token_ids=list(ids) if isinstance(ids, list) else ids,
         )
@@ -106,8 +142,12 @@ class SamplingParams:
             low_open=True,
             hint="1 turns it off.",
         )
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_number(name, getattr(self, name), low=-2, high=2, hint="0 turns it off.")
+        self._check_bias()
         if self.seed is not None:
-            _check_integer("seed", self.seed, low=-math.inf, hint="None takes the engine's seed.")
+            low, high = -(2**63), 2**63 - 1
+            _check_integer("seed", self.seed, low=low, high=high, hint="None: the engine's seed.")
         if self.logprobs is not None:
             _check_integer(
                 "logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="None returns none."
@@ -115,12 +155,31 @@ class SamplingParams:
         ignore_eos: Any = self.ignore_eos
         if not isinstance(ignore_eos, bool):
             raise RequestError(
-                f"ignore_eos: expected True or False, got {ignore_eos!r}. Pass a bool."
+                f"ignore_eos: expected True or False, got {ignore_eos!r}. Pass a bool.",
+                param="ignore_eos",
             )
         if self.cache_salt is not None:
             check_text("cache_salt", self.cache_salt, "None shares with all that have none.")
         self._check_lengths()
         self._check_stops()
+
+    def _check_bias(self) -> None:
+        bias: Any = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, dict):
+            raise RequestError(
+                f"logit_bias: expected a dict of token ids to numbers, got {bias!r}. Pass one.",
+                param="logit_bias",
+            )
+        if len(bias) > MAX_BIASES:
+            raise RequestError(
+                f"logit_bias: expected at most {MAX_BIASES} tokens, got {len(bias)}. Remove some.",
+                param="logit_bias",
+            )
+        for token_id, value in bias.items():
+            _check_integer("logit_bias", token_id, low=0, hint="Its keys are token ids.")
+            _check_number("logit_bias", value, low=-100, high=100, hint="0 changes nothing.")
 
     def _check_lengths(self) -> None:
         _check_integer("min_tokens", self.min_tokens, low=0, hint="0 turns it off.")
@@ -132,7 +191,8 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens: expected at most max_tokens={self.max_tokens}, got "
-                f"{self.min_tokens}. Lower min_tokens or raise max_tokens."
+                f"{self.min_tokens}. Lower min_tokens or raise max_tokens.",
+                param="min_tokens",
             )
 
     def _check_stops(self) -> None:
@@ -140,20 +200,23 @@ class SamplingParams:
         if stop is not None and not isinstance(stop, (str, list, tuple)):
             raise RequestError(
                 f"stop: expected a string or a list of strings, got {stop!r}. "
-                "Put the strings into a list."
+                "Put the strings into a list.",
+                param="stop",
             )
         texts: list[Any] = list(self.stop_strings)
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise RequestError(
-                    f"stop: expected strings of at least one character, got {text!r}. Remove it."
+                    f"stop: expected strings of at least one character, got {text!r}. Remove it.",
+                    param="stop",
                 )
         if self.stop_token_ids is None:
             return
         if not isinstance(self.stop_token_ids, (list, tuple)):
             raise RequestError(
                 f"stop_token_ids: expected a list of token ids, got {self.stop_token_ids!r}. "
-                "Put the ids into a list."
+                "Put the ids into a list.",
+                param="stop_token_ids",
             )
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, low=0, hint="Pass token ids.")
@@ -163,7 +226,8 @@ def check_text(name: str, value: object, hint: str) -> None:
     """Raise RequestError unless a value is a text, and not empty."""
     if not isinstance(value, str) or not value:
         raise RequestError(
-            f"{name}: expected a string of at least one character, got {value!r}. {hint}"
+            f"{name}: expected a string of at least one character, got {value!r}. {hint}",
+            param=name,
         )
 
 
@@ -183,7 +247,7 @@ def _check_number(
     if not is_finite or not low <= value <= high or (low_open and value == low):
         kind = "an integer" if integer else "a finite number"
         bounds = _bounds(low, high, ">" if low_open else ">=")
-        raise RequestError(f"{name}: expected {kind}{bounds}, got {value!r}. {hint}")
+        raise RequestError(f"{name}: expected {kind}{bounds}, got {value!r}. {hint}", param=name)
 
 
 _check_integer = partial(_check_number, integer=True)

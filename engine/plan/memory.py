@@ -403,7 +403,7 @@ class Asked:
         """GPU bytes of a step's activations, and of its logits."""
         settings, size = self.config.engine, DTYPE_BYTES[self.dtype]
         activations = activation_bytes(self.spec, settings, size, self.max_model_len)
-        return activations, logits_bytes(self.spec, settings, size)
+        return activations, logits_bytes(self.spec, settings, size, self.max_model_len)
 
     @cached_property
     def restore_items(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from engine.asked.config import EngineConfig, EngineSettings
 from engine.asked.kv import KVConfig
-from engine.asked.sampling import sampler_workspace_bytes
+from engine.asked.sampling import penalty_tokens, sampler_workspace_bytes
 from engine.errors import ConfigError
 from engine.model.formats import EMBEDDING, HEAD, TensorFormats, TensorSpec, align
 from engine.model.spec import ModelSpec
@@ -601,8 +601,10 @@ def _products(spec: ModelSpec, *, with_head: bool) -> Iterator[TensorSpec]:
         yield from (tensor for tensor in spec.outer_tensors() if tensor.name == head)
 
 
-def logits_bytes(spec: ModelSpec, settings: EngineSettings, dtype_bytes: int) -> int:
-    """Bytes of logits of every sequence in both dtypes, and of sampling.
+def logits_bytes(
+    spec: ModelSpec, settings: EngineSettings, dtype_bytes: int, max_model_len: int
+) -> int:
+    """Bytes of logits of every sequence in both dtypes, of sampling, and of tokens for penalties.
 
     Sampling begins when a step's activations are free, and takes their place: with 64 sequences and
     256 MiB of it, the allocator grew by nothing (H200).
@@ -610,7 +612,8 @@ def logits_bytes(spec: ModelSpec, settings: EngineSettings, dtype_bytes: int) ->
     logits = pad_batch(settings.max_num_seqs) * spec.vocab_size
     sampling = min(sampler_workspace_bytes(spec.vocab_size), logits * 80)
     beyond = max(0, sampling - _step_bytes(spec, settings, dtype_bytes))
-    return logits * (dtype_bytes + 4) + beyond
+    noted = 4 * penalty_tokens(settings.max_num_seqs, max_model_len)
+    return logits * (dtype_bytes + 4) + beyond + noted
 
 
 def captured_bytes(

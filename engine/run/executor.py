@@ -14,7 +14,8 @@ from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import HOST_DECODES, pad_batch
 from engine.run.decoder import Decoder
 from engine.run.inputs import Batch, BatchBuilder, StepShape
-from engine.run.sampler import PendingTokens, Sampler, SampleRow
+from engine.run.sample_row import SampleRow
+from engine.run.sampler import PendingTokens, Sampler
 from engine.schedule.step import StepPlan
 from kernels.sizes import MAX_SMALL_TOKENS
 
@@ -108,7 +109,7 @@ class DeviceExecutor:
         if sampling:
             seed, eos_ids = self._seed, self._eos_token_ids
             rows = [
-                SampleRow.of(item.sequence, seed, eos_ids, num_unknown=len(item.token_rows))
+                SampleRow.of(item.sequence, seed, eos_ids, token_rows=item.token_rows)
                 for item in sampling
             ]
             pending = self.sampler.enqueue(logits[: len(rows)], rows)

@@ -9,9 +9,8 @@ tokens sorted from most to least probable, the lower id first among equals. Weig
 thereby not on the batch; a token 2^40 times less probable than the first is never drawn.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,67 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.asked import request
 from engine.asked.request import SampledToken
 from engine.asked.sampling import (
+    MAX_BIASES,
     MAX_LOGPROBS,
     SAMPLER_GREEDY_ELEMENTS,
     SAMPLER_SORT_ELEMENTS,
-    SamplingParams,
 )
 from engine.errors import EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """What is known of the sequence that a row of logits belongs to."""
-
-    sequence: request.Sequence
-    params: SamplingParams
-    """The sequence's own."""
-    engine_seed: int
-    """Keys the draws of requests without a seed, with their number in order of arrival."""
-    eos_ids: Collection[int]
-    """The model's end-of-sequence tokens."""
-    position: int
-    """Place of the new token in prompt and output, from 0."""
-    num_output_tokens: int
-    """Tokens of the output so far, with one that is sampled but not known to the host yet."""
-
-    @classmethod
-    def of(
-        cls,
-        sequence: request.Sequence,
-        engine_seed: int,
-        eos_ids: Collection[int],
-        *,
-        num_unknown: int = 0,
-    ) -> "SampleRow":
-        """Make the row of a sequence's next token.
-
-        `num_unknown` tokens before it, 0 or 1, the host does not know yet.
-        """
-        counts = sequence.num_tokens + num_unknown, sequence.num_output_tokens + num_unknown
-        return cls(sequence, sequence.params, engine_seed, eos_ids, *counts)
-
-    def uniform(self) -> float:
-        """Return the number in [0, 1) that decides the token."""
-        seed, arrival = self.params.seed, 0
-        if seed is None:
-            seed, arrival = self.engine_seed, self.sequence.request.arrival
-        text = f"{seed}|{self.sequence.index}|{self.position}|i{arrival}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-    @property
-    def banned_ids(self) -> set[int]:
-        """Tokens that would end the output before min_tokens."""
-        params = self.params
-        if self.num_output_tokens >= params.min_tokens:
-            return set()
-        banned = set(params.stop_token_ids or ())
-        return banned if params.ignore_eos else banned.union(self.eos_ids)
-
+from engine.run.penalties import Penalties
+from engine.run.sample_row import SampleRow, send
 
 WEIGHT_BITS = 40
 MAX_SELECT = 1024
@@ -100,12 +48,13 @@ class PendingTokens:
 class Sampler:
     """Chooses tokens by each row's own parameters.
 
-    In this order: repetition_penalty, the mask of min_tokens, temperature, top_k, top_p (of the
+    In this order: logit_bias, penalties, the mask of min_tokens, temperature, top_k, top_p (of the
     mass that top_k left), min_p, draw. Greedy rows take the largest logit after the mask, the
     lowest id among equals. Log-probabilities are those of the logits as they came.
 
     The tokens come back through two host buffers used in turn: those of a call must be collected
-    before the next call but one. More rows than `max_rows` make the buffers grow.
+    before the next call but one. More rows than `max_rows` make the buffers grow. `penalty_tokens`
+    of sequences with penalties are kept on the device.
 
     `host_tensor` allocates zeros on the host (Device.upload_buffer; None: never pinned), `reach`
     gives them as kernels write them (Device.reach), for engines whose copy engines also move KV
@@ -118,6 +67,7 @@ class Sampler:
         device: torch.device | str,
         *,
         max_rows: int = 0,
+        penalty_tokens: int = 0,
         host_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
         reach: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -129,6 +79,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._host_tensor, self._reach = host_tensor or _pageable, reach
+        self._penalties = Penalties(vocab_size, self.device, penalty_tokens)
         self._turn = 0
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._hosts = [torch.empty(0, dtype=torch.float64)] * 2
@@ -162,9 +113,9 @@ class Sampler:
             EngineError: Every token of a row is masked.
 
         Stream: Enqueued on the current stream, with one copy to the host at the end; waits for
-            nothing. (Parameters go to the device from pageable memory, which does not wait up to
-            64 KiB; the history that repetition_penalty needs may be longer and wait.) Rows run in
-            portions, so that the temporary memory stays within `sampler_workspace_bytes(V)`.
+            nothing: parameters go to the device from pageable memory, which does not wait up to
+            64 KiB. Rows run in portions, so that the temporary memory stays within
+            `sampler_workspace_bytes(V)`.
         """
         assert logits_SV.shape == (len(rows), self.vocab_size)
         assert logits_SV.dtype == torch.float32
@@ -195,7 +146,8 @@ class Sampler:
     ) -> None:
         if not rows:
             return
-        plain = all(_is_plain(row) for row in rows)
+        is_changed = any(row.params.changes_logits for row in rows)
+        plain = not is_changed and all(_is_plain(row) for row in rows)
         elements = SAMPLER_GREEDY_ELEMENTS if plain else SAMPLER_SORT_ELEMENTS
         portion = max(1, elements // self.vocab_size)
         with torch.inference_mode():
@@ -236,42 +188,44 @@ class Sampler:
         return torch.cat(columns, dim=1)
 
     def _adjust(self, raw_SV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Apply repetition_penalty and the mask of min_tokens to a copy, if any row needs it."""
-        seen: list[int] = []
-        seen_at: list[int] = []
-        penalties: list[float] = []
-        banned: list[int] = []
-        banned_at: list[int] = []
+        """Apply logit_bias, penalties and the mask of min_tokens to a copy, if any row needs it."""
+        if not any(row.params.changes_logits for row in rows):
+            return raw_SV
+        banned, has_penalty = self._banned(rows), any(row.params.has_penalty for row in rows)
+        biased = [
+            (at, token_id, value)
+            for at, row in enumerate(rows)
+            if row.params.logit_bias
+            for token_id, value in row.params.logit_bias.items()
+        ]
+        if not banned and not biased and not has_penalty:
+            return raw_SV
+        work_SV = raw_SV.clone()
+        for first in range(0, len(biased), MAX_BIASES):
+            at, token_ids, values = zip(*biased[first : first + MAX_BIASES], strict=True)
+            place = tuple(self._send([at, token_ids], np.int64))
+            sums = work_SV[place].double() + self._send(values, np.float64)
+            work_SV[place] = sums.float()
+        if has_penalty:
+            self._penalties.apply_(work_SV, rows, self._tokens)
+        if banned:
+            place = tuple(self._send(list(zip(*banned, strict=True)), np.int64))
+            # A number would be copied to the device while the host waits.
+            work_SV.index_put_(place, torch.full((), -math.inf, device=self.device))
+        return work_SV
+
+    def _banned(self, rows: Sequence[SampleRow]) -> list[tuple[int, int]]:
+        """Return rows and tokens that would end the output before min_tokens."""
+        banned: list[tuple[int, int]] = []
         for at, row in enumerate(rows):
-            penalty = row.params.repetition_penalty
-            if penalty != 1:
-                ids = {*row.sequence.prompt_token_ids, *row.sequence.output_token_ids}
-                seen += ids
-                seen_at += [at] * len(ids)
-                penalties += [float(penalty)] * len(ids)
             masked = [i for i in row.banned_ids if 0 <= i < self.vocab_size]
             if len(masked) == self.vocab_size:
                 raise EngineError(
                     f"sampler: expected a token that does not end the output of row {at}, got "
                     f"min_tokens={row.params.min_tokens} with all {self.vocab_size} tokens masked."
                 )
-            banned += masked
-            banned_at += [at] * len(masked)
-        if not seen and not banned:
-            return raw_SV
-        work_SV = raw_SV.clone()
-        if seen:
-            place = tuple(self._send([seen_at, seen], np.int64))
-            value = work_SV[place].double()
-            penalty_t = self._send(penalties, np.float64)
-            value = torch.where(value > 0, value / penalty_t, value * penalty_t)
-            limit = torch.finfo(torch.float32)
-            work_SV[place] = value.clamp(limit.min, limit.max).float()
-        if banned:
-            place = tuple(self._send([banned_at, banned], np.int64))
-            # A number would be copied to the device while the host waits.
-            work_SV.index_put_(place, torch.full((), -math.inf, device=self.device))
-        return work_SV
+            banned += [(at, token_id) for token_id in masked]
+        return banned
 
     def _draw(self, work_DV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Return [D] int64, one drawn token a row."""
@@ -335,9 +289,8 @@ class Sampler:
             values_SK.index_copy_(0, at, values_DK)
         return [ids_SK, values_SK]
 
-    def _send(self, values: list[Any], dtype: type[np.generic]) -> Tensor:
-        """Copy host numbers to the device without waiting for it."""
-        return torch.from_numpy(np.array(values, dtype=dtype)).to(self.device, non_blocking=True)
+    def _send(self, values: Any, dtype: type[np.generic]) -> Tensor:
+        return send(values, dtype, self.device)
 
 
 def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -345,9 +298,8 @@ def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _is_plain(row: SampleRow) -> bool:
-    """Whether the largest logit decides and nothing else is asked for."""
-    params = row.params
-    return params.is_greedy and params.repetition_penalty == 1 and not params.logprobs
+    """Whether the largest logit decides and nothing else is wanted."""
+    return row.params.is_greedy and not row.params.logprobs
 
 
 def _log_sums(raw_SV: Tensor, largest_S: Tensor) -> Tensor:

@@ -248,8 +248,7 @@ class Scheduler:
 
         Returns:
             The plan; None where that of now must be committed first: nothing would run, a running
-            sequence would find no free block, places are to be changed, or a sequence has a
-            repetition_penalty, for which the host must know its tokens.
+            sequence would find no free block, or places are to be changed.
 
         Raises:
             EngineError: Not exactly one plan is in force.
@@ -263,10 +262,7 @@ class Scheduler:
         outlook = Outlook(self.planned[0], self.config.max_model_len)
         wants, lacking = self._wants(outlook), 0
         for stand, want in wants:
-            sequence = stand.sequence
-            if stand.token_rows and sequence.params.repetition_penalty != 1:
-                return None
-            lacking += self.groups.num_lacking(sequence, stand.computed + want)
+            lacking += self.groups.num_lacking(stand.sequence, stand.computed + want)
         if lacking > self.groups.num_allocatable(alone=len(self.running) == 1):
             return None
         return self._plan(outlook, wants)

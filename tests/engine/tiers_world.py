@@ -117,7 +117,7 @@ class World:
     # Requests
 
     def add(self, **spec: Any) -> Sequence:
-        """Queue a request: stem, length, max_tokens, n, eos_after, own, salt, penalty.
+        """Queue a request: stem, length, max_tokens, n, eos_after, own, salt.
 
         Prompts of one stem begin alike; their last `own` tokens are their own.
         """
@@ -127,7 +127,6 @@ class World:
         params = SamplingParams(
             n=spec["n"],
             max_tokens=spec["max_tokens"],
-            repetition_penalty=spec.get("penalty", 1.0),
             cache_salt=spec.get("salt"),
         )
         # The token of a stem at a place; the last ones may be a request's own.
@@ -312,7 +311,6 @@ class World:
             assert item.stop <= min(known, s.max_length(tiers.max_len) - 1)
             assert bool(item.token_rows) is (part is not None and part.samples)
             if item.token_rows:
-                assert s.params.repetition_penalty == 1
                 width = tiers.yields[1]
                 assert {before.plan.sampling[row // width].sequence for row in item.token_rows} == {
                     s

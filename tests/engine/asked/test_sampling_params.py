@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from engine.asked.sampling import MAX_N, SamplingParams
+from engine.asked.sampling import MAX_BIASES, MAX_N, SamplingParams
 from engine.errors import RequestError
 
 
@@ -16,7 +16,10 @@ def test_defaults_and_common_values_pass():
         top_k=-1,
         min_p=1,
         repetition_penalty=1.3,
-        seed=-5,
+        frequency_penalty=-2,
+        presence_penalty=2,
+        logit_bias={0: -100, 9: 100.0},
+        seed=-(2**63),
         stop=["a", "bc"],
         stop_token_ids=[0, 7],
         max_tokens=None,
@@ -49,6 +52,16 @@ BAD = [
     ("repetition_penalty", 0, "> 0"),
     ("repetition_penalty", -1.0, "> 0"),
     ("repetition_penalty", math.inf, "finite"),
+    ("frequency_penalty", 2.1, ">= -2 and <= 2"),
+    ("frequency_penalty", math.nan, "finite"),
+    ("presence_penalty", -2.1, ">= -2 and <= 2"),
+    ("presence_penalty", None, "number"),
+    ("logit_bias", {"5": 1}, "integer"),
+    ("logit_bias", {-1: 1}, ">= 0"),
+    ("logit_bias", {5: 101}, "<= 100"),
+    ("logit_bias", {5: math.nan}, "finite"),
+    ("logit_bias", [[5, 1]], "dict"),
+    ("seed", 2**63, "<= 9.22337e+18"),
     ("seed", 1.5, "integer"),
     ("seed", True, "integer"),
     ("stop", "", "at least one character"),
@@ -79,8 +92,20 @@ def test_bad_value_is_refused_by_check_only(name, value, words):
         params.check()
     message = str(caught.value)
     assert words in message
-    shown = value[-1] if isinstance(value, list) else value
-    assert f"got {shown!r}" in message
+    assert caught.value.param == name
+    shown = (
+        [value, *value, *getattr(value, "values", list)()]
+        if isinstance(value, (list, dict))
+        else [value]
+    )
+    assert any(f"got {each!r}" in message for each in shown)
+
+
+def test_many_biases_are_refused():
+    SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), 1)).check()
+    with pytest.raises(RequestError, match="at most 1024 tokens, got 1025") as caught:
+        SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1)).check()
+    assert caught.value.param == "logit_bias"
 
 
 def test_derived_values():

@@ -1,4 +1,5 @@
 import math
+from itertools import count as counter
 
 import numpy as np
 import pytest
@@ -10,16 +11,22 @@ import engine.run.sampler as module
 from engine.asked.request import Request, Sequence
 from engine.asked.sampling import SamplingParams, sampler_workspace_bytes
 from engine.errors import EngineError
-from engine.run.sampler import Sampler, SampleRow
+from engine.run.sample_row import SampleRow
+from engine.run.sampler import Sampler
 
 V = 40
 EOS = 3
+NUMBERS = counter()
 
 
-def make_row(position=5, *, request=0, index=0, seed=0, prompt=(1, 2), output=(), eos=EOS, **given):
+def make_row(
+    position=None, *, request=0, index=0, seed=0, prompt=(1, 2), output=(), eos=EOS, **given
+):
     params = SamplingParams(**given)
     asked = Request(request_id="r", prompt_token_ids=list(prompt), params=params, arrival=request)
-    sequence = Sequence(seq_id=0, request=asked, index=index, output_token_ids=list(output))
+    number = next(NUMBERS)
+    sequence = Sequence(seq_id=number, request=asked, index=index, output_token_ids=list(output))
+    position = sequence.num_tokens if position is None else position
     return SampleRow(sequence, params, seed, {eos}, position, len(output))
 
 
@@ -39,12 +46,18 @@ def make_logits(seed, rows=1, *, size=V, step=None):
 
 
 def adjusted(logits, row):
-    """The logits of one row after repetition_penalty and the mask of min_tokens, float64."""
+    """The logits of one row after what changes them, float64."""
     x = np.array(logits, dtype=np.float32)
     p = row.params
+    for token_id, bias in (p.logit_bias or {}).items():
+        x[token_id] = float(x[token_id]) + bias
+    output = row.sequence.output_token_ids
     for token_id in set(row.sequence.token_ids):
         value = float(x[token_id])
-        x[token_id] = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        value -= p.frequency_penalty * output.count(token_id)
+        value -= p.presence_penalty * (token_id in output)
+        x[token_id] = value
     if row.num_output_tokens < p.min_tokens:
         for token_id in p.stop_token_ids or ():
             x[token_id] = -math.inf
@@ -80,6 +93,9 @@ def reference(logits, row):
     return order[int(np.searchsorted(np.cumsum(probs), u, side="right"))]
 
 
+biases = st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100, -1.5, 0.25, 3, 100]))
+
+
 @st.composite
 def batches(draw):
     number = draw(st.integers(1, 7))
@@ -88,15 +104,17 @@ def batches(draw):
         min_tokens = draw(st.sampled_from([0, 0, 2]))
         rows.append(
             make_row(
-                position=draw(st.integers(0, 50)),
                 request=at,
                 prompt=draw(st.lists(st.integers(0, V - 1), min_size=1, max_size=6)),
-                output=draw(st.lists(st.integers(0, V - 1), max_size=4)),
+                output=draw(st.lists(st.integers(0, V - 1), max_size=60)),
                 temperature=draw(st.sampled_from([0, 0.3, 1.0, 2.5])),
                 top_k=draw(st.sampled_from([0, -1, 1, 5, V, 1000])),
                 top_p=draw(st.sampled_from([1.0, 0.9, 0.35, 1e-9])),
                 min_p=draw(st.sampled_from([0.0, 0.1, 0.6])),
                 repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.7, 0.5])),
+                frequency_penalty=draw(st.sampled_from([0, 0, 0.3, -1.5])),
+                presence_penalty=draw(st.sampled_from([0, 0, 2.0, -0.7])),
+                logit_bias=draw(st.none() | biases),
                 min_tokens=min_tokens,
                 stop_token_ids=draw(st.sampled_from([None, [5, 6]])),
                 ignore_eos=draw(st.booleans()),
@@ -203,6 +221,10 @@ def test_draws_follow_the_probabilities():
         ({"top_p": 0.3}, True),
         ({"min_p": 0.5}, True),
         ({"repetition_penalty": 3.0, "prompt": range(0, V, 2)}, True),
+        ({"frequency_penalty": 2.0, "output": [7, 7, 9]}, True),
+        ({"presence_penalty": 2.0, "output": range(0, V, 2)}, True),
+        ({"frequency_penalty": 2.0, "presence_penalty": 2.0, "prompt": range(V)}, False),
+        ({"logit_bias": {7: 100}}, True),
         ({"min_tokens": 1, "stop_token_ids": list(range(20))}, True),
         ({"seed": 1}, True),
         ({"request": 1}, True),
@@ -303,13 +325,14 @@ def test_row_of_a_sequence():
     request = Request(request_id="x", prompt_token_ids=[1, 2], arrival=6)
     sequence = Sequence(seq_id=0, request=request, index=1)
     sequence.output_token_ids.append(9)
-    row = SampleRow.of(sequence, 42, (EOS,), num_unknown=1)
+    row = SampleRow.of(sequence, 42, (EOS,), token_rows=range(3, 4))
     assert (row.position, row.num_output_tokens) == (4, 2)
     drawn = make_row(4, request=6, index=1, seed=42).uniform()
     assert row.uniform() == drawn
     request.params.seed = 5
-    drawn = make_row(4, request=0, index=1, seed=5).uniform()
-    assert row.uniform() == drawn
+    other = make_row(4, request=9, index=0, seed=1)
+    other.params.seed = 6
+    assert row.uniform() == other.uniform() != drawn
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -357,6 +380,8 @@ def big_rows(count):
         {"min_p": 0.05},
         {"temperature": 0, "logprobs": 5},
         {"repetition_penalty": 1.2, "prompt": range(500)},
+        {"frequency_penalty": 0.4, "presence_penalty": 0.2, "output": [5, 6, 6, 30] * 40},
+        {"temperature": 0, "logit_bias": {3: 2.5, 20: -100}},
         {"min_tokens": 4},
     ]
     return [make_row(request=at, **kinds[at % len(kinds)]) for at in range(count)]
@@ -367,7 +392,7 @@ def big_rows(count):
 @pytest.mark.parametrize("select", [0, 1024])
 def test_cuda_chooses_like_the_cpu(monkeypatch, size, select):
     monkeypatch.setattr(module, "MAX_SELECT", select)
-    rows = big_rows(21)
+    rows = big_rows(27)
     if size == V:
         for row in rows:
             row.sequence.prompt_token_ids[:] = [1]

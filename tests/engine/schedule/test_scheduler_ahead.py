@@ -154,23 +154,6 @@ def test_no_block_is_taken_from_anyone_ahead():
     assert scheduler.stats.num_preemptions == 1
 
 
-def test_a_repetition_penalty_waits_for_its_tokens_only():
-    scheduler = make_scheduler(tokens=4)
-    scheduler.add(make_sequence(0, 8, max_tokens=3, repetition_penalty=1.2))
-    now = scheduler.plan_step()
-    ahead = scheduler.plan_ahead()
-    assert shape(ahead) == ([], [(0, 4, 4, True)])
-    commit(scheduler, now)
-    assert scheduler.plan_ahead() is None
-    commit(scheduler, ahead)
-    assert shape(scheduler.plan_step()) == ([0], [])
-    ending = make_scheduler()
-    ending.add(make_sequence(0, 3, max_tokens=1, repetition_penalty=1.2))
-    ending.add(make_sequence(1, 3, max_tokens=3))
-    ending.plan_step()
-    assert shape(ending.plan_ahead()) == ([1], [])
-
-
 def test_aborts_between_plan_and_commit():
     scheduler = make_scheduler()
     gone, stays = make_sequence(0, 3), make_sequence(1, 3)

@@ -40,7 +40,6 @@ def loads(draw):
                     "n": st.integers(1, 3),
                     "eos_after": st.none() | st.integers(1, 8),
                     "stop_after": st.none() | st.integers(1, 8),
-                    "penalty": st.sampled_from([1.0, 1.0, 1.0, 1.5]),
                 }
             ),
             min_size=1,
@@ -101,9 +100,7 @@ class World:
     def arrive(self, now):
         while self.requests and self.requests[0][1]["at"] <= now:
             number, spec = self.requests.pop(0)
-            params = SamplingParams(
-                n=spec["n"], max_tokens=spec["max_tokens"], repetition_penalty=spec["penalty"]
-            )
+            params = SamplingParams(n=spec["n"], max_tokens=spec["max_tokens"])
             prompt = [1000 * number + i for i in range(10, 10 + spec["length"])]
             request = Request(request_id=str(number), prompt_token_ids=prompt, params=params)
             for index in range(spec["n"]):
@@ -226,8 +223,6 @@ class World:
             assert item.samples is (item.stop == known)
             assert item.stop <= min(known, s.max_length(self.limits["max_len"]) - 1)
             assert bool(item.token_rows) is (part is not None and part.samples)
-            if item.token_rows:
-                assert s.params.repetition_penalty == 1
 
     def check_pool(self):
         running, waiting = tuple(self.scheduler.running), tuple(self.scheduler.waiting)

@@ -75,7 +75,6 @@ class Driver:
                 n=self.choose((1, 1, 2)),
                 eos_after=self.choose((None, None, None, 1, 4)),
                 salt=self.choose((None, None, None, "a", "b")),
-                penalty=self.choose((1.0, 1.0, 1.0, 1.5)),
             )
 
     def step(self):

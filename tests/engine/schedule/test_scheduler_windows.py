@@ -121,7 +121,6 @@ def test_a_block_given_back_too_early_is_found(monkeypatch):
         "n": 1,
         "eos_after": None,
         "stop_after": None,
-        "penalty": 1.0,
     }
     limits = {"block_size": 2, "max_len": 20, "seqs": 1, "tokens": 6, "num_blocks": 10}
     limits["yields"] = 1, 1
