@@ -69,7 +69,7 @@ class Penalties:
             self._change_(logits_SV, send(at, np.int64, self._device), mine)
 
     def _parts(self, rows: Sequence[SampleRow]) -> Iterator[list[int]]:
-        """Yield places of rows with penalties and tokens that count, as many as have room at once."""
+        """Yield places of rows with penalties and tokens that count, as many as have room."""
         part: list[int] = []
         left = num_pages = self._pages.shape[0]
         for at, row in enumerate(rows):
