@@ -3,14 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
-from catalogue.files import CONF, expanded, facts_folder, kept_folder
+from catalogue.cards import card_names, card_sheet, unknown_card
+from catalogue.files import expanded, facts_folder, kept_folder
 from catalogue.models import describe, fetch, find
 from engine import llm as engine_llm
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keywords import config_from_keywords
-from engine.errors import ConfigError, did_you_mean
+from engine.errors import ConfigError
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
 
@@ -92,12 +91,10 @@ def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:
 
 def _card(name: str, asked: GPUConfig) -> GPUConfig:
     """Return a card of conf/gpu; what the keywords ask of it wins."""
-    known = [path.stem for path in sorted((CONF / "gpu").glob("*.yaml"))]
+    known = ["auto", "cpu", *card_names()]
     if name not in known:
-        raise ConfigError(
-            f"gpu: expected one of {', '.join(known)}, got {name!r}.{did_you_mean(name, known)}"
-        )
-    sheet = yaml.safe_load((CONF / "gpu" / f"{name}.yaml").read_text(encoding="utf-8"))
+        raise ConfigError(unknown_card(name, known))
+    sheet = card_sheet(name)
     default = GPUConfig()
     typed = {
         key: value for key, value in vars(asked).items() if value != getattr(default, key, value)

@@ -34,7 +34,10 @@ class GPUConfig(Sealed):
     hbm_gb_s: float | None = number(None, low=0, low_open=True)
     """GPU memory bandwidth, GB/s."""
     bf16_tflops: float | None = number(None, low=0, low_open=True)
-    """Dense bf16 matrix rate, TFLOP/s."""
+    """Dense bf16 matrix rate, TFLOP/s; float16 of a card without bf16."""
+    compute_capability: float | None = number(None, low=1)
+    """Compute capability of a card that is planned and not here; below 8.0 weights are float16, as
+    on such a card. null: 8.0 or more."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""

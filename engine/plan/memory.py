@@ -66,12 +66,14 @@ class DeviceFacts:
     def of_card(cls, gpu: GPUConfig) -> "DeviceFacts":
         """Return a card that is not here, with all memory free, beside any host memory."""
         total = int((gpu.memory_gib or 0) * 2**30)
+        version = gpu.compute_capability
         return cls(
             kind="cuda",
             name=gpu.name,
             total_bytes=total,
             free_bytes=total,
             host_available_bytes=UNKNOWN_HOST_BYTES,
+            compute_capability=None if version is None else divmod(round(version * 10), 10),
         )
 
     @property
@@ -436,11 +438,43 @@ class Asked:
         return known[key]
 
 
-def resolve_dtype(config: EngineConfig, spec: ModelSpec, kind: str) -> str:
-    """Return the dtype in force: auto is the checkpoint's on a GPU and float32 on a CPU."""
+BFLOAT16_CAPABILITY = (8, 0)
+"""Compute capability from which on cards compute with bfloat16."""
+TORCH_CAPABILITY = (7, 5)
+"""The least that torch's builds for CUDA 13 have kernels for."""
+
+
+def resolve_dtype(
+    config: EngineConfig, spec: ModelSpec, kind: str, capability: tuple[int, int] | None = None
+) -> str:
+    """Return the dtype in force.
+
+    auto is the checkpoint's on a GPU, float16 for bfloat16 on one without it, float32 on a CPU.
+    """
     if config.engine.dtype != "auto":
         return config.engine.dtype
-    return "float32" if kind == "cpu" else spec.dtype
+    if kind == "cpu":
+        return "float32"
+    lacks = capability is not None and capability < BFLOAT16_CAPABILITY
+    return "float16" if lacks and spec.dtype == "bfloat16" else spec.dtype
+
+
+def _capability_notes(asked: "Asked") -> list[str]:
+    """Say what an old card makes of the weights, and that it may not run at all."""
+    capability = asked.facts.compute_capability
+    notes: list[str] = []
+    if capability is None or asked.facts.emulated:
+        return notes
+    name = f"compute capability {'.'.join(map(str, capability))} ({asked.facts.name})"
+    is_changed = asked.dtype != asked.spec.dtype and asked.config.engine.dtype == "auto"
+    if is_changed:
+        notes.append(f"fallback: {name} has no bfloat16, so weights are {asked.dtype}.")
+    if capability < TORCH_CAPABILITY:
+        notes.append(
+            f"torch's builds for CUDA 13 have no kernels for {name}: with those it can be planned, "
+            "not run."
+        )
+    return notes
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
@@ -487,7 +521,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     if use_graphs and layout.offloaded_bytes and not facts.can_pin:
         use_graphs = False
         notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
-    notes += _window_notes(asked)
+    notes += [*_window_notes(asked), *_capability_notes(asked)]
     prefills: tuple[tuple[int, int], ...] = ()
     if sizes:
         prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)

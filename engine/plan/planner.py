@@ -156,7 +156,7 @@ def _plans(
 ) -> list[MemoryPlan]:
     """Plan in each weight format that is asked for, and keep the better one's best `count`."""
     word = "checkpoint" if reference else config.weight_format
-    dtype = resolve_dtype(config, spec, facts.kind)
+    dtype = resolve_dtype(config, spec, facts.kind, facts.compute_capability)
     found: dict[str, tuple[MemoryPlan, Asked, list[str]]] = {}
     refused: CapacityError | None = None
     for name, formats in ways(word, spec, dtype, facts, unpackable).items():
@@ -234,7 +234,7 @@ def asked_of(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
     """
-    dtype = resolve_dtype(config, spec, facts.kind)
+    dtype = resolve_dtype(config, spec, facts.kind, facts.compute_capability)
     *_, formats = ways(config.weight_format, spec, dtype, facts, NOTHING_KNOWN).values()
     return _ask(config, spec, facts, formats, reference=False)[0]
 
@@ -252,7 +252,8 @@ def _ask(
     if config.gpu.host_gib is not None:
         most = int(config.gpu.host_gib * GIB)
         facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
-    dtype, length = resolve_dtype(config, spec, facts.kind), resolve_max_model_len(config, spec)
+    dtype = resolve_dtype(config, spec, facts.kind, facts.compute_capability)
+    length = resolve_max_model_len(config, spec)
     asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats, unpackable)
     chosen, notes = choose_fields(asked)
     return replace(asked, config=chosen, max_model_len=resolve_max_model_len(chosen, spec)), notes

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from engine.asked.config import GPUConfig
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
 from engine.plan.sizes import HostKVPlan, SwapRates, padded_prefill
 from engine.plan.units import Feed, Residence, Slots, moving
@@ -124,31 +125,6 @@ START_S: Final = 8.0
 """Start of a process, warm-up and captures: 6.5 to 9.4 s (qwen3_4b, dummy weights, H200s)."""
 CPU_START_S: Final = 4.5
 """The same without a GPU: 4.8 s with 0.25 GiB of weights to read (smollm2_135m, two cores)."""
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """What a vendor states of a card."""
-
-    link_gb_s: float
-    """One direction."""
-    hbm_gb_s: float
-    bf16_tflops: float
-    """Dense."""
-
-
-CARDS: Final = {
-    "NVIDIA GeForce RTX 3060": Sheet(32.0, 360.0, 25.5),
-    "NVIDIA GeForce RTX 4080": Sheet(32.0, 716.8, 97.5),
-    "NVIDIA GeForce RTX 4090": Sheet(32.0, 1008.0, 165.2),
-    "NVIDIA L4": Sheet(32.0, 300.0, 121.0),
-    "NVIDIA A100-SXM4-80GB": Sheet(32.0, 2039.0, 312.0),
-    "NVIDIA H100 80GB HBM3": Sheet(64.0, 3350.0, 989.0),
-    "NVIDIA H200": Sheet(64.0, 4800.0, 989.0),
-}
-"""Sheets by the name that the driver gives; the values and sources of conf/gpu."""
-UNKNOWN_CARD: Final = Sheet(32.0, 500.0, 60.0)
-"""A card of which nothing is known: PCIe 4 x16, GDDR6, some tensor cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

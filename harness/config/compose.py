@@ -36,6 +36,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from catalogue.cards import unknown_card
 from catalogue.entry import is_hub_id
 from catalogue.files import CONF, tightfit_home
 from catalogue.models import find
@@ -198,6 +199,8 @@ def _of_missing_option(text: str) -> str | None:
     if match is None or listed is None:
         return None
     options = listed[1].split()
+    if match[1] == "gpu":
+        return unknown_card(match[2], options)
     hint = did_you_mean(match[2], options)
     return f"{match[1]}: expected one of {', '.join(options)}, got {match[2]!r}.{hint}"
 
@@ -271,6 +274,8 @@ def _check_options(override: Override, options: Sequence[str]) -> None:
         )
     for value in values:
         if value not in options:
+            if group == "gpu":
+                raise ConfigError(unknown_card(str(value), options))
             is_elsewhere = group == "model" and "/" in str(value)
             hint = _elsewhere(str(value)) if is_elsewhere else did_you_mean(str(value), options)
             raise ConfigError(f"{group}: expected one of {listed}, got {value!r}.{hint}")

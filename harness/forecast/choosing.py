@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import yaml
 
+from catalogue.cards import card_sheet
 from catalogue.files import CONF
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
@@ -31,10 +32,11 @@ SEQUENCES: Final = 2
 """Sequences of that length that must have room."""
 PUBLISHED_16_GB: Final = ((5e9, "none"), (9e9, "8 GB"), (1e15, "12 GB or more"))
 """The published advice for cpu_offload_gb on a card of 16 GB, by parameters below a limit."""
-CARDS: Final = tuple(
-    sorted(path.stem for path in (CONF / "gpu").glob("*.yaml") if "_" in path.stem)
+CARDS: Final = (
+    *("a100_80gb", "h100_80gb", "h200_141gb", "l4_24gb"),
+    *("rtx3060_12gb", "rtx4080_16gb", "rtx4090_24gb"),
 )
-"""Cards of conf/gpu."""
+"""Cards of conf/gpu that the page shows; `mode=plan` without gpu= shows all of them."""
 
 
 _HEAD: Final = f"""\
@@ -128,8 +130,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def _card(name: str, **changes: Any) -> GPUConfig:
-    text = (CONF / "gpu" / f"{name}.yaml").read_text(encoding="utf-8")
-    return GPUConfig(**{**yaml.safe_load(text), **changes})
+    return GPUConfig(**{**card_sheet(name), **changes})
 
 
 def _config(spec: ModelSpec, gpu: GPUConfig, planner: PlannerConfig) -> EngineConfig:

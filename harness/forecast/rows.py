@@ -20,13 +20,13 @@ from engine.errors import CapacityError
 from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
 from engine.plan.advise import off_gpu_bytes, with_least_uva
+from engine.plan.cards import CARDS
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.memory import fits as has_room
 from engine.plan.planner import asked_of, plan_memory
 from engine.plan.policy import assign_prefetch
 from engine.plan.queue import queue_s
 from engine.plan.times import (
-    CARDS,
     Rates,
     Shape,
     decode_step_s,

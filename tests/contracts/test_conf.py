@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from catalogue.cards import size_gb
 from catalogue.entry import ModelSource
 from catalogue.files import CONF
 from catalogue.models import find
+from engine.asked.config import GPUConfig
+from engine.errors import ConfigError
 from engine.model.spec import ModelSpec
 from harness.config.cli_args import parse_command_line
 from harness.config.compose import Composer, Point
@@ -35,13 +38,61 @@ PARAMETERS = {
 }
 """As published with the checkpoints."""
 MEMORY_MIB = {
-    "rtx3060_12gb": 12288,
-    "rtx4080_16gb": 16376,
-    "rtx4090_24gb": 24564,
-    "l4_24gb": 23034,
+    "a100_40gb": 40960,
     "a100_80gb": 81920,
+    "a10_24gb": 23028,
+    "a4500_20gb": 20470,
+    "a6000_48gb": 49140,
+    "b200_180gb": 183359,
     "h100_80gb": 81559,
     "h200_141gb": 143771,
+    "l40s_48gb": 46068,
+    "l4_24gb": 23034,
+    "rtx2060_6gb": 6144,
+    "rtx2070_8gb": 8192,
+    "rtx2080_8gb": 8192,
+    "rtx2080ti_11gb": 11264,
+    "rtx3050_8gb": 8192,
+    "rtx3060_12gb": 12288,
+    "rtx3060_laptop_6gb": 6144,
+    "rtx3060ti_8gb": 8192,
+    "rtx3070_8gb": 8192,
+    "rtx3070_laptop_8gb": 8192,
+    "rtx3070ti_8gb": 8192,
+    "rtx3080_10gb": 10240,
+    "rtx3080_laptop_16gb": 16384,
+    "rtx3080ti_12gb": 12288,
+    "rtx3090_24gb": 24576,
+    "rtx4000ada_20gb": 20475,
+    "rtx4050_laptop_6gb": 6141,
+    "rtx4060_8gb": 8188,
+    "rtx4060_laptop_8gb": 8188,
+    "rtx4060ti_16gb": 16380,
+    "rtx4060ti_8gb": 8188,
+    "rtx4070_12gb": 12282,
+    "rtx4070_laptop_8gb": 8188,
+    "rtx4070super_12gb": 12282,
+    "rtx4070ti_12gb": 12282,
+    "rtx4070tisuper_16gb": 16376,
+    "rtx4080_16gb": 16376,
+    "rtx4080_laptop_12gb": 12282,
+    "rtx4080super_16gb": 16376,
+    "rtx4090_24gb": 24564,
+    "rtx4090_laptop_16gb": 16376,
+    "rtx5060_8gb": 8151,
+    "rtx5060ti_16gb": 16311,
+    "rtx5060ti_8gb": 8151,
+    "rtx5070_12gb": 12227,
+    "rtx5070_laptop_8gb": 8151,
+    "rtx5070ti_16gb": 16303,
+    "rtx5080_16gb": 16303,
+    "rtx5080_laptop_16gb": 16303,
+    "rtx5090_32gb": 32607,
+    "rtx5090_laptop_24gb": 24463,
+    "rtx6000ada_48gb": 49140,
+    "t4_16gb": 15360,
+    "v100_16gb": 16384,
+    "v100_32gb": 32768,
 }
 """As nvidia-smi shows it."""
 OPTIONS = {
@@ -119,21 +170,51 @@ def test_model_files_state_only_what_they_need(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MEMORY_MIB))
-def test_cards_have_the_memory_that_nvidia_smi_shows_and_named_sources(
-    name: str, composer: Composer
-) -> None:
-    gpu = point(composer, f"gpu={name}").config.gpu
+def test_cards_have_the_memory_that_nvidia_smi_shows_and_named_sources(name: str) -> None:
+    file = content("gpu", name)
+    gpu = GPUConfig(**file)
     assert gpu.name == name
     assert gpu.device == "auto"
     assert gpu.memory_gib is not None
     assert gpu.memory_gib * 1024 == MEMORY_MIB[name]
-    assert gpu.link_gb_s in {32.0, 64.0}
+    assert gpu.link_gb_s in {16.0, 32.0, 64.0}
     assert gpu.hbm_gb_s
     assert gpu.bf16_tflops
+    assert gpu.compute_capability in {7.0, 7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0}
     lines = (CONF / "gpu" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    for key in ("memory_gib", "link_gb_s", "hbm_gb_s", "bf16_tflops"):
+    for key in list(file)[2:]:
         (line,) = [number for number, text in enumerate(lines) if text.startswith(key)]
         assert lines[line - 1].startswith("# "), f"{key} has no source"
+
+
+def test_cards_that_people_have_are_there() -> None:
+    assert {8, 10, 11, 12, 16, 20, 24, 32, 48} <= {size_gb(name) for name in MEMORY_MIB}
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("rtx4070ti", "Did you mean rtx4070ti_12gb or rtx4070tisuper_16gb?"),
+        ("4090", "Did you mean rtx4090_24gb or rtx4090_laptop_16gb?"),
+        (
+            "RTX4060",
+            "Did you mean rtx4060_8gb or rtx4060ti_8gb or rtx4060ti_16gb or rtx4060_laptop_8gb?",
+        ),
+        ("rx7900xtx_24gb", "Cards of 24 GB: a10_24gb, "),
+        ("gtx1070_7gb", "Cards of 6 GB: rtx2060_6gb, "),
+        ("arc", "There are: a100_40gb, "),
+    ],
+)
+def test_an_unknown_card_is_told_the_nearest_ones_and_how_to_state_its_own(
+    word: str, expected: str, composer: Composer
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        composer.plan(["model=glass", f"gpu={word}"])
+    text = str(error.value)
+    assert f"got '{word}'" in text
+    assert expected in text
+    assert "gpu.memory_gib=12 gpu.link_gb_s=16" in text
+    assert "FOLDER/gpu/NAME.yaml" in text
 
 
 def test_auto_and_cpu_have_no_budget_of_their_own(composer: Composer) -> None:

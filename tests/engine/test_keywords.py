@@ -34,6 +34,7 @@ OTHER: dict[str, Any] = {
     "link_gb_s": 5.0,
     "hbm_gb_s": 6.0,
     "bf16_tflops": 7.0,
+    "compute_capability": 7.5,
     "offload_backend": "uva",
     "cpu_offload_gb": 2.0,
     "cpu_offload_params": ["mlp"],

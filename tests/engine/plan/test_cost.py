@@ -1,5 +1,6 @@
 """The time model: measured steps, monotonicity, rates, what a plan leaves out."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,14 @@ from hypothesis import strategies as st
 
 from catalogue.files import CONF
 from engine.asked.config import GPUConfig
+from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory, predict
 from engine.plan.queue import queue_s
 from engine.plan.times import (
-    CARDS,
     HBM_SHARE,
     IN_PLACE_SHARE,
     LINK_SHARE,
-    UNKNOWN_CARD,
     Shape,
     cpu_rates,
     decode_step_s,
@@ -288,24 +288,15 @@ def test_no_card_reaches_more_than_its_sheet() -> None:
 
 
 def test_sheets_in_conf_are_those_of_the_device_names() -> None:
-    names = {
-        "rtx3060_12gb": "NVIDIA GeForce RTX 3060",
-        "rtx4080_16gb": "NVIDIA GeForce RTX 4080",
-        "rtx4090_24gb": "NVIDIA GeForce RTX 4090",
-        "l4_24gb": "NVIDIA L4",
-        "a100_80gb": "NVIDIA A100-SXM4-80GB",
-        "h100_80gb": "NVIDIA H100 80GB HBM3",
-        "h200_141gb": "NVIDIA H200",
-    }
-    assert set(names.values()) == set(CARDS)
-    for file, device in names.items():
-        gpu = yaml.safe_load((CONF / "gpu" / f"{file}.yaml").read_text(encoding="utf-8"))
-        sheet = CARDS[device]
-        assert (gpu["link_gb_s"], gpu["hbm_gb_s"], gpu["bf16_tflops"]) == (
-            sheet.link_gb_s,
-            sheet.hbm_gb_s,
-            sheet.bf16_tflops,
-        )
+    """Each file of conf/gpu says what nvidia-smi calls the card."""
+    found = {}
+    for path in sorted((CONF / "gpu").glob("*_*gb.yaml")):
+        text = path.read_text(encoding="utf-8")
+        [device] = re.findall(r"^# nvidia-smi: (.+), \d+ MiB$", text, re.MULTILINE)
+        gpu = yaml.safe_load(text)
+        sheet = Sheet(gpu["link_gb_s"], gpu["hbm_gb_s"], gpu["bf16_tflops"])
+        assert found.setdefault(device, sheet) == sheet
+    assert found == CARDS
 
 
 def test_a_window_bounds_what_its_layers_read_and_compute() -> None:

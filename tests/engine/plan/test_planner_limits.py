@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
+from engine.asked.config import EngineConfig, GPUConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import align
@@ -184,6 +184,26 @@ def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(dtype: str)
     assert resolve_dtype(config, spec, "cpu") == "float32"
     asked = configuration(spec, dtype="float16")
     assert resolve_dtype(asked, spec, "cpu") == resolve_dtype(asked, spec, "cuda") == "float16"
+    old = "float16" if dtype == "bfloat16" else dtype
+    assert resolve_dtype(config, spec, "cuda", (7, 5)) == old
+    assert resolve_dtype(config, spec, "cuda", (8, 0)) == dtype
+
+
+@pytest.mark.parametrize(("version", "num_notes"), [(8.0, 0), (7.5, 1), (7.0, 2)])
+def test_a_card_without_bfloat16_is_planned_in_float16_with_plain_weights(
+    version: float, num_notes: int
+) -> None:
+    gpu = GPUConfig(name="old", memory_gib=40, compute_capability=version)
+    config = replace(configuration(OLMO_7B), gpu=gpu, planner=PlannerConfig(choose=True))
+    plan = plan_memory(config, OLMO_7B, DeviceFacts.of_card(gpu))
+    assert plan.dtype == ("bfloat16" if num_notes == 0 else "float16")
+    if num_notes:
+        assert not plan.formats.others
+    notes = [note for note in plan.notes if "compute capability" in note]
+    assert len(notes) == num_notes
+    assert all(f"compute capability {version} (old)" in note for note in notes)
+    if num_notes == 2:
+        assert "it can be planned, not run" in notes[1]
 
 
 def test_selectors_without_a_size_are_refused() -> None:

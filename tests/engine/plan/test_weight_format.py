@@ -13,11 +13,11 @@ from engine.model.formats import EMBEDDING, HEAD, align
 from engine.model.lossless import lossless_formats
 from engine.model.spec import ModelSpec
 from engine.plan.advise import off_gpu_bytes
+from engine.plan.cards import CARDS
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.plan.sizes import restore_bytes
 from engine.plan.times import (
-    CARDS,
     LOSSLESS_MOST_GB_S,
     Rates,
     decode_step_s,

@@ -1,0 +1,74 @@
+"""What vendors state of cards, by the name that the driver gives; values and sources: conf/gpu."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What a vendor states of a card."""
+
+    link_gb_s: float
+    """One direction."""
+    hbm_gb_s: float
+    bf16_tflops: float
+    """Dense; of cards without bfloat16 that of float16."""
+
+
+CARDS: Final = {
+    "NVIDIA A10": Sheet(32.0, 600.0, 125.0),
+    "NVIDIA A100-SXM4-40GB": Sheet(32.0, 1555.0, 312.0),
+    "NVIDIA A100-SXM4-80GB": Sheet(32.0, 2039.0, 312.0),
+    "NVIDIA B200": Sheet(64.0, 8000.0, 2250.0),
+    "NVIDIA GeForce RTX 2060": Sheet(16.0, 336.0, 25.8),
+    "NVIDIA GeForce RTX 2070": Sheet(16.0, 448.0, 29.9),
+    "NVIDIA GeForce RTX 2080": Sheet(16.0, 448.0, 40.3),
+    "NVIDIA GeForce RTX 2080 Ti": Sheet(16.0, 616.0, 53.8),
+    "NVIDIA GeForce RTX 3050": Sheet(16.0, 224.0, 18.2),
+    "NVIDIA GeForce RTX 3060": Sheet(32.0, 360.0, 25.5),
+    "NVIDIA GeForce RTX 3060 Laptop GPU": Sheet(32.0, 336.0, 26.2),
+    "NVIDIA GeForce RTX 3060 Ti": Sheet(32.0, 448.0, 32.4),
+    "NVIDIA GeForce RTX 3070": Sheet(32.0, 448.0, 40.6),
+    "NVIDIA GeForce RTX 3070 Laptop GPU": Sheet(32.0, 448.0, 33.2),
+    "NVIDIA GeForce RTX 3070 Ti": Sheet(32.0, 608.0, 43.5),
+    "NVIDIA GeForce RTX 3080": Sheet(32.0, 760.0, 59.5),
+    "NVIDIA GeForce RTX 3080 Laptop GPU": Sheet(32.0, 448.0, 42.0),
+    "NVIDIA GeForce RTX 3080 Ti": Sheet(32.0, 912.0, 68.2),
+    "NVIDIA GeForce RTX 3090": Sheet(32.0, 936.0, 71.0),
+    "NVIDIA GeForce RTX 4050 Laptop GPU": Sheet(16.0, 192.0, 24.3),
+    "NVIDIA GeForce RTX 4060": Sheet(16.0, 272.0, 30.2),
+    "NVIDIA GeForce RTX 4060 Laptop GPU": Sheet(16.0, 256.0, 29.1),
+    "NVIDIA GeForce RTX 4060 Ti": Sheet(16.0, 288.0, 44.1),
+    "NVIDIA GeForce RTX 4070": Sheet(32.0, 504.0, 58.3),
+    "NVIDIA GeForce RTX 4070 Laptop GPU": Sheet(16.0, 256.0, 40.1),
+    "NVIDIA GeForce RTX 4070 SUPER": Sheet(32.0, 504.0, 71.0),
+    "NVIDIA GeForce RTX 4070 Ti": Sheet(32.0, 504.0, 80.2),
+    "NVIDIA GeForce RTX 4070 Ti SUPER": Sheet(32.0, 672.0, 88.2),
+    "NVIDIA GeForce RTX 4080": Sheet(32.0, 716.8, 97.5),
+    "NVIDIA GeForce RTX 4080 Laptop GPU": Sheet(32.0, 432.0, 67.7),
+    "NVIDIA GeForce RTX 4080 SUPER": Sheet(32.0, 736.0, 104.4),
+    "NVIDIA GeForce RTX 4090": Sheet(32.0, 1008.0, 165.2),
+    "NVIDIA GeForce RTX 4090 Laptop GPU": Sheet(32.0, 576.0, 79.4),
+    "NVIDIA GeForce RTX 5060": Sheet(32.0, 448.0, 38.4),
+    "NVIDIA GeForce RTX 5060 Ti": Sheet(32.0, 448.0, 47.4),
+    "NVIDIA GeForce RTX 5070": Sheet(64.0, 672.0, 61.7),
+    "NVIDIA GeForce RTX 5070 Laptop GPU": Sheet(32.0, 384.0, 43.3),
+    "NVIDIA GeForce RTX 5070 Ti": Sheet(64.0, 896.0, 87.9),
+    "NVIDIA GeForce RTX 5080": Sheet(64.0, 960.0, 112.6),
+    "NVIDIA GeForce RTX 5080 Laptop GPU": Sheet(64.0, 896.0, 70.3),
+    "NVIDIA GeForce RTX 5090": Sheet(64.0, 1792.0, 209.5),
+    "NVIDIA GeForce RTX 5090 Laptop GPU": Sheet(64.0, 896.0, 90.7),
+    "NVIDIA H100 80GB HBM3": Sheet(64.0, 3350.0, 989.0),
+    "NVIDIA H200": Sheet(64.0, 4800.0, 989.0),
+    "NVIDIA L4": Sheet(32.0, 300.0, 121.0),
+    "NVIDIA L40S": Sheet(32.0, 864.0, 362.05),
+    "NVIDIA RTX 4000 Ada Generation": Sheet(32.0, 360.0, 81.9),
+    "NVIDIA RTX 6000 Ada Generation": Sheet(32.0, 960.0, 364.2),
+    "NVIDIA RTX A4500": Sheet(32.0, 640.0, 94.6),
+    "NVIDIA RTX A6000": Sheet(32.0, 768.0, 154.8),
+    "Tesla T4": Sheet(16.0, 320.0, 65.0),
+    "Tesla V100-SXM2-16GB": Sheet(16.0, 900.0, 125.0),
+    "Tesla V100-SXM2-32GB": Sheet(16.0, 900.0, 125.0),
+}
+UNKNOWN_CARD: Final = Sheet(32.0, 500.0, 60.0)
+"""A card of which nothing is known: PCIe 4 x16, GDDR6, some tensor cores."""
