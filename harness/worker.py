@@ -228,6 +228,8 @@ class Work:
         self._build_engine: BuildEngine | None = None
         self._llm: Engine | None = None
         self._link = LinkWatch(door, job.engine)
+        self._failed_phase: str | None = None
+        """Where a part failed, before the engine was closed."""
         self._result: dict[str, Any] = {
             "status": UNFINISHED,
             "error": None,
@@ -235,6 +237,7 @@ class Work:
             "effective": {},
             "metrics": {},
             "samples": {},
+            "measured": [],
             "reasons": [],
             "notes": [],
             "windows": [],
@@ -253,7 +256,7 @@ class Work:
             kinds[self._job.kind]()
             self._result["status"] = "ok"
         except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: carried to the parent
-            status, facts = classify_exception(error, self._state.phase)
+            status, facts = classify_exception(error, self._failed_phase or self._state.phase)
             self._result |= {"status": status, "error": facts}
             plan = getattr(error, "plan", None)
             if plan is not None:
@@ -370,9 +373,19 @@ class Work:
         gc.collect()
         gc.freeze()
         self._check(llm)
-        timed = self._run_parts(llm)
+        timed = dict[str, StepTotals]()
+        try:
+            self._run_parts(llm, timed)
+        except Exception:
+            self._failed_phase = self._state.phase
+            if self._result["measured"]:  # their figures stay, with what is said of all of them
+                self._tidy("ending what was measured", lambda: self._end_parts(llm, timed))
+            raise
+        self._end_parts(llm, timed)
+
+    def _end_parts(self, llm: Engine, timed: dict[str, StepTotals]) -> None:
         self._note_memory(llm)
-        if scenario.is_timed:
+        if self._job.scenario.is_timed:
             self._end_timed(llm, timed)
 
     def _probe(self) -> None:
@@ -395,9 +408,9 @@ class Work:
                 self._result["notes"].append(rates_note(bare["rates"]))
         reset_rss_peak()
 
-    def _run_parts(self, llm: Engine) -> dict[str, StepTotals]:
-        """Run every part of the scenario; return sums over the steps of those with requests."""
-        scenario, timed = self._job.scenario, dict[str, StepTotals]()
+    def _run_parts(self, llm: Engine, timed: dict[str, StepTotals]) -> None:
+        """Run every part of the scenario; add sums over the steps of those with requests."""
+        scenario = self._job.scenario
         for config in (scenario.latency, scenario.throughput):
             if config is not None:
                 timed[config.part] = self._run_part(llm, config.part, config)
@@ -422,7 +435,7 @@ class Work:
                     "run_async": self._door.run_async,
                 },
             )
-        return timed
+            self._result["measured"].append("overhead")
 
     def _end_timed(self, llm: Engine, timed: dict[str, StepTotals]) -> None:
         metrics = self._result["metrics"]
@@ -444,6 +457,7 @@ class Work:
             llm, config, clock=self._door.clock, counter=counter
         )
         self._note_window("steps", begin_s)
+        self._result["measured"].append("steps")
         self._save()
 
     def _run_tiers(self, llm: Engine, config: TiersScenario) -> None:
@@ -461,6 +475,7 @@ class Work:
             save=save,
         )
         self._note_window("tiers", begin_s)
+        self._result["measured"].append("tiers")
         self._result["reasons"] += [
             f"tiers: {part}: {figures['failed']}"
             for part, figures in self._result["samples"]["tiers"]["parts"].items()
@@ -563,6 +578,8 @@ class Work:
         watch.note(part, self._result)
         after_j = gpu.energy_j() if gpu else None
         self._result["metrics"] |= energy_metrics(before_j, after_j, outcome.num_output_tokens)
+        if outcome.num_measured:
+            self._result["measured"].append(part)
         self._save()
         if not outcome.num_measured:
             raise RequestError(f"nothing was measured. {outcome.reasons[0]}")

@@ -5,7 +5,7 @@ the files state choices.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
@@ -389,6 +389,13 @@ class ScenarioConfig(Sealed):
         requests = (self.throughput, self.latency, self.serve)
         return (*requests, self.steps, self.tiers and self.tiers.parts, self.overhead)
 
+    def part_names(self) -> list[str]:
+        """Return the parts that are measured with an engine; the load runs last."""
+        others = {"name", "correctness", "bare", "load"}
+        names = [*(item.name for item in fields(self) if item.name not in others), "load"]
+        found = [name for name in names if getattr(self, name) is not None]
+        return [name for name in found if name != "tiers" or (self.tiers and self.tiers.parts)]
+
     def files(self) -> dict[str, str]:
         """Return the files that the parts read, by their setting."""
         parts = (self.throughput, self.latency, self.serve)
@@ -459,7 +466,8 @@ class RunConfig(Sealed):
     """run | plan (print what fits, what it costs and what to choose; nothing runs)."""
     rerun: str | None = None
     """Which points run again that ended before, with the same settings, code, card and versions:
-    all | failed | none. null: failed in a sweep, all otherwise."""
+    all | invalid (what is not ok, or not valid) | failed (what is not ok) | none. null: failed in a
+    sweep, all otherwise."""
     fail_fast: bool = False
     """Stop a sweep at the first point that is not ok; the others get status skipped."""
     monotone_stop: bool = True
@@ -496,7 +504,7 @@ class RunConfig(Sealed):
         """Raise ConfigError for settings that contradict each other or are out of bounds."""
         check_choice("mode", self.mode, ("run", "plan"))
         if self.rerun is not None:
-            check_choice("rerun", self.rerun, ("all", "failed", "none"))
+            check_choice("rerun", self.rerun, ("all", "invalid", "failed", "none"))
         if self.timeout_s is not None:
             check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
         if self.silence_s is not None:

@@ -55,7 +55,7 @@ from harness.work.predicted import differences
 from harness.work.prompts import PromptRow, read_prompts
 from harness.work.request_log import write_parquet
 from harness.work.trace import TraceRow, check_lengths, read_trace
-from reports.record.record import RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
+from reports.record.record import MEASURED, RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
 
 COLD_SHARE: Final = 0.05
 """A start is cold when at most this share of the checkpoint is left in the page cache."""
@@ -69,6 +69,8 @@ class Findings(Report):
     error: ErrorFacts | None = None
     plan: dict[str, Any] | None = None
     samples: dict[str, Any] = field(default_factory=dict)
+    measured: list[str] = field(default_factory=list)
+    """Parts of the scenario that were measured whole."""
     spans: list[Span] = field(default_factory=list)
     """What was timed, in order."""
     link_factor: float | None = None
@@ -78,6 +80,21 @@ class Findings(Report):
         """Note why the point ended."""
         self.status, self.error = status, error
 
+    def fail_part(self, asked: Sequence[str]) -> None:
+        """Make the end that was noted that of one part, where other parts have figures.
+
+        `asked` are the parts of the scenario.
+        """
+        error = self.error
+        missing = [part for part in asked if part not in self.measured]
+        if error is None or not self.measured or not missing:
+            return
+        failed = str(error.get("phase")).split(" ")[0]  # such as: latency warm-up
+        failed = failed if failed in missing else missing[0]
+        text = f"{failed} could not be measured ({self.status}): {error['message']}"
+        facts = {"status": self.status, "measured": list(self.measured), "missing": missing}
+        self.status, self.error = "partial", error | {"message": text} | facts
+
     def add(self, result: Mapping[str, Any]) -> None:
         """Take over a worker's result; what an earlier worker found stays."""
         if self.plan is None:
@@ -86,7 +103,7 @@ class Findings(Report):
             mine = getattr(self, name)
             for key, value in result.get(name, {}).items():
                 mine.setdefault(key, value)
-        for name in ("reasons", "notes", "warnings"):
+        for name in ("measured", "reasons", "notes", "warnings"):
             getattr(self, name).extend(result.get(name, []))
 
 
@@ -151,12 +168,18 @@ class Attempt:
         scenario = self.config.scenario
         self._note_neighbours()
         reference = self._reference() if self._is_comparable() else None
-        if scenario.is_timed or reference is not None:
-            self._take(self._job("measure", "measure", reference))
-        if scenario.load is not None:
-            self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
-        if self._unchecked is not None:
-            self.findings.reasons.append(self._unchecked)
+        try:
+            if scenario.is_timed or reference is not None:
+                self._take(self._job("measure", "measure", reference))
+            if scenario.load is not None:
+                self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
+                self.findings.measured.append("load")
+        except PointEndedError:
+            self.findings.fail_part(scenario.part_names())
+            raise
+        finally:
+            if self._unchecked is not None and self.findings.status in MEASURED:
+                self.findings.reasons.append(self._unchecked)
 
     def _is_comparable(self) -> bool:
         """Return whether tokens are compared; a peer's dummy weights are not ours."""
@@ -263,7 +286,18 @@ class Attempt:
             num_cold = 0
         names = [("cold", index) for index in range(1, num_cold + 1)]
         names += [("warm", index) for index in range(1, num_warm + 1)]
-        rows = []
+        rows = list[dict[str, Any]]()
+        try:
+            self._start_each(names, files, rows)
+        finally:
+            if rows:  # also of the starts before one that failed
+                self._note_loads(rows)
+
+    def _start_each(
+        self, names: Sequence[tuple[str, int]], files: list[Path], rows: list[dict[str, Any]]
+    ) -> None:
+        """Start the engine for each kind and number, and add a row for each start."""
+        kinds = [kind for kind, _ in names]
         for kind, index in names:
             if kind == "cold":
                 drop_page_cache(files)
@@ -272,8 +306,10 @@ class Attempt:
                 self._note_cold(share)
             result = self._take(self._job(f"load-{kind}-{index}", "load"), with_samples=False)
             (row,) = result["samples"]["load"]
-            label = kind if (num_cold if kind == "cold" else num_warm) == 1 else f"{kind} {index}"
+            label = kind if kinds.count(kind) == 1 else f"{kind} {index}"
             rows.append({"start": label, "is_cold": kind == "cold", "cached_share": share, **row})
+
+    def _note_loads(self, rows: list[dict[str, Any]]) -> None:
         outcome, metrics = summarise_loads(rows), self.findings.metrics
         metrics |= outcome.metrics
         predicted = (self.findings.plan or {}).get("predicted") or {}
@@ -427,9 +463,9 @@ class _Point:
         """Take over the record and the files of the same point that ended before."""
         with interrupt_afterwards():
             record = take_over(found, self._run_dir, name=self._name, overrides=self._overrides)
+            tracker = open_tracker(self._config.tracking, self._home)
             facts = self._facts(run_id=record.run_id, taken_from=str(found.folder))
-            tracker = self._start_tracker(facts)
-            tracker.finish_point(record, self._run_dir)
+            tracker.take_over_point(facts, record, self._run_dir)
             record = self._warn(record, tracker.warnings)
         sys.stdout.write(
             f"{self._name}: {record.status}, as it ended in {found.folder} (rerun=all runs it "
@@ -606,10 +642,11 @@ class _Point:
         """Return whether the figures may be used; None where nobody compared the tokens."""
         if (findings.error or {}).get("type") == "WrongTokens":
             return False
-        if findings.status == "ok" and findings.reasons:
+        has_figures = findings.status in MEASURED
+        if has_figures and findings.reasons:
             return False
         checked = findings.effective.get("correctness") or {}
-        if findings.status != "ok" or not self._config.scenario.correctness.enabled:
+        if not has_figures or not self._config.scenario.correctness.enabled:
             return None
         if checked.get("checked") is False:
             return None

@@ -306,8 +306,9 @@ def classify_exit(
     elif ended.returncode == -signal.SIGKILL and num_oom_kills > 0:
         status, kind = "oom", "HostOutOfMemory"
         message = (
-            f"{where}: killed by the kernel for lack of host memory{_rss(state)}. Offload less, or "
-            "raise the memory of this machine or container."
+            f"{where}: killed by the kernel for lack of host memory{_rss(state)}. Give this "
+            "machine or container more, or keep less in it (weights that offload moves, "
+            "kv.cpu_gib, an emulated GPU)."
         )
     elif ended.returncode < 0:
         status, kind = "killed", _signal_name(-ended.returncode)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,7 @@ TAKEN_FROM: Final = "taken_from"
 """Key of `effective`: the folder in which the point ran."""
 _OWN: Final = ("config.yaml", "overrides.yaml", "harness.log", RESULT_NAME, ".hydra")
 """What a folder has of its own and does not take over."""
+_REPORT_NAME: Final = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +110,9 @@ class FinishedPoints:
     def find(self, key: str, rerun: str, *, before_s: float | None = None) -> Finished | None:
         """Return the point that need not run again, None where it must.
 
-        With rerun=failed a point that ended ok need not, with none others need not either. Only a
-        point that ended before `before_s` (since 1970) counts: equal points of one sweep are
-        repeats.
+        With rerun=failed a point that ended ok need not, with invalid unless it is not valid, with
+        none whatever its end was. Only a point that ended before `before_s` (since 1970) counts:
+        equal points of one sweep are repeats.
         """
         facts = read_json(self._folder / f"{key}.json")
         if rerun == "all" or not facts:
@@ -123,11 +125,9 @@ class FinishedPoints:
         except RecordError:
             return None  # the folder is gone
         is_same = record.run_id == facts.get("run_id")
-        return (
-            Finished(folder=folder, record=record)
-            if is_same and (record.status == "ok" or rerun == "none")
-            else None
-        )
+        is_good = record.status == "ok" and not (rerun == "invalid" and record.valid is False)
+        stands = is_same and (is_good or rerun == "none")
+        return Finished(folder=folder, record=record) if stands else None
 
 
 def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[str]) -> RunRecord:
@@ -148,4 +148,7 @@ def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[s
     effective = found.record.effective | {TAKEN_FROM: origin}
     record = replace(found.record, name=name, overrides=list(overrides), effective=effective)
     record.write(folder / RESULT_NAME)
+    if (name, list(overrides)) == (found.record.name, found.record.overrides):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(folder / _REPORT_NAME)  # as new as the record: it is not drawn again
     return record

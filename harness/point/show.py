@@ -10,7 +10,7 @@ from engine.sealed import GIB
 from harness.console import columns
 from harness.folders import IMPORT_ROOT, module_name
 from reports.record.metrics import PREDICTED, interval, metric_parts, shown
-from reports.record.record import RunRecord
+from reports.record.record import MEASURED, RunRecord
 from reports.record.text import number
 
 _COLUMNS: Final = ("KV cache", "blocks", "tokens", "GiB")
@@ -135,7 +135,7 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
 
 def verdict_text(record: RunRecord) -> str:
     """Return what stands behind the status of a run: whether it is valid."""
-    if record.status != "ok":
+    if record.status not in MEASURED:
         return ""
     return {True: ", valid", False: ", NOT valid", None: ", not checked"}[record.valid]
 
@@ -150,9 +150,9 @@ def _planned(record: RunRecord) -> Iterable[str]:
     plan = record.plan or {}
     predicted, choice = plan.get("predicted"), plan.get("choice")
     kv = plan.get("kv") or {}
-    if record.status == "ok" and "longest_tokens" in kv:
+    if record.status in MEASURED and "longest_tokens" in kv:
         yield from capacity_lines(kv)
-    elif record.status == "ok" and kv.get("max_concurrency"):
+    elif record.status in MEASURED and kv.get("max_concurrency"):
         yield (
             f"  KV cache: {kv['tokens']} tokens, {kv['max_concurrency']:.1f} sequences of "
             f"{kv['max_model_len']} at once"

@@ -267,7 +267,7 @@ def pairs_of(done: Done, phase: str) -> Pairs:
     return [(first, second) for (_, first), (_, second) in whole]
 
 
-STATUS_ORDER: Final = ("killed", "timeout", "failed", "oom", "no_fit", "skipped", "ok")
+STATUS_ORDER: Final = ("killed", "timeout", "failed", "oom", "no_fit", "partial", "skipped", "ok")
 """Statuses of a comparison: the first that a side has."""
 TOKEN_PARTS: Final = ("latency", "throughput", "serve")
 _MOST_REASONS: Final = 12

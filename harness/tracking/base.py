@@ -61,6 +61,11 @@ class Tracker:
     def finish_point(self, record: RunRecord, run_dir: Path) -> None:
         """Show the point as ended, with its figures and files."""
 
+    def take_over_point(self, point: PointFacts, record: RunRecord, run_dir: Path) -> None:
+        """Show a point that ran before as one of its sweep too; where it is not shown, show it."""
+        self.start_point(point)
+        self.finish_point(record, run_dir)
+
     def finish_sweep(self, sweep: SweepFacts) -> None:
         """Show the sweep as ended."""
 
@@ -106,6 +111,10 @@ class GuardedTracker:
     def finish_point(self, record: RunRecord, run_dir: Path) -> None:
         """See Tracker."""
         self._call("finish_point", lambda: self._tracker.finish_point(record, run_dir))
+
+    def take_over_point(self, point: PointFacts, record: RunRecord, run_dir: Path) -> None:
+        """See Tracker."""
+        self._call("take_over_point", lambda: self._tracker.take_over_point(point, record, run_dir))
 
     def finish_sweep(self, sweep: SweepFacts) -> None:
         """See Tracker."""

@@ -1,17 +1,17 @@
 """Words for how a run ended: its status, its error, whether it counts, and what to change."""
 
-import math
 from types import MappingProxyType
 from typing import Final
 
 from reports import facts
 from reports.pages.page import Kind, Verdict
-from reports.record.record import RunRecord
-from reports.record.text import GIB, gib, leaf
+from reports.record.record import MEASURED, RunRecord
+from reports.record.text import leaf
 
 STATUS_TEXT: Final = MappingProxyType(
     {
         "ok": "the run ended and was measured",
+        "partial": "some parts were measured, others could not be",
         "no_fit": "the plan does not fit, so nothing was loaded",
         "oom": "memory ran out",
         "failed": "the run ended with an error",
@@ -37,10 +37,10 @@ def verdict(record: RunRecord) -> Verdict:
 
 
 def status_kind(record: RunRecord) -> Kind:
-    """Return how a status is marked: good, warn (not valid, skipped) or bad."""
+    """Return how a status is marked: good, warn (not valid, partial, skipped) or bad."""
     if record.status == "ok":
         return "warn" if record.valid is False else "good"
-    return "warn" if record.status == "skipped" else "bad"
+    return "warn" if record.status in {"partial", "skipped"} else "bad"
 
 
 def validity(valid: bool | None) -> str:
@@ -49,8 +49,9 @@ def validity(valid: bool | None) -> str:
 
 
 def state(record: RunRecord) -> str:
-    """Return the status, of a run that ended ok with whether it is valid."""
-    return f"ok, {validity(record.valid)}" if record.status == "ok" else record.status
+    """Return the status, of a run with figures also whether it is valid."""
+    has_figures = record.status in MEASURED
+    return f"{record.status}, {validity(record.valid)}" if has_figures else record.status
 
 
 def error_line(record: RunRecord) -> str:
@@ -68,7 +69,18 @@ def _error_lines(record: RunRecord) -> list[str]:
     if record.error is None:
         return []
     phase = record.error.get("phase")
-    return [error_line(record)] + ([f"Phase: {leaf(phase)}"] if phase else [])
+    return [*_parts(record), error_line(record)] + ([f"Phase: {leaf(phase)}"] if phase else [])
+
+
+def _parts(record: RunRecord) -> list[str]:
+    """Return which parts of a partial run have figures, and which have none."""
+    error = record.error or {}
+    found = [
+        f"{title}: {', '.join(map(str, names))}."
+        for title, key in (("Measured", "measured"), ("Not measured", "missing"))
+        if isinstance(names := error.get(key), list) and names
+    ]
+    return [" ".join(found)] if found else []
 
 
 def _notes(record: RunRecord) -> list[str]:
@@ -80,56 +92,23 @@ def _notes(record: RunRecord) -> list[str]:
 
 
 def _advice(record: RunRecord) -> list[str]:
-    match record.status:
-        case "no_fit":
-            return _capacity_advice(record)
-        case "oom":
-            return [
-                "GPU: lower engine.max_num_seqs, engine.max_num_batched_tokens or"
-                " engine.gpu_memory_utilization"
-                f" (now {_now(record, 'engine.gpu_memory_utilization')}),"
-                " or move more weights off the GPU.",
-                "Host: move fewer bytes off the GPU, or give the process more memory.",
-                *_capacity_advice(record),
-            ]
-        case "timeout":
-            return [
-                f"Raise timeout_s (now {_now(record, 'timeout_s')}),"
-                " or choose a scenario with fewer requests."
-            ]
-        case "killed":
-            return ["Run the point again; the records of other points are kept."]
-        case "failed":
-            return ["The traceback is below; the worker's log is in the run's folder."]
-        case _:
-            return []
-
-
-def _capacity_advice(record: RunRecord) -> list[str]:
-    lines = []
-    over = facts.over_budget_bytes(record.plan)
-    if over > 0:
-        parts = facts.items(record.plan, "gpu")
-        largest = max(parts, key=lambda name: parts[name], default=None)
-        text = f"GPU: the plan is {gib(over)} over its budget."
-        if largest is not None:
-            text += f" The largest part is {largest.replace('_', ' ')}, {gib(parts[largest])}."
-        lines.append(text)
-        lines.append(
-            f"Move at least {math.ceil(over / GIB)} GiB off the GPU (offload=uva or"
-            " offload=prefetch), lower engine.max_model_len, or raise gpu.memory_gib"
-            f" (now {_now(record, 'gpu.memory_gib')})."
-        )
-    host, limit = (
-        facts.total_bytes(record.plan, "host"),
-        facts.dig_number(record.plan, "host.limit_bytes"),
-    )
-    if host is not None and limit is not None and host > limit:
-        lines.append(
-            f"Host: the plan needs {gib(host)}, the limit is {gib(limit)}."
-            " Move fewer bytes off the GPU, or lower engine.host_reserve_gib."
-        )
-    return lines
+    """Return what to change, where the error itself does not say so, as that of a refusal does."""
+    error = record.error or {}
+    if error.get("type") == "HostOutOfMemory":
+        return []
+    text = {
+        "oom": "GPU: lower engine.max_num_seqs, engine.max_num_batched_tokens or"
+        " engine.gpu_memory_utilization"
+        f" (now {_now(record, 'engine.gpu_memory_utilization')}),"
+        " or move more weights off the GPU.",
+        "timeout": f"Raise timeout_s (now {_now(record, 'timeout_s')}),"
+        " or choose a scenario with fewer requests.",
+        "killed": "Run the point again; the records of other points are kept.",
+        "failed": "The traceback is below; the worker's log is in the run's folder.",
+    }.get(str(error.get("status") or record.status))
+    if error.get("type") == "MemoryError":
+        text = "Host: give the process more memory, or ask for less of it."
+    return [] if text is None else [text]
 
 
 def _now(record: RunRecord, path: str) -> str:

@@ -18,7 +18,9 @@ SCHEMA_VERSION: Final = 1
 RESULT_NAME: Final = "result.json"
 STATE_NAME: Final = "state.json"
 """File with what a run does now, and how it ended; written before the record."""
-STATUSES: Final = ("ok", "no_fit", "oom", "failed", "timeout", "killed", "skipped")
+STATUSES: Final = ("ok", "partial", "no_fit", "oom", "failed", "timeout", "killed", "skipped")
+MEASURED: Final = ("ok", "partial")
+"""Statuses of runs that have figures: of all parts, or of those that `error` says."""
 SAMPLE_FLOORS: Final[Mapping[int, int]] = MappingProxyType({50: 11, 90: 64, 95: 130, 99: 662})
 """Percentile -> number of samples below which it is None."""
 
@@ -40,7 +42,8 @@ class RunRecord:
     status: str
     """One of STATUSES."""
     error: dict[str, Any] | None = None
-    """Keys type, message, phase (or None), traceback (or None)."""
+    """Keys type, message, phase (or None), traceback (or None); of a partial run also status (how
+    the part ended that could not be measured), measured and missing (names of parts)."""
     valid: bool | None = None
     """Whether the figures may be used; None where nothing was judged."""
     reasons: list[str] = field(default_factory=list)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,10 +15,10 @@ from catalogue.entry import ModelSource
 from engine.asked.config import GPUConfig
 from harness.config.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ModelNode
 from harness.point import point
-from harness.point.point import run_point, skip_point
+from harness.point.point import PointEndedError, run_point, skip_point
 from harness.tracking.base import GuardedTracker, Tracker
 from reports.record.record import RunRecord
-from tests.harness.cases import SPEC, fake_command, load_only, run_config, scenario
+from tests.harness.cases import SPEC, attempt, fake_command, load_only, run_config, scenario
 from tests.harness.fakes import PLAN, Script
 
 UNCHECKED = CorrectnessConfig(enabled=False)
@@ -162,11 +163,50 @@ def test_what_ends_a_worker_becomes_a_status(tmp_path, failure, fail_at, status,
 def test_a_killed_worker_leaves_the_parts_that_it_ended(tmp_path):
     # 1 warm-up and 11 latency requests of 5 steps, then throughput is killed.
     record = run(tmp_path, fail_at="step", failure="sigkill", after_steps=60)
-    assert (record.status, record.error["phase"]) == ("killed", "throughput warm-up")
+    assert (record.status, record.error["phase"]) == ("partial", "throughput warm-up")
+    assert (record.error["status"], record.error["type"]) == ("killed", "SIGKILL")
+    assert (record.error["measured"], record.error["missing"]) == (["latency"], ["throughput"])
+    assert record.error["message"].startswith("throughput could not be measured (killed): worker")
     assert record.plan == PLAN
     assert record.metrics["latency/ttft_ms/mean"] == pytest.approx(500)
     assert len(record.samples["latency"]) == 11
     assert "throughput/output_tok_s" not in record.metrics
+
+
+@pytest.mark.parametrize("failure", ["oom", "crash"])
+def test_a_part_that_fails_costs_no_figure_of_the_others(tmp_path, capsys, failure):
+    parts = scenario(load=LoadScenario())
+    script = {"fail_at": "step", "failure": failure, "after_steps": 94}
+    record = run(tmp_path, run_config(scenario=parts), prefill_s=0.5, **script)
+    assert (record.status, record.valid) == ("partial", True)
+    assert (record.error["measured"], record.error["missing"]) == (
+        ["latency"],
+        ["throughput", "load"],
+    )
+    assert record.error["phase"].startswith("throughput")
+    assert record.metrics["latency/ttft_ms/p50"] == pytest.approx(500)
+    assert "memory/gpu_peak_gib" in record.metrics
+    assert "tiny-none-cpu-test: partial, valid" in capsys.readouterr().out
+
+
+def test_starts_before_one_that_failed_have_figures(monkeypatch):
+    trial = attempt(run_config(scenario=load_only(warm_starts=2)))
+    trial.findings.measured.append("latency")
+    row = {"total_s": 3.0, "build_s": 2.0, "phases": {"read": 2.0}, "busy": {}, "moved": {}}
+
+    def take(job, **_):
+        if job.name.endswith("2"):
+            trial.findings.fail("oom", {"type": "MemoryError", "message": "m"})
+            raise PointEndedError
+        return {"samples": {"load": [row]}}
+
+    monkeypatch.setattr(trial, "_job", lambda name, kind, *_: SimpleNamespace(name=name))
+    monkeypatch.setattr(trial, "_take", take)
+    with pytest.raises(PointEndedError):
+        trial.run()
+    assert trial.findings.status == "partial"
+    assert trial.findings.error["missing"] == ["load"]
+    assert [found["start"] for found in trial.findings.samples["load"]] == ["warm 1"]
 
 
 def test_a_sigkill_with_a_raised_counter_is_oom(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Which points of a sweep run again: by settings, files, code, card and versions."""
 
 import hashlib
+import os
 import time
 from dataclasses import replace
 
@@ -168,3 +169,26 @@ def test_a_file_that_cannot_be_read_fails_the_point_alone(tmp_path, monkeypatch)
         scenario=scenario(latency=LatencyScenario(num_requests=1, prompts_file=str(prompts)))
     )
     assert input_hashes(config) == {"latency.prompts_file": None}
+
+
+def test_a_point_that_is_not_valid_runs_again_where_that_is_asked(tmp_path):
+    first = run(tmp_path, "0", "all", refuse=["latency-0"])
+    assert (first.status, first.valid) == ("ok", False)
+    assert run(tmp_path, "1", "failed").run_id == first.run_id
+    again = run(tmp_path, "2", "invalid")
+    assert (again.valid, again.run_id == first.run_id) == (True, False)
+    assert run(tmp_path, "3", "invalid").run_id == again.run_id
+
+
+def test_the_page_of_a_point_taken_over_under_its_own_name_is_not_drawn_again(tmp_path):
+    command = fake_command(tmp_path, Script())
+    first = tmp_path / "0"
+    run_point(run_config(), first, [], command=command)
+    (first / "report.html").write_text("page")
+    os.utime(first / "report.html", (1, 1))
+    for name, overrides, is_new in (("1", [], True), ("2", ["offload=none"], False)):
+        folder = tmp_path / name
+        record = run_point(run_config(rerun="failed"), folder, overrides, command=command)
+        assert record.effective[TAKEN_FROM]
+        ages = [(folder / file).stat().st_mtime_ns for file in ("report.html", RESULT_NAME)]
+        assert (ages[0] >= ages[1]) == is_new

@@ -241,22 +241,39 @@ def test_verdict_carries_reasons_fallbacks_and_warnings():
     )
 
 
-def test_no_fit_gives_numbers_and_the_setting_to_change():
+def test_a_refusal_alone_says_what_to_change():
     found = verdict(no_fit_record())
-    assert found.advice == (
-        "GPU: the plan is 1.90 GiB over its budget. The largest part is weights, 13.6 GiB.",
-        "Move at least 2 GiB off the GPU (offload=uva or offload=prefetch), lower"
-        " engine.max_model_len, or raise gpu.memory_gib (now 16.0).",
-    )
+    assert found.advice == ()
+    assert "Set uva.cpu_offload_gb=2 or more." in found.lines[0]
     assert status_kind(no_fit_record()) == "bad"
     labels = {card.label: card.value for card in run_page(no_fit_record()).cards}
     assert labels == {"GPU needed": "15.5", "GPU usable": "13.6", "Over budget": "1.90"}
 
 
-def test_a_host_over_its_limit_is_named():
-    record = no_fit_record()
+def test_a_host_over_its_limit_gives_no_advice_beside_the_error():
+    record = no_fit_record(config=config("none"))
     record.plan["host"]["total_bytes"] = gib(200)
-    assert verdict(record).advice[-1].startswith("Host: the plan needs 200.0 GiB, the limit is 118")
+    assert verdict(record).advice == ()
+
+
+def test_a_partial_run_names_its_parts_and_keeps_its_figures():
+    error = {
+        "type": "CapacityError",
+        "message": "load could not be measured (no_fit): m",
+        "phase": "build",
+        "status": "no_fit",
+        "measured": ["latency", "throughput"],
+        "missing": ["load"],
+    }
+    record = ok_record(status="partial", valid=True, error=error)
+    found = verdict(record)
+    assert (found.kind, found.advice) == ("warn", ())
+    assert found.label == "partial, valid: some parts were measured, others could not be"
+    assert found.lines[0] == "Measured: latency, throughput. Not measured: load."
+    assert found.lines[1].startswith("CapacityError: load could not be measured (no_fit)")
+    assert [card.label for card in run_page(record).cards] == [
+        card.label for card in run_page(ok_record()).cards
+    ]
 
 
 @pytest.mark.parametrize(

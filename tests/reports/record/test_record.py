@@ -134,7 +134,7 @@ def test_written_file_follows_the_umask(tmp_path):
         ({"samples": {"latency": [{"itl_ms": [math.inf]}]}}, r"samples.latency\[0\].itl_ms\[0\]"),
         ({"config": {1: 2}}, r"config: expected text keys, got 1"),
         ({"config": {"path": object()}}, r"config.path: .* got object"),
-        ({"status": "fine"}, r"status: expected one of ok, no_fit, .* got 'fine'"),
+        ({"status": "fine"}, r"status: expected one of ok, partial, no_fit, .* got 'fine'"),
         ({"valid": "yes"}, r"valid: expected bool or null, got 'yes'"),
         ({"reasons": [3]}, r"expected text items, got 3"),
         ({"error": {"message": "m"}}, r"error: expected the keys type and message"),

@@ -114,7 +114,7 @@ def test_what_was_measured_before_a_failure_stays(tmp_path):
     """Two requests of four tokens are eight steps; the ninth is of throughput."""
     script = FakeScript(fail="sigkill", fail_after_steps=8, **SMALL)
     record = end(tmp_path, script, parts={"throughput": throughput(2)})
-    assert record.status == "killed"
+    assert (record.status, record.error["status"]) == ("partial", "killed")
     assert record.metrics["latency/ttft_ms/mean"] == pytest.approx(20)
     assert "throughput/output_tok_s" not in record.metrics
 
