@@ -77,6 +77,9 @@ def _extend(answer: CompletionOutput, event: TokenEvent) -> None:
     if event.top_logprobs is not None:
         answer.logprobs = answer.logprobs or []
         answer.logprobs.append(event.top_logprobs)
+    if event.rank is not None:
+        answer.ranks = answer.ranks or []
+        answer.ranks.append(event.rank)
     answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
 
 
@@ -177,7 +180,12 @@ class AsyncLLM:
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_token_ids=list(stream.prompt_token_ids),
                     outputs=[
-                        replace(x, token_ids=x.token_ids[:], logprobs=x.logprobs and x.logprobs[:])
+                        replace(
+                            x,
+                            token_ids=x.token_ids[:],
+                            logprobs=x.logprobs and x.logprobs[:],
+                            ranks=x.ranks and x.ranks[:],
+                        )
                         for x in answers
                     ],
                     finished=is_last,

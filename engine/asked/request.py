@@ -81,6 +81,8 @@ class Sequence:
     token_logprobs: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
     """For each output token its own and the top log-probabilities, if asked for."""
+    ranks: list[int] | None = None
+    """For each output token its rank, if log-probabilities are asked for."""
 
     @property
     def block_table(self) -> list[int]:
@@ -100,11 +102,15 @@ class Sequence:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs.append(token.top_logprobs)
+        if token.rank is not None:
+            if self.ranks is None:
+                self.ranks = []
+            self.ranks.append(token.rank)
 
     def cut(self, length: int) -> None:
         """Drop the tokens of output beyond `length` tokens of prompt and output."""
         keep = length - self.num_prompt_tokens
-        for values in (self.output_token_ids, self.token_logprobs, self.logprobs):
+        for values in (self.output_token_ids, self.token_logprobs, self.logprobs, self.ranks):
             if values is not None:
                 del values[keep:]
 
@@ -178,6 +184,7 @@ class Sequence:
             token_ids=list(self.output_token_ids),
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
+            ranks=None if self.ranks is None else list(self.ranks),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -192,6 +199,8 @@ class SampledToken:
     """Its log-probability under the model (before penalties and temperature)."""
     top_logprobs: dict[int, float] | None = None
     """Itself first, then the most probable tokens in order; None if not asked for."""
+    rank: int | None = None
+    """Its place among all tokens by log-probability, from 1; None if not asked for."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,7 +220,11 @@ class TokenEvent:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it, if one did; of a failure why."""
     logprob: float = math.nan
+    """Its log-probability under the model (before penalties and temperature)."""
     top_logprobs: dict[int, float] | None = None
+    """Itself first, then the most probable tokens in order; None if not asked for."""
+    rank: int | None = None
+    """Its place among all tokens by log-probability, from 1; None if not asked for."""
     time_s: float = math.nan
     """When the token was on the host, seconds of the engine's clock; set by the core."""
     text: str = ""
@@ -231,6 +244,8 @@ class CompletionOutput:
     """Sum of the log-probabilities of its tokens under the model."""
     logprobs: list[dict[int, float]] | None = None
     """For each token its own log-probability first, then the most probable ones."""
+    ranks: list[int] | None = None
+    """For each token its place among all by log-probability, from 1; with `logprobs`."""
     finish_reason: FinishReason | None = None
     """stop | length | abort | error; None while it goes on."""
     stop_reason: int | str | None = None

@@ -84,7 +84,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
     logprobs: int | None = None
-    """Return the log-probability of each token and of this many most probable ones; null: none."""
+    """Return the log-probability of each token, its rank, and this many most probable ones, at most
+    20, of the model's own distribution (before biases, penalties and temperature); null: none."""
     cache_salt: str | None = None
     """Requests find each other's prefixes in the KV cache only where their salts are equal."""
 

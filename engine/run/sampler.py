@@ -39,10 +39,10 @@ class PendingTokens:
     """Tokens that are being chosen; `Sampler.collect` reads them."""
 
     rows: Sequence[SampleRow]
-    width: int
-    """Alternatives returned."""
+    width: int | None
+    """Alternatives returned, K; None: ranks neither."""
     table: Tensor
-    """float64 [S, 2 + 2 K] on the host, pinned beside a GPU where that is possible."""
+    """float64 [S, 2] or [S, 3 + 2 K] on the host, pinned beside a GPU where that is possible."""
 
 
 class Sampler:
@@ -96,7 +96,7 @@ class Sampler:
         if num_rows <= self._tokens.shape[0]:
             return
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        shape = (num_rows * (2 + 2 * MAX_LOGPROBS),)
+        shape = (num_rows * (3 + 2 * MAX_LOGPROBS),)
         self._hosts = [self._host_tensor(shape, torch.float64) for _ in range(2)]
         self._targets = self._hosts
         if self._reach is not None:
@@ -119,11 +119,11 @@ class Sampler:
         """
         assert logits_SV.shape == (len(rows), self.vocab_size)
         assert logits_SV.dtype == torch.float32
-        width = max((row.params.logprobs or 0 for row in rows), default=0)
-        width = min(width, self.vocab_size)
+        asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        width = min(max(asked), self.vocab_size) if asked else None
         self._grow(len(rows))
         self._turn = (self._turn + 1) % len(self._hosts)
-        shape = len(rows), 2 + 2 * width
+        shape = len(rows), 2 if width is None else 3 + 2 * width
         table, target = (
             tensors[self._turn][: shape[0] * shape[1]].view(shape)
             for tensors in (self._hosts, self._targets)
@@ -142,7 +142,7 @@ class Sampler:
         ]
 
     def _enqueue(
-        self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int, table: Tensor
+        self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int | None, table: Tensor
     ) -> None:
         if not rows:
             return
@@ -162,8 +162,11 @@ class Sampler:
             else:
                 table.copy_(found, non_blocking=True)
 
-    def _choose(self, raw_SV: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
-        """Return [S, 2 + 2 K] float64: token, log-probability, K tokens, K log-probabilities."""
+    def _choose(self, raw_SV: Tensor, rows: Sequence[SampleRow], width: int | None) -> Tensor:
+        """Return [S, 2 or 3 + 2 K] float64.
+
+        Token, log-probability; its rank, K tokens, K log-probabilities.
+        """
         largest_S, tokens_S = raw_SV.max(dim=-1)
         log_sums_S = _log_sums(raw_SV, largest_S)
         work_SV = self._adjust(raw_SV, rows)
@@ -183,8 +186,8 @@ class Sampler:
             logprobs_S = log_sums_S.neg()
         del work_SV
         columns = [tokens_S.double()[:, None], logprobs_S[:, None]]
-        if width:
-            columns += self._alternatives(raw_SV, largest_S, log_sums_S, rows, width)
+        if width is not None:
+            columns.append(self._ranked(raw_SV, tokens_S, largest_S, log_sums_S, rows, width))
         return torch.cat(columns, dim=1)
 
     def _adjust(self, raw_SV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -266,28 +269,36 @@ class Sampler:
         place = torch.searchsorted(sums_DV, target, right=True)
         return ids_DV.gather(1, place.clamp(max=ids_DV.shape[1] - 1))[:, 0]
 
-    def _alternatives(
+    def _ranked(
         self,
         raw_SV: Tensor,
+        tokens_S: Tensor,
         largest_S: Tensor,
         log_sums_S: Tensor,
         rows: Sequence[SampleRow],
         width: int,
-    ) -> list[Tensor]:
-        """Return [S, K] float64 twice: the most probable tokens and their log-probabilities."""
-        wanting = [at for at, row in enumerate(rows) if row.params.logprobs]
-        shape = (len(rows), width)
-        ids_SK = torch.zeros(shape, dtype=torch.float64, device=raw_SV.device)
-        values_SK = torch.zeros_like(ids_SK)
+    ) -> Tensor:
+        """Return [S, 1 + 2 K] float64: the token's rank, K most probable ones, K log-probabilities.
+
+        Zeros for rows that do not want them.
+        """
+        wanting = [at for at, row in enumerate(rows) if row.params.logprobs is not None]
+        shape = (len(rows), 1 + 2 * width)
+        table_S = torch.zeros(shape, dtype=torch.float64, device=raw_SV.device)
         if wanting:
             at = self._send(wanting, np.int64)
-            raw_DV = raw_SV[at]
-            ids_DK = _order_keys(raw_DV).topk(width, dim=-1).indices
-            picked_DK = raw_DV.gather(1, ids_DK) - largest_S[at][:, None]
-            values_DK = picked_DK.double() - log_sums_S[at][:, None]
-            ids_SK.index_copy_(0, at, ids_DK.double())
-            values_SK.index_copy_(0, at, values_DK)
-        return [ids_SK, values_SK]
+            keys_DV = _order_keys(raw_SV.index_select(0, at))
+            chosen_D = keys_DV.gather(1, tokens_S.index_select(0, at)[:, None])
+            columns = [(keys_DV >= chosen_D).sum(dim=-1, keepdim=True).double()]
+            if width:
+                ids_DK = keys_DV.topk(width, dim=-1).indices
+                del keys_DV
+                picked_DK = raw_SV.index_select(0, at).gather(1, ids_DK)
+                picked_DK -= largest_S.index_select(0, at)[:, None]
+                values_DK = picked_DK.double() - log_sums_S.index_select(0, at)[:, None]
+                columns += [ids_DK.double(), values_DK]
+            table_S.index_copy_(0, at, torch.cat(columns, dim=1))
+        return table_S
 
     def _send(self, values: Any, dtype: type[np.generic]) -> Tensor:
         return send(values, dtype, self.device)
@@ -299,7 +310,7 @@ def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _is_plain(row: SampleRow) -> bool:
     """Whether the largest logit decides and nothing else is wanted."""
-    return row.params.is_greedy and not row.params.logprobs
+    return row.params.is_greedy and row.params.logprobs is None
 
 
 def _log_sums(raw_SV: Tensor, largest_S: Tensor) -> Tensor:
@@ -339,12 +350,13 @@ def _order_keys(raw_DV: Tensor) -> Tensor:
     return keys
 
 
-def _read(line: list[float], row: SampleRow, width: int) -> SampledToken | None:
+def _read(line: list[float], row: SampleRow, width: int | None) -> SampledToken | None:
     if not math.isfinite(line[1]):
         return None
-    token_id, logprob, top = int(line[0]), line[1], None
-    if row.params.logprobs is not None:
-        count = min(row.params.logprobs, width)
-        pairs = zip(line[2 : 2 + count], line[2 + width :], strict=False)
-        top = {token_id: logprob} | {int(other): value for other, value in pairs}
-    return SampledToken(token_id, logprob, top)
+    token_id, logprob, asked = int(line[0]), line[1], row.params.logprobs
+    if asked is None or width is None:
+        return SampledToken(token_id, logprob)
+    ids, values = line[3 : 3 + min(asked, width)], line[3 + width :]
+    top = {token_id: logprob}
+    top |= {int(other): value for other, value in zip(ids, values, strict=False)}
+    return SampledToken(token_id, logprob, top, int(line[2]))

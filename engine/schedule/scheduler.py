@@ -342,6 +342,8 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return None
         sequence = self.waiting[0]
+        if self._awaits_prompt(sequence):
+            return None
         if is_busy and self.groups.num_unnamed(sequence) >= LONG_BLOCKS:
             return None
         if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
@@ -354,6 +356,17 @@ class Scheduler:
         is_pending = self.groups.is_pending(sequence)
         sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
         return sequence
+
+    def _awaits_prompt(self, sequence: Sequence) -> bool:
+        """Whether another answer to the same prompt computes blocks of it that this one can find.
+
+        It runs, so this one begins a few steps later, and computes little of the prompt.
+        """
+        request, size = sequence.request, self.groups.block_size
+        num_blocks = (sequence.num_prompt_tokens - 1) // size
+        if request.params.n == 1 or not self.groups.policy.prefix_caching:
+            return False
+        return any(s.request is request and s.num_named < num_blocks for s in self.running)
 
     def _grow(self, stand: Stand, want: int) -> int:
         """Give a running sequence blocks for up to `want` more tokens; return for how many."""
@@ -566,4 +579,5 @@ def _event(
         stop_reason=stop_reason,
         logprob=token.logprob,
         top_logprobs=token.top_logprobs,
+        rank=token.rank,
     )

@@ -212,3 +212,29 @@ def test_max_tokens_none_goes_on_to_max_model_len(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     [output] = llm.generate(PROMPTS[2], params)
     assert len(output.outputs[0].token_ids) == 200 - len(PROMPTS[2])
+
+
+def test_answers_of_a_seed_are_those_of_the_seeds_behind_it(tiny: TinyModels) -> None:
+    llm = open_llm(tiny.folder("llama"), enable_prefix_caching=True)
+    params = [SamplingParams(seed=seed, max_tokens=6) for seed in (5, 6, 7)]
+    together = llm.generate(PROMPTS[2], SamplingParams(seed=5, n=3, max_tokens=6))
+    alone = tokens_of(llm.generate([PROMPTS[2]] * 3, params))
+    assert [x.token_ids for x in together[0].outputs] == alone
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    assert llm.stats()["kv"]["prefix"]["hits_gpu_tokens"] > 0
+    llm.close()
+
+
+def test_ranks_come_with_log_probabilities(llm: LLM) -> None:
+    params = SamplingParams(logprobs=3, temperature=3, seed=1, max_tokens=8)
+    [output] = llm.generate(PROMPTS[1], params)
+    [answer] = output.outputs
+    assert answer.logprobs is not None
+    assert answer.ranks is not None
+    assert max(answer.ranks) > 3
+    for token_id, top, rank in zip(answer.token_ids, answer.logprobs, answer.ranks, strict=True):
+        best = sorted(top, key=lambda each: -top[each])
+        assert best.index(token_id) == min(rank - 1, 3)
+        assert len(top) == (3 if rank <= 3 else 4)
+    [plain] = llm.generate(PROMPTS[1], greedy_params(3))
+    assert plain.outputs[0].ranks is None

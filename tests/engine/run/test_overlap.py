@@ -55,7 +55,7 @@ def load(llm: LLM) -> list[Any]:
         assert output.error is None
         for x in output.outputs:
             tops = None if x.logprobs is None else [list(top) for top in x.logprobs]
-            found.append((x.token_ids, x.text, x.finish_reason, x.stop_reason, tops))
+            found.append((x.token_ids, x.text, x.finish_reason, x.stop_reason, tops, x.ranks))
             found.append(pytest.approx(x.cumulative_logprob, abs=1e-4))
     return found
 

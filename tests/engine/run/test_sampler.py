@@ -141,12 +141,13 @@ def test_equals_the_slow_way(batch, select):
     for at, (row, token) in enumerate(zip(rows, found, strict=True)):
         assert token.logprob == pytest.approx(float(logprobs[at, token.token_id]), abs=1e-5)
         if row.params.logprobs is None:
-            assert token.top_logprobs is None
+            assert (token.top_logprobs, token.rank) == (None, None)
             continue
         x = logits[at].tolist()
         best = sorted(range(V), key=lambda i: (-x[i], i))[: row.params.logprobs]
         expected = [token.token_id, *(i for i in best if i != token.token_id)]
         assert list(token.top_logprobs) == expected
+        assert sorted(range(V), key=lambda i: (-x[i], i))[token.rank - 1] == token.token_id
         for token_id, value in token.top_logprobs.items():
             assert value == pytest.approx(float(logprobs[at, token_id]), abs=1e-5)
 
@@ -379,6 +380,7 @@ def big_rows(count):
         {"top_k": 50},
         {"min_p": 0.05},
         {"temperature": 0, "logprobs": 5},
+        {"top_p": 0.95, "logprobs": 0},
         {"repetition_penalty": 1.2, "prompt": range(500)},
         {"frequency_penalty": 0.4, "presence_penalty": 0.2, "output": [5, 6, 6, 30] * 40},
         {"temperature": 0, "logit_bias": {3: 2.5, 20: -100}},
@@ -392,7 +394,7 @@ def big_rows(count):
 @pytest.mark.parametrize("select", [0, 1024])
 def test_cuda_chooses_like_the_cpu(monkeypatch, size, select):
     monkeypatch.setattr(module, "MAX_SELECT", select)
-    rows = big_rows(27)
+    rows = big_rows(30)
     if size == V:
         for row in rows:
             row.sequence.prompt_token_ids[:] = [1]
@@ -402,6 +404,7 @@ def test_cuda_chooses_like_the_cpu(monkeypatch, size, select):
     assert [t.token_id for t in on_gpu] == [t.token_id for t in on_cpu]
     for one, other in zip(on_gpu, on_cpu, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert one.rank == other.rank
         assert (one.top_logprobs is None) == (other.top_logprobs is None)
         if one.top_logprobs is not None:
             assert list(one.top_logprobs) == list(other.top_logprobs)

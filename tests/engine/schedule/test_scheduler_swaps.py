@@ -347,3 +347,22 @@ def test_figures_of_two_groups_are_summed():
 def test_both_tiers_must_hold_one_sequence():
     with pytest.raises(EngineError, match=r"15 free blocks .*5 on the GPU, 10 in place"):
         Tiers(num_gpu=5, num_in_place=10, max_len=64).make(exact=True)
+
+
+def test_answers_to_one_prompt_compute_it_once():
+    world = world_of(block_size=4, num_gpu=40, tokens=16)
+    world.add(length=30, max_tokens=3, n=3)
+    other = world.add(length=5, max_tokens=2)
+    run(world)
+    assert other.is_finished
+    alone = world.scheduler.stats.num_prefill_tokens - 5
+    assert alone == 30 + 2 * (30 - 28)  # the rest of the prompt behind its full blocks
+    world.end()
+
+
+def test_answers_to_one_prompt_do_not_wait_where_they_would_find_nothing():
+    for sizes, length in (({"prefix_caching": False}, 30), ({}, 4)):
+        world = world_of(block_size=4, num_gpu=40, **sizes)
+        world.add(length=length, max_tokens=3, n=3)
+        world.scheduler.plan_step()
+        assert len(world.scheduler.running) == 3
