@@ -86,7 +86,12 @@ def snapshots(source: ModelSource) -> Iterator[Path]:
 
 def downloaded_bytes(source: ModelSource) -> int:
     """Return the bytes of a repository in TIGHTFIT_HOME/hub, those of other revisions too."""
-    return folder_bytes(tightfit_home() / "hub" / _folder_name(source) / "blobs")
+    return folder_bytes(own_repository(source) / "blobs")
+
+
+def own_repository(source: ModelSource) -> Path:
+    """Return the folder of a repository in TIGHTFIT_HOME/hub, which need not be there."""
+    return tightfit_home() / "hub" / _folder_name(source)
 
 
 def _folder_name(source: ModelSource) -> str:
@@ -154,7 +159,7 @@ def _refusal(name: str, source: ModelSource, error: Exception) -> ModelUnavailab
     )
 
     elsewhere = (
-        f"run `python -m harness.models fetch {name}` where the hub can be reached and copy "
+        f"run `tightfit models fetch {name}` where the hub can be reached and copy "
         f"{tightfit_home() / 'hub'} here"
     )
     match error:

@@ -1,6 +1,7 @@
 """The catalogue's door: names -> models, their state on this machine, their sizes, their folder."""
 
 import logging
+import shutil
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ import yaml
 from catalogue.checkpoint import ModelUnavailableError, folder_bytes, missing_files, unavailable
 from catalogue.entry import Model, ModelSource, is_hub_id
 from catalogue.files import CONF, expanded, load_yaml, models_folder, quote_texts
-from catalogue.hub import downloaded_bytes, ensure_config, ensure_hub_model, snapshots
+from catalogue.hub import (
+    downloaded_bytes,
+    ensure_config,
+    ensure_hub_model,
+    own_repository,
+    snapshots,
+)
 from catalogue.packages import ensure_package_model, is_converted
 from engine.errors import CheckpointError, ConfigError, did_you_mean
 from engine.model.checkpoint import ModelFolder, read_config, read_folder
@@ -133,6 +140,29 @@ def fetch(model: Model, *, report: Callable[[str], None] = logger.info) -> Path 
     if model.source.kind == "package":
         return ensure_package_model(model.name, model.source, report=report)
     return ensure_hub_model(model.name, model.source, report=report)
+
+
+def remove(model: Model) -> int:
+    """Remove what was fetched of a model into TIGHTFIT_HOME; return the bytes that are free now.
+
+    Raises:
+        ConfigError: nothing was fetched there; a folder or a cache of the user's stays as it is.
+    """
+    if model.path is None and model.source.kind == "package":
+        folder = models_folder() / model.name
+    elif model.path is None and model.source.kind == "hub":
+        folder = own_repository(model.source)
+    else:
+        folder = None
+    if folder is None or not folder.is_dir():
+        found = state(model)
+        where = "nothing" if found.path is None else f"files at {found.path}, which are the user's"
+        raise ConfigError(
+            f"model {model.name}: expected files that were fetched into TIGHTFIT_HOME, got {where}."
+        )
+    num_bytes = folder_bytes(folder)
+    shutil.rmtree(folder)
+    return num_bytes
 
 
 def _check_folder(model: Model, folder: Path) -> Path:

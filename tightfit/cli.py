@@ -4,6 +4,7 @@ A subcommand is a function and its row in COMMANDS; what it needs is imported wh
 help and version start at once.
 """
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,38 @@ def _models(arguments: list[str]) -> int:
     return main(arguments, prog="tightfit models")
 
 
-def _compare(arguments: list[str]) -> int:
-    from reports.__main__ import main  # noqa: PLC0415  when it runs
+def _open(arguments: list[str]) -> int:
+    from tightfit.runs import open_page  # noqa: PLC0415  when it runs
 
-    return main(["compare", *arguments])
+    return _guarded(lambda: open_page(arguments))
+
+
+def _compare(arguments: list[str]) -> int:
+    from tightfit.runs import compare  # noqa: PLC0415  when it runs
+
+    return _guarded(lambda: compare(arguments))
+
+
+def _ui(arguments: list[str]) -> int:
+    from catalogue.files import tightfit_home  # noqa: PLC0415  when it runs
+    from harness.tracking.mlflow import DATABASE_NAME  # noqa: PLC0415
+
+    store = f"sqlite:///{tightfit_home() / DATABASE_NAME}"
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, *arguments]
+    return _guarded(lambda: subprocess.run(command, check=False).returncode)
+
+
+def _completion(arguments: list[str]) -> int:
+    from tightfit.completion import main  # noqa: PLC0415  when it runs
+
+    return main(arguments, [each.name for each in COMMANDS])
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    """Return the exit code of a command; a refusal is printed, and Ctrl-C is one code."""
+    from harness.point.full_disk import exit_code  # noqa: PLC0415  when it runs
+
+    return exit_code(command)
 
 
 def _version(_: list[str]) -> int:
@@ -111,7 +140,10 @@ COMMANDS: Final = (
     ),
     Command("search", "[SETTINGS]", "look for the best settings", _search),
     Command("models", "VERB ...", "list, show, fetch, pack and remove models", _models),
+    Command("open", "[latest|RUN]", "open the page of a run or a sweep in the browser", _open),
     Command("compare", "RUN RUN ...", "compare runs of the same work", _compare),
+    Command("ui", "[OPTIONS]", "show all runs in MLflow, in the browser", _ui),
+    Command("completion", "SHELL", "print what makes bash, zsh or fish complete", _completion),
     Command("version", "", "print the version", _version),
     Command("help", "[COMMAND]", "print this, or the help of a command", _help),
 )

@@ -28,6 +28,7 @@ class CommandLine:
     version: bool = False
     settings: bool = False
     choosing: bool = False
+    json: bool = False
     cfg: str | None = None
     resolve: bool = False
     package: str | None = None
@@ -53,6 +54,7 @@ def _build_parser() -> _Parser:
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--settings", action="store_true")
     parser.add_argument("--choosing", action="store_true")
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-c", "--cfg", choices=CFG_CHOICES)
     parser.add_argument("-p", "--package")
@@ -116,6 +118,7 @@ OPTIONS: Final = {
     "--package KEY": "with --cfg: print this part only, such as engine or scenario.latency",
     "--resolve": "with --cfg: print values in the place of ${...}",
     "--config-dir FOLDER": "look for files there too: FOLDER/model/mine.yaml is model=mine",
+    "--json": "print one JSON document on stdout, all else on stderr",
     "--settings": "print every key with its default, type and meaning (docs/settings.md)",
     "--choosing": "print what every model needs on cards of usual sizes (docs/choosing.md)",
     "--version": "print the version",

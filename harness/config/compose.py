@@ -25,6 +25,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException, HydraException
+from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import (
@@ -510,6 +511,16 @@ def _loader() -> Loader:
     # Before the folder that Hydra was given, which is the same, read by TextSource.
     path.prepend(provider=SCHEME, path=f"{SCHEME}://{CONF}", anchor="main")
     return Loader(path)
+
+
+def complete(line: str) -> list[str]:
+    """Return what the last word of a command line of settings may become, as Hydra completes it."""
+    register()
+    *typed, last = line.split(" ")
+    before = [re.sub(r"^\+*model=", "+model=", word) for word in typed if "," not in word]
+    plugin = DefaultCompletionPlugin(_loader())
+    words = plugin._query("config", " ".join([*before, last]))  # noqa: SLF001  its door
+    return [word for word in words if not word.startswith("hydra")]
 
 
 class Composer:

@@ -36,6 +36,7 @@ from harness.point.full_disk import (
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
 from harness.studies.ab import Comparison, Sides, check_comparisons
 from harness.studies.run import Planned, StudyRun, check_studies
+from harness.sweep.document import Document, of_plans, of_runs
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
@@ -153,10 +154,11 @@ def failure_record(
 _ABSENT: Final = object()
 
 
-def run(line: CommandLine) -> int:
+def run(line: CommandLine, document: Document | None = None) -> int:
     """Compose every point, check them all, then run them; return the exit code.
 
-    ConfigError: nothing was run. DiskFullError: points that ended have their records.
+    ConfigError: nothing was run. DiskFullError: points that ended have their records. What was
+    found is put into `document` as data.
     """
     plan = Composer(line.config_dir).plan(line.overrides, multirun=line.multirun)
     if plan.is_demo:
@@ -179,14 +181,21 @@ def run(line: CommandLine) -> int:
         _check_planned(plan)
         from harness.sweep.plan import show_plans  # noqa: PLC0415  not for runs
 
-        return show_plans(plan, check_comparisons(plan, line.config_dir))
+        code = show_plans(plan, check_comparisons(plan, line.config_dir))
+        if document is not None:
+            document.update(of_plans(plan))
+        return code
     for point in plan.points:
         require_package(point.config.system.kind)
     require_room(tightfit_home())
     require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
     require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
-    return _Session(plan, planned, check_comparisons(plan, line.config_dir)).run()
+    session = _Session(plan, planned, check_comparisons(plan, line.config_dir))
+    code = session.run()
+    if document is not None:
+        document.update(of_runs(session.ended, session.sweep_folder))
+    return code
 
 
 def _make_home() -> None:
@@ -284,6 +293,9 @@ class _Session:
         )
         self._is_shown = False
         """Whether a tracker may show the sweep although no point of it began."""
+        self.ended: list[tuple[Path, RunRecord]] = []
+        """Folder and record of every point that ended, after `run`."""
+        self.sweep_folder = None if self._task.sweep is None else self._task.sweep.folder
 
     def run(self) -> int:
         """Let Hydra run every point and show what ended, after Ctrl-C too; return the exit code."""
@@ -308,6 +320,7 @@ class _Session:
                 records = self._interrupted(sweep)
             if sweep is not None:
                 self._finish_sweep(sweep, records, interrupted=interrupt is not None)
+        self.ended = records
         if full is not None:
             raise full
         all_ran = len(records) == len(self._plan.points)

@@ -29,7 +29,7 @@ def backend() -> ModuleType:
         ("from engine.llm import LLM\n", "from tightfit.engine.llm import LLM\n"),
         ("import engine\n", "from tightfit import engine\n"),
         ("import engine.llm as door\n", "import tightfit.engine.llm as door\n"),
-        ("é = 1; from engine import x\n", "é = 1; from tightfit.engine import x\n"),
+        ("\u00e9 = 1; from engine import x\n", "\u00e9 = 1; from tightfit.engine import x\n"),
         *((text, text) for text in ("from engines import x\n", "x = 'engine.seed'\n")),
     ],
 )

@@ -1,0 +1,175 @@
+"""Runs by their ids, completion of command lines, JSON documents, verbs for models."""
+
+import json
+import webbrowser
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from tests.reports.examples import ok_record
+from tightfit.__main__ import main
+from tightfit.completion import SCRIPTS, candidates
+from tightfit.runs import find_run, has_display
+
+OLD, NEW = "20260101-101010-aaaaaa", "20260202-101010-bbbbbb"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs, and a sweep of one point."""
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    for name in (OLD, NEW, "20251212-101010-cccccc/0"):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        ok_record(run_id=name).write(folder / "result.json")
+        (folder / "report.html").write_text("page", encoding="utf-8")
+    return tmp_path
+
+
+def test_a_run_is_found_by_its_id(home: Path) -> None:
+    runs = home / "runs"
+    assert find_run("latest") == runs / NEW
+    assert find_run(OLD) == find_run("202601") == runs / OLD
+    assert find_run("20251212/0") == runs / "20251212-101010-cccccc" / "0"
+    assert find_run(str(runs / OLD)) == (runs / OLD).resolve()
+    with pytest.raises(ConfigError, match="expected one run, got 2: 2026"):
+        find_run("2026")
+    with pytest.raises(ConfigError, match=f"Did you mean {OLD}"):
+        find_run(OLD.replace("aaa", "aac"))
+
+
+def test_without_runs_latest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    assert main(["open"]) == 2
+    assert "found none. Start one: tightfit run" in capsys.readouterr().err
+
+
+def test_open_prints_the_page_and_shows_it_where_it_can(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", shown.append)
+    monkeypatch.setattr("tightfit.runs.sys.platform", "linux")
+    page = home / "runs" / NEW / "report.html"
+    assert main(["open"]) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+    assert shown == []
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert main(["open", NEW]) == 0
+    assert shown == [page.as_uri()]
+    assert has_display({}, "darwin")
+
+
+def test_compare_takes_ids_and_prints_json(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "202601", "latest", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == "comparison"
+    assert [Path(run["folder"]).name for run in document["runs"]] == [OLD, NEW]
+    metrics = document["runs"][1]["metrics"]
+    assert metrics
+    assert {found["ratio"] for found in metrics.values() if found["value"]} == {1.0}
+    assert main(["compare", "latest", "latest", "--json"]) == 2
+    assert "expected runs that differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("tightfit pl", ["plan"]),
+        ("tightfit models fetch sm", ["smollm2_135m"]),
+        ("tightfit models pa", ["pack"]),
+        (f"tightfit open {OLD[:6]}", [OLD]),
+        ("tightfit compare latest lat", ["latest"]),
+        ("tightfit completion f", ["fish"]),
+        ("tightfit help sw", ["sweep"]),
+        ("tightfit run offload=", [f"offload={x}" for x in ("auto", "none", "prefetch", "uva")]),
+        ("tightfit plan model=olmo7b engine.max_num_s", ["engine.max_num_seqs="]),
+        ("tightfit version x", []),
+    ],
+)
+def test_the_last_word_is_completed(line: str, found: list[str], home: Path) -> None:
+    assert candidates(line, ["plan", "sweep", "help"]) == found
+
+
+def test_shells_get_a_script_and_bash_what_stands_behind_the_sign(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for shell in SCRIPTS:
+        assert main(["completion", shell]) == 0
+        assert "tightfit completion --line" in capsys.readouterr().out
+    assert main(["completion", "--line", "tightfit run offload=", "bash"]) == 0
+    assert capsys.readouterr().out.split() == ["auto", "none", "prefetch", "uva"]
+    assert main(["completion", "--line", "tightfit run offload=u", "fish"]) == 0
+    assert capsys.readouterr().out.split() == ["offload=uva"]
+
+
+def test_a_plan_is_one_json_document(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert main(["plan", "model=glass", "gpu=rtx4090_24gb", "--json"]) == 0
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert (document["kind"], document["exit_code"]) == ("plan", 0)
+    (point,) = document["points"]
+    assert point["recommended"] in {way["offload"] for way in point["ways"] if way["fits"]}
+    assert "glass" in shown.err
+
+
+def test_a_refusal_is_one_json_document(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert main(["run", "modle=glass", "--json"]) == 2
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert (document["kind"], document["exit_code"]) == ("error", 2)
+    assert document["message"].startswith("modle: there is no such key")
+    assert document["message"] in shown.err
+
+
+@pytest.mark.parametrize(("word", "num_points"), [("run", None), ("sweep", 1)])
+def test_runs_are_one_json_document(
+    word: str,
+    num_points: int | None,
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = ok_record(run_id="made")
+    monkeypatch.setattr("harness.point.point.run_point", lambda *arguments: record)
+    assert main([word, "model=fake", "scenario=quick", "tracking=none", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == word
+    found = document["points"] if num_points else [document]
+    assert [point["record"]["run_id"] for point in found] == ["made"]
+    assert Path(found[0]["folder"]).is_relative_to(home)
+
+
+def test_models_are_listed_shown_and_removed(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home / "theirs"))
+    assert main(["models", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line.split() for line in lines if line.split()[0] == "olmo7b")
+    assert row == ["olmo7b", "absent", "-", "7.30", "allenai/OLMo-2-1124-7B-Instruct"]
+    assert main(["models", "show", "olmo7b"]) == 0
+    assert "13.59 GiB" in capsys.readouterr().out
+    begun = home / "hub" / "models--allenai--OLMo-2-1124-7B-Instruct" / "blobs"
+    begun.mkdir(parents=True)
+    (begun / "x").write_bytes(bytes(1 << 20))
+    assert main(["models", "remove", "olmo7b"]) == 0
+    assert not begun.parent.exists()
+    assert capsys.readouterr().out == "olmo7b: 0.00 GiB removed\n"
+    assert main(["models", "remove", "olmo7b"]) == 2
+    assert "expected files that were fetched into TIGHTFIT_HOME, got nothing" in (
+        capsys.readouterr().err
+    )
+    mine = home / "mine"
+    mine.mkdir()
+    (mine / "config.json").write_text("{}", encoding="utf-8")
+    assert main(["models", "remove", str(mine)]) == 2
+    assert "which are the user's" in capsys.readouterr().err
+    assert mine.is_dir()

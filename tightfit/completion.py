@@ -1,0 +1,111 @@
+"""Completion in shells: `tightfit completion bash` prints what a shell evaluates."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from harness.console import EXIT_OK
+
+SCRIPTS: Final[Mapping[str, str]] = {
+    "bash": """\
+_tightfit() {
+  local IFS=$'\\n'
+  COMPREPLY=($(tightfit completion --line "${COMP_LINE:0:COMP_POINT}" bash 2>/dev/null))
+}
+complete -o nospace -o default -F _tightfit tightfit
+""",
+    "zsh": """\
+_tightfit() {
+  local -a found
+  found=("${(@f)$(tightfit completion --line "${(j: :)words[1,CURRENT]}" zsh 2>/dev/null)}")
+  compadd -Q -S '' -- $found
+}
+compdef _tightfit tightfit
+""",
+    "fish": """\
+complete -c tightfit -f -a '(tightfit completion --line (commandline -cp) fish 2>/dev/null)'
+""",
+}
+HOW: Final[Mapping[str, str]] = {
+    "bash": 'eval "$(tightfit completion bash)"    # in ~/.bashrc',
+    "zsh": 'eval "$(tightfit completion zsh)"    # in ~/.zshrc, behind compinit',
+    "fish": "tightfit completion fish | source    # in ~/.config/fish/config.fish",
+}
+
+
+def main(arguments: Sequence[str], commands: Sequence[str]) -> int:
+    """Print a shell's script, or, with --line, what may stand at the end of a command line."""
+    parser = argparse.ArgumentParser(
+        prog="tightfit completion",
+        description="Print the script that has a shell complete commands and settings.",
+        epilog="\n".join(HOW.values()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SCRIPTS)
+    parser.add_argument("--line", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.line is None:
+        sys.stdout.write(SCRIPTS[options.shell])
+        return EXIT_OK
+    found = candidates(options.line, commands)
+    if options.shell == "bash":  # takes what stands behind = as a word of its own
+        typed = options.line.split(" ")[-1]
+        cut = typed.rfind("=") + 1
+        found = [word[cut:] for word in found]
+    sys.stdout.write("".join(f"{word}\n" for word in found))
+    return EXIT_OK
+
+
+def candidates(line: str, commands: Sequence[str]) -> list[str]:
+    """Return what the last word of a line may become.
+
+    Args:
+        line: from the command's name to the cursor.
+        commands: the subcommands.
+    """
+    _, *words = line.split(" ")
+    words = [*filter(None, words[:-1]), words[-1]] if words else [""]
+    *before, last = words
+    if not before:
+        return [name for name in commands if name.startswith(last)]
+    match before:
+        case ["run" | "plan" | "sweep" | "ab" | "search", *typed]:
+            return _settings(" ".join([*typed, last]))
+        case ["models"]:
+            found = list(_model_verbs())
+        case ["models", *_]:
+            found = _model_names()
+        case ["open" | "compare", *_]:
+            found = _runs()
+        case ["help"]:
+            found = list(commands)
+        case ["completion"]:
+            found = list(SCRIPTS)
+        case _:
+            found = []
+    return [name for name in found if name.startswith(last)]
+
+
+def _settings(line: str) -> list[str]:
+    from harness.config.compose import complete  # noqa: PLC0415  loads Hydra
+
+    return complete(line)
+
+
+def _model_verbs() -> Sequence[str]:
+    from harness.models import VERBS  # noqa: PLC0415  when it is asked
+
+    return VERBS
+
+
+def _model_names() -> list[str]:
+    from catalogue.models import names  # noqa: PLC0415  when it is asked
+
+    return names()
+
+
+def _runs() -> list[str]:
+    from tightfit.runs import LATEST, run_ids  # noqa: PLC0415  when it is asked
+
+    return [LATEST, *run_ids()]

@@ -1,0 +1,155 @@
+"""Runs by their id: found in TIGHTFIT_HOME, opened in a browser, compared."""
+
+import argparse
+import json
+import os
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from catalogue.files import expanded, tightfit_home
+from engine.errors import ConfigError, did_you_mean
+from harness.console import EXIT_BAD_CONFIG, EXIT_OK, say, show
+
+LATEST: Final = "latest"
+PAGES: Final = ("report.html", "sweep.html", "compare.html")
+"""Pages of a run, of a sweep and of a comparison."""
+_SHORT: Final = 6
+"""Ids of runs that a refusal names."""
+
+
+def find_run(word: str) -> Path:
+    """Return the folder of a run or a sweep.
+
+    Args:
+        word: `latest`, an id or its beginning, ID/POINT for a point of a sweep, or a folder.
+
+    Raises:
+        ConfigError: there is none, or several begin so.
+    """
+    runs = tightfit_home() / "runs"
+    if word == LATEST:
+        found = max(_folders(runs), key=lambda folder: folder.name, default=None)
+        if found is None:
+            raise ConfigError(f"run: expected runs in {runs}, found none. Start one: tightfit run")
+        return found
+    if (folder := expanded(word)).is_dir():
+        return folder.resolve()
+    first, _, point = word.partition("/")
+    matching = [folder for folder in _folders(runs) if folder.name.startswith(first)]
+    if len(matching) == 1 and (matching[0] / point).is_dir():
+        return matching[0] / point
+    names = [folder.name for folder in _folders(runs)]
+    if len(matching) > 1:
+        listed = ", ".join(folder.name for folder in matching[:_SHORT])
+        raise ConfigError(f"run {word}: expected one run, got {len(matching)}: {listed}.")
+    raise ConfigError(
+        f"run: expected {LATEST}, a folder, or the id of a run in {runs}, got {word!r}."
+        f"{did_you_mean(word, names)}"
+    )
+
+
+def run_ids() -> list[str]:
+    """Return the ids of all runs and sweeps of TIGHTFIT_HOME, the newest first."""
+    return sorted((folder.name for folder in _folders(tightfit_home() / "runs")), reverse=True)
+
+
+def _folders(runs: Path) -> list[Path]:
+    return [folder for folder in runs.glob("*") if folder.is_dir()]
+
+
+def open_page(arguments: Sequence[str]) -> int:
+    """`tightfit open`: print the path of a run's page, and show it where there is a display."""
+    parser = argparse.ArgumentParser(
+        prog="tightfit open", description="Open the page of a run or a sweep in the browser."
+    )
+    parser.add_argument("run", nargs="?", default=LATEST, help="latest (the default), id or folder")
+    folder = find_run(parser.parse_args(arguments).run)
+    page = _page(folder)
+    if page is None:
+        from reports.__main__ import main  # noqa: PLC0415  draws
+
+        say(f"{folder}: no page yet; making it.")
+        if (code := main([str(folder)])) != EXIT_OK:
+            return code
+        page = _page(folder)
+    if page is None:
+        raise ConfigError(f"{folder}: expected {' or '.join(PAGES)}, found none.")
+    show([str(page)])
+    if has_display(os.environ, sys.platform):
+        webbrowser.open(page.as_uri())
+    return EXIT_OK
+
+
+def _page(folder: Path) -> Path | None:
+    return next((folder / name for name in PAGES if (folder / name).is_file()), None)
+
+
+def has_display(environ: Mapping[str, str], platform: str) -> bool:
+    """Return whether a browser can show something; on Linux a text browser would take over."""
+    return platform != "linux" or bool(environ.get("DISPLAY") or environ.get("WAYLAND_DISPLAY"))
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """`tightfit compare`: hold runs of the same work against the first of them."""
+    parser = argparse.ArgumentParser(
+        prog="tightfit compare",
+        description="Compare runs of the same work; the first is what others are held against.",
+    )
+    parser.add_argument("run", nargs="+", help="latest, id, ID/POINT or folder; two at least")
+    parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the page")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, no page")
+    options = parser.parse_args(arguments)
+    folders = [find_run(word) for word in options.run]
+    if not options.json:
+        from reports.__main__ import main  # noqa: PLC0415  draws
+
+        return main(["compare", *map(str, folders), "--out", str(options.out)])
+    from reports.record.record import RecordError  # noqa: PLC0415
+
+    try:
+        show([json.dumps(comparison(folders), indent=2)])
+    except RecordError as error:
+        say(f"error: {error}")
+        return EXIT_BAD_CONFIG
+    return EXIT_OK
+
+
+def comparison(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return runs side by side as plain data: their metrics, and ratios to the first.
+
+    Raises:
+        RecordError: a record cannot be read, or the runs did not do the same work.
+    """
+    from reports import compare as compared  # noqa: PLC0415  when it runs
+    from reports.record.folders import load_run  # noqa: PLC0415
+
+    rows = compared.compare_rows([(folder, load_run(folder)) for folder in folders])
+    compared.check_distinct(rows)
+    compared.check_alike(rows)
+    metrics = compared.compared_metrics([row.metrics for row in rows])
+    base = rows[0].metrics
+    return {
+        "kind": "comparison",
+        "settings": compared.differing_settings([row.record for row in rows]),
+        "runs": [
+            {
+                "label": row.label,
+                "folder": str(row.folder),
+                "status": row.status,
+                "valid": row.record.valid,
+                "metrics": {
+                    metric.name: {
+                        "value": row.metrics.get(metric.name),
+                        "unit": metric.unit,
+                        "ratio": compared.ratio(base, row.metrics, metric.name),
+                        "ratio_interval": compared.ratio_interval(base, row.metrics, metric.name),
+                    }
+                    for metric in metrics
+                },
+            }
+            for row in rows
+        ],
+    }
