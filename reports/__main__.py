@@ -1,6 +1,7 @@
 """`python -m reports FOLDER [--out DIR]`: rebuilds the reports of a run, a sweep or its plan.
 
 `python -m reports compare RUN RUN...` holds runs of the same work against each other.
+`python -m reports index HOME` lists every run of a home on one page.
 """
 
 import argparse
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reports.figures.plan import PLAN_CSV, write_plan_figure
+from reports.pages.index import write_index
 from reports.pages.write import REPORT_NAME, write_compare_report, write_report, write_sweep_report
 from reports.record.folders import is_run_folder, load_points
 from reports.record.record import RESULT_NAME, RecordError
@@ -26,10 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed[:1] == ["compare"]:
         return _guarded(lambda: _compare(typed[1:]))
+    if typed[:1] == ["index"]:
+        return _guarded(lambda: _index(typed[1:]))
     parser = argparse.ArgumentParser(
         prog="python -m reports",
         description="Rebuild the report of a run, or of a sweep and all its points. "
-        "`compare RUN RUN...` holds runs of the same work against the first of them.",
+        "`compare RUN RUN...` holds runs of the same work against the first of them. "
+        "`index HOME` lists every run of a home on one page.",
     )
     parser.add_argument("folder", type=Path, help="the folder of a run or of a sweep")
     parser.add_argument("--out", type=Path, help="where to write (default: beside the records)")
@@ -50,6 +55,15 @@ def _rebuild(folder: Path, out: Path | None, *, is_forced: bool) -> int:
         sys.stdout.write(f"{write_plan_figure(folder, out)}\n")
         return 0
     return _sweep(folder, out, is_forced=is_forced)
+
+
+def _index(typed: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m reports index", description="List every run of a home on one page."
+    )
+    parser.add_argument("home", type=Path, help="the folder that holds runs (TIGHTFIT_HOME)")
+    _print_paths([write_index(parser.parse_args(typed).home)])
+    return 0
 
 
 def _compare(typed: Sequence[str]) -> int:

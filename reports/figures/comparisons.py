@@ -52,21 +52,22 @@ def comparison_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
     if not panels:
         return None
     cut = f", first {MAX_BARS} of {len(rows)}" if len(rows) > MAX_BARS else ""
-    height_in = 1.3 + 0.34 * len(shown)
+    height_in = 0.7 + (0.6 + 0.34 * len(shown)) * (len(panels) if colours.is_narrow else 1)
     figure = theme.new_figure(
         colours, height_in, f"Points compared{cut}", facts.figure_note(*records)
     )
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for axes, metric in zip(grid.flat, panels, strict=True):
+    grid = theme.panels(figure, colours, len(panels), shares_y=True)
+    for axes, metric in zip(grid, panels, strict=True):
         colour = colours.accent if metric is OUTPUT else colours.second
         _draw_bars(axes, colours, shown, metric, colour)
         word = "more" if metric.better == "higher" else "less"
         axes.set_xlabel(f"{metric.heading}, {word} is better")
     names = [f"{row.place}. {last_keys(row.label)}" for row in shown]
     labels = ["\n".join(wrap(theme.plain(name, 44), 22)) for name in names]
-    grid[0, 0].set_yticks(range(len(shown)), labels)
-    grid[0, 0].set_ylim(len(shown) - 0.4, -0.6)
-    return theme.to_png(figure)
+    for axes in grid if colours.is_narrow else grid[:1]:
+        axes.set_yticks(range(len(shown)), labels)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+    return Drawing(figure)
 
 
 def tradeoff_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
@@ -88,19 +89,21 @@ def tradeoff_figure(rows: Sequence[Row], colours: Theme) -> Drawing | None:
     panels = [panel for panel in panels if len(panel[0]) >= 2]
     if not panels:
         return None
+    height_in = 0.5 + 3.4 * (len(panels) if colours.is_narrow else 1)
     figure = theme.new_figure(
-        colours, 3.9, "Output rate against its cost", facts.figure_note(*records)
+        colours, height_in, "Output rate against its cost", facts.figure_note(*records)
     )
-    grid = figure.subplots(1, len(panels), squeeze=False)
+    grid = theme.panels(figure, colours, len(panels))
     peaks_gib = {place: peak_gib for place, peak_gib, _ in memory}
-    for axes, (points, label, sign) in zip(grid.flat, panels, strict=True):
+    for axes, (points, label, sign) in zip(grid, panels, strict=True):
         is_coloured = points is speed and len(memory) >= 2
         _draw_scatter(axes, colours, points, sign, peaks_gib if is_coloured else {})
         axes.set_xlabel(label)
+        if axes is grid[0] or colours.is_narrow:
+            axes.set_ylabel(OUTPUT.heading)
     if len(memory) >= 2 and speed and panels[0][0] is speed:
-        _draw_scale(figure, grid[0, 0], colours, list(peaks_gib.values()))
-    grid[0, 0].set_ylabel(OUTPUT.heading)
-    return theme.to_png(figure)
+        _draw_scale(figure, grid[0], colours, list(peaks_gib.values()))
+    return Drawing(figure)
 
 
 def frontier(
@@ -238,7 +241,7 @@ def ratio_figure(rows: Sequence[Run], colours: Theme) -> Drawing | None:
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlabel("better to the right")
     theme.draw_legend(figure, [axes], colours, 2)
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def _draw_marks(axes: "Axes", colours: Theme, marks: Sequence[Mark], runs: Sequence[str]) -> None:
@@ -306,7 +309,7 @@ def sides_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     else:
         axes.set_xlim(low, high + 0.12 * (high - low))
     axes.set_xlabel("b / a (1: equal)")
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def _draw_row(axes: "Axes", colours: Theme, place: int, row: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ def kv_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     panels[-1].set_xlabel("seconds since the part began")
     legends = [panels[0 if len(tiers) == 1 else 1], *panels[len(tiers) :]]
     theme.draw_legend(figure, legends, colours, 6)
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def _draw_tier(axes: "Axes", colours: Theme, trace: KVTrace, tier: str, label: str) -> None:

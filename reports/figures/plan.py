@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from reports.figures import theme
-from reports.figures.theme import THEMES, Theme
+from reports.figures.theme import THEMES, Drawing, Theme
 from reports.record.record import RecordError, write_bytes_atomic
 from reports.record.text import number
 
@@ -42,11 +42,11 @@ def write_plan_figure(folder: Path, out: Path | None = None) -> Path:
         raise RecordError(f"{path}: expected the points of a planned sweep, found none.")
     target = (out or folder) / PLAN_PNG
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomic(target, plan_figure(rows))
+    write_bytes_atomic(target, plan_figure(rows).png())
     return target
 
 
-def plan_figure(rows: Sequence[Row]) -> theme.Drawing:
+def plan_figure(rows: Sequence[Row]) -> Drawing:
     """Draw a bar for each way to place the weights of each point; a cross where it does not fit.
 
     Args:
@@ -68,7 +68,7 @@ def plan_figure(rows: Sequence[Row]) -> theme.Drawing:
     panels[0].set_yticks(range(len(points)), [theme.plain(short(point), 40) for point in points])
     panels[0].set_ylim(len(points) - 0.5, -0.5)
     theme.draw_legend(figure, panels[:1], colours, len(kinds))
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def short(point: str) -> str:

@@ -78,13 +78,14 @@ def roofline_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     if not roofs:
         return None
     title = "Decode against what link and GPU memory carry"
-    figure = theme.new_figure(colours, 3.9, title)
-    panels = list(figure.subplots(1, len(roofs), sharey=True, squeeze=False).flat)
+    figure = theme.new_figure(colours, 0.6 + 3.3 * (len(roofs) if colours.is_narrow else 1), title)
+    panels = theme.panels(figure, colours, len(roofs), shares_y=True)
     for axes, roof in zip(panels, roofs, strict=True):
         _draw_roof(axes, colours, points, roof)
-    panels[0].set_ylabel("decode (tok/s)")
+        if axes is panels[0] or colours.is_narrow:
+            axes.set_ylabel("decode (tok/s)")
     theme.draw_legend(figure, panels[:1], colours)
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def _draw_roof(axes: "Axes", colours: Theme, points: Sequence[DecodePoint], roof: Roof) -> None:

@@ -1,5 +1,6 @@
 """Figures of one run, each a function from a record to PNG bytes, or None without its data."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -45,6 +46,8 @@ Row = Mapping[str, object]
 LEAST_ROWS: Final = 3
 MOST_POINTS: Final = 1500
 """Points of a line; beyond it the highest of each span is drawn."""
+MOST_STEPS: Final = 400
+"""Steps of a distribution; of more samples every second, third... has one, and the largest."""
 PARTS: Final = ("latency", "throughput", "serve")
 HOST_LINES: Final = (("rss_bytes", "resident"), ("pinned_bytes", "pinned"))
 Line = tuple[list[float], list[float]]
@@ -100,8 +103,8 @@ def memory_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     is_shared = max(ends) <= MAX_LIMIT_SHARE * min(ends)
     for axes, side in zip(panels, sides, strict=True):
         _draw_side(axes, colours, side, max(ends) if is_shared else side.end_bytes)
-    theme.draw_legend(figure, panels, colours, 3)
-    return theme.to_png(figure)
+    theme.draw_legend(figure, panels, colours, 5)
+    return Drawing(figure)
 
 
 def _gpu(record: RunRecord) -> _Side:
@@ -209,17 +212,16 @@ def latency_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     panels = [(metric, values) for metric, values in columns if values]
     if not panels:
         return None
-    num_rows = (len(panels) + 1) // 2
+    num_rows = len(panels) if colours.is_narrow else 1
     count = len(facts.complete_rows(record))
     title = f"Latency of {count} requests: share at or below"
-    figure = theme.new_figure(colours, 0.7 + 2.3 * num_rows, title, facts.figure_note(record))
-    grid = figure.subplots(num_rows, min(2, len(panels)), squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (metric, values) in zip(grid.flat, panels, strict=False):
+    height_in = 0.7 + (1.75 if colours.is_narrow else 2.3) * num_rows
+    figure = theme.new_figure(colours, height_in, title, facts.figure_note(record))
+    grid = theme.panels(figure, colours, len(panels))
+    for axes, (metric, values) in zip(grid, panels, strict=True):
         bound_ms = facts.link_bound_ms(record) if metric.name == "latency/tpot_ms" else None
         _draw_distribution(axes, colours, values, metric.heading, bound_ms)
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def throughput_figure(record: RunRecord, colours: Theme) -> Drawing | None:
@@ -257,7 +259,7 @@ def throughput_figure(record: RunRecord, colours: Theme) -> Drawing | None:
             fontsize=9.5,
             va="center",
         )
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def load_figure(record: RunRecord, colours: Theme) -> Drawing | None:
@@ -304,7 +306,7 @@ def load_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     axes.set_yticks(range(len(starts)), [theme.plain(label, 18) for label, _ in starts])
     axes.set_xlabel("seconds since the process started")
     theme.draw_legend(figure, [axes], colours, min(6, len(names)))
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def phase_names(starts: list[dict[str, float]]) -> list[str]:
@@ -328,9 +330,11 @@ def _draw_distribution(
     axes: "Axes", colours: Theme, values: list[float], label: str, bound_ms: float | None
 ) -> None:
     ordered = sorted(values)
+    stride = -(-len(ordered) // MOST_STEPS)
     shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
+    ordered, shares = (found[::-stride][::-1] for found in (ordered, shares))
     theme.style_axes(axes, colours, grid="both")
-    xs, ys = [ordered[0], *ordered], [0.0, *shares]
+    xs, ys = [min(values), *ordered], [0.0, *shares]
     axes.step(xs, ys, where="post", color=colours.accent, linewidth=2)
     axes.fill_between(xs, ys, step="post", color=colours.accent, alpha=0.13, linewidth=0)
     if len(ordered) <= 100:
@@ -388,7 +392,7 @@ def timeline_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     axes.set_yticks([0, len(shown) - 1] if len(shown) > 1 else [0])
     axes.set_yticklabels([f"request {place}" for place in axes.get_yticks().astype(int)])
     axes.set_xlim(left=0)
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def served_rows(record: RunRecord) -> list[Row]:
@@ -424,7 +428,10 @@ def _draw_alone(axes: "Axes", colours: Theme, rows: Sequence[Row]) -> None:
         axes.plot([0, first], [place, place], color=colours.muted, lw=2.2, alpha=0.45)
         times = list(accumulate(steps, initial=first))
         if is_marked:
-            axes.plot(times, [place] * len(times), "|", color=colours.accent, markersize=4.5)
+            # One broken line: a marker of its own for each would be as many elements of an SVG.
+            xs = [x for time in times for x in (time, time, math.nan)]
+            ys = [place - 0.35, place + 0.35, math.nan] * len(times)
+            axes.plot(xs, ys, color=colours.accent, lw=1.0)
         else:
             axes.plot([times[0], times[-1]], [place, place], color=colours.accent, lw=2.6)
         if row.get("error") is not None:
@@ -463,7 +470,7 @@ def memory_time_figure(record: RunRecord, table: Table, colours: Theme) -> Drawi
         axes.set_ylabel("host (GiB)")
     _finish(panels, colours, table)
     theme.draw_legend(figure, panels, colours)
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def activity_figure(record: RunRecord, table: Table, colours: Theme) -> Drawing | None:
@@ -494,7 +501,7 @@ def activity_figure(record: RunRecord, table: Table, colours: Theme) -> Drawing 
             word = "probed" if "link" in label else "limit"
             _bound(axes, colours, bound, f"{word} {number(bound)}", line)
     _finish(panels, colours, table)
-    return theme.to_png(figure)
+    return Drawing(figure)
 
 
 def _draw_gpu(axes: "Axes", colours: Theme, record: RunRecord, line: Line) -> None:

@@ -1,9 +1,10 @@
-"""Colours and the drawing surface that all figures share; matplotlib is imported when drawing."""
+"""Colours, widths and the surface that all figures share; matplotlib is imported when drawing."""
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import cycle
 from textwrap import wrap
 from types import MappingProxyType
@@ -15,14 +16,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN: Final = 5.8
-"""Narrow enough that the text can be read when a phone shows the whole width."""
+WIDE_IN: Final = 10.25
+"""Width of the column of a page at 96 pixels an inch: text is as large as it says."""
+NARROW_IN: Final = 3.75
+"""The same on a phone, and half of a printed page."""
 DPI: Final = 144
-_TITLE_CHARS: Final = 58
+_TITLE_CHARS_IN: Final = 10
+"""Characters of a title that an inch has room for."""
 _LABEL_IN: Final = 0.075
 """Width of a character of a legend."""
 _KEY_IN: Final = 0.42
 """Width of a legend's key and the gaps around it."""
+_TITLE_IN: Final = 0.2
+"""Height of a line of a title; figures have room for two."""
 _ROW_IN: Final = 0.19
 """Height of a row of a legend."""
 LOG_STEPS: Final = ((1.3, (1, 2, 5)), (2.3, (1, 3)))
@@ -42,6 +48,18 @@ class Theme:
     second: str
     alarm: str
     good: str
+    width_in: float = WIDE_IN
+    """Width of a figure."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether panels stand below each other, for want of width."""
+        return self.width_in < WIDE_IN / 2
+
+    @property
+    def narrow(self) -> "Theme":
+        """The same colours on a narrow figure."""
+        return replace(self, width_in=NARROW_IN)
 
 
 THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
@@ -121,12 +139,27 @@ def new_figure(theme: Theme, height_in: float, title: str, note: str = "") -> "F
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
-    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout=layout)
+    found = [
+        line
+        for text in (title, note)
+        for line in wrap(plain(text, 120), int(_TITLE_CHARS_IN * theme.width_in))
+    ]
+    more_in = _TITLE_IN * max(0, len(found) - 2)
+    size_in = (theme.width_in, height_in + more_in)
+    figure = Figure(figsize=size_in, dpi=DPI, layout=layout)
     figure.set_facecolor(theme.background)
-    found = [line for text in (title, note) for line in wrap(plain(text, 120), _TITLE_CHARS)]
     lines = "\n".join(found)
-    figure.suptitle(lines, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=theme.ink)
+    figure.suptitle(
+        lines, x=0.07 / theme.width_in, ha="left", fontsize=11.5, fontweight="bold", color=theme.ink
+    )
     return figure
+
+
+def panels(figure: "Figure", theme: Theme, count: int, *, shares_y: bool = False) -> "list[Axes]":
+    """Return axes beside each other, on a narrow figure below each other."""
+    if theme.is_narrow:
+        return list(figure.subplots(count, 1, squeeze=False).flat)
+    return list(figure.subplots(1, count, sharey=shares_y, squeeze=False).flat)
 
 
 def style_axes(axes: "Axes", theme: Theme, *, grid: Literal["x", "y", "both"] = "x") -> None:
@@ -144,6 +177,8 @@ def style_axes(axes: "Axes", theme: Theme, *, grid: Literal["x", "y", "both"] = 
     axes.yaxis.label.set_fontsize(9)
     axes.grid(visible=True, axis=grid, color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
+    if theme.is_narrow:
+        axes.locator_params(axis="x", nbins=4)
 
 
 def log_axis(axes: "Axes", axis: Literal["x", "y"], low: float, high: float) -> None:
@@ -176,7 +211,7 @@ def draw_legend(
     if not labels:
         return
     column_in = _KEY_IN + _LABEL_IN * max(map(len, labels))
-    fitting = max(1, min(num_columns, int((WIDTH_IN - 0.2) / column_in)))
+    fitting = max(1, min(num_columns, int((theme.width_in - 0.2) / column_in)))
     more_rows = -(-len(labels) // fitting) - -(-len(labels) // num_columns)
     figure.set_figheight(figure.get_figheight() + _ROW_IN * more_rows)
     figure.legend(
@@ -213,15 +248,28 @@ def inside_text(axes: "Axes", x: float, y: float, text: str, colour: str) -> Non
 
 
 def ink_on(colour: str) -> str:
-    """Return black or white, whichever is easier to read on a #rrggbb colour."""
+    """Return nearly black or white, whichever is easier to read on a #rrggbb colour.
+
+    Neither is a colour of a theme: it stays as it is in the dark (`adaptive`).
+    """
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else "#16191d"
+    return "#fefefe" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else "#17191d"
 
 
-class Drawing(bytes):
-    """A figure as PNG bytes, which can be had as SVG too."""
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, of which each kind of file is made when it is asked for."""
 
     figure: "Figure"
+
+    def png(self) -> bytes:
+        """Return the figure as PNG."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        buffer = io.BytesIO()
+        # savefig would draw twice: once to lay out, once to render.
+        FigureCanvasAgg(self.figure).print_png(buffer)  # type: ignore[no-untyped-call]
+        return buffer.getvalue()
 
     def svg(self) -> bytes:
         """Return the figure as SVG, its text as text; equal figures give equal bytes."""
@@ -235,13 +283,21 @@ class Drawing(bytes):
         return buffer.getvalue()
 
 
-def to_png(figure: "Figure") -> Drawing:
-    """Return the figure as PNG bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def adaptive(svg: bytes) -> bytes:
+    """Return a light figure as SVG that follows the reader's colour scheme, in the page's font.
 
-    buffer = io.BytesIO()
-    # savefig would draw twice: once to lay out, once to render.
-    FigureCanvasAgg(figure).print_png(buffer)  # type: ignore[no-untyped-call]
-    drawing = Drawing(buffer.getvalue())
-    drawing.figure = figure
-    return drawing
+    For a page alone: what draws a file of its own need not know variables of CSS.
+    """
+    text = re.sub(rb"font-family: [^;]*", b"font-family: system-ui, sans-serif", svg)
+    rules = {"light": "", "dark": ""}
+    for item in fields(Theme):
+        if item.name != "width_in":
+            light, dark = (getattr(THEMES[name], item.name) for name in ("light", "dark"))
+            text = text.replace(light.encode(), f"var(--{item.name})".encode())
+            rules["light"] += f"--{item.name}: {light}; "
+            rules["dark"] += f"--{item.name}: {dark}; "
+    style = (
+        f"<style>:root {{ {rules['light']}}}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {rules['dark']}}} }}</style>\n <metadata>"
+    )
+    return text.replace(b"<metadata>", style.encode(), 1)

@@ -187,7 +187,7 @@ def _verdict(runs: Sequence[Run]) -> Verdict:
         "warn": "the same work, but not every run is valid",
         "good": "the same work, all runs ok and valid",
     }[kind]
-    return Verdict(kind=kind, label=label, lines=tuple(lines))
+    return Verdict(kind=kind, answer=label, lines=tuple(lines))
 
 
 def _cards(base: Run, other: Run, metrics: Sequence[Metric]) -> list[Card]:

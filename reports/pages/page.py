@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -33,6 +34,26 @@ class Card:
     value: str
     unit: str = ""
     note: str = ""
+    """What the number is to be seen against: its interval, what was predicted, its bound."""
+    tip: str = ""
+    """Its definition, shown on request."""
+    kind: Kind = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Address beside what it leads to, relative to the page."""
+
+    label: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Command line to copy, beside what it is for."""
+
+    label: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +69,22 @@ class Table:
     """Row number -> address that the row's first cell leads to."""
     kinds: dict[int, Kind] = field(default_factory=dict)
     """Row number -> how the row is marked."""
+    tips: dict[int, str] = field(default_factory=dict)
+    """Row number -> definition of what its first cell names, shown on request."""
     is_folded: bool = False
-    """Whether the table opens only on request."""
+    """Whether the table opens only on request; in print it is open."""
+    is_printed: bool = True
+    """Whether the table is in print."""
 
     @property
     def is_list(self) -> bool:
-        """Whether rows are a name, a value and a sentence, shown as a list on a narrow screen."""
-        return len(self.columns) == 3 and self.wide == {2}
+        """Whether rows are a name and a value, which stand in as many columns as there is room."""
+        return len(self.columns) == 2 and not self.wide and not self.links
+
+    @property
+    def is_broad(self) -> bool:
+        """Whether half of a printed page is too narrow for the table."""
+        return len(self.columns) > 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +95,27 @@ class Section:
     text: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
+    is_printed: bool = True
+    """Whether the section is in print."""
+
+    @property
+    def anchor(self) -> str:
+        """Name by which the list of contents leads here: the title before any colon."""
+        return re.sub(r"[^a-z0-9]+", "-", self.short.lower()).strip("-")
+
+    @property
+    def short(self) -> str:
+        """Title as in the list of contents."""
+        return self.title.partition(":")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Statement of how the run ended, whether its figures may be used, and what to change."""
+    """Answer of a run: its main figures or why there are none, how it ended, what to change."""
 
     kind: Kind
-    label: str
+    answer: str
+    label: str = ""
     lines: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     traceback: str | None = None
@@ -83,18 +126,22 @@ class Page:
     """A whole report."""
 
     title: str
-    subtitle: str
-    details: str
-    banners: tuple[str, ...]
-    cards: tuple[Card, ...]
-    verdict: Verdict
-    sections: tuple[Section, ...]
-    alt: dict[str, str]
+    subtitle: str = ""
+    details: str = ""
+    banners: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+    cards: tuple[Card, ...] = ()
+    links: tuple[Link, ...] = ()
+    commands: tuple[Command, ...] = ()
+    sections: tuple[Section, ...] = ()
+    alt: dict[str, str] = field(default_factory=dict)
     """Figure name -> text for who cannot see it."""
+    is_filtered: bool = False
+    """Whether a field above the tables hides rows, and headings sort them."""
 
 
 def metric_table(record: RunRecord, areas: list[str]) -> Table | None:
-    """Return the metrics of some areas beside their definitions, None without any."""
+    """Return the metrics of some areas, None without any."""
     names = [name for name in record.metrics if name.split("/")[0] in areas]
     return named_table(record, names) if names else None
 
@@ -149,42 +196,45 @@ def statistics_table(
         cells += [interval(values, name) or ABSENT] if has_interval else []
         cells += others
         cells += [str(counts.get(name) or ABSENT)] if counts is not None else []
-        rows.append((*cells, metric.definition))
+        rows.append(tuple(cells))
     titles = ["", STATISTICS[0], *(["95 % interval"] if has_interval else []), *STATISTICS[1:]]
     titles += ["samples"] if counts is not None else []
     return Table(
-        columns=(*titles, "definition"),
+        columns=tuple(titles),
         rows=rows,
         numeric=frozenset(range(1, len(titles))),
-        wide=frozenset({len(titles)}),
+        tips={place: metric.definition for place, metric in enumerate(found)},
     )
 
 
 def named_table(record: RunRecord, names: list[str]) -> Table:
-    """Return the named metrics beside their definitions."""
-    rows = [
-        (name, _with_interval(record, name), _meaning(name))
-        for name in names
-        if not _is_of_another(name, names)
-    ]
+    """Return the named metrics, their definitions as tips."""
+    kept = [name for name in names if not _is_of_another(name, names)]
     return Table(
-        columns=("metric", "value", "definition"),
-        rows=rows,
+        columns=("metric", "value"),
+        rows=[(name, _with_interval(record, name)) for name in kept],
         numeric=frozenset({1}),
-        wide=frozenset({2}),
+        tips={place: meaning(name) for place, name in enumerate(kept)},
     )
 
 
 def definitions(metrics: Sequence[Metric]) -> Section:
     """Return what some metrics mean, with the conventions of all."""
     rows = [(metric.name, metric.label, metric.definition) for metric in metrics]
-    table = Table(columns=("metric", "label", "definition"), rows=rows, wide=frozenset({2}))
+    table = Table(
+        columns=("metric", "label", "definition"),
+        rows=rows,
+        caption="Figures of this page",
+        wide=frozenset({2}),
+        is_folded=True,
+        is_printed=False,
+    )
     return Section(title="Definitions", text=CONVENTIONS, tables=(table,) if rows else ())
 
 
 def metrics_csv(record: RunRecord) -> str:
     """Return every metric with its definition as CSV; absent values are empty."""
-    rows = [(name, value, _meaning(name)) for name, value in record.metrics.items()]
+    rows = [(name, value, meaning(name)) for name, value in record.metrics.items()]
     return csv_text([("metric", "value", "definition"), *rows])
 
 
@@ -217,7 +267,8 @@ def banners(records: Sequence[RunRecord], mixed: str = "") -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def _meaning(name: str) -> str:
+def meaning(name: str) -> str:
+    """Return the definition of a metric, of a statistic with what that is."""
     text = definition(name) or "no definition is recorded for this name"
     statistic = STATISTIC_DEFINITIONS.get(name.removeprefix(base_name(name)).lstrip("/"))
     return f"{statistic} of: {text}" if statistic else text
@@ -234,10 +285,22 @@ def _with_interval(record: RunRecord, name: str) -> str:
     return f"{text} ({ends})" if ends else text
 
 
-def tree_table(tree: Mapping[str, object], caption: str = "", *, is_folded: bool = False) -> Table:
+def tree_table(
+    tree: Mapping[str, object],
+    caption: str = "",
+    *,
+    is_folded: bool = False,
+    is_printed: bool = True,
+) -> Table:
     """Return nested settings as rows of dotted key and value; bytes are shown in GiB or MiB."""
     rows = [(key, _value(key, value)) for key, value in flatten(_numbered(tree))]
-    return Table(columns=("key", "value"), rows=rows, caption=caption, is_folded=is_folded)
+    return Table(
+        columns=("key", "value"),
+        rows=rows,
+        caption=caption,
+        is_folded=is_folded,
+        is_printed=is_printed,
+    )
 
 
 def _numbered(value: object) -> Any:

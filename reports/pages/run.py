@@ -1,7 +1,8 @@
 """One record as a page: which numbers, tables and figures it shows, in which order."""
 
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from reports import facts
@@ -10,11 +11,15 @@ from reports.figures.roofline import WORDS, decode_points
 from reports.figures.run import lone_rows, phase_names, served_rows
 from reports.pages.page import (
     Card,
+    Command,
+    Kind,
+    Link,
     Page,
     Section,
     Table,
     banners,
     details,
+    meaning,
     metric_table,
     named_table,
     statistics_table,
@@ -29,7 +34,9 @@ from reports.record.metrics import (
     Metric,
     base_name,
     found,
+    interval,
     metric_parts,
+    metric_text,
     of_samples,
 )
 from reports.record.record import SAMPLE_FLOORS, RunRecord
@@ -47,28 +54,37 @@ ALT: Final = (
     ("kv", "What each tier of the KV cache held over time, and what crossed the link"),
 )
 MOST_ERRORS: Final = 10
+HARNESS: Final = ("python", "-m", "harness")
+"""Command that runs what is recorded."""
+FAR_PCT: Final = 15
+"""Difference of a prediction from what was measured beyond which it is marked."""
 
 
-def run_page(record: RunRecord) -> Page:
-    """Return the page of one record; figures that have no data are named and simply not drawn."""
+def run_page(record: RunRecord, links: Sequence[Link] = ()) -> Page:
+    """Return the page of one record; figures that have no data are named and simply not drawn.
+
+    Args:
+        record: of the run.
+        links: to what lies beside the page.
+    """
     sections = (
-        asked_section(record),
         failed_section(record),
-        memory_section(record),
-        time_section(record),
+        predicted_section(record),
         _latency(record),
         timeline_section(record),
         _metrics(record, "throughput", "Throughput"),
         _serving(record),
+        memory_section(record),
+        time_section(record),
         kv_section(record),
         _load(record),
         roofline_section(record),
-        predicted_section(record),
         _others(record),
+        asked_section(record),
         _configuration(record),
         _tree("What was used", record.effective, {"stats": "Counters of the engine"}),
-        _tree("Environment", record.environment, {"packages": "Packages"}),
-        _definitions(),
+        _tree("Environment", record.environment, {"packages": "Packages"}, is_printed=True),
+        _definitions(record),
     )
     return Page(
         title=record.name,
@@ -77,6 +93,8 @@ def run_page(record: RunRecord) -> Page:
         banners=banners([record]),
         cards=tuple(_cards(record)),
         verdict=verdict(record),
+        links=tuple(links),
+        commands=_commands(record),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )
@@ -94,20 +112,73 @@ def _subtitle(record: RunRecord) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def _commands(record: RunRecord) -> tuple[Command, ...]:
+    """Return the command line that makes the same run again; none without a configuration."""
+    if not record.config:
+        return ()
+    return (Command(label="Run it again", text=shlex.join([*HARNESS, *record.overrides])),)
+
+
 def _cards(record: RunRecord) -> list[Card]:
     cards = []
     for metric in found("card", [record.metrics]):
         value, value_unit = metric_parts(metric.name, record.metrics[metric.name])
-        label, note = metric.title, _card_note(record, metric)
-        cards.append(Card(label=label, value=value, unit=value_unit, note=note))
+        difference = _difference(record, base_name(metric.name))
+        cards.append(
+            Card(
+                label=metric.title,
+                value=value,
+                unit=value_unit,
+                note="; ".join(_context(record, metric)),
+                tip=metric.definition,
+                kind="warn" if difference is not None and is_far(difference) else "plain",
+            )
+        )
     return cards or _plan_cards(record)
 
 
-def _card_note(record: RunRecord, metric: Metric) -> str:
+def is_far(difference_pct: float) -> bool:
+    """Return whether a prediction is marked as off."""
+    return abs(difference_pct) > FAR_PCT
+
+
+def _difference(record: RunRecord, base: str) -> float | None:
+    """Return by how many percent the prediction of a metric is above what was measured."""
+    for quantity, other in PREDICTED.items():
+        if other == base:
+            return record.metrics.get(f"predicted/{quantity}_difference_pct")
+    return None
+
+
+def _context(record: RunRecord, metric: Metric) -> list[str]:
+    """Return what a card's number is to be seen against."""
+    base, values = base_name(metric.name), record.metrics
+    notes = []
+    ends = interval(values, base)
+    if ends and not metric.name.endswith("/p50"):
+        notes.append(f"95 %: {ends}")
+    if metric.statistics or metric.name != base:
+        p90 = values.get(f"{base}/p90")
+        notes += [f"p90 {metric_text(base, p90)}"] if p90 is not None else []
+    bound_ms = facts.link_bound_ms(record) if base == "latency/tpot_ms" else None
+    if bound_ms is not None:
+        share = 100 * bound_ms / (values[metric.name] or bound_ms)
+        notes.append(f"the link allows {number(bound_ms)} ms ({share:.0f} % reached)")
     budget = facts.dig_number(record.plan, "gpu.budget_bytes")
-    if metric.name == "memory/gpu_peak_gib" and budget is not None:
-        return f"of {gib(budget)} usable; {metric.definition}"
-    return metric.definition
+    if base == "memory/gpu_peak_gib" and budget is not None:
+        notes.append(f"of {gib(budget)} usable")
+    for quantity, other in PREDICTED.items():
+        predicted, difference = values.get(f"predicted/{quantity}"), _difference(record, base)
+        if other == base and predicted is not None and difference is not None:
+            notes.append(f"predicted {metric_text(base, predicted)}, {_off(difference)}")
+    return notes
+
+
+def _off(difference_pct: float) -> str:
+    """Return a difference of a prediction from what was measured, in words."""
+    if abs(difference_pct) < 0.5:
+        return "as measured"
+    return f"{abs(difference_pct):.0f} % too {'high' if difference_pct > 0 else 'low'}"
 
 
 def _plan_cards(record: RunRecord) -> list[Card]:
@@ -228,7 +299,8 @@ def _phase_table(record: RunRecord) -> Table | None:
     rows.append(("total", *totals))
     labels = tuple(f"{leaf(row.get('start', 'start'))} (s)" for row in starts)
     return Table(
-        caption="Seconds of the critical path; busy times overlap",
+        caption="Seconds of the critical path by phase; busy times overlap",
+        is_folded=True,
         columns=("phase", *labels),
         rows=rows,
         numeric=frozenset(range(1, len(starts) + 1)),
@@ -254,27 +326,57 @@ def _configuration(record: RunRecord) -> Section | None:
     if not record.config and not record.overrides:
         return None
     text = f"Overrides: {' '.join(record.overrides)}" if record.overrides else "No overrides."
-    table = tree_table(record.config, caption="The composed configuration", is_folded=True)
-    return Section(title="Configuration", text=(text,), tables=(table,) if table.rows else ())
+    table = tree_table(
+        record.config, caption="The composed configuration", is_folded=True, is_printed=False
+    )
+    return Section(
+        title="Configuration",
+        text=(text,),
+        tables=(table,) if table.rows else (),
+        is_printed=False,
+    )
 
 
-def _tree(title: str, tree: Mapping[str, object], folded: Mapping[str, str]) -> Section | None:
-    """Show a tree as rows; the branches named in `folded` (key -> caption) open on request."""
+def _tree(
+    title: str, tree: Mapping[str, object], folded: Mapping[str, str], *, is_printed: bool = False
+) -> Section | None:
+    """Show a tree as rows; the branches named in `folded` (key -> caption) stand by themselves."""
     if not tree:
         return None
     main = {key: value for key, value in tree.items() if key not in folded}
-    tables = [tree_table(main)] if main else []
+    tables = [tree_table(main, caption="Every value", is_folded=True)] if main else []
     for key, caption in folded.items():
         branch = tree.get(key)
         if isinstance(branch, Mapping) and branch:
-            tables.append(tree_table(branch, caption=caption, is_folded=True))
-    return Section(title=title, tables=tuple(tables))
+            tables.append(tree_table(branch, caption=caption, is_folded=True, is_printed=False))
+    return Section(title=title, tables=tuple(tables), is_printed=is_printed)
 
 
-def _definitions() -> Section:
-    rows = list(STATISTIC_DEFINITIONS.items())
-    table = Table(columns=("statistic", "meaning"), rows=rows, wide=frozenset({1}))
-    return Section(title="Definitions", text=CONVENTIONS, tables=(table,))
+def _definitions(record: RunRecord) -> Section:
+    """Say what the numbers mean: conventions, and on request every figure and statistic."""
+    bases = dict.fromkeys(map(base_name, record.metrics))
+    tables = [
+        Table(
+            columns=("statistic", "meaning"),
+            rows=list(STATISTIC_DEFINITIONS.items()),
+            caption="Statistics",
+            wide=frozenset({1}),
+            is_folded=True,
+            is_printed=False,
+        )
+    ]
+    if bases:
+        tables.append(
+            Table(
+                columns=("metric", "definition"),
+                rows=[(name, meaning(name)) for name in bases],
+                caption="Figures of this page",
+                wide=frozenset({1}),
+                is_folded=True,
+                is_printed=False,
+            )
+        )
+    return Section(title="Definitions", text=CONVENTIONS, tables=tuple(tables))
 
 
 def asked_section(record: RunRecord) -> Section | None:
@@ -400,11 +502,13 @@ def memory_section(record: RunRecord) -> Section | None:
     names = ("kv", "placements", "bytes_per_step")
     first: dict[str, object] = {name: plan[name] for name in names if name in plan}
     if first:
-        tables.append(tree_table(first, caption="KV cache and placements"))
+        tables.append(tree_table(first, caption="KV cache and placements", is_folded=True))
     tables.append(metric_table(record, ["memory"]))
     rest = {key: value for key, value in plan.items() if key not in {"gpu", "host", *first}}
     if rest:
-        tables.append(tree_table(rest, caption="Other figures of the plan", is_folded=True))
+        tables.append(
+            tree_table(rest, caption="Other figures of the plan", is_folded=True, is_printed=False)
+        )
     kept = tuple(table for table in tables if table is not None)
     if not kept:
         return None
@@ -428,6 +532,7 @@ def _parts_table(record: RunRecord, side: str) -> Table | None:
     word = "GPU" if side == "gpu" else "Host"
     return Table(
         caption=f"{word} plan by part",
+        is_folded=True,
         columns=("part", "planned", "of usable" if side == "gpu" else "of limit"),
         rows=rows,
         numeric=frozenset({1, 2}),
@@ -441,13 +546,16 @@ def _share(size: float | None, whole: float | None) -> str:
 
 def predicted_section(record: RunRecord) -> Section | None:
     """Return the section; None where nothing was predicted."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    kinds: dict[int, Kind] = {}
     for quantity, base in PREDICTED.items():
         predicted = record.metrics.get(f"predicted/{quantity}")
         if predicted is None:
             continue
         difference = record.metrics.get(f"predicted/{quantity}_difference_pct")
         measured = None if difference is None else predicted / (1 + difference / 100)
+        if difference is not None and is_far(difference):
+            kinds[len(rows)] = "warn"
         rows.append(
             (
                 base,
@@ -459,11 +567,15 @@ def predicted_section(record: RunRecord) -> Section | None:
     if not rows:
         return None
     table = Table(
-        columns=("", "predicted", "measured", "difference"), rows=rows, numeric=frozenset({1, 2, 3})
+        columns=("", "predicted", "measured", "difference"),
+        rows=rows,
+        numeric=frozenset({1, 2, 3}),
+        kinds=kinds,
     )
     source = facts.dig_text(record.plan, "predicted.rates.source")
-    text = () if source is None else (f"Rates: {leaf(source)}.",)
-    return Section(title="Predicted and measured", text=text, tables=(table,))
+    text = [] if source is None else [f"Rates: {leaf(source)}."]
+    text += [f"Marked: off by more than {FAR_PCT} %."] if kinds else []
+    return Section(title="Predicted and measured", text=(" ".join(text),), tables=(table,))
 
 
 def kv_section(record: RunRecord) -> Section | None:

@@ -69,13 +69,16 @@ def sweep_csv(rows: Sequence[Row], folder: Path) -> str:
     return csv_text(lines)
 
 
-def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Page:
+def sweep_page(
+    title: str, rows: Sequence[Row], links: Mapping[int, str], lines: Sequence[str] = ()
+) -> Page:
     """Return the page of a sweep.
 
     Args:
         title: the sweep's name.
         rows: the points.
         links: a row's place -> address of that point's own report.
+        lines: what a search found.
     """
     runs, records = runs_of(rows), records_of(rows)
     num_ok = sum(row.status == "ok" for row in rows)
@@ -99,7 +102,7 @@ def sweep_page(title: str, rows: Sequence[Row], links: Mapping[int, str]) -> Pag
         details=_span(records, len(rows)),
         banners=banners(records, MIXED),
         cards=tuple(_best_cards(runs)),
-        verdict=Verdict(kind=kind, label=label),
+        verdict=Verdict(kind=kind, answer=label, lines=tuple(lines)),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )

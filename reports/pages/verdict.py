@@ -1,12 +1,13 @@
 """Words for how a run ended: its status, its error, whether it counts, and what to change."""
 
+import re
 from types import MappingProxyType
 from typing import Final
 
 from reports import facts
 from reports.pages.page import Kind, Verdict
 from reports.record.record import MEASURED, RunRecord
-from reports.record.text import leaf
+from reports.record.text import gib, leaf, number
 
 STATUS_TEXT: Final = MappingProxyType(
     {
@@ -29,6 +30,7 @@ def verdict(record: RunRecord) -> Verdict:
     traceback = error.get("traceback")
     return Verdict(
         kind=status_kind(record),
+        answer=answer(record),
         label=_label(record),
         lines=tuple(lines),
         advice=tuple(_advice(record)),
@@ -36,11 +38,69 @@ def verdict(record: RunRecord) -> Verdict:
     )
 
 
+def answer(record: RunRecord) -> str:
+    """Return what was found out, in one line: the main rates, else why there are none."""
+    if record.status == "no_fit":
+        over = facts.over_budget_bytes(record.plan)
+        return f"Does not fit: {gib(over)} of GPU memory short" if over > 0 else "Does not fit"
+    rates = _rates(record) if record.status in MEASURED else []
+    unneeded = _unneeded(record)
+    if not rates:
+        text = STATUS_TEXT[record.status]
+        return text[0].upper() + text[1:]
+    found = ", ".join(rates)
+    return f"{found}; {unneeded} was not needed" if unneeded else found
+
+
+def _rates(record: RunRecord) -> list[str]:
+    """Return the main figures in words."""
+    values = record.metrics
+    found = []
+    for name, words in (
+        ("throughput/output_tok_s", "all requests at once"),
+        ("serve/output_tok_s", "served"),
+    ):
+        if values.get(name) is not None:
+            found.append(f"{number(values[name])} tok/s {words}")
+    for name, word in (("p50", "median"), ("mean", "mean")):
+        tpot_ms, ttft_ms = (values.get(f"latency/{key}/{name}") for key in ("tpot_ms", "ttft_ms"))
+        if tpot_ms:
+            found.append(f"{number(1000 / tpot_ms)} tok/s one request ({word})")
+        if ttft_ms is not None:
+            found.append(f"first token after {number(ttft_ms)} ms")
+        if tpot_ms or ttft_ms is not None:
+            break
+    peak = values.get("serve/peak_requests_s")
+    if peak is not None:
+        found.append(f"the SLO holds up to {number(peak)} requests/s")
+    return found
+
+
+def _unneeded(record: RunRecord) -> str:
+    """Return the offload that the planner found needless, empty where it found none."""
+    for text in map(str, _listed(record, "warnings")):
+        found = re.match(r"offload=(\w+) is not needed:", text)
+        if found:
+            return found[1]
+    return ""
+
+
 def status_kind(record: RunRecord) -> Kind:
-    """Return how a status is marked: good, warn (not valid, partial, skipped) or bad."""
+    """Return how a status is marked: good, warn (not valid, a warning, partial, skipped) or bad."""
     if record.status == "ok":
-        return "warn" if record.valid is False else "good"
+        is_plain = record.valid is not False and not has_warning(record)
+        return "good" if is_plain else "warn"
     return "warn" if record.status in {"partial", "skipped"} else "bad"
+
+
+def has_warning(record: RunRecord) -> bool:
+    """Return whether a record names a warning or a fallback."""
+    return any(_listed(record, key) for key in ("warnings", "fallbacks"))
+
+
+def _listed(record: RunRecord, key: str) -> list[object]:
+    found = record.effective.get(key)
+    return found if isinstance(found, list) else []
 
 
 def validity(valid: bool | None) -> str:
@@ -62,7 +122,9 @@ def error_line(record: RunRecord) -> str:
 
 
 def _label(record: RunRecord) -> str:
-    return f"{state(record)}: {STATUS_TEXT[record.status]}"
+    count = sum(len(_listed(record, key)) for key in ("warnings", "fallbacks"))
+    more = f", with {count} warning{'s' if count > 1 else ''}" if count else ""
+    return f"{state(record)}: {STATUS_TEXT[record.status]}{more}"
 
 
 def _error_lines(record: RunRecord) -> list[str]:
@@ -86,8 +148,7 @@ def _parts(record: RunRecord) -> list[str]:
 def _notes(record: RunRecord) -> list[str]:
     notes = []
     for key, word in (("fallbacks", "Fallback"), ("warnings", "Warning"), ("notes", "Note")):
-        found = record.effective.get(key)
-        notes += [f"{word}: {leaf(item)}" for item in found] if isinstance(found, list) else []
+        notes += [f"{word}: {leaf(item)}" for item in _listed(record, key)]
     return notes
 
 

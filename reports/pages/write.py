@@ -1,6 +1,7 @@
 """Writes reports: pages as HTML and Markdown, their figures, and tables as CSV."""
 
 import base64
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from reports.compare import check_alike, check_distinct, compare_rows, sweep_rows
 from reports.figures.comparisons import SWEEP_FIGURES, comparison_figure, ratio_figure, sides_figure
 from reports.figures.run import FIGURES, TIME_FIGURES
-from reports.figures.theme import THEMES, Drawing, Theme
+from reports.figures.theme import THEMES, Drawing, Theme, adaptive
 from reports.pages.ab import ab_page, is_ab
 from reports.pages.compare import compare_csv, compare_page
-from reports.pages.page import Page, Section, metrics_csv
+from reports.pages.page import Link, Page, Section, metrics_csv
 from reports.pages.run import run_page
 from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
 from reports.record.folders import load_points, load_run
@@ -27,6 +28,12 @@ from reports.record.telemetry import read_telemetry
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REPORT_NAME: Final = "report.html"
+SWEEP_NAME: Final = "sweep.html"
+INDEX_NAME: Final = "index.html"
+SWEEP_MARK: Final = "multirun.yaml"
+"""File of Hydra in the folder of a sweep, there before the sweep's own page."""
+SWEEP_FILES: Final = ("multirun.yaml", "failures.md", "trials.csv")
+RUN_FILES: Final = ("result.json", "config.yaml", "worker.log", "requests.parquet")
 METRICS_NAME: Final = "metrics.csv"
 Key = TypeVar("Key", int, str)
 Draw = Callable[[Theme], Drawing | None]
@@ -35,11 +42,23 @@ Draw = Callable[[Theme], Drawing | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """One figure in both themes as base64 PNG, and where its light PNG file lies."""
+    """One figure for wide and for narrow screens as base64 SVG, and where its PNG file lies."""
 
-    light: str
-    dark: str
+    wide: str
+    narrow: str
     path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """The only script of a page, with the hash by which the page allows it."""
+
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """Source expression of a content security policy."""
+        return f"sha256-{_base64(hashlib.sha256(self.text.encode()).digest())}"
 
 
 class Markup(str):
@@ -64,8 +83,9 @@ def write_report(run_dir: Path, out: Path | None = None) -> list[Path]:
         runs = record.samples["ab"].get("runs") or []
         links = _links({run["folder"]: [run_dir / run["folder"]] for run in runs}, target)
         page, draws = ab_page(record, links), {"ratios": partial(sides_figure, record)}
+        page = replace(page, links=_beside(run_dir, target, RUN_FILES))
     else:
-        page = run_page(record)
+        page = run_page(record, _beside(run_dir, target, RUN_FILES))
         draws = {name: partial(draw, record) for name, draw in FIGURES.items()}
         try:
             rows = read_telemetry(run_dir)
@@ -95,13 +115,10 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     name, trials = sweep_dir.resolve().name, search_section(sweep_dir)
     title = f"Sweep {name}" if trials is None else f"Search {name}"
     folders = {row.place: [target / row.folder.relative_to(sweep_dir), row.folder] for row in rows}
-    page = sweep_page(title, rows, _links(folders, target))
+    page = sweep_page(title, rows, _links(folders, target), trials.text if trials else ())
+    page = replace(page, links=_beside(sweep_dir, target, SWEEP_FILES))
     if trials is not None:
-        page = replace(
-            page,
-            verdict=replace(page.verdict, lines=trials.text),
-            sections=(replace(trials, text=()), *page.sections),
-        )
+        page = replace(page, sections=(replace(trials, text=()), *page.sections))
     against = peers_section(rows)
     if against is not None:
         page = replace(page, sections=(page.sections[0], against, *page.sections[1:]))
@@ -144,26 +161,37 @@ def _write_pages(
     for name in [name for section in page.sections for name in section.figures]:
         if name not in draws or lack is not None:
             continue
-        light = draws[name](THEMES["light"])
-        dark = draws[name](THEMES["dark"])
-        if light is None or dark is None:
+        wide = draws[name](THEMES["light"])
+        narrow = draws[name](THEMES["light"].narrow)
+        if wide is None or narrow is None:
             continue
         (target / "figures").mkdir(exist_ok=True)
         picture = target / "figures" / f"{name}.png"
-        write_bytes_atomic(picture, light)
-        write_bytes_atomic(picture.with_suffix(".svg"), light.svg())
+        svg = wide.svg()
+        write_bytes_atomic(picture, wide.png())
+        write_bytes_atomic(picture.with_suffix(".svg"), svg)
         pictures += [picture, picture.with_suffix(".svg")]
-        images[name] = Image(light=_base64(light), dark=_base64(dark), path=f"figures/{name}.png")
+        images[name] = Image(
+            wide=_base64(adaptive(svg)),
+            narrow=_base64(adaptive(narrow.svg())),
+            path=f"figures/{name}.png",
+        )
     page = replace(page, sections=tuple(filter(partial(_has_content, images), page.sections)))
     paths = []
     for suffix in ("html", "md"):
-        template = _environment(is_html=suffix == "html").get_template(f"page.{suffix}.j2")
         path = target / f"{stem}.{suffix}"
-        write_text_atomic(path, template.render(page=page, images=images, themes=dict(THEMES)))
+        write_text_atomic(path, render(page, suffix, images))
         paths.append(path)
     for name, text in tables.items():
         write_text_atomic(target / name, text)
     return [*paths, *pictures, *(target / name for name in tables)]
+
+
+def render(page: Page, suffix: str, images: Mapping[str, Image] | None = None) -> str:
+    """Return a page as text: html or md."""
+    template = _environment(is_html=suffix == "html").get_template(f"page.{suffix}.j2")
+    script = Script(text=(TEMPLATES / "filter.js").read_text(encoding="utf-8"))
+    return template.render(page=page, images=images or {}, themes=dict(THEMES), script=script)
 
 
 def _no_drawing() -> str | None:
@@ -182,6 +210,21 @@ def _has_content(images: Mapping[str, Image], section: Section) -> bool:
     """Return whether a section has more to show than figures without their data."""
     is_drawn = any(name in images for name in section.figures)
     return is_drawn or bool(section.tables) or not section.figures
+
+
+def _beside(folder: Path, target: Path, names: Sequence[str]) -> tuple[Link, ...]:
+    """Return links from a page in `target` to its sweep, all runs, and files of its folder."""
+    folder = folder.resolve()
+    found = [(name, folder / name) for name in names if (folder / name).is_file()]
+    homes = [home for home in folder.parents[1:3] if (home / INDEX_NAME).is_file()]
+    found = [("All runs", home / INDEX_NAME) for home in homes[:1]] + found
+    if (folder.parent / SWEEP_MARK).is_file():
+        found.insert(0, ("Sweep", folder.parent / SWEEP_NAME))
+    return tuple(Link(label=label, address=_relative(path, target)) for label, path in found)
+
+
+def _relative(path: Path, target: Path) -> str:
+    return quote(os.path.relpath(path, target.resolve()))
 
 
 def _links(folders: Mapping[Key, Sequence[Path]], target: Path) -> dict[Key, str]:

@@ -1,6 +1,7 @@
 """Finds and reads the records in a run's folder, or in all run folders below a sweep's folder."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +48,19 @@ def load_points(folder: Path) -> list[Point]:
         RecordError: when the folder is absent or holds no run.
     """
     _require_folder(folder)
-    points = [_load_point(path) for path in _run_folders(folder)]
+    points = list(each_point(folder))
     if not points:
         raise RecordError(
             f"{folder}: no {RESULT_NAME} here or in any folder below."
             " Give a run's folder or a sweep's folder."
         )
     return sorted(points, key=lambda point: _natural(point.folder.relative_to(folder)))
+
+
+def each_point(folder: Path) -> Iterator[Point]:
+    """Yield what load_points returns, in any order and one record at a time; none: nothing."""
+    for path in _run_folders(folder):
+        yield _load_point(path)
 
 
 def _require_folder(folder: Path) -> None:
@@ -68,13 +75,11 @@ def _require_folder(folder: Path) -> None:
         )
 
 
-def _run_folders(folder: Path) -> list[Path]:
-    found = []
+def _run_folders(folder: Path) -> Iterator[Path]:
     for path, subfolders, files in os.walk(folder):
         if RESULT_NAME in files or STATE_NAME in files:
-            found.append(Path(path))
             subfolders.clear()
-    return found
+            yield Path(path)
 
 
 def _load_point(folder: Path) -> Point:

@@ -26,7 +26,7 @@ COMMANDS = _commands()
 HARNESS = [line for line in COMMANDS if line.startswith("python -m harness ")]
 SEARCH = [line for line in COMMANDS if line.startswith("python -m harness.search ")]
 MAKE = [line for line in COMMANDS if line.startswith("make ")]
-REPORTS = [line for line in COMMANDS if line.startswith("python -m reports compare ")]
+REPORTS = [line for line in COMMANDS if line.startswith("python -m reports ")]
 
 
 def test_every_command_is_of_a_kind_that_is_checked() -> None:

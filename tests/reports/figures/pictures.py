@@ -19,8 +19,10 @@ def drawn(name, theme="light"):
     return FIGURES[name](ok_record(), THEMES[theme])
 
 
-def pixels(png):
-    with Image.open(io.BytesIO(png)) as image:
+@functools.cache
+def pixels(drawing):
+    """Return the pixels of a figure, rows x columns x 3; of a figure rendered once."""
+    with Image.open(io.BytesIO(drawing.png())) as image:
         assert image.format == "PNG"
         return np.asarray(image.convert("RGB")).astype(int)
 
@@ -29,6 +31,6 @@ def rgb(colour):
     return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
 
 
-def share_near(png, colour):
+def share_near(drawing, colour):
     """Return the share of pixels within 12 of a colour in each channel."""
-    return float((np.abs(pixels(png) - rgb(colour)).max(axis=2) <= 12).mean())
+    return float((np.abs(pixels(drawing) - rgb(colour)).max(axis=2) <= 12).mean())

@@ -58,5 +58,5 @@ def test_a_long_sweep_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"offload": "none", "fits": "True", "decode_tokens_s": "5", "queue_output_tokens_s": "6"}
     many = [row | {"point": f"p{index}"} for index in range(7)]
     few = many[:4]
-    sizes = [int.from_bytes(plan_figure(rows)[20:24], "big") for rows in (many, few)]
+    sizes = [int.from_bytes(plan_figure(rows).png()[20:24], "big") for rows in (many, few)]
     assert sizes[0] == sizes[1]

@@ -90,8 +90,8 @@ def test_a_side_that_failed_shows_its_error_and_the_other_one_s_figures():
 
 def test_intervals_beyond_the_axis_and_without_noise_are_drawn():
     rows = [row(low=0.001, high=900.0, ratio=50.0, resolution=None), row(low=None, high=None)]
-    assert sides_figure(comparison(rows=rows), THEMES["light"]).startswith(b"\x89PNG")
-    assert sides_figure(comparison(rows=rows), THEMES["dark"]).startswith(b"\x89PNG")
+    for theme in (THEMES["light"], THEMES["light"].narrow):
+        assert sides_figure(comparison(rows=rows), theme).png().startswith(b"\x89PNG")
 
 
 def test_ratios_far_from_1_are_in_their_place_on_a_logarithmic_axis():

@@ -1,10 +1,10 @@
 """The pages of one run: values, definitions, escaping, what a page may load."""
 
 import base64
-import io
 import re
 import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
@@ -14,7 +14,7 @@ from reports.record.record import RecordError
 from tests.reports.conftest import write_run
 from tests.reports.examples import no_fit_record, ok_record
 
-VOID = {"meta", "img", "source", "br", "wbr"}
+VOID = {"meta", "img", "input", "br", "wbr"}
 
 
 class Reader(HTMLParser):
@@ -41,7 +41,7 @@ class Reader(HTMLParser):
         assert self.stack.pop() == tag
 
     def handle_data(self, data):
-        if "style" in self.stack:
+        if {"style", "script"} & set(self.stack):
             return
         if self.goes_on:  # a place where a line may break is no end of a word
             self.text[-1] += data
@@ -68,17 +68,17 @@ def test_summary_numbers_are_in_the_page(ok_dir):
     words = read_html(ok_dir).words
     for text in ("402.7 tok/s", "223.7 ms", "156.8 ms", "9.10 s", "12.9 GiB", "98.5 %"):
         assert text in words
-    assert words.index("ok, valid") < words.index("402.7 tok/s") < words.index("Memory: budget")
+    assert words.index("402.7 tok/s") < words.index("ok, valid") < words.index("Memory: budget")
     assert "olmo7b, offload uva, budget 16.0 GiB on NVIDIA H200" in words
 
 
 def test_metrics_stand_beside_their_definition(ok_dir):
     page = read_html(ok_dir)
-    assert page.row("throughput/output_tok_s")[1:] == [
-        "402.7 tok/s",
-        "sum(output tokens) / (t(last token) - t(first submit))",
-    ]
-    assert page.row("energy/j_per_token")[1] == "n/a"
+    values, definitions = (row[1] for row in page.rows if row[:1] == ["throughput/output_tok_s"])
+    assert values == "402.7 tok/s"
+    assert definitions == "sum(output tokens) / (t(last token) - t(first submit))"
+    assert ("td", "title", definitions) in page.attributes
+    assert ["energy/j_per_token", "n/a"] in page.rows
     assert page.row("TTFT (ms)")[1:4] == ["221.7", "223.7", "n/a"]
     assert page.row("kv cache") == ["kv cache", "6.20 GiB", "45.6 %"]
     assert page.row("engine.gpu_memory_utilization") == ["engine.gpu_memory_utilization", "0.85"]
@@ -90,10 +90,18 @@ def test_page_loads_nothing_from_outside(ok_dir):
     assert len(sources) == 14
     for source in sources:
         head, data = source.split(",", 1)
-        assert head == "data:image/png;base64"
-        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
-            assert min(image.size) > 100
-    assert not [value for _, name, value in page.attributes if name == "href"]
+        assert head == "data:image/svg+xml;base64"
+        svg = ElementTree.fromstring(base64.b64decode(data))
+        drawn = [item for item in svg.iter() if item.tag.endswith("}text")]
+        assert drawn
+        loaded = [
+            value for item in svg.iter() for key, value in item.attrib.items() if "href" in key
+        ]
+        assert all(value.startswith("#") for value in loaded)
+    links = [value for _, name, value in page.attributes if name == "href"]
+    ids = {value for _, name, value in page.attributes if name == "id"}
+    assert {link[1:] for link in links if link.startswith("#")} <= ids
+    assert [link for link in links if not link.startswith("#")] == ["result.json"]
     html = (ok_dir / "report.html").read_text(encoding="utf-8")
     assert "http://" not in html
     assert "https://" not in html
@@ -106,10 +114,10 @@ def test_figures_lie_beside_the_markdown(ok_dir):
     text = (ok_dir / "report.md").read_text(encoding="utf-8")
     links = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert links == [
-        "figures/memory.png",
         "figures/latency.png",
         "figures/timeline.png",
         "figures/throughput.png",
+        "figures/memory.png",
         "figures/kv.png",
         "figures/load.png",
         "figures/roofline.png",
@@ -145,7 +153,8 @@ def test_pages_of_a_refused_run(no_fit_dir):
         "memory.svg",
     }
     text = (no_fit_dir / "report.md").read_text(encoding="utf-8")
-    assert r"**no\_fit: the plan does not fit, so nothing was loaded**" in text
+    assert "**Does not fit: 1.90 GiB of GPU memory short**" in text
+    assert r"no\_fit: the plan does not fit, so nothing was loaded" in text
 
 
 def test_only_the_total_over_its_budget_is_marked(no_fit_dir):
@@ -192,12 +201,14 @@ def test_everything_from_outside_is_escaped(tmp_path):
     page = Reader(html)
     assert "<img src=x" not in html
     assert "onerror" not in {name for _, name, _ in page.attributes}
-    assert sum(name == "alt" for _, name, _ in page.attributes) == 1
+    assert sum(name == "alt" for _, name, _ in page.attributes) == 2
     assert page.words.count(EVIL) >= 14
     text = (folder / "report.md").read_text(encoding="utf-8")
     outside, fenced = text.split("`````")[0::2], text.split("`````")[1]
     assert fenced == f"\n```\n{EVIL}\n````\n"
-    for part in outside:
+    assert f"python -m harness '{EVIL}'" in text
+    fence = re.compile(r"^(`{3,})\n.*?^\1$", flags=re.MULTILINE | re.DOTALL)
+    for part in (fence.sub("", part) for part in outside):
         assert "<img" not in part
         assert "](b)" not in part.replace(r"\](b)", "")
         assert not re.search(r"(?<!\\)`", part)
@@ -257,7 +268,7 @@ def test_a_title_breaks_behind_its_commas_and_is_escaped(tmp_path):
     folder = write_run(record, tmp_path / "run")
     write_report(folder)
     html = (folder / "report.html").read_text()
-    assert "offload=uva,<wbr>gpu.memory_gib=8,<wbr>&lt;b&gt;</h1>" in html
+    assert "offload=<wbr>uva,<wbr>gpu.memory_gib=<wbr>8,<wbr>&lt;b&gt;</h1>" in html
 
 
 def test_telemetry_that_cannot_be_read_is_named(tmp_path):

@@ -1,0 +1,190 @@
+"""Every run of a home as one page: a row each, newest first, with a filter; no report is drawn."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from reports import facts
+from reports.pages.page import Kind, Page, Section, Table
+from reports.pages.verdict import state, status_kind
+from reports.pages.write import INDEX_NAME, REPORT_NAME, SWEEP_NAME, render
+from reports.record.folders import Point, each_point
+from reports.record.metrics import METRICS, Metric, Metrics, metric_number, shared
+from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
+from reports.record.text import ABSENT, GIB, number, shorten
+
+RUNS: Final = "runs"
+"""Folder of a home below which its runs are."""
+COLUMNS: Final = (
+    (METRICS["throughput/output_tok_s"], METRICS["serve/output_tok_s"]),
+    (METRICS["latency/tpot_ms"], METRICS["serve/tpot_ms"]),
+    (METRICS["latency/ttft_ms"], METRICS["serve/ttft_ms"]),
+    (METRICS["memory/gpu_peak_gib"],),
+)
+"""Metrics of a column; of several the first that a run has."""
+_BEFORE: Final = ("run", "started", "model", "offload", "budget (GiB)", "card", "status")
+
+
+@dataclass(kw_only=True)
+class _Sweep:
+    """What is counted of a folder with several runs."""
+
+    num_runs: int = 0
+    num_ok: int = 0
+    first: str = ""
+    models: set[str] = field(default_factory=set)
+
+
+def write_index(home: Path) -> Path:
+    """Write HOME/index.html, the page of every run below HOME/runs; return its path.
+
+    Records are read, reports are linked where they exist and never drawn: a thousand runs take a
+    few seconds. Links are relative, so that the page works from a file and in a copy of the home.
+
+    Args:
+        home: the folder that holds `runs`.
+
+    Raises:
+        RecordError: there is no such folder.
+        OSError: the page cannot be written.
+    """
+    if not home.is_dir():
+        raise RecordError(
+            f"{home}: expected a folder that holds {RUNS}, got none. Give the folder that "
+            "TIGHTFIT_HOME names, or make a run first."
+        )
+    target = home / INDEX_NAME
+    write_text_atomic(target, render(index_page(home), "html"))
+    return target
+
+
+def index_page(home: Path) -> Page:
+    """Return the page of every run below HOME/runs, newest first."""
+    runs = home / RUNS
+    found, sweeps = [], dict[Path, _Sweep]()
+    for point in each_point(runs):
+        line, kind, started = _line(point)
+        parent = point.folder.parent
+        if parent != runs:
+            _count(sweeps.setdefault(parent, _Sweep()), point)
+        name = "" if parent == runs else parent.relative_to(runs).as_posix()
+        found.append((started, (*line, name), kind, _address(point.folder, home)))
+    found.sort(key=lambda item: item[0], reverse=True)
+    counts = Counter(line[len(_BEFORE) - 1] for _, line, _, _ in found)
+    sections = [_sweeps_section(sweeps, home, runs)] if sweeps else []
+    if found:
+        sections.append(_runs_section(found))
+    text = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    return Page(
+        title="Runs",
+        subtitle=text or f"No run yet below {runs}.",
+        details=str(home.resolve()),
+        sections=tuple(sections),
+        is_filtered=bool(found),
+    )
+
+
+def _runs_section(found: list[tuple[str, tuple[str, ...], Kind, str]]) -> Section:
+    first = len(_BEFORE)
+    headings = tuple(metrics[0].heading for metrics in COLUMNS)
+    table = Table(
+        columns=(*_BEFORE, *headings, "sweep"),
+        rows=[line for _, line, _, _ in found],
+        numeric=frozenset({4, *range(first, first + len(COLUMNS))}),
+        links={place: address for place, (_, _, _, address) in enumerate(found)},
+        kinds={place: kind for place, (_, _, kind, _) in enumerate(found) if kind != "good"},
+    )
+    return Section(title="All runs", tables=(table,))
+
+
+def _sweeps_section(sweeps: Mapping[Path, _Sweep], home: Path, runs: Path) -> Section:
+    order = sorted(sweeps.items(), key=lambda item: item[1].first, reverse=True)
+    table = Table(
+        columns=("sweep", "started", "model", "runs", "ok"),
+        rows=[
+            (
+                folder.relative_to(runs).as_posix(),
+                _moment(one.first),
+                ", ".join(sorted(one.models)),
+                str(one.num_runs),
+                str(one.num_ok),
+            )
+            for folder, one in order
+        ],
+        numeric=frozenset({3, 4}),
+        links={place: _sweep_address(folder, home) for place, (folder, _) in enumerate(order)},
+    )
+    return Section(title="Sweeps", tables=(table,))
+
+
+def _line(point: Point) -> tuple[tuple[str, ...], Kind, str]:
+    """Return the cells of a run before its sweep, how it is marked, and when it started."""
+    record = point.record
+    if record is None:
+        problem = (point.problem or "").removeprefix(f"{point.folder / RESULT_NAME}: ")
+        values = [ABSENT] * len(COLUMNS)
+        return (point.folder.name, *[""] * 5, shorten(problem, 80), *values), "bad", ""
+    asked_gib = facts.dig_number(record.config, "gpu.memory_gib")
+    planned = facts.dig_number(record.plan, "gpu.budget_bytes")
+    budget_gib = planned / GIB if asked_gib is None and planned is not None else asked_gib
+    before = (
+        record.name,
+        _moment(record.started_at or ""),
+        facts.model_name(record) or "",
+        _how(record),
+        number(budget_gib),
+        "CPU emulation" if facts.is_emulated(record) else facts.gpu_name(record) or "",
+        state(record),
+    )
+    values = [_value(metrics, record.metrics) for metrics in COLUMNS]
+    return (*before, *values), status_kind(record), record.started_at or ""
+
+
+def _how(record: RunRecord) -> str:
+    """Return the offload, of a peer behind its name."""
+    system = facts.system_name(record)
+    return " ".join(
+        filter(None, ("" if system == "native" else system, facts.offload_name(record)))
+    )
+
+
+def _value(metrics: tuple[Metric, ...], run: Metrics) -> str:
+    """Return the first of the metrics that a run has: its median, else its mean."""
+    for metric in (shared(metric, [run]) for metric in metrics):
+        if run.get(metric.name) is not None:
+            return metric_number(metric.name, run[metric.name])
+    return ABSENT
+
+
+def _count(sweep: _Sweep, point: Point) -> None:
+    sweep.num_runs += 1
+    if point.record is None:
+        return
+    sweep.num_ok += point.record.status == "ok"
+    sweep.models |= {name for name in [facts.model_name(point.record)] if name}
+    started = point.record.started_at or ""
+    sweep.first = min(filter(None, (sweep.first, started)), default="")
+
+
+def _moment(started_at: str) -> str:
+    """Return `2026-11-29 10:14` of an ISO 8601 time."""
+    return started_at[:16].replace("T", " ")
+
+
+def _address(folder: Path, home: Path) -> str:
+    """Return the relative address of a run's report, of its folder where it has none."""
+    report = folder / REPORT_NAME
+    return _relative(report if report.is_file() else folder, home)
+
+
+def _sweep_address(folder: Path, home: Path) -> str:
+    report = folder / SWEEP_NAME
+    return _relative(report if report.is_file() else folder, home)
+
+
+def _relative(path: Path, home: Path) -> str:
+    return quote(os.path.relpath(path, home))

@@ -1,0 +1,104 @@
+"""The page of all runs: what it lists, its links, its script."""
+
+import base64
+import hashlib
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from reports.__main__ import main
+from reports.pages.index import write_index
+from reports.record.record import RecordError
+from tests.reports.conftest import write_run
+from tests.reports.examples import config, no_fit_record, ok_record
+from tests.reports.pages.test_write import EVIL, read_html
+
+CSP = "Content-Security-Policy"
+
+
+def light_record(**changes):
+    return ok_record(samples={}, plan=None, **changes)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Two runs, a sweep of two points, a run that has not ended and one that is broken."""
+    home = tmp_path_factory.mktemp("a home [x]")
+    runs = home / "runs"
+    write_run(light_record(name="early", started_at="2026-11-27T08:00:00+00:00"), runs / "1 [a]")
+    (runs / "1 [a]" / "report.html").touch()
+    late = light_record(name=EVIL, started_at="2026-11-28T09:30:00+00:00", config=config())
+    late.config["system"] = {"kind": "accelerate"}
+    late.valid = False
+    write_run(late, runs / "2")
+    write_run(light_record(name="offload=uva"), runs / "sweep" / "0")
+    write_run(no_fit_record(name="offload=none"), runs / "sweep" / "1")
+    (runs / "sweep" / "sweep.html").touch()
+    (runs / "3").mkdir()
+    (runs / "3" / "state.json").write_text("{}")
+    (runs / "4").mkdir()
+    (runs / "4" / "result.json").write_text("{")
+    assert write_index(home) == home / "index.html"
+    return home
+
+
+def run_rows(home):
+    page = read_html(home, "index.html")
+    return {row[0]: row for row in page.rows if len(row) == 12}
+
+
+def test_every_run_has_a_row_newest_first(home):
+    rows = run_rows(home)
+    assert list(rows)[:2] == [EVIL, "offload=uva"]
+    assert set(rows) == {EVIL, "offload=uva", "offload=none", "early", "3", "4"}
+    assert rows["offload=uva"][1:] == [
+        *("2026-11-27 10:15", "olmo7b", "uva", "16.0", "NVIDIA H200", "ok, valid"),
+        *("402.7", "156.8", "223.7", "12.9", "sweep"),
+    ]
+    assert rows[EVIL][3] == "accelerate uva"
+    assert rows[EVIL][6] == "ok, not valid"
+    assert rows["offload=none"][6:8] == ["no_fit", "n/a"]
+    assert "no result.json: the run has" in rows["3"][6]
+    assert "not valid JSON" in rows["4"][6]
+
+
+def test_links_are_relative_and_lead_somewhere_also_in_a_copy(home, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(home, copy)
+    page = read_html(copy, "index.html")
+    links = [value for _, name, value in page.attributes if name == "href" and value[0] != "#"]
+    assert "runs/1%20%5Ba%5D/report.html" in links
+    assert "runs/sweep/sweep.html" in links
+    for link in links:
+        assert not Path(unquote(link)).is_absolute()
+        assert (copy / unquote(link)).exists()
+
+
+def test_the_only_script_is_the_one_that_the_page_allows(home):
+    html = (home / "index.html").read_text(encoding="utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", html, flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = re.findall(r'content="(default-src[^"]*)"', html)
+    assert f"script-src &#39;sha256-{digest}&#39;" in policy or f"'sha256-{digest}'" in policy
+    assert "<img src=x" not in html
+    assert "://" not in html.replace(script, "")
+
+
+def test_a_run_links_back_to_the_page_of_all_runs(home):
+    folder = home / "runs" / "sweep" / "0"
+    (folder.parent / "multirun.yaml").touch()
+    assert main([str(folder)]) == 0
+    page = read_html(folder)
+    links = {value for _, name, value in page.attributes if name == "href"}
+    assert {"../sweep.html", "../../../index.html", "result.json"} <= links
+
+
+def test_a_home_without_runs_has_a_page_and_no_home_is_refused(tmp_path, capsys):
+    assert main(["index", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'index.html'}\n"
+    assert "No run yet below" in read_html(tmp_path, "index.html").words
+    with pytest.raises(RecordError, match="expected a folder that holds runs, got none"):
+        write_index(tmp_path / "none")
