@@ -82,6 +82,12 @@ def _compare(arguments: list[str]) -> int:
     return _guarded(lambda: compare(arguments))
 
 
+def _doctor(arguments: list[str]) -> int:
+    from tightfit.doctor import main  # noqa: PLC0415  when it runs
+
+    return _guarded(lambda: main(arguments))
+
+
 def _ui(arguments: list[str]) -> int:
     from catalogue.files import tightfit_home  # noqa: PLC0415  when it runs
     from harness.tracking.mlflow import DATABASE_NAME  # noqa: PLC0415
@@ -142,6 +148,7 @@ COMMANDS: Final = (
     Command("models", "VERB ...", "list, show, fetch, pack and remove models", _models),
     Command("open", "[latest|RUN]", "open the page of a run or a sweep in the browser", _open),
     Command("compare", "RUN RUN ...", "compare runs of the same work", _compare),
+    Command("doctor", "", "check what this machine has: GPU, link, memory, disk", _doctor),
     Command("ui", "[OPTIONS]", "show all runs in MLflow, in the browser", _ui),
     Command("completion", "SHELL", "print what makes bash, zsh or fish complete", _completion),
     Command("version", "", "print the version", _version),
