@@ -60,6 +60,11 @@ def facts_folder() -> Path:
     return tightfit_home() / "facts"
 
 
+def note_folders() -> dict[str, str]:
+    """Return the folders in which loads note what they find out and keep weights, by keyword."""
+    return {"facts_folder": str(facts_folder()), "kept_folder": str(kept_folder())}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an absent, unreadable or broken file gives an empty one."""
     try:

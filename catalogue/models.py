@@ -4,7 +4,7 @@ import logging
 import shutil
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,34 @@ def remove(model: Model) -> int:
     num_bytes = folder_bytes(folder)
     shutil.rmtree(folder)
     return num_bytes
+
+
+def located(model: str, load_format: str | None = None) -> dict[str, Any]:
+    """Return what an engine needs to know of a model, by field: name, path, load_format and so on.
+
+    Its weights are on this machine afterwards: what is absent is fetched now.
+
+    Args:
+        model: a folder, a name of the catalogue, or a hub's OWNER/NAME.
+        load_format: how weights are read; None: as the catalogue says.
+
+    Raises:
+        ConfigError: there is no such model.
+        ModelUnavailableError: its weights are not to be had.
+    """
+    if (folder := expanded(model)).exists():
+        return {"name": folder.name, "path": str(folder), "load_format": load_format or "auto"}
+    entry = find(model)
+    if load_format is not None:
+        entry = replace(entry, load_format=load_format)
+    path = fetch(entry)
+    return {
+        "name": entry.name,
+        "path": None if path is None else str(path),
+        "load_format": entry.load_format,
+        "keep_lossless": entry.keep_lossless,
+        "spec": describe(entry).spec if path is None else entry.spec,
+    }
 
 
 def _check_folder(model: Model, folder: Path) -> Path:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from catalogue.cards import card_names, card_sheet, unknown_card
-from catalogue.files import expanded, facts_folder, kept_folder
-from catalogue.models import describe, fetch, find
+from catalogue.files import note_folders
+from catalogue.models import describe, find, located
 from engine import llm as engine_llm
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keywords import config_from_keywords
@@ -67,26 +67,12 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
 
 def _noting(keywords: dict[str, Any]) -> dict[str, Any]:
     """Return keywords with the folders in which loads note what they find out, and keep weights."""
-    return {"facts_folder": str(facts_folder()), "kept_folder": str(kept_folder()), **keywords}
+    return {**note_folders(), **keywords}
 
 
 def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:
     """Return the model with its weights on this machine, fetched now when absent."""
-    load_format = keywords.get("load_format", "auto")
-    if expanded(model).exists():
-        folder = expanded(model)
-        return ModelConfig(name=folder.name, path=str(folder), load_format=load_format)
-    entry = find(model)
-    entry = replace(entry, load_format=keywords.get("load_format", entry.load_format))
-    folder_or_none = fetch(entry)
-    spec = describe(entry).spec if folder_or_none is None else entry.spec
-    return ModelConfig(
-        name=entry.name,
-        path=None if folder_or_none is None else str(folder_or_none),
-        load_format=entry.load_format,
-        keep_lossless=entry.keep_lossless,
-        spec=spec,
-    )
+    return ModelConfig(**located(model, keywords.get("load_format")))
 
 
 def _card(name: str, asked: GPUConfig) -> GPUConfig:

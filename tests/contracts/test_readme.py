@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from catalogue.models import names
 from harness.__main__ import main
 from harness.studies.search_request import parse_request
+from server.body import parsed
+from server.flags import parse
+from server.schemas import CompletionRequest
 from tests.contracts.project import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,11 +32,27 @@ SEARCH = [line for line in COMMANDS if line.startswith("python -m harness.search
 MAKE = [line for line in COMMANDS if line.startswith("make ")]
 REPORTS = [line for line in COMMANDS if line.startswith("python -m reports ")]
 
+SERVE = [line for line in COMMANDS if line.startswith("python -m server ")]
+CLIENTS = [line for line in COMMANDS if line.startswith(("curl localhost:8000/", "python -c "))]
+
 
 def test_every_command_is_of_a_kind_that_is_checked() -> None:
     assert HARNESS
     assert MAKE
-    assert sorted(HARNESS + MAKE + REPORTS + SEARCH) == sorted(COMMANDS)
+    assert sorted(HARNESS + MAKE + REPORTS + SEARCH + SERVE + CLIENTS) == sorted(COMMANDS)
+
+
+def test_the_server_s_lines_are_understood_by_it() -> None:
+    [serve], [curl, python] = SERVE, CLIENTS
+    model = parse(shlex.split(serve)[3:]).model
+    assert model in names()
+    _, address, *words = shlex.split(curl)
+    assert address == "localhost:8000/v1/completions"
+    assert words[:2] == ["-H", "Content-Type: application/json"]
+    assert parsed(words[3].encode(), CompletionRequest).prompts
+    code = shlex.split(python)[2]
+    compile(code, "README.md", "exec")
+    assert f"model='{model}'" in code
 
 
 @pytest.mark.parametrize("line", MAKE)
@@ -83,10 +103,10 @@ def test_the_python_lines_run(
     assert '"path/to/checkpoint"' in lines
     lines = lines.replace('"path/to/checkpoint"', repr(str(glass_model_dir)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    names: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     with pytest.warns(OffloadWarning, match="everything fits"):  # it is for a larger model
-        exec(lines, names)
-    names["llm"].close()
+        exec(lines, known)
+    known["llm"].close()
     assert capsys.readouterr().out.strip()
 
 

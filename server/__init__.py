@@ -1,0 +1,1 @@
+"""The server: the engine behind the API of OpenAI's clients, in a process of its own."""

@@ -1,0 +1,140 @@
+"""Bodies of requests: bounded, JSON only, checked against their models."""
+
+import asyncio
+import json
+import re
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from server.errors import APIError, bad_value
+from server.settings import ServerSettings
+
+MAX_OBJECTS: Final = 100_000
+"""Braces in a body: parsing so many takes some 100 ms, in which nobody else is served."""
+MAX_VALUES: Final = 2_000_000
+"""Commas in a body, likewise."""
+MAX_HELD: Final = 8
+"""Bodies of the largest size that all open requests may hold together."""
+_LARGE_EXPONENT: Final = re.compile(rb"\d[eE]\+?\d{3}")
+_FORMS: Final = ("str", "int", "float", "bool", "dict", "list")
+_MIB: Final = 2**20
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Bodies:
+    """Reads the bodies of all requests within one bound."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._max_bytes = int(settings.max_body_mib * _MIB)
+        self._timeout_s = settings.body_timeout_s
+        self.held_bytes = 0
+        """Of all open requests; the caller takes off what it got."""
+
+    async def read(self, request: Request) -> bytes:
+        """Return a request's body.
+
+        Raises:
+            APIError: It is no JSON by its type, too large, too slow, or others hold too much.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise APIError(
+                415,
+                f"Content-Type: expected application/json, got {kind or 'none'}.",
+                code="unsupported_media_type",
+            )
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            raise self._too_large(int(length))
+        if self.held_bytes > MAX_HELD * self._max_bytes:
+            raise APIError(
+                429,
+                "the bodies of open requests hold all the memory that there is for them. Try "
+                "again later.",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        parts = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for part in request.stream():
+                    parts += part
+                    if len(parts) > self._max_bytes:
+                        raise self._too_large(len(parts))
+        except TimeoutError:
+            raise APIError(
+                408,
+                f"the body: expected all of it within {self._timeout_s:g} s, got {len(parts)} "
+                "bytes.",
+                code="body_timeout",
+                headers={"Connection": "close"},
+            ) from None
+        return bytes(parts)
+
+    def _too_large(self, num_bytes: int) -> APIError:
+        return APIError(
+            413,
+            f"the body: expected at most {self._max_bytes} bytes, got {num_bytes} or more. "
+            "Send less, or raise --max-body-mib.",
+            code="body_too_large",
+        )
+
+
+def parsed(body: bytes, model: type[Model]) -> Model:
+    """Return a body as its model.
+
+    Raises:
+        APIError: It is no JSON object, or a value is of the wrong type or out of bounds.
+    """
+    if body.count(b"{") > MAX_OBJECTS or body.count(b",") > MAX_VALUES:
+        raise bad_value(
+            None,
+            f"the body: expected at most {MAX_OBJECTS} objects and {MAX_VALUES} values, got more.",
+        )
+    try:
+        content: Any = from_json(body, allow_inf_nan=False)
+        if _LARGE_EXPONENT.search(body):
+            json.dumps(content, allow_nan=False)
+    except ValueError as error:
+        raise APIError(
+            400, f"the body: expected JSON with finite numbers ({error}).", code="invalid_json"
+        ) from None
+    if not isinstance(content, dict):
+        raise APIError(
+            400,
+            f"the body: expected a JSON object, got {type(content).__name__}.",
+            code="invalid_json",
+        )
+    try:
+        return model.model_validate(content, strict=True)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> APIError:
+    """Return the refusal of the first value that is wrong."""
+    first, *others = error.errors(include_url=False, include_context=False)
+    param = _param(first["loc"])
+    if first["type"] == "missing":
+        return APIError(
+            400, f"{param}: expected a value, got none.", param=param, code="missing_value"
+        )
+    # Each form that a value may have says why it is none of it.
+    same = [each for each in others if _param(each["loc"]) == param]
+    words = dict.fromkeys(str(each["msg"]).removeprefix("Value error, ") for each in [first, *same])
+    got = repr(first["input"])
+    got = got if len(got) <= 100 else f"{got[:100]}..."
+    return bad_value(param, f"{param or 'the body'}: {', or '.join(words)}, got {got}.")
+
+
+def _param(place: tuple[int | str, ...]) -> str | None:
+    """Return the field at a place, without the names of the forms that its value may have."""
+    names: list[str] = []
+    for part in place:
+        if isinstance(part, str) and names and (part in _FORMS or not part.isidentifier()):
+            break
+        names.append(str(part))
+    return ".".join(names) or None

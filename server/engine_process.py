@@ -1,0 +1,326 @@
+"""The engine's process: builds the engine, turns text into tokens and back, answers the front.
+
+It ends when the front does: the kernel kills it with its parent, and the socket's end says so too.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from catalogue.checkpoint import ModelUnavailableError
+from catalogue.files import note_folders
+from catalogue.models import located
+from engine.asked.config import ModelConfig
+from engine.asked.keywords import config_from_keywords
+from engine.errors import CapacityError, CheckpointError, ConfigError, EngineError, RequestError
+from server.plan_lines import plan_lines
+from server.wire import (
+    Abort,
+    Accepted,
+    Answered,
+    Beat,
+    Detokenize,
+    Failed,
+    Load,
+    Loading,
+    Planned,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+    Token,
+    Tokenize,
+    Tokens,
+    receive,
+    send,
+)
+
+if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
+    from engine.llm import LLM
+    from server.text import Text
+
+BEAT_S: Final = 0.5
+"""Seconds between two signs of life."""
+SAMPLE_S: Final = 0.25
+"""Seconds between two looks at the engine's counts while it runs."""
+TOKENIZER_THREADS: Final = 2
+"""A long prompt keeps one; the other goes on with short ones."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; end now where it has already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+class EngineProcess:
+    """Answers the messages of one front."""
+
+    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="text")
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._outbox: list[tuple[str, list[Token]]] = []
+        self._counts = Counts()
+        self._engine: AsyncLLM | None = None
+        self._text: Text | None = None
+
+    async def run(self) -> None:
+        """Load, then answer until the front says stop or ends."""
+        load = await receive(self._reader)
+        if not isinstance(load, Load):
+            return
+        beats = asyncio.create_task(self._beat())
+        building = asyncio.create_task(self._build(load))
+        while (message := await receive(self._reader)) is not None:
+            if isinstance(message, Stop):
+                break
+            self._obey(message)
+        if not building.done() or message is None:
+            os._exit(1)  # nobody waits for an answer, and a load cannot be cut short
+        beats.cancel()
+        if self._engine is not None:
+            await self._engine.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _build(self, load: Load) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell(message: object) -> None:
+            loop.call_soon_threadsafe(send, self._writer, message)
+
+        try:
+            llm, text = await asyncio.to_thread(build, load, tell)
+        except (
+            ConfigError,
+            CapacityError,
+            CheckpointError,
+            ModelUnavailableError,
+            EngineError,
+        ) as error:
+            is_permanent = not isinstance(error, CapacityError) or error.plan is not None
+            send(self._writer, Failed(str(error), is_permanent))
+            return
+        except Exception as error:  # noqa: BLE001  the edge: told to the front, which ends
+            send(self._writer, Failed(f"{type(error).__name__}: {error}", is_permanent=False))
+            return
+        from engine.async_llm import AsyncLLM  # noqa: PLC0415  brings torch
+
+        self._text = text
+        self._counts.begin(llm)
+        self._engine = AsyncLLM(llm, max_pending=load.max_pending, on_step=self._counts.note)
+        ready = Ready(
+            max_model_len=llm.max_model_len,
+            max_num_seqs=llm.plan.max_num_seqs,
+            vocab_size=llm.spec.vocab_size,
+            has_tokenizer=text.has_tokenizer,
+            has_chat_template=text.has_template,
+            takes_tools=text.takes_tools,
+            tool_parser=text.tool_parser,
+            facts=llm.effective() | {"memory": llm.memory()},
+        )
+        send(self._writer, ready)
+
+    async def _beat(self) -> None:
+        while True:
+            engine = self._engine
+            if engine is not None and engine.failure is not None:
+                self._fail(engine.failure)
+                return
+            send(self._writer, Beat({} if engine is None else self._counts.now()))
+            await asyncio.sleep(BEAT_S)
+
+    def _fail(self, error: BaseException) -> None:
+        reason = f"the engine failed: {type(error).__name__}: {error}"
+        send(self._writer, Failed(reason, is_permanent=False))
+
+    def _obey(self, message: object) -> None:
+        match message:
+            case Submit():
+                self._start(message.request_id, self._answer(message))
+            case Abort(request_id):
+                if task := self._running.get(request_id):
+                    task.cancel()
+            case Tokenize():
+                self._start(message.request_id, self._tokenize(message))
+            case Detokenize():
+                self._start(message.request_id, self._detokenize(message))
+            case _:
+                raise TypeError(f"expected a message of the front, got {message!r}.")
+
+    def _start(self, name: str, work: Any) -> None:
+        task = asyncio.create_task(self._guarded(name, work))
+        self._running[name] = task
+        task.add_done_callback(lambda _: self._running.pop(name, None))
+
+    async def _guarded(self, name: str, work: Any) -> None:
+        """Run a request's work; what it raises is told to its client."""
+        try:
+            await work
+        except RequestError as error:
+            # A message begins with the parameter where it does not tell it apart.
+            begin = str(error).partition(":")[0].partition("=")[0]
+            param = error.param or (begin if begin.isidentifier() else None)
+            self._refuse(Refused(request_id=name, message=str(error), param=param, code=error.code))
+        except Exception as error:  # noqa: BLE001  the edge: a client must not wait for ever
+            if self._engine is not None and self._engine.failure is not None:
+                self._fail(self._engine.failure)
+            message = f"{type(error).__name__}: {error}"
+            self._refuse(Refused(request_id=name, message=message, is_engine=True))
+
+    def _refuse(self, refusal: Refused) -> None:
+        self._flush()  # its tokens come before
+        send(self._writer, refusal)
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _answer(self, asked: Submit) -> None:
+        engine, text = self._engine, self._text
+        assert engine is not None
+        assert text is not None
+        encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
+        ids = asked.prompt if isinstance(asked.prompt, list) else await self._in_thread(encode)
+        params = text.checked(ids, asked.params, clamp=asked.room)
+        prompt_text = None
+        if asked.wants_text and isinstance(asked.prompt, list):
+            prompt_text = await self._in_thread(partial(text.decode, ids))
+        accepted = Accepted(
+            request_id=asked.request_id, prompt_token_ids=ids, prompt_text=prompt_text
+        )
+        send(self._writer, accepted)
+        with_logprobs = params.logprobs is not None
+        stream = engine.tokens(ids, params, asked.request_id, **asked.extra)
+        async with contextlib.aclosing(stream) as parts:
+            async for events in parts:
+                self._put(
+                    asked.request_id,
+                    [text.token(event, with_logprobs=with_logprobs) for event in events],
+                )
+
+    def _put(self, name: str, tokens: list[Token]) -> None:
+        if not self._outbox:
+            # Behind the tasks that the same step woke: all go out as one message.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((name, tokens))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            send(self._writer, Tokens(self._outbox))
+            self._outbox = []
+
+    async def _tokenize(self, asked: Tokenize) -> None:
+        text = self._text
+        assert text is not None
+        encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
+        ids = await self._in_thread(encode)
+        texts = await self._in_thread(partial(text.pieces, ids)) if asked.with_texts else None
+        send(self._writer, Answered(request_id=asked.request_id, value=(ids, texts)))
+
+    async def _detokenize(self, asked: Detokenize) -> None:
+        text = self._text
+        assert text is not None
+        text.check_ids(asked.token_ids)
+        value = await self._in_thread(partial(text.decode, asked.token_ids))
+        send(self._writer, Answered(request_id=asked.request_id, value=value))
+
+
+class Counts:
+    """The engine's counts for /metrics; its thread takes them, the process' loop reads them."""
+
+    def __init__(self) -> None:
+        self._llm: LLM | None = None
+        self._found: dict[str, float] = {}
+        self._h2d_bytes = self._in_place_bytes = self._steps = 0
+        self._step_s = 0.0
+        self._taken_s = 0.0
+
+    def begin(self, llm: "LLM") -> None:
+        """Count an engine."""
+        self._llm = llm
+        self._take()
+
+    def note(self, step: Any, seconds: float) -> None:
+        """Take in a step; called on the engine's thread behind it."""
+        self._steps += 1
+        self._step_s += seconds
+        self._h2d_bytes += step.h2d_bytes
+        self._in_place_bytes += step.in_place_bytes + step.kv_in_place_bytes
+        if time.monotonic() - self._taken_s >= SAMPLE_S:
+            self._take()
+
+    def _take(self) -> None:
+        assert self._llm is not None
+        self._taken_s = time.monotonic()
+        stats = self._llm.stats()
+        kv = stats.pop("kv")
+        self._found = stats | {f"kv_{name}": value for name, value in kv["cpu"].items()}
+
+    def now(self) -> dict[str, float]:
+        """Return the newest counts."""
+        return self._found
+
+
+def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text]":
+    """Find the model, plan, and build the engine; blocks for as long as that takes.
+
+    Args:
+        load: What is asked.
+        tell: Gets Loading and Planned as they come, on this thread.
+
+    Raises:
+        EngineError: The model is not to be had, does not fit, or a setting is refused.
+    """
+    tell(Loading("start"))
+    from engine.llm import LLM  # noqa: PLC0415  brings torch
+    from server.text import Text  # noqa: PLC0415
+
+    tell(Loading("fetch"))
+    model = ModelConfig(**located(load.model, load.keywords.get("load_format")))
+    config = config_from_keywords(model, note_folders() | load.keywords)
+    tell(Loading("plan"))
+    tell(Planned(plan_lines(LLM.plan_for(config))))
+    tell(Loading("load"))
+
+    def progress(phase: str, bytes_done: int, bytes_total: int) -> None:
+        tell(Loading(phase, bytes_done, bytes_total))
+
+    llm = LLM.from_config(config, progress)
+    return llm, Text(llm, load.chat_template)
+
+
+async def _serve(end: socket.socket) -> None:
+    end.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=end, limit=2**26)
+    await EngineProcess(reader, writer).run()
+    with contextlib.suppress(ConnectionError):
+        await writer.drain()
+
+
+def main() -> None:
+    """Serve the front at the other end of the socket that the first argument numbers."""
+    descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(parent_pid)
+    # A terminal sends Ctrl-C to both processes; the front decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Errors as clients of OpenAI's API expect them: status, message, type, param and code."""
+
+from typing import Any, Final
+
+from server.wire import Refused
+
+TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+"""Status -> the error's type; others are invalid_request_error."""
+RETRY_AFTER_S: Final = 1
+
+
+class APIError(Exception):
+    """What a client gets instead of an answer, or at the end of a stream."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """Return the error in OpenAI's shape."""
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def bad_value(param: str | None, message: str) -> APIError:
+    """Return the refusal of a parameter."""
+    return APIError(400, message, param=param, code="invalid_value")
+
+
+def unsupported(param: str, what: str) -> APIError:
+    """Return the refusal of a published parameter that this server does not know how to follow."""
+    return APIError(
+        400, f"{param}: {what} is not supported yet. Remove it.", param=param, code="unsupported"
+    )
+
+
+def refused(message: Refused) -> APIError:
+    """Return the refusal of a request by the engine."""
+    code = message.code or "invalid_value"
+    return APIError(400, message.message, param=message.param, code=code)
+
+
+def overloaded(message: str) -> APIError:
+    """Return the refusal of a request beyond the queue's bound."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return APIError(429, message, code="queue_full", headers=headers)
+
+
+def engine_gone(reason: str | None) -> APIError:
+    """Return what requests get when the engine has failed."""
+    return APIError(503, f"{reason or 'the engine is gone'}.", code="engine_failed")
+
+
+def not_ready(state: str) -> APIError:
+    """Return what requests get before the engine is ready, and while it drains."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    why = {"draining": "the server is shutting down", "failed": "the engine has failed"}
+    message = f"{why.get(state, 'the model is still loading')}. Try again later."
+    return APIError(503, message, code=state, headers=headers)

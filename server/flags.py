@@ -1,0 +1,219 @@
+"""From a command line and a YAML file to a model, the engine's keywords and ServerSettings.
+
+Every flag is a setting's keyword with dashes; the settings' classes declare them all.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NoReturn, get_args, get_origin
+
+import yaml
+
+from catalogue.files import load_yaml
+from engine.asked.keywords import COMBINED, keywords_of
+from engine.errors import ConfigError, did_you_mean
+from engine.sealed import Setting, describe_type, from_plain, settings, without_null
+from server.settings import ServerSettings
+
+OFFLOAD: Final = ("none", "auto", "uva", "prefetch")
+ALIASES: Final = {"kv-cpu-gib": "cpu_gib"}
+"""Further names of flags -> the keyword."""
+NOT_FLAGS: Final = ("spec", "measured_rates", "facts_folder", "kept_folder", "model_name")
+"""Keywords that a program gives, not a command line."""
+TRUE: Final = ("true", "yes", "on", "1")
+FALSE: Final = ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command line asks for."""
+
+    model: str
+    """As the user wrote it: a folder, a name of the catalogue, or OWNER/NAME."""
+    keywords: dict[str, Any]
+    """Of the engine."""
+    server: ServerSettings
+
+
+class UsageError(ConfigError):
+    """The command line has a flag that there is not, or lacks a value."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
+
+
+@cache
+def _settings() -> tuple[dict[str, Setting], dict[str, Setting]]:
+    """Return the engine's settings and the server's, by keyword."""
+    engine = {name: found for name, found in keywords_of().items() if name not in NOT_FLAGS}
+    server = {found.path: found for found in settings(ServerSettings)}
+    return engine, server
+
+
+def parse(arguments: Sequence[str], prog: str = "python -m server") -> Asked:
+    """Return what a command line asks for; `--help` prints and ends the process.
+
+    Raises:
+        UsageError: There is no such flag, or it lacks a value.
+        ConfigError: A value is of the wrong type, or no model is named.
+    """
+    parser = _parser(prog)
+    known, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        flags = [f"--{name.replace('_', '-')}" for name in _names()]
+        hint = did_you_mean(unknown[0].partition("=")[0], flags)
+        raise UsageError(f"{prog}: expected flags that there are, got {' '.join(unknown)}.{hint}")
+    given = dict(vars(known))
+    file = given.pop("config", None)
+    if "model_flag" in given:
+        flag = given.pop("model_flag")
+        if given.setdefault("model", flag) != flag:
+            raise UsageError(
+                f"{prog}: expected one model, got {given['model']!r} and --model {flag!r}."
+            )
+    values = (_read(Path(file)) if file else {}) | given
+    return _asked(values)
+
+
+def _asked(values: Mapping[str, Any]) -> Asked:
+    engine, server = _settings()
+    texts = {name: value for name, value in values.items() if value is not None}
+    model = texts.pop("model", None)
+    if not isinstance(model, str) or not model:
+        raise ConfigError(
+            "model: expected a folder, a name of the catalogue or OWNER/NAME of a model hub, got "
+            "none. Name it first: serve MODEL."
+        )
+    offload = texts.pop("offload", None)
+    keywords = {
+        name: _value(name, value, engine[name].hint if name in engine else _hint(name))
+        for name, value in texts.items()
+        if name not in server
+    }
+    asked = {
+        name: _value(name, value, server[name].hint)
+        for name, value in texts.items()
+        if name in server
+    }
+    return Asked(
+        model=model,
+        keywords=keywords | _offload(offload, keywords),
+        server=from_plain(ServerSettings, asked, "server"),
+    )
+
+
+def _offload(word: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that --offload stands for."""
+    if word is None or word == "none":
+        return {}
+    if word not in OFFLOAD:
+        raise ConfigError(f"offload: expected one of {', '.join(OFFLOAD)}, got {word!r}.")
+    name = "choose" if word == "auto" else "offload_backend"
+    if name in keywords:
+        raise ConfigError(
+            f"offload: expected either offload or {name}, got both. Remove one of them."
+        )
+    return {name: True if word == "auto" else word}
+
+
+def _hint(name: str) -> Any:
+    return int if name == "tensor_parallel_size" else dict
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file with flat keys, named as the flags are."""
+    try:
+        content = load_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config: expected a YAML file, got {file} ({error}).") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config: {file}: expected a mapping of settings, got {content!r}.")
+    found: dict[str, Any] = {}
+    names = _names()
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        name = ALIASES.get(name.replace("_", "-"), name)
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigError(f"config: {file}: there is no setting {key!r}.{hint}")
+        found[name] = value
+    return found
+
+
+def _names() -> list[str]:
+    engine, server = _settings()
+    return ["model", "offload", *engine, *COMBINED, *server]
+
+
+def _value(name: str, value: Any, hint: Any) -> Any:
+    """Return a value of a setting's type from a command line's text; others as they are."""
+    kind = without_null(hint)
+    if get_origin(kind) is list:
+        inner = get_args(kind)[0]
+        items = value if isinstance(value, list) else [value]
+        return [_value(name, item, inner) for item in items]
+    if not isinstance(value, str) or kind is str:
+        return str(value) if kind is str and type(value) in {int, float} else value
+    try:
+        return _parsed(value, kind)
+    except ValueError:
+        raise ConfigError(
+            f"{name.replace('_', '-')}: expected {describe_type(kind)}, got {value!r}."
+        ) from None
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    if kind is bool:
+        if text.lower() not in TRUE + FALSE:
+            raise ValueError(text)
+        return text.lower() in TRUE
+    if kind in {int, float}:
+        return kind(text)
+    return json.loads(text)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog,
+        description="Serve a model behind the API of OpenAI's clients.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        formatter_class=argparse.HelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder, name, or OWNER/NAME")
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+    parser.add_argument("--config", metavar="FILE", help="YAML with flat keys named as the flags")
+    engine, server = _settings()
+    group = parser.add_argument_group("the server")
+    for name, found in server.items():
+        _add(group, name, found)
+    group = parser.add_argument_group("the engine (docs/settings.md)")
+    group.add_argument("--offload", metavar="|".join(OFFLOAD), help="how weights are offloaded")
+    for name, found in sorted(engine.items()):
+        if name != "model":
+            _add(group, name, found)
+    for name, text in COMBINED.items():
+        metavar = "N" if name == "tensor_parallel_size" else "JSON"
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    return parser
+
+
+def _add(group: Any, name: str, found: Setting) -> None:
+    flags = [f"--{name.replace('_', '-')}"]
+    flags += [f"--{alias}" for alias, keyword in ALIASES.items() if keyword == name]
+    kind, text = without_null(found.hint), found.help.replace("%", "%%")
+    if kind is bool:
+        group.add_argument(*flags, dest=name, action=argparse.BooleanOptionalAction, help=text)
+    elif get_origin(kind) is list:
+        group.add_argument(*flags, dest=name, nargs="+", metavar="X", help=text)
+    else:
+        metavar = {int: "N", float: "X", str: "TEXT"}.get(kind, "JSON")
+        group.add_argument(*flags, dest=name, metavar=metavar, help=text)

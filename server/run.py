@@ -1,0 +1,261 @@
+"""The life of a server: its port, its two processes, signals, and how it ends."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+import psutil
+import uvicorn
+
+from engine.errors import ConfigError, EngineError
+from server.app import Server, make_app
+from server.engine_link import EngineLink
+from server.errors import APIError
+from server.flags import Asked, UsageError, parse
+from server.guard import ACCESS, Guard
+from server.lifecycle import Lifecycle
+from server.protocol import protocol_of
+from server.settings import ServerSettings
+from server.wire import Load
+
+EXIT_USAGE: Final = 2
+EXIT_CONFIG: Final = 78
+"""Another start with the same settings would fail as well (EX_CONFIG of sysexits)."""
+CLOSE_S: Final = 5.0
+"""Seconds that the engine's process has to end by itself."""
+FAILED_S: Final = 5.0
+"""Seconds that a server whose engine has failed tells so before it ends."""
+LAST_WORDS_S: Final = 1.0
+"""Seconds that responses have to end once their requests were ended."""
+logger = logging.getLogger("server")
+
+
+class PortTakenError(EngineError):
+    """Another process listens there."""
+
+
+class _Front(uvicorn.Server):
+    """uvicorn without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `Life`."""
+        yield
+
+
+def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
+    """Serve what a command line asks for; return the exit code."""
+    _log_to_stderr()
+    try:
+        asked = parse(arguments, prog)
+        keys = asked.server.keys()
+        template = _template(asked.server.chat_template)
+        listening = listen(asked.server)
+    except EngineError as error:
+        return _refused(error)
+    _raise_file_limit()
+    with listening:
+        return asyncio.run(Life(asked, keys, template, listening).run())
+
+
+def _refused(error: EngineError) -> int:
+    logger.error("%s", error)
+    match error:
+        case UsageError():
+            return EXIT_USAGE
+        case PortTakenError():
+            return 1
+        case _:
+            return EXIT_CONFIG
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name in ("server", "uvicorn.error"):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+    logging.getLogger("server").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.getLogger(ACCESS).setLevel(logging.INFO)
+
+
+def _template(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: expected a text file, got {file} ({error}).") from error
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the machine does: every client takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Return a socket that listens where the settings say.
+
+    Raises:
+        PortTakenError: Another process does; the message names it.
+        ConfigError: There is no such address here.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(
+            f"host: expected an address of this machine, got {settings.host!r} ({error})."
+        ) from error
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(2048)
+    except OSError as error:
+        found.close()
+        if isinstance(error, PermissionError):
+            raise ConfigError(
+                f"port: expected one that this user may take, got {settings.port}. Take one from "
+                "1024 on."
+            ) from error
+        holder = holder_of(settings.port)
+        if holder is None and error.errno != 98:  # EADDRINUSE
+            raise ConfigError(
+                f"host: expected an address of this machine, got {settings.host} ({error})."
+            ) from error
+        raise PortTakenError(
+            f"port: expected a free one, got {settings.port}, which "
+            f"{holder or 'another process'} listens on. End that, or choose another --port."
+        ) from error
+    return found
+
+
+def holder_of(port: int) -> str | None:
+    """Return the process that listens on a port, for people; None where this user cannot see it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("inet"):
+            is_listening = connection.status == psutil.CONN_LISTEN
+            is_there = getattr(connection.laddr, "port", None) == port
+            if is_listening and is_there and connection.pid is not None:
+                process = psutil.Process(connection.pid)
+                command = " ".join(process.cmdline()) or process.name()
+                return f"process {connection.pid} ({command[:200]})"
+    return None
+
+
+class Life:
+    """One server from its first second to its exit code."""
+
+    def __init__(
+        self, asked: Asked, keys: Sequence[str], template: str | None, listening: socket.socket
+    ) -> None:
+        self._asked, self._template, self._listening = asked, template, listening
+        settings = asked.server
+        self._lifecycle = Lifecycle()
+        self._link = EngineLink(self._lifecycle, on_plan=_log_plan)
+        names = list(settings.served_model_name) or [asked.model]
+        server = Server(settings, names, self._link, self._lifecycle)
+        self._guard: Guard = make_app(server, settings, keys)
+        self._front = _Front(
+            uvicorn.Config(
+                self._guard,
+                http=protocol_of(settings.header_timeout_s),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=max(1, int(settings.idle_timeout_s)),
+                timeout_graceful_shutdown=int(LAST_WORDS_S),
+            )
+        )
+        self._num_signals = 0
+        self._signalled = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal or a failure; return the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        serving = asyncio.create_task(self._front.serve(sockets=[self._listening]))
+        host, port = self._listening.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("listening on %s, loading %s", url, self._asked.model)
+        settings = self._asked.server
+        load = Load(
+            model=self._asked.model,
+            keywords=self._asked.keywords,
+            max_pending=2**20,  # the front bounds the queue
+            chat_template=self._template,
+        )
+        await self._link.open(load)
+        try:
+            code = await self._live(url)
+            if code == 0 or self._num_signals:
+                await self._drain(settings.drain_s)
+        finally:
+            await self._link.close(CLOSE_S)
+            self._front.should_exit = True
+            await serving
+        return code
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._signalled.set()
+
+    async def _live(self, url: str) -> int:
+        """Wait for a signal (0), or for a failure (its exit code)."""
+        lifecycle, signalled = self._lifecycle, asyncio.create_task(self._signalled.wait())
+        while not signalled.done():
+            lifecycle.changed.clear()
+            if lifecycle.state == "ready":
+                logger.info("ready: serving %s at %s/v1", self._asked.model, url)
+            if lifecycle.state == "failed":
+                return await self._end_failed()
+            changed = asyncio.create_task(lifecycle.changed.wait())
+            await asyncio.wait({changed, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+        return 0
+
+    async def _end_failed(self) -> int:
+        logger.error("%s", self._lifecycle.reason)
+        if self._link.ready is None:
+            failure = self._link.failure
+            return EXIT_CONFIG if failure is not None and failure.is_permanent else 1
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._signalled.wait(), FAILED_S)
+        return 1
+
+    async def _drain(self, limit_s: float) -> None:
+        """Let requests end, for a while; then end them."""
+        self._lifecycle.enter("draining")
+        seen, end_s = self._num_signals, monotonic() + limit_s
+        if self._guard.num_open:
+            logger.info("draining: %d requests, for %g s at most", self._guard.num_open, limit_s)
+        while self._guard.num_open and monotonic() < end_s and self._num_signals == seen:
+            if self._lifecycle.state == "failed":
+                break
+            await asyncio.sleep(0.02)
+        self._link.cut_short(APIError(503, "the server is shutting down.", code="draining"))
+        end_s = monotonic() + LAST_WORDS_S
+        while self._guard.num_open and monotonic() < end_s:
+            await asyncio.sleep(0.02)
+
+
+def _log_plan(lines: Sequence[str]) -> None:
+    for line in lines:
+        logger.info("%s", line)

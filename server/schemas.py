@@ -1,0 +1,339 @@
+"""What clients may send: the models of requests, and the engine's parameters from them.
+
+null means that a value is not given; unknown fields are ignored, as OpenAI's clients expect.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from engine.asked.sampling import MAX_LOGPROBS, SamplingParams
+from engine.errors import RequestError
+from server.errors import APIError, bad_value, unsupported
+
+MAX_N: Final = 128
+MAX_PROMPTS: Final = 256
+MAX_STOPS: Final = 16
+MAX_MESSAGES: Final = 10_000
+DEFAULT_MAX_TOKENS: Final = 16
+"""Of completions; a chat goes on to the end of the context."""
+_INT64: Final = 2**63
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class _Lenient(BaseModel):
+    """An object of which unknown fields are ignored and numbers are finite."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
+
+
+class StreamOptions(_Lenient):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+    """One more event at the end, with the usage."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every event."""
+
+
+class Sampling(_Lenient):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    priority: int | None = None
+    cache_salt: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the last event tells the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every event tells the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def params(self, *, n: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            APIError: A value is out of bounds or not supported.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise bad_value(
+                "stream_options", "stream_options: expected stream=true beside it. Remove it."
+            )
+        given: dict[str, Any] = {
+            name: value
+            for name in (
+                *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
+                *("min_tokens", "ignore_eos", "cache_salt"),
+                *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+            )
+            if (value := getattr(self, name)) is not None
+        }
+        if given.get("stop") == []:
+            del given["stop"]
+        if "logit_bias" in given:
+            given["logit_bias"] = _biases(given["logit_bias"])
+        params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **given)
+        try:
+            params.check()
+        except RequestError as error:
+            raise bad_value(error.param, str(error)) from None
+        return params
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    if not all(name.isdecimal() for name in given):
+        raise bad_value("logit_bias", "logit_bias: expected token ids as keys, got others.")
+    return {int(name): value for name, value in given.items()}
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[int], Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+        ]
+    )
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each of which has answers of its own."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def to_params(self) -> SamplingParams:
+        """Return the engine's parameters of each prompt.
+
+        Raises:
+            APIError: A value is out of bounds, contradicts another or is not supported.
+        """
+        if "" in self.prompts:
+            raise bad_value("prompt", "prompt: expected text of at least one character, got ''.")
+        if self.suffix:
+            raise unsupported("suffix", "text behind the answer")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("echo", "echo with logprobs")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise unsupported("response_format", "structured output")
+        num, best_of = self.n or 1, self.best_of
+        if best_of is not None and best_of < num:
+            raise bad_value("best_of", f"best_of: expected at least n={num}, got {best_of}.")
+        if best_of is not None and best_of > num and self.stream:
+            raise bad_value(
+                "best_of", "best_of: expected stream=false: answers are compared at their end."
+            )
+        return self.params(
+            n=best_of or num,
+            max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=self.logprobs,
+        )
+
+
+class ChatRequest(Sampling):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> "ChatRequest":
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise ValueError(
+                "continue_final_message: expected add_generation_prompt=false beside it"
+            )
+        return self
+
+    def to_params(self) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            APIError: A value is out of bounds, contradicts another or is not supported.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_value(
+                "top_logprobs", "top_logprobs: expected logprobs=true beside it. Set it."
+            )
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise unsupported("response_format", "structured output")
+        if (
+            self.tool_choice not in {None, "none", "auto"}
+            if isinstance(self.tool_choice, str | None)
+            else True
+        ):
+            raise unsupported("tool_choice", "a forced call of a tool")
+        return self.params(
+            n=self.n or 1,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class TokenizeRequest(_Lenient):
+    """The body of /tokenize: a prompt, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Lenient):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as templates take them: contents as text, arguments of calls as objects.
+
+    Raises:
+        APIError: A message is of another form than the published one.
+    """
+    return [_message(f"messages.{place}", message) for place, message in enumerate(messages)]
+
+
+def _message(param: str, message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise bad_value(
+            f"{param}.role", f"{param}.role: expected one of {', '.join(ROLES)}, got {role!r}."
+        )
+    found = {name: value for name, value in message.items() if value is not None}
+    found["role"] = "system" if role == "developer" else role
+    calls = found.get("tool_calls")
+    if calls is not None:
+        found["tool_calls"] = [
+            _call(f"{param}.tool_calls.{place}", call) for place, call in enumerate(_list(calls))
+        ]
+    content = found.get("content")
+    if content is None and not calls:
+        raise APIError(
+            400,
+            f"{param}.content: expected text, got none.",
+            param=f"{param}.content",
+            code="missing_value",
+        )
+    found["content"] = _content(f"{param}.content", content)
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _content(param: str, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for place, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            raise bad_value(
+                f"{param}.{place}",
+                f"{param}.{place}: expected a part with type text and a text (this model takes no "
+                f"other), got {kind or part!r}.",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(param: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_value(param, f"{param}: expected a function with a name, got {call!r}.")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        from pydantic_core import from_json  # noqa: PLC0415
+
+        try:
+            parsed = from_json(arguments, allow_inf_nan=False) if arguments else {}
+        except ValueError:
+            parsed = arguments
+        arguments = parsed
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def plain_tools(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any]] | None:
+    """Return the tools that a chat's template gets.
+
+    Raises:
+        APIError: One has another form than the published one.
+    """
+    if not request.tools or getattr(request, "tool_choice", None) == "none":
+        return None
+    for place, tool in enumerate(request.tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise bad_value(
+                f"tools.{place}", f"tools.{place}: expected type function and a function."
+            )
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise bad_value(
+                f"tools.{place}.function.name",
+                f"tools.{place}.function.name: expected text of at least one character, got "
+                f"{function.get('name')!r}.",
+            )
+    return request.tools

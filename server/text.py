@@ -1,0 +1,223 @@
+"""Text of requests and answers in the engine's process: templates, tokens, what clients see."""
+
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.asked.request import NO_TOKEN, Request, TokenEvent, check_request
+from engine.asked.sampling import SamplingParams
+from engine.errors import ConfigError, RequestError
+from server.wire import Chat, Prompt, Token, TokenText
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+
+REPLACEMENT: Final = "\ufffd"
+_BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Text:
+    """The tokenizer and the chat template of one engine.
+
+    `encode`, `decode` and `pieces` run on threads: they change nothing.
+    """
+
+    def __init__(self, llm: "LLM", chat_template: str | None) -> None:
+        self._tokenizer: Any = llm.tokenizer
+        self._max_model_len, self._vocab_size = llm.max_model_len, llm.spec.vocab_size
+        self._eos_token_ids = llm.engine.core.eos_token_ids
+        if chat_template is not None and self._tokenizer is None:
+            raise ConfigError(
+                "chat_template: expected a model with a tokenizer, got one without. Remove it."
+            )
+        self._template = chat_template
+        if chat_template is None and self._tokenizer is not None:
+            found = self._tokenizer.chat_template
+            self._template = found.get("default") if isinstance(found, dict) else found
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be text."""
+        return self._tokenizer is not None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether chats are taken."""
+        return self._template is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model of tools."""
+        return "tools" in (self._template or "")
+
+    @property
+    def tool_parser(self) -> str:
+        """The form of tool calls that the template teaches the model; none where it has none."""
+        template = self._template or ""
+        if "<tool_call>" in template:
+            return "hermes"
+        is_llama = "tools" in template and ("python_tag" in template or "ipython" in template)
+        return "llama3_json" if is_llama else "none"
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+        """Return a prompt's tokens.
+
+        Raises:
+            RequestError: There is no tokenizer or template, or they refuse the prompt.
+        """
+        if isinstance(prompt, list):
+            return prompt
+        if self._tokenizer is None:
+            raise RequestError(
+                "prompt: expected token ids, got text: this model has no tokenizer. Send token ids "
+                "to /v1/completions.",
+                param="prompt",
+            )
+        if isinstance(prompt, Chat):
+            prompt, add_special_tokens = self._rendered(prompt), False
+        try:
+            found = self._tokenizer(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        except (TypeError, ValueError, UnicodeError) as error:
+            raise RequestError(
+                f"prompt: expected text that the tokenizer can encode, got {prompt[:20]!r} "
+                f"({error}). Remove lone surrogates.",
+                param="prompt",
+            ) from error
+        return list(found["input_ids"])
+
+    def _rendered(self, chat: Chat) -> str:
+        if self._template is None:
+            raise RequestError(
+                "messages: expected a model with a chat template, got one without. Send the prompt "
+                "to /v1/completions, or start the server with --chat-template FILE.",
+                param="messages",
+            )
+        from jinja2 import TemplateError  # noqa: PLC0415  the front does without
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                chat.messages,
+                tools=chat.tools,
+                chat_template=self._template,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                tokenize=False,
+                **chat.extra,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise RequestError(
+                f"messages: expected a chat that the model's template takes ({error}). Change it.",
+                param="messages",
+            ) from error
+        return str(text)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            RequestError: There is no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "tokens: expected a model with a tokenizer, got one without.", param="tokens"
+            )
+        text: str = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return text
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Return each token's name in the vocabulary."""
+        return [str(piece) for piece in self._tokenizer.convert_ids_to_tokens(token_ids)]
+
+    def checked(self, ids: list[int], params: SamplingParams, *, clamp: bool) -> SamplingParams:
+        """Return the parameters of a request that can be served.
+
+        Args:
+            ids: Its prompt.
+            params: As asked; without max_tokens it gets all that the prompt leaves.
+            clamp: Lower max_tokens to what the prompt leaves.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
+        limit, asked = self._max_model_len, params.max_tokens
+        room = limit - len(ids)
+        if room < 1:
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens, of which one is to be "
+                f"generated; the prompt has {len(ids)} tokens. Shorten it.",
+                param="prompt",
+                code=RequestError.CONTEXT_LENGTH,
+            )
+        if asked is None or (clamp and asked > room):
+            params = params.copied()
+            params.max_tokens = room
+            params.min_tokens = min(params.min_tokens, room) if clamp else params.min_tokens
+        elif asked > room:
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens; the prompt has "
+                f"{len(ids)} tokens and max_tokens={asked} asks for {len(ids) + asked} in all. "
+                f"Lower max_tokens to {room}, or shorten the prompt.",
+                param="max_tokens",
+                code=RequestError.CONTEXT_LENGTH,
+            )
+        request = Request(request_id="check", prompt_token_ids=ids, params=params)
+        check_request(request, limit, self._vocab_size, eos_token_ids=self._eos_token_ids)
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError(
+                "stop: expected no stop strings: this model has no tokenizer. Use stop_token_ids.",
+                param="stop",
+            )
+        return params
+
+    def check_ids(self, token_ids: list[int]) -> None:
+        """Raise RequestError where a token id is outside the vocabulary."""
+        outside = [token for token in token_ids if not 0 <= token < self._vocab_size]
+        if outside:
+            raise RequestError(
+                f"tokens: expected ids from 0 to {self._vocab_size - 1}, got {outside[0]}.",
+                param="tokens",
+            )
+
+    def token(self, event: TokenEvent, *, with_logprobs: bool) -> Token:
+        """Return an event as clients see it."""
+        own: TokenText | None = None
+        top: tuple[TokenText, ...] = ()
+        if with_logprobs and event.token_id != NO_TOKEN:
+            own = self._token_text(event.token_id, event.logprob)
+            found = sorted((event.top_logprobs or {}).items(), key=lambda item: -item[1])
+            top = tuple(self._token_text(*item) for item in found)
+        return Token(
+            event.index,
+            event.token_id,
+            event.text,
+            event.logprob,
+            own,
+            top,
+            event.finish_reason,
+            event.stop_reason,
+        )
+
+    def _token_text(self, token_id: int, logprob: float) -> TokenText:
+        if self._tokenizer is None:
+            return TokenText(f"token_id:{token_id}", b"", logprob)
+        text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        raw = text.encode() if REPLACEMENT not in text else self._raw(token_id, text)
+        return TokenText(text, raw, logprob)
+
+    def _raw(self, token_id: int, text: str) -> bytes:
+        """Return the bytes of a token that is no whole character."""
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if found := _BYTE.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        if all(character in self._byte_of for character in piece):
+            return bytes(self._byte_of[character] for character in piece)
+        return text.encode()
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The byte that each character of a byte-level vocabulary stands for."""
+        shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        hidden = [byte for byte in range(256) if byte not in shown]
+        return {chr(byte): byte for byte in shown} | {
+            chr(256 + place): byte for place, byte in enumerate(hidden)
+        }

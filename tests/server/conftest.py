@@ -1,0 +1,22 @@
+"""One server with a tiny model for each file of tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.launch import Served, serving, write_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sizes, tokenizer and chat template; weights are made up."""
+    return write_model(tmp_path_factory.mktemp("models") / "tiny [1]")
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path) -> Iterator[Served]:
+    """A server that is ready."""
+    flags = ("--served-model-name", "tiny", "org/tiny", "--log-prompts")
+    with serving(tiny_model, *flags) as found:
+        yield found

@@ -1,0 +1,96 @@
+"""Command lines and files of settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.asked.keywords import config_from_keywords
+from engine.errors import ConfigError
+from server.flags import parse
+
+TRANSFER = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"num_cpu_blocks": 50_000},
+}
+
+
+def test_the_published_launcher_s_flags_are_taken_literally() -> None:
+    line = (
+        "--model /models/coder --dtype auto --max-model-len 52000 --gpu-memory-utilization 0.88 "
+        "--enforce-eager --max-num-seqs 16 --tensor-parallel-size 1 --enable-prefix-caching"
+    )
+    asked = parse([*line.split(), "--kv-transfer-config", json.dumps(TRANSFER)])
+    assert asked.model == "/models/coder"
+    config = config_from_keywords(asked.model, asked.keywords)
+    assert (config.engine.max_model_len, config.engine.max_num_seqs) == (52_000, 16)
+    assert config.engine.gpu_memory_utilization == 0.88
+    assert config.engine.enforce_eager
+    assert config.kv.enable_prefix_caching
+    assert config.kv.num_cpu_blocks == 50_000
+
+
+def test_flags_of_the_issue_and_their_short_forms() -> None:
+    line = "olmo7b --cpu-offload-gb 8 --kv-cpu-gib 4 --weight-format auto --port 9000"
+    asked = parse(line.split())
+    assert asked.keywords == {"cpu_offload_gb": 8.0, "cpu_gib": 4.0, "weight_format": "auto"}
+    assert asked.server.port == 9000
+    assert parse(["m", "--offload", "auto"]).keywords == {"choose": True}
+    assert parse(["m", "--offload", "uva"]).keywords == {"offload_backend": "uva"}
+    assert parse(["m", "--no-enforce-eager"]).keywords == {"enforce_eager": False}
+    assert parse(["m", "--offload-params", "mlp.a", "mlp.b"]).keywords == {
+        "offload_params": ["mlp.a", "mlp.b"]
+    }
+
+
+def test_a_file_has_flat_keys_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        f"model: olmo7b\nmax-model-len: 4096\nmax_num_seqs: 4\nkv-transfer-config: {TRANSFER}\n"
+        "enable-prefix-caching: true\nserved-model-name: [a, b]\ndrain-s: 5\n",
+        encoding="utf-8",
+    )
+    asked = parse(["--config", str(file), "--max-num-seqs", "8"])
+    assert asked.model == "olmo7b"
+    assert asked.keywords == {
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "kv_transfer_config": TRANSFER,
+        "enable_prefix_caching": True,
+    }
+    assert (asked.server.served_model_name, asked.server.drain_s) == (["a", "b"], 5)
+    file.write_text("max-model-length: 4096\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="Did you mean max_model_len"):
+        parse(["m", "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ([], "serve MODEL"),
+        (["a", "--model", "b"], "one model"),
+        (["a", "--offload", "some"], "none, auto, uva, prefetch"),
+        (["a", "--offload", "auto", "--choose"], "got both"),
+        (["a", "--kv-transfer-config", "{"], "kv-transfer-config"),
+        (["a", "--max-num-queued-reqs", "0"], "max_num_queued_reqs"),
+    ],
+)
+def test_what_is_refused(line: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(line)
+
+
+def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n", encoding="utf-8")
+    monkeypatch.setenv("TIGHTFIT_API_KEY", "three")
+    line = ["m", "--host", "0.0.0.0", "--api-key", "zero", "--api-key-file", str(file)]
+    settings = parse(line).server
+    assert settings.keys() == ["zero", "one", "two", "three"]
+    assert "zero" not in repr(settings)
+    monkeypatch.delenv("TIGHTFIT_API_KEY")
+    assert parse(["m"]).server.keys() == []
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="one key a line"):
+        parse(line).server.keys()

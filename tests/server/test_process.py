@@ -1,0 +1,170 @@
+"""The life of the two processes: start, drain, death, and what is left behind."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from server.run import EXIT_CONFIG, EXIT_USAGE, main
+from tests.server.launch import Served, serving, wait_for
+
+LONG = {"prompt": "go on", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+def open_stream(client: httpx.Client, served: Served, **body: Any) -> httpx.Response:
+    """A stream whose first token came."""
+    request = client.build_request("POST", f"{served.url}/v1/completions", json=LONG | body)
+    response = client.send(request, stream=True)
+    assert response.status_code == 200
+    wait_for(lambda: served.metric("vllm:generation_tokens_total") > 0, served)
+    return response
+
+
+def last_events(response: httpx.Response) -> list[str]:
+    return response.read().decode().strip().split("\n\n")[-2:]
+
+
+def test_sigterm_drains_new_requests_are_refused_and_streams_end_whole(tiny_model: Path) -> None:
+    with serving(tiny_model, is_ready=False) as served, httpx.Client(timeout=60) as client:
+        # The port answers before there is an engine.
+        health = served.get("/health")
+        assert health.status_code == 503
+        assert health.json()["state"] == "loading"
+        assert served.get("/ping").status_code == 200
+        early = served.post("/v1/completions", prompt="x")
+        assert early.status_code == 503
+        assert early.headers["retry-after"]
+        served.wait_ready()
+        engine = served.engine
+        response = open_stream(client, served, max_tokens=300)
+        served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: served.get("/health").json()["state"] == "draining", served)
+        assert served.post("/v1/completions", prompt="x").json()["error"]["code"] == "draining"
+        event, done = last_events(response)
+        assert json.loads(event.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert done == "data: [DONE]"
+        assert served.end() == 0
+        assert not engine.is_running()
+
+
+def test_engine_child_dead_api_says_so_and_ends(tiny_model: Path) -> None:
+    with serving(tiny_model) as served, httpx.Client(timeout=60) as client:
+        response = open_stream(client, served)
+        served.engine.kill()
+        begin_s = time.monotonic()
+        event, done = last_events(response)
+        assert (
+            "was ended by signal 9" in json.loads(event.removeprefix("data: "))["error"]["message"]
+        )
+        assert done == "data: [DONE]"
+        health = served.get("/health")
+        assert (health.status_code, health.json()["state"]) == (503, "failed")
+        assert "signal 9" in health.json()["reason"]
+        assert time.monotonic() - begin_s < 5
+        assert served.end() == 1
+
+
+@pytest.mark.slow
+def test_engine_child_stopped_is_reported_within_five_seconds(tiny_model: Path) -> None:
+    with serving(tiny_model) as served, httpx.Client(timeout=60) as client:
+        response = open_stream(client, served)
+        served.engine.suspend()
+        begin_s = time.monotonic()
+        event, _ = last_events(response)
+        assert time.monotonic() - begin_s < 5
+        assert "is stopped" in event
+        assert served.get("/health").status_code == 503
+        assert served.end() == 1
+
+
+@pytest.mark.slow
+def test_parent_sigkilled_leaves_no_child(tiny_model: Path) -> None:
+    with serving(tiny_model) as served:
+        engine = served.engine
+        served.process.kill()
+        served.end()
+        engine.wait(5)
+
+
+@pytest.mark.slow
+def test_stop_twice_ends_at_once_with_an_error_event(tiny_model: Path) -> None:
+    with serving(tiny_model) as served, httpx.Client(timeout=60) as client:
+        response = open_stream(client, served)
+        engine = served.engine
+        served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in served.log, served)
+        begin_s = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        event, _ = last_events(response)
+        assert "shutting down" in event
+        assert served.end() == 0
+        assert time.monotonic() - begin_s < 4
+        assert not engine.is_running()
+
+
+@pytest.mark.slow
+def test_drain_has_an_end(tiny_model: Path) -> None:
+    with serving(tiny_model, "--drain-s", "0.2") as served, httpx.Client(timeout=60) as client:
+        response = open_stream(client, served)
+        served.process.send_signal(signal.SIGTERM)
+        assert "shutting down" in last_events(response)[0]
+        assert served.end() == 0
+
+
+@pytest.mark.slow
+def test_stop_while_loading_leaves_nothing(tiny_model: Path) -> None:
+    with serving(tiny_model, is_ready=False) as served:
+        engine = served.engine
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == 0
+        engine.wait(5)
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_is_refused_with_its_own_exit_code(tiny_model: Path) -> None:
+    with serving(tiny_model, "--gpu-memory-gib", "0.001", is_ready=False) as served:
+        assert served.end(60) == EXIT_CONFIG
+        assert "GiB" in served.log
+        assert "Traceback" not in served.log
+
+
+@pytest.mark.slow
+def test_a_folder_without_weights_is_refused_with_its_own_exit_code(tiny_model: Path) -> None:
+    with serving(tiny_model, "--load-format", "auto", is_ready=False) as served:
+        assert served.end(60) == EXIT_CONFIG
+        assert "safetensors" in served.log
+
+
+def test_port_in_use_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["model", "--port", str(port)]) == 1
+    told = capsys.readouterr().err
+    assert f"process {os.getpid()}" in told
+    assert psutil.Process().cmdline()[0] in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--host", "0.0.0.0"], EXIT_CONFIG, "--api-key-file"),
+        (["--max-model-length", "5"], EXIT_USAGE, "Did you mean --max-model-len?"),
+        (["--max-model-len", "many"], EXIT_CONFIG, "max-model-len: expected an integer"),
+        (["--chat-template", "/no/such/file"], EXIT_CONFIG, "chat_template"),
+        (["--log-prompts", "--no-access-log"], EXIT_CONFIG, "log_prompts"),
+        (["--tool-call-parser", "other"], EXIT_CONFIG, "hermes"),
+        (["--config", "/no/such/file"], EXIT_CONFIG, "config"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(
+    flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["model", *flags]) == code
+    assert words in capsys.readouterr().err
