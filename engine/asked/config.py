@@ -65,8 +65,8 @@ class EngineSettings(Sealed):
     """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
     weight_format: str | None = None
     """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less in
-    12-bit codes, restored to the bit) | auto (whichever is predicted to be better). null:
-    checkpoint, or auto where the planner chooses placements (offload=auto)."""
+    12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some of
+    both). null: checkpoint, or auto where the planner chooses placements (offload=auto)."""
     seed: int = number(0, low=0, high=2**63 - 1)
     """Seed of dummy weights and of requests that carry none."""
     host_reserve_gib: float = number(1.0, low=0)

@@ -8,7 +8,7 @@ enough. Pure arithmetic, no torch.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any, Final
@@ -234,6 +234,35 @@ class Chooser:
         for index, candidate in enumerate(ranked):
             if self._fits(candidate):
                 yield candidate.plan, ranked[index:]
+
+    def without_moves(self) -> dict[str, Assignment]:
+        """Return where weights lie if no layer leaves the GPU, by a label; nothing: no room."""
+        resident = assign_resident(self._asked.spec)
+        in_place = replace(resident, placements=resident.placements | {EMBEDDING: UVA})
+        options = {NOTHING: resident}
+        if any(self._outer_options()):
+            options[label_of([], (EMBEDDING,), UVA, 0, "")] = in_place
+        for label, found in options.items():
+            if self.mixed_s(self._asked, found) < math.inf:
+                return {label: found}
+        return {}
+
+    def mixed_s(self, mix: Asked, assignment: Assignment) -> float:
+        """Return the time that the objective counts, with other formats; infinite: no room."""
+        found = replace(self._named("", assignment), asked=mix)
+        if found.plan.num_gpu_blocks < self._least_blocks or not plan_fits(found.plan):
+            return math.inf
+        return found.queue_s if self._objective == "throughput" else found.decode_s
+
+    def mixed_record(self, label: str, mix: Asked, assignment: Assignment) -> dict[str, Any]:
+        """Return what `record` does, of a placement that was tried with other formats."""
+        found = replace(self._named(label, assignment), asked=mix)
+        return {
+            "objective": self._objective,
+            "chosen": found.label,
+            "why": f"with what is in codes best there (predicted; {self._rates.source})",
+            "candidates": [found.row()],
+        }
 
     def _named(self, label: str, assignment: Assignment) -> Candidate:
         context = self._asked.max_model_len

@@ -6,7 +6,7 @@ Pure arithmetic: nothing is allocated, no torch is imported.
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
@@ -54,7 +54,18 @@ from engine.plan.times import (
     shape_of,
     with_rates,
 )
-from engine.plan.weight_format import NOTHING_KNOWN, stored, ways
+from engine.plan.weight_format import (
+    LOSSLESS,
+    MIXED,
+    NOTHING_KNOWN,
+    PLAIN,
+    WORTH,
+    best_mix,
+    better,
+    layers_alone,
+    stored,
+    ways,
+)
 from engine.sealed import GIB
 
 
@@ -155,77 +166,94 @@ def _plans(
     unpackable: Mapping[str, str],
 ) -> list[MemoryPlan]:
     """Plan in each weight format that is asked for, and keep the better one's best `count`."""
-    word = "checkpoint" if reference else config.weight_format
+    word = PLAIN if reference else config.weight_format
     dtype = resolve_dtype(config, spec, facts.kind, facts.compute_capability)
     found: dict[str, tuple[MemoryPlan, Asked, list[str]]] = {}
     refused: CapacityError | None = None
     for name, formats in ways(word, spec, dtype, facts, unpackable).items():
+        asked, notes = _ask(
+            config, spec, facts, formats, reference=reference, unpackable=unpackable
+        )
         try:
-            asked, notes = _ask(
-                config, spec, facts, formats, reference=reference, unpackable=unpackable
-            )
             found[name] = _finished(_plan(asked), asked, notes), asked, notes
         except CapacityError as error:
             refused = error
+        if word == "auto" and name == LOSSLESS:
+            mixed = _mixed_as_chosen if config.planner.choose else _mixed_as_set
+            mix = mixed({name: plan for name, (plan, _, _) in found.items()}, asked)
+            if mix is not None:
+                found[MIXED] = _finished(mix[0], mix[1], notes), mix[1], notes
     if not found:
         assert refused is not None
         raise refused
-    name, why = _better({name: plan for name, (plan, _, _) in found.items()}, config)
+    name, why = better({name: plan for name, (plan, _, _) in found.items()}, config)
     first, asked, notes = found[name]
     chooser = Chooser(asked) if count > 1 else None
-    others = islice(chooser.ranked(), 1, count) if chooser and not chooser.moves_nothing else ()
-    chosen = [replace(plan, choice=chooser.record(ranked)) for plan, ranked in others if chooser]
+    ranked = chooser.ranked() if chooser and not chooser.moves_nothing else ()
+    others = ((plan, rest) for plan, rest in ranked if plan.placements != first.placements)
+    chosen = [
+        replace(plan, choice=chooser.record(rest))
+        for plan, rest in islice(others, count - 1)
+        if chooser
+    ]
     plans = [first, *(_finished(plan, asked, notes) for plan in chosen)]
-    if word == "checkpoint":
+    if word == PLAIN:
         return plans
     record = {"asked": word, "chosen": name, "why": why} | stored(asked)
     return [replace(plan, weight_format=record) for plan in plans]
 
 
-WORTH: Final = 1.02
-"""How much faster lossless weights must be predicted to be where auto takes them and both fit."""
+def _mixed_as_set(plans: Mapping[str, MemoryPlan], asked: Asked) -> tuple[MemoryPlan, Asked] | None:
+    """Return a plan with the best mix of formats and what it was made from; None: no mix fits.
 
-
-def _better(plans: Mapping[str, MemoryPlan], config: EngineConfig) -> tuple[str, str]:
-    """Return the weight format whose plan is better, and why.
-
-    What was chosen of planner.auto_fields counts first, then what planner.objective says.
+    Args:
+        plans: Those that fit, plain and with all in codes that gain.
+        asked: What the latter was made from.
     """
-    [name, *more] = plans
-    if not more:
-        asked = config.weight_format
-        if asked != "auto":
-            return name, "it was asked for"
-        lacks = "does not fit" if name == "lossless" else "has no use here, or does not fit"
-        other = "checkpoint" if name == "lossless" else "lossless"
-        return name, f"{other} {lacks}"
-    plain, coded = plans["checkpoint"], plans["lossless"]
-    limits = [(plan.max_num_seqs, plan.max_model_len) for plan in (plain, coded)]
-    if limits[0] != limits[1]:
-        name = "lossless" if limits[1] > limits[0] else "checkpoint"
-        return name, "it has room for more sequences, or longer ones"
-    objective, rates = config.planner.objective, (plain.predicted or {})["rates"]["source"]
-    if objective == "context" and plain.longest_tokens != coded.longest_tokens:
-        name = "lossless" if coded.longest_tokens > plain.longest_tokens else "checkpoint"
-        tokens = f"{plain.longest_tokens} tokens plain, {coded.longest_tokens} lossless"
-        return name, f"the longest sequence ({tokens})"
-    if objective == "throughput":
-        what, unit = f"a queue of {QUEUE_REQUESTS} requests", "s"
-        times = [(plan.predicted or {})["queue"]["total_s"] for plan in (plain, coded)]
-    else:
-        what, unit = "a decode step at batch 1", "ms"
-        times = [(plan.predicted or {})["decode_step_ms"] for plan in (plain, coded)]
-    before, after = times
-    moved = ", ".join(
-        f"{plan.bytes_per_step() / GIB:.2f} GiB over the link a step {kind}"
-        for kind, plan in (("plain", plain), ("lossless", coded))
-        if plan.bytes_per_step()
-    )
-    name = "lossless" if before >= WORTH * after else "checkpoint"
-    return name, (
-        f"{what} takes {before:.3g} {unit} plain, {after:.3g} {unit} lossless"
-        f"{f'; {moved}' if moved else ''} (predicted; {rates})"
-    )
+    mix, coded = layers_alone(asked), plans.get(LOSSLESS)
+    if coded is not None:
+        mix = best_mix(asked, _assigned(coded), Chooser(asked).mixed_s)
+    try:
+        return None if mix is None else (_plan(mix), mix)
+    except CapacityError:
+        return None
+
+
+def _mixed_as_chosen(
+    plans: Mapping[str, MemoryPlan], asked: Asked
+) -> tuple[MemoryPlan, Asked] | None:
+    """Return the same where placements are chosen.
+
+    Mixes are tried where no layer leaves the GPU, and in the placements of plain weights; else the
+    mix that takes the least room has its own.
+    """
+    chooser, plain = Chooser(asked), plans.get(PLAIN)
+    tried = chooser.without_moves()
+    if plain is not None and plain.offloaded_layers:
+        tried[(plain.choice or {})["chosen"]] = _assigned(plain)
+    found = [
+        (label, mix, assignment)
+        for label, assignment in tried.items()
+        if (mix := best_mix(asked, assignment, chooser.mixed_s)) is not None
+    ]
+    least = None if chooser.resident_fits else layers_alone(asked)
+    best = None if least is None else Chooser(least).best()
+    if least is not None and best is not None:
+        plan, [candidate, *_] = best
+        found.append((candidate.label, least, _assigned(plan)))
+    if not found:
+        return None
+    label, mix, assignment = min(found, key=lambda item: chooser.mixed_s(*item[1:]))
+    choice = chooser.mixed_record(label, mix, assignment)
+    plan = build_plan(mix, assignment)
+    notes = dict.fromkeys((*plan.notes, *waste_notes(plan, mix, asked_rates(mix))))
+    return replace(plan, choice=choice, notes=tuple(notes)), mix
+
+
+def _assigned(plan: MemoryPlan) -> Assignment:
+    """Return the placements of a plan, with what was noted of them."""
+    notes = [note for note in plan.notes if note.startswith("fallback")]
+    return Assignment(plan.placements, plan.lookahead, notes)
 
 
 def asked_of(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked:

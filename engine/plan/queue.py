@@ -85,7 +85,7 @@ class _Queue:
     """The scheduler's queues, told of cohorts instead of sequences."""
 
     def __init__(self, plan: MemoryPlan, offered: Cohort) -> None:
-        self._plan = plan
+        self._plan, self._pools = plan, plan.kv.pools
         self._longest = offered.length + offered.left - 1
         self._waiting = deque([offered])
         self._running: list[Cohort] = []
@@ -126,7 +126,7 @@ class _Queue:
 
     def _left(self, needs: Iterable[tuple[Cohort, tuple[int, ...]]]) -> list[int]:
         """Blocks of each group beside those that running sequences need."""
-        left = list(self._plan.kv.pools)
+        left = list(self._pools)
         for cohort, need in needs:
             for group, each in enumerate(need):
                 left[group] -= cohort.count * each
@@ -136,7 +136,7 @@ class _Queue:
         """Whether so many sequences have blocks to their end; one alone is given what it lacks."""
         need = self._need(self._longest)
         return count <= 1 or all(
-            count * each <= n for each, n in zip(need, self._plan.kv.pools, strict=True)
+            count * each <= n for each, n in zip(need, self._pools, strict=True)
         )
 
     def _give_way(self) -> None:

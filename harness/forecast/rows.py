@@ -35,7 +35,7 @@ from engine.plan.times import (
     rates_for,
     shape_of,
 )
-from engine.plan.weight_format import NOTHING_KNOWN, in_codes
+from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
 from engine.sealed import yaml_text
 from harness.config.engine import with_model, without_host_tier
 from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
@@ -170,7 +170,6 @@ PRESET_STEP: Final = 2
 
 WITHOUT_HOST_KV: Final = "kv=gpu, auto"
 """The row without a host tier of KV blocks, where one sequence would read some in place."""
-LOSSLESS: Final = "lossless"
 """The row of everything on the GPU in codes, where no weight format is set."""
 FOR_QUEUE: Final = "auto (throughput)"
 """The row of what is best for a queue, where one is timed and another objective is set."""
@@ -201,15 +200,22 @@ class Row:
         return plan is not None and bool(plan.offloaded_layers or plan.outer_offloaded.num_bytes)
 
     @property
+    def weights(self) -> str:
+        """What weights are kept in: checkpoint | lossless | mixed; empty where it does not fit."""
+        if self.plan is None:
+            return ""
+        return str((self.plan.weight_format or {"chosen": PLAIN})["chosen"])
+
+    @property
     def is_lossless(self) -> bool:
-        """Whether it fits with weights in codes."""
-        return self.plan is not None and bool(self.plan.formats.others)
+        """Whether it fits with weights in codes, all or some."""
+        return self.weights in {LOSSLESS, MIXED}
 
     @property
     def title(self) -> str:
-        """The label, and whether weights are lossless."""
+        """The label, and whether weights are in codes."""
         says_it = self.label == LOSSLESS or not self.is_lossless
-        return self.label if says_it else f"{self.label}, {LOSSLESS}"
+        return self.label if says_it else f"{self.label}, {self.weights}"
 
     @property
     def host_weights_bytes(self) -> int:
@@ -258,7 +264,7 @@ class Forecast:
         none, auto = fitting.get("none"), fitting.get("auto")
         planner = self.config.planner
         wants_room = planner.objective == "throughput" or planner.kv_tokens is not None
-        if auto is not None and wants_room and auto.moves_something:
+        if auto is not None and ((wants_room and auto.moves_something) or auto.weights == MIXED):
             return auto
         coded = fitting.get(LOSSLESS)
         if coded is not None and auto is not None and auto.is_lossless and not auto.moves_something:

@@ -9,12 +9,13 @@ from typing import Any, Final
 from engine.errors import ConfigError
 from engine.plan.memory import UNKNOWN_HOST_BYTES, MemoryPlan
 from engine.plan.times import CONTEXT_TOKENS
+from engine.plan.weight_format import LOSSLESS
 from engine.sealed import GIB
 from harness.config.compose import Plan, Point
 from harness.config.engine import HOST_KV_FIELDS
 from harness.config.schema import SIDES, RunConfig
 from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, columns, show
-from harness.forecast.rows import FOR_QUEUE, LOSSLESS, WITHOUT_HOST_KV, Forecast, Row, forecast
+from harness.forecast.rows import FOR_QUEUE, WITHOUT_HOST_KV, Forecast, Row, forecast
 from harness.point.describe import what_varies
 from harness.point.show import build_report, capacity_lines, weight_lines
 from harness.studies.ab import Sides, steps
@@ -47,7 +48,8 @@ def point_lines(found: Forecast) -> list[str]:
     what = f"{best.title}: {choice['chosen']} ({choice['why']})" if choice else best.title
     if best.is_lossless:
         placed = "" if best.moves_something else ", everything in GPU memory"
-        what += f"{';' if choice else ':'} weights in 12-bit codes{placed}; the same tokens"
+        some = "weights" if best.weights == LOSSLESS else "some weights"
+        what += f"{';' if choice else ':'} {some} in 12-bit codes{placed}; the same tokens"
     lines += [f"  recommended: {what}", *weight_lines(best.bytes)]
     lines += [*capacity_lines(best.bytes["kv"]), *_host_kv(best)]
     lines += _bar("GPU", best.bytes["gpu"]["items"], best.bytes["gpu"]["budget_bytes"])
@@ -171,10 +173,11 @@ def _lossless(found: Forecast) -> Iterator[str]:
         return
     moved = f"{row.host_weights_bytes / GIB:.2f} GiB of weights leave"
     what = moved if row.moves_something else "no layer leaves"
+    word = "lossless" if row.weights == LOSSLESS else "auto"
     how = "It does with" if coded.fits else "It needs least of the host with offload=auto and"
     yield (
         f"{found.config.model.name} does not fit {found.facts.name} in {dtype}. {how} "
-        f"engine.weight_format=lossless: {what} the GPU, the tokens are the same, about "
+        f"engine.weight_format={word}: {what} the GPU, the tokens are the same, about "
         f"{number(row.predicted['decode_step_ms'])} ms a token."
     )
 
@@ -293,7 +296,7 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
         "max_model_len": kv.get("max_model_len"),
         "max_num_seqs": config.engine.max_num_seqs,
         "offload": row.label,
-        "weight_format": plan and (LOSSLESS if row.is_lossless else "checkpoint"),
+        "weight_format": plan and row.weights,
         "overrides": " ".join(row.overrides),
         "fits": row.fits,
         "recommended": row is found.recommended,

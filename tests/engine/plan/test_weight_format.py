@@ -1,6 +1,10 @@
 """engine.weight_format: what is refused, what auto chooses, what plans and records hold of it."""
 
+import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +19,8 @@ from engine.model.spec import ModelSpec
 from engine.plan.advise import off_gpu_bytes
 from engine.plan.cards import CARDS
 from engine.plan.memory import DeviceFacts, MemoryPlan
-from engine.plan.planner import plan_memory
+from engine.plan.planner import asked_of, plan_memory
+from engine.plan.policy import Assignment, assign_resident, spread_layers
 from engine.plan.sizes import restore_bytes
 from engine.plan.times import (
     LOSSLESS_MOST_GB_S,
@@ -25,7 +30,8 @@ from engine.plan.times import (
     shape_of,
     sheet_rates,
 )
-from engine.plan.units import UVA
+from engine.plan.units import PREFETCH, UVA
+from engine.plan.weight_format import MIXED, WORTH, best_mix
 from engine.sealed import GIB
 from tests.engine.plan.test_choose import conf_spec
 from tests.engine.specs import CPU, H200, OLMO_7B, configuration, prefetch, small_spec, uva
@@ -42,6 +48,8 @@ def card(name: str) -> GPUConfig:
 
 def on_card(name: str, planner: PlannerConfig | None = None, **settings: Any) -> MemoryPlan:
     gpu = card(name)
+    if "memory_gib" in settings:
+        gpu = replace(gpu, memory_gib=settings.pop("memory_gib"))
     config = configuration(OLMO_7B, **(LIMITS | {"weight_format": None} | settings))
     config = replace(config, gpu=gpu, planner=planner or PlannerConfig())
     return plan_memory(config, OLMO_7B, DeviceFacts.of_card(gpu))
@@ -370,3 +378,102 @@ def test_codes_in_host_memory_are_restored_no_faster_than_on_the_gpu() -> None:
         for config in configs
     )
     assert there >= here * (1 - 1e-9)
+
+
+QUEUE = PlannerConfig(choose=True, objective="throughput")
+MANY: dict[str, Any] = {"max_num_seqs": 256}
+
+
+def ratio(plan: MemoryPlan) -> float:
+    return float((plan.weight_format or {})["ratio"])
+
+
+def test_a_card_that_lacks_a_little_packs_some_layers() -> None:
+    """A queue's steps have many tokens: what is in codes makes room, and makes them longer."""
+    plan = on_card("rtx4090_24gb", QUEUE, memory_gib=21.5, **MANY)
+    lossless = on_card("rtx4090_24gb", weight_format="lossless", memory_gib=21.5, **MANY)
+    assert chosen(plan) == MIXED
+    record = plan.weight_format or {}
+    times = {word: float(time) for time, word in re.findall(r"(\S+) s (\w+)", record["why"])}
+    assert times.keys() == {"plain", "lossless", "mixed"}
+    assert WORTH * times["mixed"] < min(times["plain"], times["lossless"])
+    assert ratio(lossless) < ratio(plan) < 1
+    assert plan.offloaded_layers == ()
+    codes, rest = record["formats"]["lossless12"], record["formats"]["bfloat16"]
+    assert codes["bytes"] + rest["bytes"] == sum(plan.placed_bytes().values())
+    assert len(plan.formats.others) == codes["tensors"]
+    left = record["plain_matrices"]["predicted to be faster so"]
+    assert not set(left) & set(plan.formats.others)
+    assert set(left) | set(plan.formats.others) == set(lossless.formats.others)
+
+
+def test_what_leaves_the_gpu_is_in_codes_where_what_stays_is_plain() -> None:
+    """More room is asked for than plain weights leave; the copies are hidden behind long steps."""
+    plan = on_card("rtx4090_24gb", replace(QUEUE, kv_tokens=17_000), **MANY)
+    assert chosen(plan) == MIXED
+    assert plan.kv_tokens >= 17_000
+    moved = {t.name for layer in plan.layers for t in layer.offloaded_tensors}
+    assert moved < set(plan.formats.others)
+    assert sum(name.endswith("down_proj.weight") for name in plan.formats.others) < 4
+    assert plan.choice is not None
+    assert plan.choice["chosen"].endswith("copied ahead, 2 slots")
+
+
+def test_the_head_stays_plain_where_to_restore_it_takes_more_room_than_its_codes_save() -> None:
+    plan, lossless = (
+        on_card("rtx3060_12gb", AUTO, weight_format=word, **MANY) for word in ("auto", "lossless")
+    )
+    assert chosen(plan) == MIXED
+    assert set(lossless.formats.others) - set(plan.formats.others) == {HEAD}
+    assert step_ms(plan) * WORTH < step_ms(lossless)
+    moved = {t.name for layer in plan.layers for t in layer.offloaded_tensors if len(t.shape) == 2}
+    assert moved <= set(plan.formats.others)
+    few = on_card("rtx3060_12gb", AUTO, **(MANY | {"max_num_seqs": 32}))
+    assert chosen(few) == "lossless"
+
+
+def mixing(moved: set[str], seconds: Callable[[set[str]], float]) -> set[str] | None:
+    """Names of what the best mix has in codes."""
+    asked = asked_of(configuration(OLMO_7B, memory_gib=40, weight_format="lossless"), OLMO_7B, H200)
+    places = assign_resident(OLMO_7B).placements | dict.fromkeys(moved, PREFETCH)
+    found = best_mix(asked, Assignment(places), lambda mix, _: seconds(set(mix.tensor_formats)))
+    return None if found is None else set(found.tensor_formats)
+
+
+def test_a_mix_has_as_many_layers_in_codes_as_are_best_and_all_that_leaves_the_gpu() -> None:
+    moved = {"model.layers.5.mlp.down_proj.weight"}
+    for count in (1, 3, 13, 31):
+        names = mixing(moved, partial(distance, 4 * count))
+        assert names is not None
+        assert moved <= names
+        assert abs(len(names - moved - {HEAD}) - 4 * count) <= 1
+    assert mixing(set(), lambda taken: HEAD not in taken) == {HEAD}
+    assert mixing(set(), lambda _: math.inf) is None
+
+
+def distance(count: int, taken: set[str]) -> float:
+    """From so many tensors of layers in codes, beside what leaves the GPU."""
+    return abs(len(taken - {HEAD, "model.layers.5.mlp.down_proj.weight"}) - count)
+
+
+def mixing_layers(count: int) -> set[str]:
+    layers = spread_layers(32, count)
+    names = {tensor.name for index in layers for tensor in OLMO_7B.layer_tensors(index)}
+    return names & set(lossless_formats(OLMO_7B).others)
+
+
+def test_the_time_of_a_mix_is_between_those_of_its_parts() -> None:
+    """Of decodes and of a prompt, by how much is in codes, wherever it lies."""
+    every = lossless_formats(OLMO_7B).others
+    for offload in (None, prefetch(8, 5, 2)):
+        config = asked("checkpoint", **({} if offload is None else {"offload": offload}))
+        times = []
+        for count in (0, 8, 16, 32):
+            formats = {name: every[name] for name in mixing_layers(count)}
+            plan = plan_memory(config, OLMO_7B, H200, tensor_formats=formats)
+            shape = shape_of(plan, OLMO_7B)
+            times.append((decode_step_s(shape, H200_RATES, 1, 1), prefill_s(shape, H200_RATES, 99)))
+        steps, prompts = zip(*times, strict=True)
+        assert list(steps) == sorted(steps, reverse=True)
+        if offload is None:
+            assert list(prompts) == sorted(prompts)
