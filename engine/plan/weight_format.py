@@ -42,7 +42,12 @@ def ways(
         return {PLAIN: NO_FORMATS}
     capability, lack = facts.compute_capability, ""
     fitting = lossless_formats(spec, dtype).others
-    if dtype != "bfloat16":
+    if capability is not None and capability < LEAST_CAPABILITY:
+        lack = (
+            f"a card of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or more, got "
+            f"{'.'.join(map(str, capability))} of {facts.name}"
+        )
+    elif dtype != "bfloat16":
         lack = f"weights that are computed with in bfloat16, got {dtype}"
         if spec.dtype == "bfloat16":
             lack += " (engine.dtype=bfloat16 keeps those of the checkpoint)"
@@ -50,11 +55,6 @@ def ways(
         lack = (
             "a matrix of a multiple of 16 rows and of 64 columns that takes less in codes, got "
             f"none in this {spec.model_type} model"
-        )
-    elif capability is not None and capability < LEAST_CAPABILITY:
-        lack = (
-            f"a card of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or more, got "
-            f"{'.'.join(map(str, capability))} of {facts.name}"
         )
     if lack and word == LOSSLESS:
         raise ConfigError(
