@@ -1,6 +1,6 @@
 """Records side by side: their labels, what differs, whether they did the same work, ratios."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -150,17 +150,28 @@ def check_distinct(runs: Sequence[Run]) -> None:
 
 
 def check_alike(runs: Sequence[Run]) -> None:
-    """Check that all records did the same work.
+    """Check that all records did the same work in the parts that they share.
 
     Raises:
-        UnlikeError: naming what differs, with the values.
+        UnlikeError: naming what differs, with the values, or that no part is shared.
     """
     differing = []
+    parts = [parts_of(run.record) for run in runs]
+    if all(parts) and not set.intersection(*map(set, parts)):
+        had = "; ".join(
+            f"{', '.join(own)} in {run.label}" for run, own in zip(runs, parts, strict=True)
+        )
+        raise UnlikeError(
+            f"expected runs with a part of the scenario in common, got {had}. Run them with equal "
+            "scenarios, or look at each report by itself."
+        )
+    alone = tuple(f"scenario.{part}" for part in unshared_parts([run.record for run in runs]))
     base, first = runs[0], _work(runs[0].record)
     for run in runs[1:]:
         other = _work(run.record)
         for key in dict.fromkeys([*first, *other]):
-            if first.get(key) != other.get(key):
+            is_alone = key in alone or key.startswith(tuple(f"{part}." for part in alone))
+            if first.get(key) != other.get(key) and not is_alone:
                 was, now = (shorten(leaf(work.get(key)), 60) for work in (first, other))
                 differing.append(f"{key}: {was} in {base.label}, {now} in {run.label}")
     if len({facts.is_emulated(run.record) for run in runs}) > 1:
@@ -172,6 +183,29 @@ def check_alike(runs: Sequence[Run]) -> None:
             f"expected runs of the same work, got runs that differ in {shown}{more}. Run them with "
             "equal scenarios and models, or look at each report by itself."
         )
+
+
+def parts_of(record: RunRecord) -> list[str]:
+    """Return the parts of the scenario that a run was to measure."""
+    scenario = record.config.get("scenario")
+    nodes = scenario if isinstance(scenario, Mapping) else {}
+    return [
+        str(name)
+        for name, node in nodes.items()
+        if isinstance(node, Mapping) and name != "correctness"
+    ]
+
+
+def unshared_parts(records: Sequence[RunRecord]) -> list[str]:
+    """Return the parts that some of the runs have and others have not.
+
+    None where a record does not say which parts it was to measure.
+    """
+    parts = [parts_of(record) for record in records]
+    if not all(parts):
+        return []
+    every = dict.fromkeys(part for own in parts for part in own)
+    return [part for part in every if not all(part in own for own in parts)]
 
 
 def _work(record: RunRecord) -> dict[str, object]:
@@ -211,11 +245,66 @@ def ratio_interval(base: Metrics, other: Metrics, metric: str) -> tuple[float, f
     return low / base_high, high / base_low
 
 
+def gain(metric: Metric, base: Metrics, other: Metrics) -> float | None:
+    """Return how many times as good as `base` a run is in a metric: above 1 is better.
+
+    Of what is better when it is higher `other / base`, else `base / other`.
+    """
+    if metric.better == "higher":
+        return ratio(base, other, metric.name)
+    return ratio(other, base, metric.name)
+
+
+def gain_interval(metric: Metric, base: Metrics, other: Metrics) -> tuple[float, float] | None:
+    """Return the ends of `gain` that ratio_interval gives."""
+    if metric.better == "higher":
+        return ratio_interval(base, other, metric.name)
+    return ratio_interval(other, base, metric.name)
+
+
+def unequal_tokens(base: RunRecord, other: RunRecord) -> dict[str, tuple[int, int]]:
+    """Return part -> (requests whose tokens differ, requests that both have), where some differ."""
+    found = {}
+    for part in ("latency", "throughput", "serve"):
+        first, second = (_hashes(record, part) for record in (base, other))
+        shared = first.keys() & second.keys()
+        unequal = sum(first[name] != second[name] for name in shared)
+        if unequal:
+            found[part] = (unequal, len(shared))
+    return found
+
+
+def _hashes(record: RunRecord, part: str) -> dict[str, str]:
+    """Return request -> hash of its tokens, of the requests of a part that have one."""
+    return {
+        str(row["request_id"]): str(row["tokens_hash"])
+        for row in facts.rows(record, part)
+        if row.get("request_id") is not None and row.get("tokens_hash") is not None
+    }
+
+
+def weights_hash(record: RunRecord) -> str | None:
+    """Return the hash of the weights' files, None where none is recorded."""
+    return facts.dig_text(record.effective, "model.sha256")
+
+
 def compared_metrics(runs: Sequence[Metrics]) -> list[Metric]:
     """Return the metrics that at least two runs have; for samples their median or mean."""
     least = min(2, len(runs))
     metrics = found("compare", runs)
     return [m for m in metrics if sum(run.get(m.name) is not None for run in runs) >= least]
+
+
+def comparable_metrics(runs: Sequence[Run]) -> list[Metric]:
+    """Return the metrics by which runs can be held against each other.
+
+    Those of parts that some of the runs were not to measure are left out, and with other parts
+    also the energy, which is of the last of them.
+    """
+    alone = unshared_parts([run.record for run in runs])
+    left_out = (*alone, "energy") if alone else ()
+    metrics = compared_metrics([run.metrics for run in runs])
+    return [metric for metric in metrics if metric.name.split("/")[0] not in left_out]
 
 
 def differing_settings(records: Sequence[RunRecord]) -> dict[str, list[str | None]]:

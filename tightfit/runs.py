@@ -129,7 +129,7 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
     rows = compared.compare_rows([(folder, load_run(folder)) for folder in folders])
     compared.check_distinct(rows)
     compared.check_alike(rows)
-    metrics = compared.compared_metrics([row.metrics for row in rows])
+    metrics = compared.comparable_metrics(rows)
     base = rows[0].metrics
     return {
         "kind": "comparison",
@@ -144,8 +144,8 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
                     metric.name: {
                         "value": row.metrics.get(metric.name),
                         "unit": metric.unit,
-                        "ratio": compared.ratio(base, row.metrics, metric.name),
-                        "ratio_interval": compared.ratio_interval(base, row.metrics, metric.name),
+                        "times_as_good": compared.gain(metric, base, row.metrics),
+                        "interval": compared.gain_interval(metric, base, row.metrics),
                     }
                     for metric in metrics
                 },

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports import facts
-from reports.compare import Row, Run, compared_metrics, ratio, ratio_interval, records_of
+from reports.compare import Row, Run, comparable_metrics, gain, gain_interval, records_of
 from reports.figures import theme
 from reports.figures.theme import Drawing, Theme
 from reports.record.metrics import METRICS, Metric, shared
@@ -212,19 +212,15 @@ def ratio_figure(rows: Sequence[Run], colours: Theme) -> Drawing | None:
     base, others = rows[0], rows[1 : 1 + MOST_RUNS]
     marks: list[Mark] = []
     labels: list[str] = []
-    for metric in compared_metrics([row.metrics for row in rows]):
-        is_more = metric.better == "higher"
-        values = [(row, ratio(base.metrics, row.metrics, metric.name)) for row in others]
+    for metric in comparable_metrics(rows):
+        values = [(row, gain(metric, base.metrics, row.metrics)) for row in others]
         if not any(value for _, value in values):
             continue
         for row, value in values:
             if value:
-                ends = ratio_interval(base.metrics, row.metrics, metric.name)
-                mark = value if is_more else 1 / value
-                if ends is not None and not is_more:
-                    ends = (1 / ends[1], 1 / ends[0])
-                marks.append((len(labels), row.label, mark, ends))
-        labels.append(metric.label if is_more else f"{metric.label} (inverse)")
+                ends = gain_interval(metric, base.metrics, row.metrics)
+                marks.append((len(labels), row.label, value, ends))
+        labels.append(metric.label)
     if not labels:
         return None
     note = facts.figure_note(base.record)

@@ -1,4 +1,4 @@
-"""Runs of the same work as a page: ratios to the first, figures, what differs."""
+"""Runs of the same work as a page: the best, how all stand against the first, what differs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -6,11 +6,16 @@ from typing import Final
 from reports import facts
 from reports.compare import (
     Run,
-    compared_metrics,
+    comparable_metrics,
     differing_settings,
+    gain,
+    gain_interval,
     is_idle,
+    parts_of,
     ratio,
-    ratio_interval,
+    unequal_tokens,
+    unshared_parts,
+    weights_hash,
 )
 from reports.pages.page import (
     Card,
@@ -24,15 +29,24 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, state, status_kind, validity
-from reports.record.metrics import Metric, definition, metric_number, metric_text
-from reports.record.record import RunRecord
+from reports.record.metrics import Metric, definition, metric_number, metric_parts, metric_text
+from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT, leaf, shorten
 
+GAINS: Final = (
+    "Above 1 is better in every row: of rates the run over the base, of times and sizes the base"
+    " over the run. Green is better, red worse. An interval holds every ratio of two means within"
+    " their 95 % intervals over repeats; where it holds 1, nothing is settled."
+)
+LEAST: Final = 0.005
+"""Share by which a figure has to differ to be marked."""
+MOST_FIGURES: Final = 5
+"""Figures on a card."""
 NO_RATIO: Final = "No figure is of the first run and of another one: there is nothing to divide."
 MIXED: Final = "The runs are of different GPUs (CARDS): their ratios are of both"
 MACHINE: Final = ("gpu.name", "driver", "torch", "cpu.name", "host", "git.sha", "effective.dtype")
 ALT: Final = (
-    ("ratios", "Ratio of each figure of the other runs to the first run"),
+    ("ratios", "How many times as good as the first run the others are, by figure"),
     ("comparison", "Bars of output rate and TPOT, one row for each run"),
 )
 
@@ -45,18 +59,14 @@ def compare_page(runs: Sequence[Run], links: Mapping[int, str]) -> Page:
         links: a run's place -> address of its own report.
     """
     base, records = runs[0], [run.record for run in runs]
-    metrics = compared_metrics([run.metrics for run in runs])
-    ratios = tuple(table for run in runs[1:] if (table := _ratio_table(base, run, metrics)))
-    text = (
-        "Above 1 is more of the figure; green says that it is better, red worse. An interval holds"
-        " every ratio of two means within their 95 % intervals over repeats."
-    )
+    metrics = comparable_metrics(runs)
+    tables = tuple(table for run in runs[1:] if (table := _gain_table(base, run, metrics)))
     sections = (
         Section(
-            title=f"Ratios to {base.label}",
-            text=(text if ratios else NO_RATIO,),
-            figures=("ratios",) if ratios else (),
-            tables=ratios,
+            title=f"Times as good as {base.label}",
+            text=(GAINS if tables else NO_RATIO,),
+            figures=("ratios",) if tables else (),
+            tables=tables,
         ),
         Section(
             title="Figures",
@@ -68,12 +78,12 @@ def compare_page(runs: Sequence[Run], links: Mapping[int, str]) -> Page:
         definitions(metrics),
     )
     return Page(
-        title=" against ".join(shorten(run.label, 60) for run in runs[:3]),
+        title=" against ".join(shorten(run.label, 60) for run in runs),
         subtitle=", ".join(filter(None, [facts.model_name(records[0]), _scenario(records[0])])),
         details=f"{len(runs)} runs of the same work; {base.label} is the base",
         banners=banners(records, MIXED),
-        cards=tuple(_cards(base, runs[1], metrics)),
-        verdict=_verdict(runs),
+        cards=tuple(_card(base, run, metrics) for run in runs) if metrics else (),
+        verdict=_verdict(runs, metrics),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )
@@ -93,34 +103,45 @@ def compare_csv(runs: Sequence[Run]) -> str:
     return csv_text(rows)
 
 
-def _ratio_table(base: Run, run: Run, metrics: Sequence[Metric]) -> Table | None:
+def _gain_table(base: Run, run: Run, metrics: Sequence[Metric]) -> Table | None:
     lines: list[tuple[str, ...]] = []
     kinds: dict[int, Kind] = {}
     for metric in metrics:
-        name = metric.name
-        value = ratio(base.metrics, run.metrics, name)
+        value = gain(metric, base.metrics, run.metrics)
         if value is None:
             continue
-        ends = ratio_interval(base.metrics, run.metrics, name)
-        is_settled = ends is None or not ends[0] <= 1 <= ends[1]
-        if is_settled and abs(value - 1) >= 0.005:
-            is_better = (value > 1) == (metric.better == "higher")
-            kinds[len(lines)] = "better" if is_better else "worse"
-        interval = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
-        pair = [metric_text(name, one.metrics[name]) for one in (base, run)]
-        lines.append((metric.label, f"{value:.3f}", *pair, interval))
+        kind = _kind(metric, base, run)
+        if kind != "plain":
+            kinds[len(lines)] = kind
+        ends = gain_interval(metric, base.metrics, run.metrics)
+        pair = [metric_text(metric.name, one.metrics[metric.name]) for one in (base, run)]
+        lines.append((metric.label, f"{value:.3f}", *pair, _span(ends)))
     if not lines:
         return None
-    columns: tuple[str, ...] = ("figure", "ratio", base.label, run.label, "interval")
+    columns: tuple[str, ...] = ("figure", "times as good", base.label, run.label, "interval")
     if not any(line[-1] for line in lines):
         columns, lines = columns[:-1], [line[:-1] for line in lines]
     return Table(
-        caption=f"{run.label} / {base.label}",
+        caption=f"{run.label}, held against {base.label}",
         columns=tuple(shorten(column, 32) for column in columns),
         rows=lines,
         numeric=frozenset({1, 2, 3, 4}),
         kinds=kinds,
     )
+
+
+def _kind(metric: Metric, base: Run, run: Run) -> Kind:
+    """Return whether a run is better or worse than the base; plain where that is not settled."""
+    value = gain(metric, base.metrics, run.metrics)
+    ends = gain_interval(metric, base.metrics, run.metrics)
+    is_settled = ends is None or not ends[0] <= 1 <= ends[1]
+    if value is None or not is_settled or abs(value - 1) < LEAST:
+        return "plain"
+    return "better" if value > 1 else "worse"
+
+
+def _span(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
 def _states(runs: Sequence[Run], links: Mapping[int, str]) -> Table:
@@ -174,35 +195,114 @@ def _machines(runs: Sequence[Run]) -> Section | None:
     return Section(title="Machines and code that differ", tables=(table,))
 
 
-def _verdict(runs: Sequence[Run]) -> Verdict:
+def _verdict(runs: Sequence[Run], metrics: Sequence[Metric]) -> Verdict:
     bad = [run for run in runs if run.status != "ok"]
     unsure = [run for run in runs if run.record.valid is not True and run not in bad]
     lines = [f"{run.label}: {run.status}. {error_line(run.record)}" for run in bad]
     for run in unsure:
         why = " ".join(run.record.reasons) or "its tokens were not compared with the reference."
         lines.append(f"{run.label}: {validity(run.record.valid)}. {why}")
-    kind: Kind = "bad" if bad else "warn" if unsure else "good"
-    label = {
-        "bad": f"{len(bad)} of {len(runs)} runs did not end ok",
-        "warn": "the same work, but not every run is valid",
-        "good": "the same work, all runs ok and valid",
-    }[kind]
-    return Verdict(kind=kind, answer=label, lines=tuple(lines))
+    unlike = _unlike(runs)
+    kind: Kind = "bad" if bad else "warn" if unsure or unlike else "good"
+    label = "the same work, all runs ok and valid"
+    if bad:
+        label = f"{len(bad)} of {len(runs)} runs did not end ok"
+    elif unsure:
+        label = "the same work, but not every run is valid"
+    elif unlike:
+        label = "the same requests, but not the same answers or weights"
+    return Verdict(
+        kind=kind,
+        answer=winner(runs, metrics),
+        label=label,
+        lines=(*lines, *unlike, *_left_out(runs)),
+    )
 
 
-def _cards(base: Run, other: Run, metrics: Sequence[Metric]) -> list[Card]:
-    """Return the ratios of the second run to the first."""
-    cards = []
-    for metric in metrics[:8]:
-        value = ratio(base.metrics, other.metrics, metric.name)
-        if value is not None:
-            pair = [
-                f"{shorten(run.label, 30)} {metric_text(metric.name, run.metrics[metric.name])}"
-                for run in (other, base)
-            ]
-            note = ", ".join(pair)
-            cards.append(Card(label=metric.label, value=f"{value:.2f}", unit="x", note=note))
-    return cards
+def winner(runs: Sequence[Run], metrics: Sequence[Metric]) -> str:
+    """Return which run is best in the first metric of those that count, or that none is.
+
+    A run is best where the interval of its ratio to the next one lies above 1; without repeats
+    there is no interval, and so no winner.
+    """
+    counted = [run for run in runs if run.status in MEASURED and run.record.valid is not False]
+    for metric in metrics:
+        having = [run for run in counted if (run.metrics.get(metric.name) or 0) > 0]
+        if len(having) >= 2:
+            break
+    else:
+        return "No winner: no two runs have a figure in common that counts"
+    sign = -1 if metric.better == "higher" else 1
+    first, second = sorted(having, key=lambda run: sign * (run.metrics[metric.name] or 0))[:2]
+    value = gain(metric, second.metrics, first.metrics) or 1.0
+    ends = gain_interval(metric, second.metrics, first.metrics)
+    what = f"{metric.label} {metric_text(metric.name, first.metrics[metric.name])}"
+    if ends is None:
+        return (
+            f"No winner without repeats: {first.label} has the best {what}, {value:.2f} times as "
+            f"good as {second.label}, but not both were repeated"
+        )
+    if ends[0] <= 1:
+        return (
+            f"No winner: {first.label} has the best {what}, {value:.2f} times as good as "
+            f"{second.label}, but the interval {_span(ends)} holds 1"
+        )
+    return (
+        f"{first.label} is best: {what}, {value:.2f} times as good as {second.label} "
+        f"({_span(ends)})"
+    )
+
+
+def _unlike(runs: Sequence[Run]) -> list[str]:
+    """Return whose tokens or weights differ from those of the first run."""
+    base, lines = runs[0], []
+    for run in runs[1:]:
+        for part, (unequal, total) in unequal_tokens(base.record, run.record).items():
+            lines.append(
+                f"{run.label}: other tokens than {base.label} in {unequal} of {total} requests of "
+                f"{part} (tokens_hash)."
+            )
+        was, now = weights_hash(base.record), weights_hash(run.record)
+        if was is not None and now is not None and was != now:
+            lines.append(
+                f"{run.label}: other weights than {base.label} (SHA-256 {now[:12]}..., "
+                f"not {was[:12]}...)."
+            )
+    return lines
+
+
+def _left_out(runs: Sequence[Run]) -> list[str]:
+    """Say which parts are not compared, because some of the runs were not to measure them."""
+    return [
+        f"Not compared: {part}, which only "
+        f"{', '.join(run.label for run in runs if part in parts_of(run.record))} measured."
+        for part in unshared_parts([run.record for run in runs])
+    ]
+
+
+def _card(base: Run, run: Run, metrics: Sequence[Metric]) -> Card:
+    """Return a run's first figure, and how it stands against the base in the others."""
+    first, *others = metrics[:MOST_FIGURES]
+    value, unit = metric_parts(first.name, run.metrics.get(first.name))
+    notes = [] if run is not base else ["the base"]
+    if run is not base:
+        times = gain(first, base.metrics, run.metrics)
+        span = _span(gain_interval(first, base.metrics, run.metrics))
+        notes += [f"{times:.2f} times as good" + (f" ({span})" if span else "")] if times else []
+    for metric in others:
+        times = gain(metric, base.metrics, run.metrics)
+        if run is base or times is None:
+            notes.append(f"{metric.label} {metric_text(metric.name, run.metrics.get(metric.name))}")
+        else:
+            notes.append(f"{metric.label} {times:.2f} times")
+    return Card(
+        label=f"{shorten(run.label, 60)}: {first.label}",
+        value=value,
+        unit=unit,
+        note="; ".join(notes),
+        tip=first.definition,
+        kind="plain" if run is base else _kind(first, base, run),
+    )
 
 
 def _scenario(record: RunRecord) -> str | None:

@@ -15,7 +15,7 @@ from reports.compare import (
     check_alike,
     compared_metrics,
     differing_settings,
-    ratio,
+    gain,
     records_of,
     runs_of,
 )
@@ -259,12 +259,12 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
     metrics = [
         metric
         for metric in compared_metrics([run.metrics for pair in pairs for run in pair])
-        if any(ratio(peer.metrics, native.metrics, metric.name) for native, peer in pairs)
+        if any(gain(metric, peer.metrics, native.metrics) for native, peer in pairs)
     ]
     lines: list[tuple[str, ...]] = []
     kinds: dict[int, Kind] = {}
     for native, peer in pairs:
-        ratios = [ratio(peer.metrics, native.metrics, metric.name) for metric in metrics]
+        ratios = [gain(metric, peer.metrics, native.metrics) for metric in metrics]
         cells = ["" if value is None else f"{value:.2f}" for value in ratios]
         bad = [facts.system_name(run.record) for run in (native, peer) if run.record.valid is False]
         kinds[len(lines)] = "warn" if bad else "plain"
@@ -277,10 +277,7 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
         numeric=frozenset(range(3, len(metrics) + 3)),
         kinds=kinds,
     )
-    text = (
-        "Above 1 is more of the figure in this project's engine: better for a rate, worse for a"
-        " time or a size."
-    )
+    text = "How many times as good this project's engine is: above 1 is better in every column."
     return Section(title="Native against peers", text=(text,), tables=(table,))
 
 

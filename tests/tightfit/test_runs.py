@@ -72,7 +72,7 @@ def test_compare_takes_ids_and_prints_json(home: Path, capsys: pytest.CaptureFix
     assert [Path(run["folder"]).name for run in document["runs"]] == [OLD, NEW]
     metrics = document["runs"][1]["metrics"]
     assert metrics
-    assert {found["ratio"] for found in metrics.values() if found["value"]} == {1.0}
+    assert {found["times_as_good"] for found in metrics.values() if found["value"]} == {1.0}
     assert main(["compare", "latest", "latest", "--json"]) == 2
     assert "expected runs that differ" in capsys.readouterr().err
 

@@ -32,7 +32,7 @@ def test_ratios_are_to_the_first_run(tmp_path):
     table = page.sections[0].tables[0]
     found = {row[0]: row[1] for row in table.rows}
     assert found["output"] == "0.500"
-    assert found["TPOT p50"] == "2.000"
+    assert found["TPOT p50"] == "0.500"
     assert found["load"] == "1.000"
     kinds = {table.rows[place][0]: kind for place, kind in table.kinds.items()}
     assert kinds["output"] == kinds["TPOT p50"] == "worse"
@@ -49,6 +49,87 @@ def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path
     assert table.rows[0][0] == "output"
     assert table.rows[0][-1] == "0.862 to 1.231"
     assert 0 not in table.kinds
+    page = compare_page(rows_of(tmp_path, *records), {})
+    assert page.verdict.answer.startswith(
+        "No winner: b has the best output 103.0 tok/s, 1.03 times"
+    )
+    assert page.verdict.answer.endswith("but the interval 0.862 to 1.231 holds 1")
+    assert [card.kind for card in page.cards] == ["plain", "plain"]
+
+
+def test_every_run_has_a_card_and_the_winner_its_interval(tmp_path):
+    name = "throughput/output_tok_s"
+    records = [ok_record(name=name) for name in "abc"]
+    for record, mean in zip(records, (100.0, 50.0, 200.0), strict=True):
+        record.metrics |= {name: mean, f"{name}/ci95_low": mean - 5, f"{name}/ci95_high": mean + 5}
+    page = compare_page(rows_of(tmp_path, *records), {})
+    assert page.title == "a against b against c"
+    assert [(card.label, card.value, card.kind) for card in page.cards] == [
+        ("a: output", "100.0", "plain"),
+        ("b: output", "50.0", "worse"),
+        ("c: output", "200.0", "better"),
+    ]
+    assert page.cards[2].note.startswith("2.00 times as good (1.857 to 2.158)")
+    assert page.verdict.answer == (
+        "c is best: output 200.0 tok/s, 2.00 times as good as a (1.857 to 2.158)"
+    )
+
+
+def test_without_repeats_there_is_no_winner(tmp_path):
+    page = compare_page(rows_of(tmp_path, ok_record(), peer_record()), {})
+    assert page.verdict.answer == (
+        "No winner without repeats: olmo7b-uva-rtx4080_16gb has the best output 402.7 tok/s, 2.00"
+        " times as good as peer, but not both were repeated"
+    )
+    wrong = ok_record(name="b", valid=False)
+    page = compare_page(rows_of(tmp_path, ok_record(), wrong), {})
+    assert page.verdict.answer == "No winner: no two runs have a figure in common that counts"
+
+
+def with_parts(*names, **changes):
+    record = ok_record(config=config(), **changes)
+    parts = {"load": {"warm_starts": 1}, "latency": {"seed": 0}, "throughput": {"seed": 0}}
+    record.config["scenario"] |= {part: parts[part] if part in names else None for part in parts}
+    for metric in list(record.metrics):
+        if metric.split("/")[0] in parts and metric.split("/")[0] not in names:
+            del record.metrics[metric]
+    return record
+
+
+def test_runs_are_compared_in_the_parts_that_they_share(tmp_path):
+    one = with_parts("load", "latency", name="one")
+    other = with_parts("latency", "throughput", name="other")
+    rows = rows_of(tmp_path, one, other)
+    check_alike(rows)
+    page = compare_page(rows, {})
+    names = {row[0] for row in page.sections[0].tables[0].rows}
+    assert {"TTFT p50", "TPOT p50", "GPU peak"} <= names
+    assert not {"output", "load", "energy per token"} & names
+    assert page.verdict.lines == (
+        "Not compared: load, which only one measured.",
+        "Not compared: throughput, which only other measured.",
+    )
+    with pytest.raises(RecordError, match="a part of the scenario in common, got load in one; thr"):
+        check_alike(rows_of(tmp_path, with_parts("load", name="one"), with_parts("throughput")))
+
+
+def test_other_tokens_and_other_weights_are_said(tmp_path):
+    records = [ok_record(name=name) for name in "ab"]
+    for record, digest in zip(records, ("1" * 64, "2" * 64), strict=True):
+        record.effective = record.effective | {"model": {"sha256": digest}}
+        record.samples["latency"] = [
+            {"request_id": f"latency-{place}", "tokens_hash": hashed, "ttft_ms": 1.0}
+            for place, hashed in enumerate(("same", digest))
+        ]
+    page = compare_page(rows_of(tmp_path, *records), {})
+    assert page.verdict.kind == "warn"
+    assert page.verdict.label == "the same requests, but not the same answers or weights"
+    assert page.verdict.lines == (
+        "b: other tokens than a in 1 of 2 requests of latency (tokens_hash).",
+        "b: other weights than a (SHA-256 222222222222..., not 111111111111...).",
+    )
+    records[1].effective, records[1].samples = records[0].effective, records[0].samples
+    assert compare_page(rows_of(tmp_path, *records), {}).verdict.kind == "good"
 
 
 def test_offload_system_and_budget_may_differ_and_are_named(tmp_path):
