@@ -209,6 +209,8 @@ class EngineConfig(Sealed):
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     measured_rates: dict[str, float | None] = field(default_factory=dict)
     """Rates that a probe found on this machine, for predicted times; empty: unknown."""
+    emulated_kv_tokens: int | None = number(None, low=1)
+    """Most tokens of KV on an emulated GPU, whose memory is RAM; null: what the budget leaves."""
     facts_folder: str | None = None
     """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
     next plan knows; null: nothing is noted."""

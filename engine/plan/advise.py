@@ -387,6 +387,10 @@ def host_refusal(plan: MemoryPlan, asked: Asked) -> str:
         f"{max(items, key=items.__getitem__)}), but {plan.host_limit_bytes / GIB:.2f} "
         f"GiB{where} are available after a reserve of {asked.config.engine.host_reserve_gib:g} GiB."
     )
+    emulated = items.get("emulated_gpu", 0)
+    if emulated and emulated == max(items.values()):
+        size = emulated / GIB
+        text += f" Without a GPU, to emulate {size:.2f} GiB of one takes as much RAM."
     found, gain = advice(asked) if plan.offloaded_layers else ([], "")
     found += found_of(host_settings(asked, plan), asked)
     if found:
@@ -657,7 +661,8 @@ def _budget(plan: MemoryPlan) -> str:
     tensors = (t for layer in plan.offloaded_layers for t in layer.offloaded_tensors)
     moved = list(map(plan.formats.num_bytes, tensors))
     useful = max(WORTH_SAYING * plan.gpu_budget_bytes, plan.block_bytes, min(moved, default=0))
-    if not moved or left < useful:
+    is_capped = plan.facts.emulated and plan.kv.pools[0] < plan.kv.useful[0]
+    if not moved or left < useful or is_capped:
         return ""
     return (
         f"{left / GIB:.2f} GiB of the GPU budget stay unused: the KV cache holds all that "

@@ -545,7 +545,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         items["kv_moves"] = tier.ids_bytes
     items |= _packing(asked, items, budget)
     room = budget - sum(items.values())
-    kv = tier.share_out(asked.kv, room)
+    kv, kv_notes = _without_spare(asked, tier.share_out(asked.kv, room))
     if kv.groups[0].in_place:
         items["kv_stages"] = tier.stage_bytes(room)
         items["graphs"] += tier.graph_bytes
@@ -556,7 +556,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     host = _host_items(asked, tier, layout.offloaded_bytes)
     if facts.emulated:
         host["emulated_gpu"] = sum(items.values())
-    notes += _tier_notes(asked, tier)
+    notes += [*kv_notes, *_tier_notes(asked, tier)]
     reserve = int(settings.host_reserve_gib * GIB)
     return MemoryPlan(
         dtype=dtype,
@@ -592,6 +592,26 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
         facts=facts,
     )
+
+
+def _without_spare(asked: Asked, kv: KVSizes) -> tuple[KVSizes, list[str]]:
+    """Return the groups without blocks of an emulated GPU that no request can use, and say so.
+
+    One sequence of max_model_len, and a block for each sequence, have room in any case.
+    """
+    tokens, size = asked.config.emulated_kv_tokens, asked.config.kv.block_size
+    if tokens is None or not asked.facts.emulated or kv.groups[0].in_place:
+        return kv, []
+    most = max(-(-tokens // size), asked.config.engine.max_num_seqs)
+    pairs = zip(kv.pools, kv.blocks(kv.max_model_len), strict=True)
+    pools = tuple(min(there, max(most, least)) for there, least in pairs)
+    if pools == kv.pools:
+        return kv, []
+    note = (
+        f"fallback: without a GPU its memory is RAM, so the KV cache has {pools[0]} blocks, all that the "
+        f"requests can use, instead of the {kv.pools[0]} that the budget leaves."
+    )
+    return kv.with_pools(pools), [note]
 
 
 def _host_items(asked: Asked, tier: HostTierSizes, offloaded_bytes: int) -> dict[str, int]:

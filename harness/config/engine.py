@@ -16,6 +16,7 @@ from engine.model.formats import plain
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
 from harness.config.schema import RunConfig
+from harness.config.serve import MOST_REQUESTS
 from harness.folders import install_extra
 
 Settings = Mapping[str, Collection[str]]
@@ -127,7 +128,31 @@ def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
     nodes = ("gpu", "offload", "kv", "engine", "planner")
     parts: dict[str, Any] = {node: getattr(config, node) for node in nodes}
     parts |= {"facts_folder": str(facts_folder()), "kept_folder": str(kept_folder())}
-    return EngineConfig(model=model, **parts)
+    return EngineConfig(model=model, emulated_kv_tokens=kv_tokens_in_use(config), **parts)
+
+
+def kv_tokens_in_use(config: RunConfig) -> int | None:
+    """Return the most tokens of KV that the scenario's requests can use at once; None: unknown.
+
+    Unknown too where prefixes are kept, which have a use for any room, and of single steps.
+    """
+    scenario, limits = config.scenario, config.length_limits().values()
+    if config.kv.enable_prefix_caching or scenario.steps or scenario.tiers or not limits:
+        return None
+    known, longest = scenario.longest_tokens(), min(limits)
+    at_once = {"load": 1, "correctness": 1} | ({"latency": 1} if scenario.latency else {})
+    known |= {"load": 1, "correctness": known.get("correctness", 1)}
+    if scenario.throughput is not None:
+        at_once["throughput"] = scenario.throughput.num_requests
+    if scenario.serve is not None:
+        serve = scenario.serve
+        at_once["serve"] = serve.max_concurrency or serve.num_requests or MOST_REQUESTS
+    most = config.engine.max_num_seqs
+    used = [
+        min(count, most) * (known.get(part, longest) + config.kv.block_size)
+        for part, count in at_once.items()
+    ]
+    return max(*used, config.planner.kv_tokens or 0)
 
 
 def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
@@ -153,14 +178,14 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
     It has no host tier of KV blocks; where there is one, only room for the prompts that are
     compared, so that it fits where the engine under test does.
     """
-    longest = config.engine.max_model_len
+    longest, check = config.engine.max_model_len, config.scenario.correctness
     if config.kv.has_host_tier:
-        longest = config.scenario.correctness.prompt_tokens
-        longest += config.scenario.correctness.output_tokens
+        longest = check.prompt_tokens + check.output_tokens
     asked = engine_config(config, model_path)
     return replace(
         asked,
         model=replace(asked.model, keep_lossless=False),
+        emulated_kv_tokens=check.num_prompts * (check.prompt_tokens + check.output_tokens),
         facts_folder=None,
         kept_folder=None,
         offload=OffloadConfig(),

@@ -65,6 +65,7 @@ OTHER: dict[str, Any] = {
     "referee": True,
     "weight_format": "auto",
     "measured_rates": {"h2d_gb_s": 1.0},
+    "emulated_kv_tokens": 320,
     "facts_folder": "facts",
     "kept_folder": "kept",
     "model_name": "called",
@@ -152,7 +153,8 @@ def test_a_new_field_is_a_keyword_and_a_key_at_once() -> None:
 def test_the_harness_has_the_engine_s_classes_as_its_schema() -> None:
     keys = dict(key_types(RunConfig))
     own = {found.path for found in settings(EngineConfig)}
-    assert own - {"measured_rates", "facts_folder", "kept_folder"} <= set(keys)
+    given = {"measured_rates", "emulated_kv_tokens", "facts_folder", "kept_folder"}
+    assert own - given <= set(keys)
 
 
 def test_a_model_s_fields_are_replaced_by_keywords() -> None:

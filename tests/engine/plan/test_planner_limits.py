@@ -50,6 +50,28 @@ def test_a_plan_beyond_host_memory_is_refused(facts: DeviceFacts) -> None:
     assert ("gpu.memory_gib" in text) is facts.emulated
 
 
+def test_an_emulated_gpu_has_no_room_for_kv_that_no_request_can_use() -> None:
+    asked = configuration(OLMO_7B, memory_gib=24, dtype="bfloat16")
+    config = replace(asked, emulated_kv_tokens=6000)
+    whole = plan_memory(replace(config, emulated_kv_tokens=None), OLMO_7B, CPU)
+    plan = plan_memory(config, OLMO_7B, CPU)
+    check_plan(plan, OLMO_7B)
+    assert plan.num_gpu_blocks == 375
+    saved = (whole.num_gpu_blocks - 375) * plan.block_bytes
+    assert whole.host_total_bytes - plan.host_total_bytes == saved
+    assert "375 blocks, all that the requests can use, instead of" in " ".join(plan.notes)
+    least = plan_memory(replace(config, emulated_kv_tokens=1), OLMO_7B, CPU)
+    assert least.kv_tokens == least.max_model_len
+    on_gpu = plan_memory(replace(config, emulated_kv_tokens=1), OLMO_7B, H200)
+    assert on_gpu.num_gpu_blocks == plan_memory(config, OLMO_7B, H200).num_gpu_blocks
+
+
+def test_a_refusal_on_a_cpu_says_what_emulation_takes() -> None:
+    config = configuration(OLMO_7B, memory_gib=24, dtype="bfloat16")
+    with pytest.raises(CapacityError, match=r"Without a GPU, to emulate 21\.\d\d GiB of one takes"):
+        plan_memory(config, OLMO_7B, replace(CPU, host_available_bytes=8 * GIB))
+
+
 def test_a_refusal_names_offloads_that_only_host_memory_rules_out() -> None:
     config = configuration(OLMO_7B, memory_gib=15, dtype="bfloat16")
     with pytest.raises(CapacityError, match="Fits with: offload=auto; or offload=uva"):

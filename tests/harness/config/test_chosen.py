@@ -1,9 +1,12 @@
 """An option chosen by name is what it says, or the command is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from engine.errors import ConfigError
 from harness.config.compose import Composer
+from harness.config.engine import engine_config, kv_tokens_in_use
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,19 @@ def test_where_no_option_is_contradicted_the_fields_say_what_runs(
     [point] = composer.plan(["model=olmo7b", *typed.split()]).points
     assert point.config.offload_name == offload
     assert point.config.kv.has_host_tier == has_host_tier
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [
+        ([], 8 * (32 + 16 + 16)),
+        (["engine.max_num_seqs=4"], 4 * (32 + 16 + 16)),
+        (["scenario=latency"], 128 + 32 + 16),
+        (["scenario=serve", "scenario.serve.max_concurrency=3"], 3 * (32 + 16 + 16)),
+        (["kv.enable_prefix_caching=true"], None),
+    ],
+)
+def test_tokens_of_kv_that_a_scenario_can_use(composer, asked, tokens):
+    (point,) = composer.plan(["model=smollm2_135m", *asked]).points
+    assert kv_tokens_in_use(point.config) == tokens
+    assert engine_config(point.config, Path("folder")).emulated_kv_tokens == tokens
