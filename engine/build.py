@@ -3,7 +3,7 @@
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from engine.model.checkpoint import (
 from engine.model.facts import read_unpackable, write_unpackable
 from engine.model.formats import TensorFormats, TensorSpec
 from engine.model.spec import ModelSpec
-from engine.plan.memory import MemoryPlan
-from engine.plan.planner import plan_memory
+from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.planner import plan_again, plan_memory
 from engine.run.core import EngineCore
 from engine.run.decoder import Decoder
 from engine.run.executor import DeviceExecutor
@@ -120,6 +120,7 @@ def build_engine(
         progress: Called as weights come into place.
         reference: Ignore the offload settings: every layer on demand, eager.
         plan: What to build, made of this configuration on this machine; None: it is planned here.
+            Its placements are kept where it has to be planned again.
 
     Raises:
         CapacityError: It does not fit.
@@ -130,9 +131,9 @@ def build_engine(
         model = read_model(config.model)
         spec = model.spec.shard(rank=0, world_size=1)
         device = open_device(config.gpu.device)
+        planning = _Planning(config, spec, reference=reference, is_given=plan is not None)
         if plan is None:
-            known = known_unpackable(config)
-            plan = plan_memory(config, spec, device.facts(), reference=reference, unpackable=known)
+            plan = planning.made(device.facts())
     with clock.phase("read"):
         stored, note = _find_weights(config.model, spec, plan.formats)
     with clock.phase("tokenizer"):
@@ -140,8 +141,7 @@ def build_engine(
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder, spec.vocab_size)
     with contextlib.ExitStack() as undo:
         undo.callback(device.close)
-        source = config, spec, stored, device
-        plan, store, tier = _fill(*source, plan, clock, progress, reference=reference)
+        plan, store, tier = _fill(planning, stored, device, plan, clock, progress)
         undo.callback(tier.close)
         plan = replace(plan, notes=(*plan.notes, *model.notes, *([note] if note else [])))
         for note in plan.notes:
@@ -209,44 +209,76 @@ def _warm_up(executor: DeviceExecutor, tier: HostTier, plan: MemoryPlan, clock: 
                 clock.part("compile", compiled.take_s())
 
 
+@dataclass(frozen=True)
+class _Planning:
+    """Plans, and plans again: what was handed in keeps its placements."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    reference: bool
+    is_given: bool
+    """The plan was handed in."""
+
+    def made(self, facts: DeviceFacts, **formats: Any) -> MemoryPlan:
+        """Return a plan of the configuration; `formats`: as plan_memory's."""
+        known = known_unpackable(self.config) if not formats else {}
+        formats = formats or {"unpackable": known}
+        return plan_memory(self.config, self.spec, facts, reference=self.reference, **formats)
+
+    def unpinned(self, plan: MemoryPlan, reason: str) -> MemoryPlan:
+        """Return the plan again for a machine that cannot pin, in the same formats."""
+        facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
+        formats = plan.formats.others
+        if self.is_given:
+            return plan_again(plan, self.config, self.spec, facts, formats)
+        again = self.made(facts, tensor_formats=formats)
+        return replace(again, weight_format=plan.weight_format)
+
+    def with_plain(self, plan: MemoryPlan, reasons: Mapping[str, str]) -> MemoryPlan:
+        """Return the plan again with tensors plain that codes cannot hold, and note them."""
+        known = known_unpackable(self.config) | reasons
+        if self.config.model.load_format != "dummy":
+            write_unpackable(self.config.facts_folder, self.config.model.path or "", known)
+        if self.is_given:
+            others = plan.formats.others.items()
+            formats = {name: form for name, form in others if name not in reasons}
+            again = plan_again(plan, self.config, self.spec, plan.facts, formats, known)
+        else:
+            again = self.made(plan.facts, unpackable=known)
+        note = (
+            f"engine.weight_format: {len(reasons)} tensors have values that codes cannot hold and "
+            f"stay plain ({', '.join(sorted(reasons))}); the weights were loaded a second time."
+        )
+        return replace(again, notes=(*again.notes, note))
+
+
 def _fill(
-    config: EngineConfig,
-    spec: ModelSpec,
+    planning: _Planning,
     stored: dict[str, StoredTensor],
     device: Device,
     plan: MemoryPlan,
     clock: PhaseClock,
     progress: Progress | None,
     *,
-    reference: bool,
     is_last: bool = False,
 ) -> tuple[MemoryPlan, WeightStore, HostTier]:
     """Place weights and load them; where codes cannot hold some, once more with these plain."""
-    plan, store, tier = _place(config, spec, device, plan, clock, reference=reference)
+    plan, store, tier = _place(planning, device, plan, clock)
     with contextlib.ExitStack() as undo:
         undo.callback(store.close)
         undo.callback(tier.close)
         try:
-            notes = _load(config, spec, stored, device, store, clock, progress)
+            notes = _load(planning.config, planning.spec, stored, device, store, clock, progress)
         except UnpackableError as error:
-            if is_last or config.weight_format == "checkpoint":
+            if is_last:
                 raise
             reasons = error.reasons
         else:
             undo.pop_all()
             return replace(plan, notes=(*plan.notes, *notes)), store, tier
-    known = known_unpackable(config) | reasons
-    if config.model.load_format != "dummy":
-        write_unpackable(config.facts_folder, config.model.path or "", known)
     with clock.phase("plan"):
-        plan = plan_memory(config, spec, plan.facts, reference=reference, unpackable=known)
-    note = (
-        f"engine.weight_format: {len(reasons)} tensors have values that codes cannot hold and stay "
-        f"plain ({', '.join(sorted(reasons))}); the weights were loaded a second time."
-    )
-    plan = replace(plan, notes=(*plan.notes, note))
-    again = config, spec, stored, device, plan, clock, progress
-    return _fill(*again, reference=reference, is_last=True)
+        plan = planning.with_plain(plan, reasons)
+    return _fill(planning, stored, device, plan, clock, progress, is_last=True)
 
 
 def known_unpackable(config: EngineConfig) -> dict[str, str]:
@@ -257,13 +289,7 @@ def known_unpackable(config: EngineConfig) -> dict[str, str]:
 
 
 def _place(
-    config: EngineConfig,
-    spec: ModelSpec,
-    device: Device,
-    plan: MemoryPlan,
-    clock: PhaseClock,
-    *,
-    reference: bool,
+    planning: _Planning, device: Device, plan: MemoryPlan, clock: PhaseClock
 ) -> tuple[MemoryPlan, WeightStore, HostTier]:
     """Allocate the weights' places and host blocks; where pinning fails, plan again without it."""
     try:
@@ -272,11 +298,7 @@ def _place(
         reason = str(error)
     # Not above: there the error holds the memory that could not be pinned, as large as the weights.
     with clock.phase("plan"):
-        facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
-        again = plan_memory(
-            config, spec, facts, reference=reference, tensor_formats=plan.formats.others
-        )
-        plan = replace(again, weight_format=plan.weight_format)
+        plan = planning.unpinned(plan, reason)
     return plan, *_allocate(plan, device, clock)
 
 

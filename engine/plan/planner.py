@@ -138,6 +138,39 @@ def plan_memory(
     return _finished(_plan(asked), asked, notes)
 
 
+def plan_again(
+    plan: MemoryPlan,
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    tensor_formats: Mapping[str, Format],
+    unpackable: Mapping[str, str] = NOTHING_KNOWN,
+) -> MemoryPlan:
+    """Return a plan with the same placements and limits, on a machine or in formats that changed.
+
+    Args:
+        plan: As it was.
+        config: What was asked.
+        spec: Sizes of the model.
+        facts: What the machine has.
+        tensor_formats: As plan_memory's.
+        unpackable: As plan_memory's.
+
+    Raises:
+        CapacityError: It does not fit any more.
+    """
+    names = ("max_model_len", "max_num_seqs")
+    limits = {name: getattr(plan, name) for name in names}
+    planner = replace(config.planner, auto_fields=[])
+    config = replace(config, engine=replace(config.engine, **limits), planner=planner)
+    length, dtype = plan.max_model_len, plan.dtype
+    asked = Asked(config, spec, facts, dtype, length, False, tensor_formats, unpackable)
+    again = _finished(_fit(asked, Assignment(plan.placements, plan.lookahead)), asked, [])
+    record = plan.weight_format and plan.weight_format | stored(asked)
+    notes = tuple(dict.fromkeys((*plan.notes, *again.notes)))
+    return replace(again, notes=notes, choice=plan.choice, weight_format=record)
+
+
 def plan_candidates(
     config: EngineConfig,
     spec: ModelSpec,

@@ -11,12 +11,15 @@ from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
 from engine.errors import PinningError
 from engine.kv.prefix import root_key
+from engine.plan.units import ON_DEMAND, RESIDENT
 from tests.engine.conftest import TinyModels
 from tests.tiny import make_config, open_llm
 
 
+@pytest.mark.parametrize("is_given", [False, True], ids=["planned here", "handed in"])
+@pytest.mark.filterwarnings("ignore::engine.asked.offload.OffloadWarning")
 def test_memory_that_could_not_be_pinned_is_free_before_the_next_is_taken(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModels, is_given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[weakref.ref[Any]] = []
     alive, bounds = [], []
@@ -35,7 +38,16 @@ def test_memory_that_could_not_be_pinned_is_free_before_the_next_is_taken(
             super().enforce_budget(num_bytes)
 
     monkeypatch.setattr(build, "open_device", lambda _: NoPinning())
-    llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
+    if is_given:
+        config = make_config(tiny.folder("llama"), cpu_offload_gb=1)
+        plan = LLM.plan_for(config)
+        bare = make_config(tiny.folder("llama"))
+        llm = LLM._of(build.build_engine(bare, plan=plan))
+        assert set(llm.plan.placements.values()) == {RESIDENT, ON_DEMAND}
+        offloaded = [x.index for x in plan.offloaded_layers]
+        assert [x.index for x in llm.plan.offloaded_layers] == offloaded
+    else:
+        llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)
     assert llm.memory()["host_pageable_bytes"] > 0
     assert len(refused) == 1
     assert alive == [None]

@@ -1,6 +1,8 @@
 """Weights in codes give the tokens of the same weights plain: families, placements, batches."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import pytest
 import torch
 
 from engine import LLM
+from engine.build import build_engine, read_model
 from engine.errors import ConfigError, EngineError
 from engine.model import formats, lossless
 from engine.model.formats import EMBEDDING, HEAD
 from engine.plan import planner
+from engine.plan.planner import plan_again, plan_memory
 from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENCES, UVA
 from tests.engine.coded import (
     LIMITS,
@@ -208,6 +212,28 @@ def test_a_layer_holds_units_of_every_residence(
     assert min(placed[place.name] for place in RESIDENCES) > 0
     check_weights(llm, checkpoints.folder("llama"), 5)
     assert short(llm) == checkpoints.short("llama")
+    llm.close()
+
+
+def test_formats_and_residences_are_mixed(checkpoints: Checkpoints) -> None:
+    """Each product of a layer in another residence; codes beside plain weights in all of them."""
+    folder = checkpoints.folder("llama", num_hidden_layers=8)
+    config = make_config(folder, **LIMITS | {"uva_stage_tokens": 4})
+    spec, machine = read_model(config.model).spec, LLM.plan_for(config).facts
+    every = lossless.lossless_formats(spec).others
+    inner = (name for name in every if name != HEAD)
+    chosen = {name: every[name] for index, name in enumerate(inner) if index // 4 % 2}
+    resident = plan_memory(config, spec, machine, tensor_formats=chosen)
+    places = patchwork(spec).placements
+    mix = plan_again(replace(resident, placements=places), config, spec, machine, chosen)
+    found = {(place, name in chosen) for name, place in mix.placements.items() if name in every}
+    assert found == set(product(RESIDENCES, (False, True)))
+    llm = LLM._of(build_engine(config, plan=mix))
+    assert (llm.plan.placements, set(llm.plan.formats.others)) == (places, set(chosen))
+    check_weights(llm, folder, 5)
+    usual = checkpoints.open(folder, weight_format="checkpoint")
+    assert short(llm) == short(usual)
+    usual.close()
     llm.close()
 
 

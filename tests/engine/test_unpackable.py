@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine import LLM
 from engine.asked.config import EngineConfig
 from engine.asked.offload import OffloadWarning
+from engine.build import build_engine
 from engine.model.facts import checkpoint_identity, read_unpackable, write_unpackable
 from tests.tiny import greedy, hf_model, make_config, make_prompt, open_llm, save
 
@@ -76,6 +77,26 @@ def test_a_matrix_that_codes_cannot_hold_is_loaded_again_as_it_is(
     config = ask(folder, facts)
     assert SPOILT not in LLM.plan_for(config).formats.others
     assert SPOILT in LLM.plan_for(replace(config, facts_folder=None)).formats.others
+
+
+def test_a_plan_that_was_handed_in_keeps_its_placements(folder: Path, tmp_path: Path) -> None:
+    """Where it is planned again, as it is what is to be built: another choice would be timed."""
+    other = LLM.plan_for(ask(folder, tmp_path / "facts", offload_group_size=1))
+    assert SPOILT in other.formats.others
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OffloadWarning)
+        llm = LLM._of(build_engine(ask(folder, tmp_path / "facts"), plan=other))
+    assert llm.plan.placements == other.placements
+    assert llm.plan.num_slots == other.num_slots > 0
+    assert set(llm.plan.formats.others) == set(other.formats.others) - {SPOILT}
+    assert llm.plan.weight_format is not None
+    kept = llm.plan.weight_format["plain_matrices"]
+    assert [names for reason, names in kept.items() if "escapes" in reason] == [[SPOILT]]
+    assert [w for w in caught if "loaded a second time" in str(w.message)]
+    usual = open_llm(folder, dtype="bfloat16")
+    assert greedy(llm, PROMPTS, 6) == greedy(usual, PROMPTS, 6)
+    usual.close()
+    llm.close()
 
 
 def test_what_is_noted_holds_for_that_checkpoint_alone(folder: Path, tmp_path: Path) -> None:
