@@ -608,8 +608,8 @@ def _without_spare(asked: Asked, kv: KVSizes) -> tuple[KVSizes, list[str]]:
     if pools == kv.pools:
         return kv, []
     note = (
-        f"fallback: without a GPU its memory is RAM, so the KV cache has {pools[0]} blocks, all that the "
-        f"requests can use, instead of the {kv.pools[0]} that the budget leaves."
+        f"fallback: without a GPU its memory is RAM, so the KV cache has {pools[0]} blocks, all "
+        f"that the requests can use, instead of the {kv.pools[0]} that the budget leaves."
     )
     return kv.with_pools(pools), [note]
 

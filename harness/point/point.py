@@ -111,6 +111,52 @@ class PointEndedError(Exception):
     """A worker ended the point; the findings say how."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a point needs before it takes a device."""
+
+    engine: EngineConfig
+    """Of the engine under test."""
+    model_path: Path | None = None
+    """Folder of the checkpoint; None: random weights."""
+    model_facts: Mapping[str, Any] | None = None
+    """Which checkpoint it is, for the record; None: no weights are read."""
+    prompts: Mapping[str, list[PromptRow]] = field(default_factory=dict)
+    """Part of the scenario -> rows of its prompts_file."""
+    trace: Sequence[TraceRow] = ()
+
+
+def prepare(config: RunConfig, say: Callable[[str], None]) -> Inputs:
+    """Check prompts and traces and get the model, before a device is waited for.
+
+    `say` gets a line before each long step. Raises what each of them raises.
+    """
+    require_package(config.system.kind)
+    scenario, prompts, trace = config.scenario, dict[str, list[PromptRow]](), list[TraceRow]()
+    for node in (scenario.throughput, scenario.latency, scenario.serve):
+        if node is not None and node.prompts_file is not None:
+            prompts[node.part] = read_prompts(expanded(node.prompts_file), node.num_rows)
+    if scenario.serve is not None and scenario.serve.trace is not None:
+        trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
+        for name, limit in config.length_limits().items():
+            check_lengths(trace, scenario.serve.trace, limit_tokens=limit, limit_name=name)
+    if not scenario.needs_engine:  # nothing of the model but its sizes
+        model = replace(config.model, load_format="dummy", path=None, keep_lossless=False)
+        return Inputs(engine=engine_config(replace(config, model=model), None))
+    path = fetch(config.model, report=say)
+    is_fake = config.model.fake is not None
+    facts = (
+        {"source": "fake", "path": None} if is_fake else identify(path, config.model.load_format)
+    )
+    return Inputs(
+        engine=engine_config(config, path),
+        model_path=path,
+        model_facts=facts,
+        prompts=prompts,
+        trace=trace,
+    )
+
+
 @dataclass(kw_only=True)
 class Attempt:
     """Runs the workers of one point and gathers what they found."""
@@ -125,41 +171,9 @@ class Attempt:
     """What runs a worker."""
     telemetry: Telemetry
     view: LiveView
-    say: Callable[[str], None]
+    inputs: Inputs
     _deadline_s: float | None = None
-    _prompts: dict[str, list[PromptRow]] = field(default_factory=dict)
-    _trace: list[TraceRow] = field(default_factory=list)
-    _engine: EngineConfig | None = None
-    _model_path: Path | None = None
     _unchecked: str | None = None
-
-    def prepare(self) -> None:
-        """Check prompts and traces and get the model, before anything loads."""
-        require_package(self.config.system.kind)
-        scenario = self.config.scenario
-        for node in (scenario.throughput, scenario.latency, scenario.serve):
-            if node is not None and node.prompts_file is not None:
-                path = expanded(node.prompts_file)
-                self._prompts[node.part] = read_prompts(path, node.num_rows)
-        if scenario.serve is not None and scenario.serve.trace is not None:
-            self._trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
-            for name, limit in self.config.length_limits().items():
-                check_lengths(
-                    self._trace, scenario.serve.trace, limit_tokens=limit, limit_name=name
-                )
-        if not scenario.needs_engine:  # nothing of the model but its sizes
-            model = self.config.model
-            model = replace(model, load_format="dummy", path=None, keep_lossless=False)
-            self._engine = engine_config(replace(self.config, model=model), None)
-            return
-        self._model_path = fetch(self.config.model, report=self.say)
-        load_format = self.config.model.load_format
-        self.findings.effective["model"] = (
-            {"source": "fake", "path": None}
-            if self.config.model.fake is not None
-            else identify(self._model_path, load_format)
-        )
-        self._engine = engine_config(self.config, self._model_path)
 
     def run(self) -> None:
         """Run all workers; PointEndedError where one ended otherwise than ok."""
@@ -209,17 +223,15 @@ class Attempt:
             )
 
     def _job(self, name: str, kind: str, reference: Path | None = None) -> WorkerJob:
-        if self._engine is None:
-            raise RuntimeError("prepare() comes first.")
         return WorkerJob(
             name=name,
             kind=kind,
-            engine=replace(self._engine, measured_rates=self._measured_rates()),
+            engine=replace(self.inputs.engine, measured_rates=self._measured_rates()),
             scenario=self.config.scenario,
             system=self.config.system,
             fake=self.config.model.fake,
-            prompts=self._prompts if kind == "measure" else {},
-            trace=self._trace if kind == "measure" else [],
+            prompts=dict(self.inputs.prompts) if kind == "measure" else {},
+            trace=list(self.inputs.trace) if kind == "measure" else [],
             reference=reference,
             gpu_uuid=self.gpu.uuid if self.gpu else None,
             t=self._t() if kind == "measure" else TTable(),
@@ -228,7 +240,7 @@ class Attempt:
     def _t(self) -> TTable:
         """Return Student's t for whatever the scenario may repeat or hold against itself."""
         scenario = self.config.scenario
-        repeats, requests = [1], [len(self._trace)]
+        repeats, requests = [1], [len(self.inputs.trace)]
         for part in (scenario.throughput, scenario.latency, scenario.serve):
             if part is not None:
                 repeats.append(part.repeats)
@@ -253,7 +265,7 @@ class Attempt:
 
     def _reference(self) -> Path | None:
         """Return the file of the reference tokens, made now when absent; None if it cannot be."""
-        config = reference_config(self.config, self._model_path)
+        config = reference_config(self.config, self.inputs.model_path)
         check = self.config.scenario.correctness
         fake = self.config.model.fake
         engine = "native" if fake is None else "fake"
@@ -263,7 +275,7 @@ class Attempt:
         if is_kept and read_reference(path) is not None:
             return path
         job = self._job("reference", "reference", path)
-        under_test = self._engine if self.config.system.kind == "native" else None
+        under_test = self.inputs.engine if self.config.system.kind == "native" else None
         job = replace(job, engine=config, system=SystemConfig(), under_test=under_test)
         status, error, result = self._execute(job)
         if status in {"no_fit", "oom"} and error is not None and error["phase"] != PLAN_PHASE:
@@ -331,9 +343,10 @@ class Attempt:
             self.findings.notes.append(note)
 
     def _weight_files(self) -> list[Path]:
-        if self.config.model.load_format == "dummy" or self._model_path is None:
+        path = self.inputs.model_path
+        if self.config.model.load_format == "dummy" or path is None:
             return []
-        return sorted(self._model_path.glob("*.safetensors"))
+        return sorted(path.glob("*.safetensors"))
 
     def _take(self, job: WorkerJob, *, with_samples: bool = True) -> dict[str, Any]:
         """Run a worker and take over what it found; end the point unless it was ok."""
@@ -483,15 +496,17 @@ class _Point:
             with sigterm_as_interrupt():
                 tracker = open_tracker(self._config.tracking, self._home)
                 tracker.start_point(self._facts())
-                with own_device(
-                    self._config,
-                    self._home,
-                    owner=str(self._run_dir),
-                    say=display.say,
-                    any_gpu=self._sweep is None or not self._sweep.label,
-                ) as device:
-                    self._move_to(device, findings)
-                    self._measure(findings, command, display, tracker)
+                inputs = self._prepare(findings, display.say)  # before a device is waited for
+                if inputs is not None:
+                    with own_device(
+                        self._config,
+                        self._home,
+                        owner=str(self._run_dir),
+                        say=display.say,
+                        any_gpu=self._sweep is None or not self._sweep.label,
+                    ) as device:
+                        self._move_to(device, findings)
+                        self._measure(inputs, findings, command, display, tracker)
         except KeyboardInterrupt as error:
             interrupt = error
             state = read_json(self._run_dir / STATE_NAME)
@@ -540,8 +555,24 @@ class _Point:
                 "points one after another to compare transfers."
             )
 
+    def _prepare(self, findings: Findings, say: Callable[[str], None]) -> Inputs | None:
+        """Return what the point needs; None where it cannot be had, which is noted."""
+        try:
+            inputs = prepare(self._config, say)
+        except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep
+            findings.fail(*classify_exception(error, "prepare"))
+            return None
+        if inputs.model_facts is not None:
+            findings.effective["model"] = dict(inputs.model_facts)
+        return inputs
+
     def _measure(
-        self, findings: Findings, command: Sequence[str], display: Display, tracker: GuardedTracker
+        self,
+        inputs: Inputs,
+        findings: Findings,
+        command: Sequence[str],
+        display: Display,
+        tracker: GuardedTracker,
     ) -> None:
         telemetry = Telemetry(self._run_dir, self._gpu)
         view = LiveView(self._run_dir, display, tracker)
@@ -555,20 +586,17 @@ class _Point:
             command=command,
             telemetry=telemetry,
             view=view,
-            say=display.say,
+            inputs=inputs,
         )
-        phase = "prepare"
         try:
             missing = telemetry.missing()
             if missing is not None:
                 display.say(missing)
-            attempt.prepare()
-            phase = "run"
             attempt.run()
         except PointEndedError:
             pass
         except Exception as error:  # noqa: BLE001  the edge: a point never ends a sweep
-            findings.fail(*classify_exception(error, phase))
+            findings.fail(*classify_exception(error, "run"))
         finally:
             view.flush()
             telemetry.close()

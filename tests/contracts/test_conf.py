@@ -321,7 +321,8 @@ def test_commands_of_experiments_compose(
 
 def test_the_7b_case_compares_all_ways_on_a_16_gb_card(composer: Composer) -> None:
     plan = composer.plan(["+experiment=fit_7b_16gb"])
-    assert [item.config.offload.backend for item in plan.points] == ["none", "uva", "prefetch"]
+    ways = [item.config.offload_name for item in plan.points]
+    assert ways == ["none", "uva", "prefetch", "auto"]
     assert {item.config.model.name for item in plan.points} == {"olmo7b"}
     assert {item.config.gpu.name for item in plan.points} == {"rtx4080_16gb"}
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from engine.asked.config import GPUConfig
 from engine.model.spec import ModelSpec
@@ -52,10 +53,15 @@ def run_config(**changes):
 
 def attempt(config):
     """An attempt at a point that runs no worker."""
-    from harness.point.point import Attempt, Findings
+    from harness.config.engine import engine_config
+    from harness.point.point import Attempt, Findings, Inputs
 
     unused = dict.fromkeys(("run_dir", "home", "gpu", "telemetry", "view"))
-    facts = {"environment": {}, "command": (), "say": print}
+    facts = {
+        "environment": {},
+        "command": (),
+        "inputs": Inputs(engine=engine_config(config, Path("weights"))),
+    }
     return Attempt(config=config, findings=Findings(), **facts, **unused)
 
 

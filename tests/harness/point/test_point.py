@@ -286,7 +286,11 @@ def test_absent_weights_are_a_clean_failure(tmp_path, monkeypatch):
     def refuse(model, report):
         raise unavailable(model.name, "no checkpoint here and no network")
 
+    def wait(*_, **__):
+        raise AssertionError("a device was waited for")
+
     monkeypatch.setattr("harness.point.point.fetch", refuse)
+    monkeypatch.setattr("harness.point.point.own_device", wait)
     source = ModelSource(kind="hub", repo="a/b", revision="main")
     config = run_config(model=ModelNode(name="big", source=source, spec=SPEC))
     record = run(tmp_path, config)

@@ -13,11 +13,12 @@ from harness.config.compose import Composer
 from harness.config.engine import check_system
 from harness.config.schema import SystemConfig
 from harness.console import EXIT_BAD_CONFIG
+from harness.point.point import prepare
 from harness.search import TrialRunner
 from harness.systems.accelerate_engine import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import agree, config_json
 from harness.systems.vllm_engine import check_arguments, vllm_arguments
-from tests.harness.cases import SPEC, attempt, load_only, run_config
+from tests.harness.cases import SPEC, load_only, run_config
 
 SYSTEMS = {
     "accelerate": SystemConfig(kind="accelerate"),
@@ -215,7 +216,7 @@ def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monk
     monkeypatch.setattr("harness.config.engine.find_spec", lambda _: None)
     config = run_config(system=SYSTEMS[kind])
     with pytest.raises(ConfigError, match=f"system={kind}: expected the package"):
-        attempt(config).prepare()
+        prepare(config, print)
 
 
 @pytest.mark.parametrize(

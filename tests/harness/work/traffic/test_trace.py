@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from harness.config.schema import ScenarioConfig
 from harness.config.serve import Arrivals, ServeScenario, TraceSource
+from harness.point.point import prepare
 from harness.work.trace import (
     TraceError,
     TraceRow,
@@ -15,7 +16,7 @@ from harness.work.trace import (
     read_trace,
     scaled_tokens,
 )
-from tests.harness.cases import attempt, run_config
+from tests.harness.cases import run_config
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -220,4 +221,4 @@ def test_a_trace_that_is_too_long_for_the_model_is_refused_before_anything_loads
     part = ServeScenario(num_requests=3, arrivals=Arrivals(process="trace"), trace=source)
     asked = run_config(scenario=ScenarioConfig(name="test", serve=part))
     with pytest.raises(TraceError, match=r"more than 512 tokens .*\(the model's context\)"):
-        attempt(asked).prepare()
+        prepare(asked, print)
