@@ -8,7 +8,8 @@ STUDIES ?= bench bench_lossless
 DEMO := smollm2_135m
 # Nothing but the names listed: what they need beyond these lists the GPU machine has.
 FETCH_WHEELS = $(PY) -m pip download --no-deps -c constraints.txt --only-binary=:all: \
-  --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64
+  --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
+  --platform manylinux_2_31_x86_64
 # One thread a process, and sources compiled once: tests start a hundred Python processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # One stamp for each content of the two files: an unchanged environment is not touched again.

@@ -6,10 +6,18 @@ if TYPE_CHECKING:
     from engine.asked.kv import KVTransferConfig
     from engine.asked.offload import OffloadConfig
     from engine.asked.sampling import SamplingParams
+    from engine.asked.structured import StructuredOutput
     from engine.async_llm import AsyncLLM
     from engine.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "KVTransferConfig",
+    "OffloadConfig",
+    "SamplingParams",
+    "StructuredOutput",
+]
 
 _HOMES = {
     "AsyncLLM": "async_llm",
@@ -17,6 +25,7 @@ _HOMES = {
     "LLM": "llm",
     "OffloadConfig": "asked.offload",
     "SamplingParams": "asked.sampling",
+    "StructuredOutput": "asked.structured",
 }
 
 

@@ -6,10 +6,19 @@ if TYPE_CHECKING:
     from engine.asked.kv import KVTransferConfig
     from engine.asked.offload import OffloadConfig
     from engine.asked.sampling import SamplingParams
+    from engine.asked.structured import StructuredOutput
     from engine.async_llm import AsyncLLM
     from tightfit.doors import LLM, plan
 
-__all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "OffloadConfig", "SamplingParams", "plan"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "KVTransferConfig",
+    "OffloadConfig",
+    "SamplingParams",
+    "StructuredOutput",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import reduce
 from numbers import Integral
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from engine.asked.sampling import SamplingParams, check_text
 from engine.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_TOKEN: Final = -1
@@ -30,6 +33,24 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     arrival: int = 0
     """Number in order of arrival; keys the draws of a request without a seed."""
+
+
+class Constraint(Protocol):
+    """Follows an output that must have a form (engine/text/constraints.py)."""
+
+    error: str | None
+    """Why it cannot go on, None while it can."""
+
+    def accept(self, token_id: int) -> bool:
+        """Take the output's next token; return whether nothing can follow it."""
+        ...
+
+    def mask(self) -> "np.ndarray | None":
+        """Return which tokens may come next; None where that cannot be said (`error`).
+
+        int32, a bit for each token of the vocabulary, the lowest first.
+        """
+        ...
 
 
 class SequenceStatus(Enum):
@@ -83,6 +104,8 @@ class Sequence:
     """For each output token its own and the top log-probabilities, if asked for."""
     ranks: list[int] | None = None
     """For each output token its rank, if log-probabilities are asked for."""
+    constraint: Constraint | None = None
+    """What its output must follow; the host must know all tokens before the next one is sampled."""
 
     @property
     def block_table(self) -> list[int]:

@@ -7,6 +7,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
+from engine.asked.structured import StructuredOutput, refusal
 from engine.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -45,9 +46,9 @@ class SamplingParams:
 
     Construction checks nothing, so that a bad value fails its own request and no other; `check`
     says what is wrong. Values are applied in this order: logit_bias, repetition_penalty,
-    frequency_penalty, presence_penalty, min_tokens (as a mask), temperature, top_k, top_p (of what
-    top_k left), min_p, then one draw. With temperature=0 the most probable token behind min_tokens
-    is taken and the last three do not matter.
+    frequency_penalty, presence_penalty, structured and min_tokens (as masks), temperature, top_k,
+    top_p (of what top_k left), min_p, then one draw. With temperature=0 the most probable token
+    that the masks leave is taken and the last three do not matter.
     """
 
     n: int = 1
@@ -86,6 +87,9 @@ class SamplingParams:
     logprobs: int | None = None
     """Return the log-probability of each token, its rank, and this many most probable ones, at most
     20, of the model's own distribution (before biases, penalties and temperature); null: none."""
+    structured: StructuredOutput | None = None
+    """The form that the output must have; null: any. Such a sequence sits out the step behind
+    each of its own, as the host must know its tokens."""
     cache_salt: str | None = None
     """Requests find each other's prefixes in the KV cache only where their salts are equal."""
 
@@ -106,7 +110,12 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether logits are changed before the largest one is looked for."""
-        return self.min_tokens > 0 or bool(self.logit_bias) or self.has_penalty
+        return (
+            self.min_tokens > 0
+            or self.structured is not None
+            or bool(self.logit_bias)
+            or self.has_penalty
+        )
 
     @property
     def stop_strings(self) -> list[str]:
@@ -116,10 +125,16 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     def copied(self) -> "SamplingParams":
-        """Return a copy that later changes of this one do not reach; nothing is checked."""
+        """Return a copy that later changes of this one do not reach; nothing else is checked.
+
+        Raises:
+            RequestError: A schema cannot be written as JSON.
+        """
         stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
+        form: Any = self.structured
         return replace(
             self,
+            structured=form.copied() if isinstance(form, StructuredOutput) else form,
             logit_bias=dict(bias) if isinstance(bias, dict) else bias,
             stop=list(stop) if isinstance(stop, list) else stop,
             stop_token_ids=list(ids) if isinstance(ids, list) else ids,
@@ -146,6 +161,7 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             _check_number(name, getattr(self, name), low=-2, high=2, hint="0 turns it off.")
         self._check_bias()
+        self._check_structured()
         if self.seed is not None:
             low, high = -(2**63), 2**63 - 1
             _check_integer("seed", self.seed, low=low, high=high, hint="None: the engine's seed.")
@@ -181,6 +197,19 @@ class SamplingParams:
         for token_id, value in bias.items():
             _check_integer("logit_bias", token_id, low=0, hint="Its keys are token ids.")
             _check_number("logit_bias", value, low=-100, high=100, hint="0 changes nothing.")
+
+    def _check_structured(self) -> None:
+        form: Any = self.structured
+        if form is None:
+            return
+        if not isinstance(form, StructuredOutput):
+            raise refusal(f"expected a StructuredOutput, got {form!r}. None: any form.")
+        form.check()
+        if self.ignore_eos:
+            raise refusal(
+                "expected ignore_eos=False beside it, got True: an output in a form ends. "
+                "Remove one of the two."
+            )
 
     def _check_lengths(self) -> None:
         _check_integer("min_tokens", self.min_tokens, low=0, hint="0 turns it off.")

@@ -32,6 +32,9 @@ class SampleRow:
     """Tokens of the output so far, with those that are sampled but not known to the host yet."""
     token_rows: range = NO_ROWS
     """The rows of these in the step before, which samples them."""
+    mask: np.ndarray | None = None
+    """int32, a bit for each token that its constraint allows, the lowest first; None: there is no
+    constraint, or it failed."""
 
     @classmethod
     def of(
@@ -42,13 +45,15 @@ class SampleRow:
         *,
         token_rows: range = NO_ROWS,
     ) -> "SampleRow":
-        """Make the row of a sequence's next token.
+        """Make the row of a sequence's next token; find out what its constraint allows, if any.
 
         The tokens before it that the host does not know yet are in `token_rows` of the step before.
         """
+        constraint = sequence.constraint
+        mask = None if constraint is None else constraint.mask()
         unknown = len(token_rows)
         counts = sequence.num_tokens + unknown, sequence.num_output_tokens + unknown
-        return cls(sequence, sequence.params, engine_seed, eos_ids, *counts, token_rows)
+        return cls(sequence, sequence.params, engine_seed, eos_ids, *counts, token_rows, mask)
 
     def uniform(self) -> float:
         """Return the number in [0, 1) that decides the token."""

@@ -30,6 +30,8 @@ from engine.run.penalties import Penalties
 from engine.run.sample_row import SampleRow, send
 
 WEIGHT_BITS = 40
+SENT_WORDS = 2**14
+"""Words of masks that go to the device in one copy of 64 KiB, which does not wait."""
 MAX_SELECT = 1024
 """Up to this many largest logits are selected rather than sorted out."""
 
@@ -134,7 +136,8 @@ class Sampler:
     def collect(self, pending: PendingTokens) -> list[SampledToken | None]:
         """Return the S tokens of `enqueue`, whose work the caller has waited for.
 
-        None where a row has NaN, +infinity or nothing finite.
+        None where a row has NaN, +infinity or nothing finite, or its constraint allows nothing or
+        has failed.
         """
         return [
             _read(line, row, pending.width)
@@ -182,6 +185,9 @@ class Sampler:
         if drawing or work_SV is not raw_SV:
             picked_S = raw_SV.gather(1, tokens_S[:, None])[:, 0] - largest_S
             logprobs_S = picked_S.double() - log_sums_S
+            if any(row.params.structured is not None for row in rows):  # maybe nothing is left
+                chosen_S = work_SV.gather(1, tokens_S[:, None])[:, 0]
+                logprobs_S = logprobs_S.masked_fill(chosen_S == -math.inf, math.nan)
         else:
             logprobs_S = log_sums_S.neg()
         del work_SV
@@ -201,7 +207,8 @@ class Sampler:
             if row.params.logit_bias
             for token_id, value in row.params.logit_bias.items()
         ]
-        if not banned and not biased and not has_penalty:
+        masked = [at for at, row in enumerate(rows) if row.mask is not None]
+        if not banned and not biased and not has_penalty and not masked:
             return raw_SV
         work_SV = raw_SV.clone()
         for first in range(0, len(biased), MAX_BIASES):
@@ -211,11 +218,26 @@ class Sampler:
             work_SV[place] = sums.float()
         if has_penalty:
             self._penalties.apply_(work_SV, rows, self._tokens)
+        if masked:
+            self._mask_(work_SV, masked, rows)
         if banned:
             place = tuple(self._send(list(zip(*banned, strict=True)), np.int64))
             # A number would be copied to the device while the host waits.
             work_SV.index_put_(place, torch.full((), -math.inf, device=self.device))
         return work_SV
+
+    def _mask_(self, work_SV: Tensor, at: list[int], rows: Sequence[SampleRow]) -> None:
+        """Take away what the constraints of rows at places do not allow."""
+        words = [row.mask for row in rows if row.mask is not None]
+        each = max(1, SENT_WORDS // len(words[0]))
+        bits = torch.arange(32, dtype=torch.int32, device=self.device)
+        for first in range(0, len(at), each):
+            at_P = self._send(at[first : first + each], np.int64)
+            words_PW = self._send(words[first : first + each], np.int32)
+            is_out = (words_PW[:, :, None] >> bits).bitwise_and_(1).logical_not_()
+            is_out_PV = is_out.flatten(1)[:, : self.vocab_size]
+            part_PV = work_SV.index_select(0, at_P).masked_fill_(is_out_PV.bool(), -math.inf)
+            work_SV.index_copy_(0, at_P, part_PV)
 
     def _banned(self, rows: Sequence[SampleRow]) -> list[tuple[int, int]]:
         """Return rows and tokens that would end the output before min_tokens."""
@@ -351,7 +373,8 @@ def _order_keys(raw_DV: Tensor) -> Tensor:
 
 
 def _read(line: list[float], row: SampleRow, width: int | None) -> SampledToken | None:
-    if not math.isfinite(line[1]):
+    constraint = row.sequence.constraint
+    if not math.isfinite(line[1]) or (constraint is not None and row.mask is None):
         return None
     token_id, logprob, asked = int(line[0]), line[1], row.params.logprobs
     if asked is None or width is None:

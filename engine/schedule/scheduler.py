@@ -244,7 +244,8 @@ class Scheduler:
 
         Sequences that the plan in force ends whatever it samples are left out; they keep their
         place among the running ones until it is committed. Likewise those of which it is not
-        certain how many tokens come. Those that it may end are in; their tokens are ignored then.
+        certain how many tokens come, and those with a constraint, whose tokens the host must know.
+        Those that it may end are in; their tokens are ignored then.
 
         Returns:
             The plan; None where that of now must be committed first: nothing would run, a running
@@ -515,6 +516,11 @@ class Scheduler:
             f"answer {failed.index}, got NaN, infinity or nothing finite. The weights or a kernel "
             "are at fault."
         )
+        if failed.constraint is not None:
+            why = failed.constraint.error or (
+                f"structured: expected a token of the vocabulary that may come at position "
+                f"{failed.num_tokens} of answer {failed.index}, got none. Change the form."
+            )
         sequences = list(self._unfinished[failed.request.request_id])
         self.stats.num_failed += len(sequences)
         for sequence in sequences:
@@ -550,6 +556,9 @@ class Scheduler:
         for token in tokens:
             sequence.append(token)
             reason, stop_reason = finish_reason(sequence, token.token_id, eos_token_ids, limit)
+            is_whole = sequence.constraint and sequence.constraint.accept(token.token_id)
+            if is_whole and reason != "stop":
+                reason, stop_reason = "stop", None
             events.append(_event(sequence, token, sequence.num_tokens - 1, reason, stop_reason))
             if reason is not None:
                 break

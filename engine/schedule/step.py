@@ -143,13 +143,18 @@ class Outlook:
         """Return where those stand that could run.
 
         Not those that wait for content, nor those whose last token the plan samples for certain,
-        nor those of which it is not certain where they will stand.
+        nor those of which it is not certain where they will stand, nor those whose next token
+        depends on one that the plan samples in a way that the host must find out.
         """
         found = []
         for sequence in running:
             if sequence.status is SequenceStatus.RUNNING and sequence.seq_id not in self._unsure:
                 stand = self.stand(sequence)
-                if not stand.token_rows or stand.known < sequence.max_length(self._max_model_len):
+                goes_on = (
+                    stand.known < sequence.max_length(self._max_model_len)
+                    and sequence.constraint is None
+                )
+                if not stand.token_rows or goes_on:
                     found.append(stand)
         return found
 

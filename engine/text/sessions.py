@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.asked.request import (
     CompletionOutput,
+    Constraint,
     Request,
     RequestOutput,
     Sequence,
@@ -24,6 +25,7 @@ from engine.asked.request import (
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, RequestError
 from engine.run.core import EngineCore
+from engine.text.constraints import Constraints
 from engine.text.tokenizer import encode
 
 REPLACEMENT = "\ufffd"
@@ -330,6 +332,7 @@ class Sessions:
     def __init__(self, core: EngineCore, tokenizer: Any | None, vocab_size: int) -> None:
         self.core = core
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._constraints = Constraints(tokenizer, vocab_size, core.eos_token_ids)
         self._open: dict[str, Session] = {}
         self.kept: list[TokenEvent] = []
         """Events that could not be returned when they came: while `generate` ran, of requests that
@@ -378,9 +381,14 @@ class Sessions:
                 f"stop: expected no stop strings, got {stop!r}: this model has no tokenizer. "
                 "Use stop_token_ids."
             )
+        constraints: list[Constraint | None] = [None] * params.n
+        if params.structured is not None:
+            constraints = [*self._constraints.make(params.structured, params.n)]
         sequences = [
-            Sequence(seq_id=next(self._seq_ids), request=request, index=index)
-            for index in range(params.n)
+            Sequence(
+                seq_id=next(self._seq_ids), request=request, index=index, constraint=constraint
+            )
+            for index, constraint in enumerate(constraints)
         ]
         decoders: list[IncrementalDetokenizer | None] = [None] * params.n
         if self._tokenizer is not None:
