@@ -55,6 +55,7 @@ from harness.work.predicted import differences
 from harness.work.prompts import PromptRow, read_prompts
 from harness.work.request_log import write_parquet
 from harness.work.trace import TraceRow, check_lengths, read_trace
+from reports.record.bounds import impossible_rate
 from reports.record.record import MEASURED, RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
 
 COLD_SHARE: Final = 0.05
@@ -648,7 +649,7 @@ class _Point:
         # An engine that was not built says nothing; without a GPU the tiers would be emulated.
         emulated = effective.get("emulated", self._gpu is None)
         environment = {**self._environment, "emulated": emulated}
-        return RunRecord(
+        record = RunRecord(
             run_id=self._run_id,
             name=self._name,
             status=findings.status,
@@ -665,6 +666,10 @@ class _Point:
             metrics=plain(findings.metrics),
             samples=plain(findings.samples),
         )
+        impossible = impossible_rate(record)
+        if not impossible or findings.status not in MEASURED:
+            return record
+        return replace(record, valid=False, reasons=[*record.reasons, impossible])
 
     def _judge(self, findings: Findings) -> bool | None:
         """Return whether the figures may be used; None where nobody compared the tokens."""

@@ -8,16 +8,8 @@ from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
 from engine.sealed import GIB
 from harness.config.schema import ScenarioConfig
 from harness.work.drive import StepTotals, ratio
+from reports.record.bounds import LINK_RATES, TOLERANCE
 from reports.record.metrics import PREDICTED
-
-LINK_TOLERANCE: Final = 0.05
-"""Share by which a run may exceed the link's probed rate before it is not believed."""
-LINK_RATES: Final = (
-    "link/h2d_gb_s",
-    "link/in_place_gb_s",
-    "link/h2d_after_gb_s",
-    "link/in_place_after_gb_s",
-)
 
 
 def predicted_times(plan: Any, spec: Any, scenario: ScenarioConfig) -> dict[str, float | None]:
@@ -54,7 +46,7 @@ def link_reasons(timed: Mapping[str, StepTotals], metrics: Mapping[str, float | 
     found = []
     for part, totals in timed.items():
         moved, seconds = totals.decode_moved_bytes, totals.decode_s
-        if moved <= max(rates) * 1e9 * seconds * (1 + LINK_TOLERANCE):
+        if moved <= max(rates) * 1e9 * seconds * (1 + TOLERANCE):
             continue
         count = totals.num_decode_steps
         found.append(

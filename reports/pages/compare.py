@@ -28,7 +28,8 @@ from reports.pages.page import (
     csv_text,
     definitions,
 )
-from reports.pages.verdict import error_line, state, status_kind, validity
+from reports.pages.verdict import error_line, judged, state, status_kind, validity
+from reports.record.bounds import impossible_rate
 from reports.record.metrics import Metric, definition, metric_number, metric_parts, metric_text
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT, leaf, shorten
@@ -197,11 +198,14 @@ def _machines(runs: Sequence[Run]) -> Section | None:
 
 def _verdict(runs: Sequence[Run], metrics: Sequence[Metric]) -> Verdict:
     bad = [run for run in runs if run.status != "ok"]
-    unsure = [run for run in runs if run.record.valid is not True and run not in bad]
+    unsure = [run for run in runs if judged(run.record) is not True and run not in bad]
     lines = [f"{run.label}: {run.status}. {error_line(run.record)}" for run in bad]
     for run in unsure:
-        why = " ".join(run.record.reasons) or "its tokens were not compared with the reference."
-        lines.append(f"{run.label}: {validity(run.record.valid)}. {why}")
+        why = (
+            " ".join([*run.record.reasons, impossible_rate(run.record)]).strip()
+            or "its tokens were not compared with the reference."
+        )
+        lines.append(f"{run.label}: {validity(judged(run.record))}. {why}")
     unlike = _unlike(runs)
     kind: Kind = "bad" if bad else "warn" if unsure or unlike else "good"
     label = "the same work, all runs ok and valid"
@@ -225,7 +229,7 @@ def winner(runs: Sequence[Run], metrics: Sequence[Metric]) -> str:
     A run is best where the interval of its ratio to the next one lies above 1; without repeats
     there is no interval, and so no winner.
     """
-    counted = [run for run in runs if run.status in MEASURED and run.record.valid is not False]
+    counted = [run for run in runs if run.status in MEASURED and judged(run.record) is not False]
     for metric in metrics:
         having = [run for run in counted if (run.metrics.get(metric.name) or 0) > 0]
         if len(having) >= 2:

@@ -30,7 +30,7 @@ from reports.pages.page import (
     csv_text,
     definitions,
 )
-from reports.pages.verdict import error_line, state, status_kind
+from reports.pages.verdict import error_line, judged, reasons, state, status_kind
 from reports.record.metrics import Metric, found, metric_number, metric_text
 from reports.record.record import RunRecord
 from reports.record.text import ABSENT, shorten
@@ -63,7 +63,7 @@ def sweep_csv(rows: Sequence[Row], folder: Path) -> str:
             continue
         record = row.record
         lead += [record.run_id, record.name, record.status]
-        found = [record.valid, error_line(record) or None, record.duration_s]
+        found = [judged(record), error_line(record) or None, record.duration_s]
         values = [record.metrics.get(name) for name in metrics]
         lines.append([*lead, *found, *next(columns), *values])
     return csv_text(lines)
@@ -92,7 +92,7 @@ def sweep_page(
         _differences(runs),
         definitions(metrics),
     )
-    num_valid = num_ok - sum(r.status == "ok" and r.valid is False for r in records)
+    num_valid = num_ok - sum(r.status == "ok" and judged(r) is False for r in records)
     kind: Kind = "good" if num_valid == len(rows) else "warn" if num_ok else "bad"
     label = f"{num_ok} of {len(rows)} points ok"
     label += f", {num_ok - num_valid} of them not valid" if num_valid < num_ok else ""
@@ -131,7 +131,7 @@ def _problems(rows: Sequence[Row]) -> Section | None:
     for row in rows:
         text = row.problem
         if isinstance(row, Run):
-            text = "; ".join(filter(None, [error_line(row.record), *row.record.reasons]))
+            text = "; ".join(filter(None, [error_line(row.record), *reasons(row.record)]))
         if text:
             lines.append((row.title, row.status, text))
     if not lines:
@@ -172,7 +172,7 @@ def _span(records: Sequence[RunRecord], num_points: int) -> str:
 
 def _best_cards(runs: Sequence[Run]) -> list[Card]:
     """Return the best valid point for each metric that has one."""
-    good = [run for run in runs if run.status == "ok" and run.record.valid is not False]
+    good = [run for run in runs if run.status == "ok" and judged(run.record) is not False]
     cards = []
     for metric in found("best", [run.metrics for run in good]):
         values = [
@@ -266,7 +266,7 @@ def peers_section(rows: Sequence[Row]) -> Section | None:
     for native, peer in pairs:
         ratios = [gain(metric, peer.metrics, native.metrics) for metric in metrics]
         cells = ["" if value is None else f"{value:.2f}" for value in ratios]
-        bad = [facts.system_name(run.record) for run in (native, peer) if run.record.valid is False]
+        bad = [facts.system_name(r.record) for r in (native, peer) if judged(r.record) is False]
         kinds[len(lines)] = "warn" if bad else "plain"
         validities = f"{' and '.join(bad)} not valid" if bad else "valid"
         names = (f"{native.title} / {peer.title}", facts.system_name(peer.record))

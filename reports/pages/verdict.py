@@ -6,6 +6,7 @@ from typing import Final
 
 from reports import facts
 from reports.pages.page import Kind, Verdict
+from reports.record.bounds import impossible_rate
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import gib, leaf, number
 
@@ -25,7 +26,7 @@ STATUS_TEXT: Final = MappingProxyType(
 
 def verdict(record: RunRecord) -> Verdict:
     """Return the verdict of one record."""
-    lines = [*_error_lines(record), *record.reasons, *_notes(record)]
+    lines = [*_error_lines(record), *reasons(record), *_notes(record)]
     error = record.error or {}
     traceback = error.get("traceback")
     return Verdict(
@@ -88,7 +89,7 @@ def _unneeded(record: RunRecord) -> str:
 def status_kind(record: RunRecord) -> Kind:
     """Return how a status is marked: good, warn (not valid, a warning, partial, skipped) or bad."""
     if record.status == "ok":
-        is_plain = record.valid is not False and not has_warning(record)
+        is_plain = judged(record) is not False and not has_warning(record)
         return "good" if is_plain else "warn"
     return "warn" if record.status in {"partial", "skipped"} else "bad"
 
@@ -103,6 +104,16 @@ def _listed(record: RunRecord, key: str) -> list[object]:
     return found if isinstance(found, list) else []
 
 
+def reasons(record: RunRecord) -> list[str]:
+    """Return why a run's figures are not to be used, by itself and by what no link can carry."""
+    return list(filter(None, [*record.reasons, impossible_rate(record)]))
+
+
+def judged(record: RunRecord) -> bool | None:
+    """Return whether figures may be used: as recorded, and never where they cannot be."""
+    return False if impossible_rate(record) else record.valid
+
+
 def validity(valid: bool | None) -> str:
     """Return `valid`, `not valid` or `not judged`."""
     return {True: "valid", False: "not valid", None: "not judged"}[valid]
@@ -111,7 +122,7 @@ def validity(valid: bool | None) -> str:
 def state(record: RunRecord) -> str:
     """Return the status, of a run with figures also whether it is valid."""
     has_figures = record.status in MEASURED
-    return f"{record.status}, {validity(record.valid)}" if has_figures else record.status
+    return f"{record.status}, {validity(judged(record))}" if has_figures else record.status
 
 
 def error_line(record: RunRecord) -> str:

@@ -114,7 +114,7 @@ def test_summary_and_page_show_both() -> None:
     assert texts[2] == "    referee: z"
     section = predicted_section(record)
     assert section is not None
-    assert section.text == ("Rates: a sheet.",)
+    assert section.text == ("Rates: a sheet. Marked: off by more than 15 %.",)
     plan["predicted"]["rates"]["source"] = "assumed for a CPU"
     lines = summary_lines(record, Path("absent"), view_command=None)
     assert "  latency/tpot_ms: predicted (assumed rates) 12.0, measured 10.0 (+20.0 %)" in lines
