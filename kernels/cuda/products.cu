@@ -209,38 +209,45 @@ template <bool GATED> __device__ __forceinline__ void finish(const Args& a, floa
 
 // ---- Any card from compute capability 8.0 on
 
-// A warp multiplies R tiles of 16 rows (gates and ups in turn where GATED) by its share of the inputs; the WARPS of a
-// block add up in order. NT: tiles of 8 tokens. STAGES - 1 steps of 64 inputs are copied ahead.
-template <int NT, int WARPS, int R, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void narrow(const Args& a) {
+// A warp multiplies R tiles of 16 rows (gates and ups in turn where GATED) by one of SPLITS shares of the inputs, which
+// are added up in order; ROWS warps have the same share, of whose tokens they copy a part each. NT: tiles of 8 tokens.
+// STAGES - 1 steps of 64 inputs are copied ahead.
+template <int NT, int SPLITS, int ROWS, int R, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void narrow(const Args& a) {
   typedef Tile<CODES> Weight;
-  constexpr int X_BYTES = NT * 1024, STAGE_BYTES = R * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, BLOCK_TILES = R / Q;
+  constexpr int X_BYTES = NT * 1024, STAGE_BYTES = ROWS * R * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, WARP_TILES = R / Q;
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - warp + WARPS - 1) / WARPS;
-  const u32 base = shared_address(shared) + warp * STAGES * STAGE_BYTES;
+  const int lane = threadIdx.x & 31, split = (threadIdx.x >> 5) / ROWS, place = (threadIdx.x >> 5) % ROWS, g = lane >> 2, t = lane & 3;
+  const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
+  const int first_tile = ((int)blockIdx.x * ROWS + place) * WARP_TILES;
+  const u32 base = shared_address(shared) + split * STAGES * STAGE_BYTES, mine = X_BYTES + place * R * Weight::BYTES;
+  auto meet = [&]() {  // warps with the same tokens
+    if (ROWS == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(split + 1), "n"(ROWS * 32) : "memory");
+  };
 
   Weight weight[R];
 #pragma unroll
   for (int r = 0; r < R; r++) {
-    const int tile = min((int)blockIdx.x * BLOCK_TILES + r / Q, tiles - 1);
-    weight[r].start(a, GATED && (r & 1) ? tile + tiles : tile, all_steps, warp, lane);
+    const int tile = min(first_tile + r / Q, tiles - 1);
+    weight[r].start(a, GATED && (r & 1) ? tile + tiles : tile, all_steps, split, lane);
   }
   auto copy_weights = [&](int i) {
     if (i < steps) {
 #pragma unroll
-      for (int r = 0; r < R; r++) weight[r].copy(a, base + (i % STAGES) * STAGE_BYTES + X_BYTES + r * Weight::BYTES, WARPS, lane);
+      for (int r = 0; r < R; r++) weight[r].copy(a, base + (i % STAGES) * STAGE_BYTES + mine + r * Weight::BYTES, SPLITS, lane);
     }
   };
-  const u16* from_x = a.x + (size_t)(lane >> 3) * a.x_stride + warp * 64 + (lane & 7) * 8;
+  const u16* from_x = a.x + (size_t)(lane >> 3) * a.x_stride + split * 64 + (lane & 7) * 8;
   auto copy_tokens = [&](int i) {  // rows beyond the last token keep what was there: their results are not stored
     if (i < steps) {
 #pragma unroll
-      for (int q = 0; q < NT * 2; q++) {
-        const int row = q * 4 + (lane >> 3);
+      for (int part = 0; part < (NT * 2 + ROWS - 1) / ROWS; part++) {
+        const int q = part * ROWS + place, row = q * 4 + (lane >> 3);
+        if (NT * 2 % ROWS && q >= NT * 2) continue;
         if (row < a.tokens) copy16(base + (i % STAGES) * STAGE_BYTES + swizzled(row, lane & 7), from_x + (size_t)q * 4 * a.x_stride);
       }
-      from_x += WARPS * 64;
+      from_x += SPLITS * 64;
     }
   };
 
@@ -262,11 +269,11 @@ template <int NT, int WARPS, int R, int STAGES, bool CODES, bool GATED> __device
   }
   for (int i = 0; i < steps; i++) {
     wait_copies<STAGES - 2>();
-    __syncwarp();
+    meet();
     copy_weights(i + STAGES - 1);
     copy_tokens(i + STAGES - 1);
     commit();
-    const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + X_BYTES;
+    const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 x[NT][4];
@@ -282,13 +289,12 @@ template <int NT, int WARPS, int R, int STAGES, bool CODES, bool GATED> __device
         for (int n = 0; n < NT; n++) multiply(sums[r][n], w1, x[n][2], x[n][3]);
       }
     }
-    __syncwarp();
   }
   wait_copies<0>();
 
-  float* parts = (float*)shared;  // [Q][WARPS][tokens][16 rows, padded to 20]
+  float* parts = (float*)shared;  // [ROWS][Q][SPLITS][tokens][16 rows, padded to 20]
 #pragma unroll
-  for (int b = 0; b < BLOCK_TILES; b++) {
+  for (int b = 0; b < WARP_TILES; b++) {
     __syncthreads();
 #pragma unroll
     for (int q = 0; q < Q; q++)
@@ -296,22 +302,22 @@ template <int NT, int WARPS, int R, int STAGES, bool CODES, bool GATED> __device
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          parts[((q * WARPS + warp) * NT * 8 + n * 8 + t * 2 + (i & 1)) * 20 + g + (i >> 1) * 8] = sums[b * Q + q][n][i];
+          parts[(((place * Q + q) * SPLITS + split) * NT * 8 + n * 8 + t * 2 + (i & 1)) * 20 + g + (i >> 1) * 8] = sums[b * Q + q][n][i];
     __syncthreads();
-    for (int e = threadIdx.x; e < NT * 128; e += WARPS * 32) {
-      const int token = e >> 4, row = (blockIdx.x * BLOCK_TILES + b) * 16 + (e & 15);
+    for (int e = threadIdx.x; e < NT * 128 * ROWS; e += SPLITS * ROWS * 32) {
+      const int from = e / (NT * 128), token = e % (NT * 128) >> 4, row = (((int)blockIdx.x * ROWS + from) * WARP_TILES + b) * 16 + (e & 15);
       if (token >= a.tokens || row >= a.rows) continue;
       float v[2] = {0.f, 0.f};
 #pragma unroll
       for (int q = 0; q < Q; q++)
 #pragma unroll
-        for (int k = 0; k < WARPS; k++) v[q] += parts[((q * WARPS + k) * NT * 8 + token) * 20 + (e & 15)];
+        for (int k = 0; k < SPLITS; k++) v[q] += parts[(((from * Q + q) * SPLITS + k) * NT * 8 + token) * 20 + (e & 15)];
       finish<GATED>(a, v[0], v[1], token, row);
     }
   }
 }
 
-// ---- Hopper, more than 16 tokens and many rows
+// ---- Hopper, more than 32 tokens and many rows
 
 #ifdef HOPPER
 // K-major, swizzled by 128 bytes: eight rows are 1024 bytes.
@@ -320,12 +326,6 @@ __device__ __forceinline__ u64 descriptor(u32 at) {
 }
 
 #define SUMS(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-__device__ __forceinline__ void multiply_group(float (&c)[16], const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPES
-               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
-               : SUMS(c, 0), SUMS(c, 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
 __device__ __forceinline__ void multiply_group(float (&c)[32], const u32* a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES
                " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
@@ -333,32 +333,34 @@ __device__ __forceinline__ void multiply_group(float (&c)[32], const u32* a, u64
                : SUMS(c, 0), SUMS(c, 8), SUMS(c, 16), SUMS(c, 24) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// A group of four warps multiplies 64 rows (32 of gates and 32 of ups where GATED) by its share of the inputs; the
-// GROUPS of a block add up in order. Weights are restored into registers, NT * 8 tokens stay in shared memory.
-template <int NT, int GROUPS, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
+// A group of four warps multiplies 64 rows (32 of gates and 32 of ups where GATED) by one of SPLITS shares of the inputs,
+// which are added up in order; ROWS groups have the same share. Weights are restored into registers, 64 tokens stay in
+// shared memory.
+template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
   typedef Tile<CODES> Weight;
-  constexpr int X_BYTES = NT * 1024, STAGE_BYTES = 4 * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, ROWS = 64 / Q;
+  constexpr int NT = 8, X_BYTES = NT * 1024, STAGE_BYTES = ROWS * 4 * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, GROUP_ROWS = 64 / Q, THREADS_OF_SPLIT = ROWS * 128;
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
-  const int thread = threadIdx.x & 127, group = threadIdx.x >> 7, lane = threadIdx.x & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
-  const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - group + GROUPS - 1) / GROUPS;
-  const u32 base = shared_address(shared) + group * STAGES * STAGE_BYTES;
+  const int thread = threadIdx.x % THREADS_OF_SPLIT, split = threadIdx.x / THREADS_OF_SPLIT, place = thread >> 7;
+  const int lane = threadIdx.x & 31, warp = thread >> 5 & 3, g = lane >> 2, t = lane & 3;
+  const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
+  const u32 base = shared_address(shared) + split * STAGES * STAGE_BYTES, mine = X_BYTES + (place * 4 + warp) * Weight::BYTES;
 
   Weight weight;
-  const int tile = min((int)blockIdx.x * (4 / Q) + (GATED ? warp & 1 : warp), tiles - 1);
-  weight.start(a, GATED && warp >= 2 ? tile + tiles : tile, all_steps, group, lane);
+  const int tile = min(((int)blockIdx.x * ROWS + place) * (4 / Q) + (GATED ? warp & 1 : warp), tiles - 1);
+  weight.start(a, GATED && warp >= 2 ? tile + tiles : tile, all_steps, split, lane);
   auto copy_weights = [&](int i) {
-    if (i < steps) weight.copy(a, base + (i % STAGES) * STAGE_BYTES + X_BYTES + warp * Weight::BYTES, GROUPS, lane);
+    if (i < steps) weight.copy(a, base + (i % STAGES) * STAGE_BYTES + mine, SPLITS, lane);
   };
-  const u16* from_x = a.x + (size_t)(thread >> 3) * a.x_stride + group * 64 + (lane & 7) * 8;
+  const u16* from_x = a.x + (size_t)(thread >> 3) * a.x_stride + split * 64 + (lane & 7) * 8;
   auto copy_tokens = [&](int i) {
     if (i < steps) {
 #pragma unroll
-      for (int q = 0; q < NT / 2; q++) {
-        const int row = q * 16 + (thread >> 3);
-        if (row < a.tokens) copy16(base + (i % STAGES) * STAGE_BYTES + swizzled(row, lane & 7), from_x + (size_t)q * 16 * a.x_stride);
+      for (int q = 0; q < (NT * 8 + ROWS * 16 - 1) / (ROWS * 16); q++) {
+        const int row = q * ROWS * 16 + (thread >> 3);
+        if (row < a.tokens) copy16(base + (i % STAGES) * STAGE_BYTES + swizzled(row, lane & 7), from_x + (size_t)q * ROWS * 16 * a.x_stride);
       }
-      from_x += GROUPS * 64;
+      from_x += SPLITS * 64;
     }
   };
 
@@ -381,17 +383,17 @@ template <int NT, int GROUPS, int STAGES, bool CODES, bool GATED> __device__ __f
       if (i < steps) {
         wait_copies<STAGES - 2>();
         __syncwarp();
-        const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + X_BYTES + warp * Weight::BYTES;
+        const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine;
         weight.load(at, 0, lane, w[p][0], w[p][1]);  // beside the products of the step before
         weight.load(at, 1, lane, w[p][2], w[p][3]);
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(split + 1), "n"(THREADS_OF_SPLIT) : "memory");
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int m = 0; m < 4; m++) multiply_group(sums, w[p][m], descriptor(x_at + m * 32));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        // Into the slot of the step before, which every warp of the group has left.
+        // Into the slot of the step before, which every warp of the share has left.
         copy_weights(i + STAGES - 1);
         copy_tokens(i + STAGES - 1);
         commit();
@@ -401,21 +403,21 @@ template <int NT, int GROUPS, int STAGES, bool CODES, bool GATED> __device__ __f
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   wait_copies<0>();
 
-  float* parts = (float*)shared;  // [GROUPS][tokens][64 rows, padded to 68]
+  float* parts = (float*)shared;  // [ROWS][SPLITS][tokens][64 rows, padded to 68]
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) parts[(group * NT * 8 + n * 8 + t * 2 + (i & 1)) * 68 + warp * 16 + g + (i >> 1) * 8] = sums[n * 4 + i];
+    for (int i = 0; i < 4; i++) parts[((place * SPLITS + split) * NT * 8 + n * 8 + t * 2 + (i & 1)) * 68 + warp * 16 + g + (i >> 1) * 8] = sums[n * 4 + i];
   __syncthreads();
-  for (int e = threadIdx.x; e < NT * 8 * ROWS; e += GROUPS * 128) {
-    const int token = e / ROWS, row = blockIdx.x * ROWS + e % ROWS;
+  for (int e = threadIdx.x; e < ROWS * NT * 8 * GROUP_ROWS; e += SPLITS * THREADS_OF_SPLIT) {
+    const int from = e / (NT * 8 * GROUP_ROWS), token = e / GROUP_ROWS % (NT * 8), row = ((int)blockIdx.x * ROWS + from) * GROUP_ROWS + e % GROUP_ROWS;
     if (token >= a.tokens || row >= a.rows) continue;
     float v[2] = {0.f, 0.f};
 #pragma unroll
     for (int q = 0; q < Q; q++)
 #pragma unroll
-      for (int k = 0; k < GROUPS; k++) v[q] += parts[(k * NT * 8 + token) * 68 + q * 32 + e % ROWS];
+      for (int k = 0; k < SPLITS; k++) v[q] += parts[((from * SPLITS + k) * NT * 8 + token) * 68 + q * 32 + e % GROUP_ROWS];
     finish<GATED>(a, v[0], v[1], token, row);
   }
 }

@@ -144,7 +144,7 @@ def test_checksums_outlive_pinned_memory_and_engines(shards: Path) -> None:
         before = digest(llm)
         for size in (4096, 100_000, 33 * MIB, 70 * MIB + 3):
             blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(3)]
-            blocks += [llm._engine.device.base_buffer(size, pin=True).tensor for _ in range(3)]
+            blocks += [llm._engine.device.host_buffer(size, pin=True).tensor for _ in range(3)]
             for block in blocks:
                 block.fill_(255)
             del blocks

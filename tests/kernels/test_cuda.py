@@ -45,7 +45,7 @@ def test_plain_weights_and_codes_are_added_in_one_order(capability):
     order = {}
     for tokens, rows, is_gated, _, tile, _ in shapes(capability):
         key = min(tokens - 1, 33) // 16, rows, is_gated
-        assert order.setdefault(key, (tile.is_wide, tile.warps)) == (tile.is_wide, tile.warps)
+        assert order.setdefault(key, (tile.is_wide, tile.splits)) == (tile.is_wide, tile.splits)
 
 
 def test_wide_products_are_hoppers_alone():
