@@ -56,7 +56,7 @@ GPU_TOKENS: Final = 42_000
 """Tokens of a sequence over two tiers that lie on the GPU."""
 COPY_BYTES: Final = 2**30
 PROBE_BYTES: Final = 2**28
-WARMUPS, REPEATS, TWIN_REPEATS = 3, 30, 3
+WARMUPS, REPEATS, TWIN_REPEATS, ROUNDS = 3, 30, 3, 10
 Run = Callable[[], object]
 Product = Callable[[torch.Tensor, torch.Tensor | Codes], torch.Tensor]
 
@@ -620,14 +620,18 @@ def _code_products(
 
 
 def restore_case(size_in: int, size_out: int, device: torch.device) -> Case:
-    """Return the case of num_copies weights in codes that are written as bfloat16."""
+    """Return the case of num_copies weights in codes that are written as bfloat16.
+
+    A call writes them ROUNDS times, one after the other, as the prefill of a model does.
+    """
     copies = num_copies(size_in, size_out)
     weights = randn((copies, size_out, size_in), device)
     packed, out = [codes.pack(weight) for weight in weights], torch.empty_like(weights)
 
     def run() -> None:
-        for one, place in zip(packed, out, strict=True):
-            codes.restore(one, place)
+        for _ in range(ROUNDS):
+            for one, place in zip(packed, out, strict=True):
+                codes.restore(one, place)
 
     def has_the_weights() -> bool:
         out.zero_()
@@ -638,6 +642,7 @@ def restore_case(size_in: int, size_out: int, device: torch.device) -> Case:
         f"restore {copies} of {size_in} x {size_out}",
         run,
         sum(map(stored_bytes, packed)) + out.nbytes,
+        num_layers=ROUNDS,
         check=has_the_weights,
     )
 

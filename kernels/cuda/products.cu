@@ -326,16 +326,21 @@ __device__ __forceinline__ u64 descriptor(u32 at) {
 }
 
 #define SUMS(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+// 64 rows of 16 inputs, from registers and from shared memory, times 64 tokens.
+#define GROUP_SUMS SUMS(c, 0), SUMS(c, 8), SUMS(c, 16), SUMS(c, 24)
+#define GROUP_PRODUCT "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
 __device__ __forceinline__ void multiply_group(float (&c)[32], const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES
-               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-               " {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
-               : SUMS(c, 0), SUMS(c, 8), SUMS(c, 16), SUMS(c, 24) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  asm volatile(GROUP_PRODUCT " {%32,%33,%34,%35}, %36, 1, 1, 1, 0;" : GROUP_SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void multiply_group(float (&c)[32], u64 a, u64 b) {
+  asm volatile(GROUP_PRODUCT " %32, %33, 1, 1, 1, 0, 0;" : GROUP_SUMS : "l"(a), "l"(b));
 }
 
 // A group of four warps multiplies 64 rows (32 of gates and 32 of ups where GATED) by one of SPLITS shares of the inputs,
-// which are added up in order; ROWS groups have the same share. Weights are restored into registers, 64 tokens stay in
-// shared memory.
+// which are added up in order; ROWS groups have the same share. Codes are restored into registers, plain weights and 64
+// tokens are read in shared memory: the same products in the same order.
 template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
   typedef Tile<CODES> Weight;
   constexpr int NT = 8, X_BYTES = NT * 1024, STAGE_BYTES = ROWS * 4 * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, GROUP_ROWS = 64 / Q, THREADS_OF_SPLIT = ROWS * 128;
@@ -383,15 +388,20 @@ template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ _
       if (i < steps) {
         wait_copies<STAGES - 2>();
         __syncwarp();
-        const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine;
-        weight.load(at, 0, lane, w[p][0], w[p][1]);  // beside the products of the step before
-        weight.load(at, 1, lane, w[p][2], w[p][3]);
+        const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine, group_at = x_at + X_BYTES + place * 4 * Weight::BYTES;
+        if (CODES) {  // beside the products of the step before
+          weight.load(at, 0, lane, w[p][0], w[p][1]);
+          weight.load(at, 1, lane, w[p][2], w[p][3]);
+        }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         asm volatile("bar.sync %0, %1;" ::"r"(split + 1), "n"(THREADS_OF_SPLIT) : "memory");
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int m = 0; m < 4; m++) multiply_group(sums, w[p][m], descriptor(x_at + m * 32));
+        for (int m = 0; m < 4; m++) {
+          if (CODES) multiply_group(sums, w[p][m], descriptor(x_at + m * 32));
+          else multiply_group(sums, descriptor(group_at + m * 32), descriptor(x_at + m * 32));
+        }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         // Into the slot of the step before, which every warp of the share has left.
         copy_weights(i + STAGES - 1);
