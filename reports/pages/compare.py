@@ -28,8 +28,7 @@ from reports.pages.page import (
     csv_text,
     definitions,
 )
-from reports.pages.verdict import error_line, judged, state, status_kind, validity
-from reports.record.bounds import impossible_rate
+from reports.pages.verdict import error_line, judged, reasons, state, status_kind, validity
 from reports.record.metrics import Metric, definition, metric_number, metric_parts, metric_text
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT, leaf, shorten
@@ -201,10 +200,7 @@ def _verdict(runs: Sequence[Run], metrics: Sequence[Metric]) -> Verdict:
     unsure = [run for run in runs if judged(run.record) is not True and run not in bad]
     lines = [f"{run.label}: {run.status}. {error_line(run.record)}" for run in bad]
     for run in unsure:
-        why = (
-            " ".join([*run.record.reasons, impossible_rate(run.record)]).strip()
-            or "its tokens were not compared with the reference."
-        )
+        why = " ".join(reasons(run.record)) or "its tokens were not compared with the reference."
         lines.append(f"{run.label}: {validity(judged(run.record))}. {why}")
     unlike = _unlike(runs)
     kind: Kind = "bad" if bad else "warn" if unsure or unlike else "good"
