@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.asked.kv import KVTransferConfig
-    from engine.asked.offload import OffloadConfig
+    from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
     from engine.asked.sampling import SamplingParams
     from engine.asked.structured import StructuredOutput
     from engine.async_llm import AsyncLLM
@@ -15,8 +15,10 @@ __all__ = [
     "AsyncLLM",
     "KVTransferConfig",
     "OffloadConfig",
+    "PrefetchOffloadConfig",
     "SamplingParams",
     "StructuredOutput",
+    "UVAOffloadConfig",
 ]
 
 _HOMES = {
@@ -24,8 +26,10 @@ _HOMES = {
     "KVTransferConfig": "asked.kv",
     "LLM": "llm",
     "OffloadConfig": "asked.offload",
+    "PrefetchOffloadConfig": "asked.offload",
     "SamplingParams": "asked.sampling",
     "StructuredOutput": "asked.structured",
+    "UVAOffloadConfig": "asked.offload",
 }
 
 

@@ -1,14 +1,21 @@
 """LLM: the synchronous door to the engine."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Self, Unpack, cast
 
 from engine.asked.config import EngineConfig, ModelConfig
-from engine.asked.keywords import config_from_keywords, describe_keywords
+from engine.asked.keyword_types import Keywords
+from engine.asked.keywords import (
+    config_from_keywords,
+    describe_keywords,
+    in_keywords,
+    takes_keywords,
+)
 from engine.asked.request import RequestOutput, TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.build import Engine, Progress, build_engine, known_unpackable, read_model
@@ -19,9 +26,14 @@ from engine.kv.pool import Tier
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
+from engine.plan.units import RESIDENT
 from engine.referee import NUM_CANDIDATES, judge
 from engine.run.core import StepStats
+from engine.sealed import GIB
+from engine.text.chat import Messages, chat_tokens, is_conversation
 from engine.text.sessions import Prompt, Sessions, interrupt_afterwards
+
+_LOG = logging.getLogger("tightfit")
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -78,30 +90,46 @@ def _kv(engine: Engine) -> dict[str, Any]:
     }
 
 
+def loaded_line(engine: Engine) -> str:
+    """Return a line on where weights and KV lie, and what fell back."""
+    plan, placed = engine.plan, engine.plan.placed_bytes()
+    off = {name: size for name, size in placed.items() if size and name != RESIDENT.name}
+    where = ", ".join(f"{name} {size / GIB:.3g}" for name, size in off.items())
+    weights = f"{sum(off.values()) / GIB:.3g} of {sum(placed.values()) / GIB:.3g} GiB of weights"
+    kv = f"{plan.kv_tokens:,} tokens of KV on the GPU"
+    if plan.host_kv is not None:
+        kv += f" and {plan.kv.host_blocks[0] * plan.block_size:,} in host memory"
+    fallbacks = [note for note in plan.notes if note.startswith("fallback")]
+    return (
+        f"{engine.config.model.name} on {engine.device.name}: {weights} off the GPU"
+        f"{f' ({where})' if where else ''}; {kv}; {'; '.join(fallbacks) or 'no fallback'}"
+    )
+
+
 class LLM:
     """Loads a model within a GPU budget and answers prompts.
 
-    Use `LLM(model=..., ...)` with the keywords of engine.asked.keywords.config_from_keywords, or
-    `LLM.from_config`. One thread at a time may use it; a second one is refused. AsyncLLM serves
-    many clients.
+    Use `LLM(model=..., ...)`, or `LLM.from_config`; `with` closes it. One thread at a time may use
+    it; a second one is refused. AsyncLLM serves many clients.
     """
 
-    def __init__(self, model: str | ModelConfig, **keywords: Any) -> None:
+    @takes_keywords
+    def __init__(self, model: str | ModelConfig, **keywords: Unpack[Keywords]) -> None:
         """Build an engine from keywords.
 
         Args:
             model: Folder with config.json, and safetensors unless load_format="dummy"; or a
-                ModelConfig.
-            **keywords: Settings by the names of their fields in engine.asked; `LLM.keywords()`
-                lists all of them with defaults and meanings.
+                ModelConfig. Names and ids of a hub are for tightfit.LLM.
+            **keywords: Settings by the names of their fields in engine.asked.
 
         Raises:
             ConfigError: A keyword is unknown, out of bounds or would have no effect.
             CapacityError: The model does not fit; the message has the figures.
             CheckpointError: The folder is not a supported checkpoint.
         """
-        config = config_from_keywords(model, keywords)
-        self._open(build_engine(config, plan=_refereed(config)))
+        with in_keywords():
+            config = config_from_keywords(model, keywords)
+            self._open(build_engine(config, plan=_refereed(config)))
 
     @staticmethod
     def keywords() -> str:
@@ -147,6 +175,18 @@ class LLM:
         self._engine: Engine | None = engine
         self._lock = threading.RLock()
         self._sessions = Sessions(engine.core, engine.tokenizer, engine.spec.vocab_size)
+        _LOG.info("%s", loaded_line(engine))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if getattr(self, "_engine", None) is None:
+            return f"{type(self).__name__}(closed)"
+        return f"{type(self).__name__}({loaded_line(self.engine)})"
 
     @property
     def engine(self) -> Engine:
@@ -237,6 +277,34 @@ class LLM:
         """
         with self._alone():
             return self._sessions.generate(prompts, sampling_params, self.step, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | SequenceOf[Messages],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations, written as prompts by the checkpoint's chat template.
+
+        Args:
+            messages: One conversation, or a list of them: dicts with `role` and `content`.
+            sampling_params: As for `generate`.
+            use_tqdm: As for `generate`.
+            **template: For transformers' apply_chat_template, such as chat_template, tools or
+                add_generation_prompt (True unless given).
+
+        Returns:
+            One output for each conversation, in order.
+
+        Raises:
+            RequestError: There is no tokenizer or template, or it refuses the messages.
+        """
+        several = cast(
+            "SequenceOf[Messages]", [messages] if is_conversation(messages) else messages
+        )
+        prompts = [chat_tokens(self.tokenizer, each, **template) for each in several]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None

@@ -176,6 +176,14 @@ def open_llm(folder: Path | str, *, reference: bool = False, **keywords: Any) ->
         return LLM.from_config(config, reference=reference)
 
 
+def unchecked(**changes: Any) -> SamplingParams:
+    """Params with values that construction refuses: they were set later."""
+    params = SamplingParams(temperature=0)
+    for name, value in changes.items():
+        setattr(params, name, value)
+    return params
+
+
 def greedy_params(max_tokens: int, **changes: Any) -> SamplingParams:
     """Return greedy sampling of exactly `max_tokens` tokens."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **changes)

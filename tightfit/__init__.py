@@ -4,20 +4,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.asked.kv import KVTransferConfig
-    from engine.asked.offload import OffloadConfig
+    from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
     from engine.asked.sampling import SamplingParams
     from engine.asked.structured import StructuredOutput
     from engine.async_llm import AsyncLLM
-    from tightfit.doors import LLM, plan
+    from tightfit.doors import LLM, plan, read_run
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "KVTransferConfig",
     "OffloadConfig",
+    "PrefetchOffloadConfig",
     "SamplingParams",
     "StructuredOutput",
+    "UVAOffloadConfig",
     "plan",
+    "read_run",
 ]
 
 
@@ -25,7 +28,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'tightfit' has no attribute {name!r}")
-    if name in {"LLM", "plan"}:
+    if name in {"LLM", "plan", "read_run"}:
         from tightfit import doors  # noqa: PLC0415  loads torch
 
         return getattr(doors, name)

@@ -1,23 +1,29 @@
 """LLM and plan, whose models are names of the catalogue, folders, or a model hub's OWNER/NAME."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack, cast
 
 from catalogue.cards import card_names, card_sheet, unknown_card
+from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import note_folders
 from catalogue.models import describe, find, located
 from engine import llm as engine_llm
 from engine.asked.config import GPUConfig, ModelConfig
-from engine.asked.keywords import config_from_keywords
+from engine.asked.keyword_types import Keywords
+from engine.asked.keywords import config_from_keywords, in_keywords, takes_keywords
 from engine.errors import ConfigError
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_memory
+from reports.record.folders import load_run
+from reports.record.record import RunRecord
+from tightfit.runs import LATEST, find_run
 
 
 class LLM(engine_llm.LLM):
     """`engine.LLM` that takes names too; a model that is not on this machine is fetched."""
 
-    def __init__(self, model: str, **keywords: Any) -> None:
+    @takes_keywords
+    def __init__(self, model: str, **keywords: Unpack[Keywords]) -> None:
         """Build an engine.
 
         Args:
@@ -30,10 +36,13 @@ class LLM(engine_llm.LLM):
             ModelUnavailableError: its weights are not to be had.
             CapacityError: it does not fit; the message has the figures.
         """
-        super().__init__(_located(model, keywords), **_noting(keywords))
+        with in_keywords(ModelUnavailableError):
+            here = _located(model, keywords)
+        super().__init__(here, **_noting(keywords))
 
 
-def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
+@takes_keywords
+def plan(model: str, gpu: str | None = None, **keywords: Unpack[Keywords]) -> MemoryPlan:
     """Plan an engine without building it: what lies where, every other byte, predicted times.
 
     Args:
@@ -45,6 +54,24 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
         CapacityError: it does not fit; the message and the error's plan have the figures.
         ConfigError: there is no such model or card, or a keyword is refused.
     """
+    with in_keywords(ModelUnavailableError):
+        return _planned(model, gpu, keywords)
+
+
+def read_run(run: str = LATEST) -> RunRecord:
+    """Return the record of a run.
+
+    Args:
+        run: latest, an id or its beginning, ID/POINT for a point of a sweep, or a folder.
+
+    Raises:
+        ConfigError: there is no such run.
+        RecordError: it has no record that can be read.
+    """
+    return load_run(find_run(run))
+
+
+def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
     entry = find(model)
     spec = describe(entry).spec
     load_format = keywords.get("load_format", entry.load_format)
@@ -65,12 +92,12 @@ def plan(model: str, gpu: str | None = None, **keywords: Any) -> MemoryPlan:
     return engine_llm.LLM.plan_for(config)
 
 
-def _noting(keywords: dict[str, Any]) -> dict[str, Any]:
+def _noting(keywords: Keywords) -> Keywords:
     """Return keywords with the folders in which loads note what they find out, and keep weights."""
-    return {**note_folders(), **keywords}
+    return cast("Keywords", {**note_folders(), **keywords})
 
 
-def _located(model: str, keywords: dict[str, Any]) -> ModelConfig:
+def _located(model: str, keywords: Keywords) -> ModelConfig:
     """Return the model with its weights on this machine, fetched now when absent."""
     return ModelConfig(**located(model, keywords.get("load_format")))
 

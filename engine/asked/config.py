@@ -99,7 +99,7 @@ class PlannerConfig(Sealed):
 
     section: ClassVar = "planner"
     choose: bool = False
-    """Choose the placement of every tensor; offload=auto sets it."""
+    """Choose the placement of every tensor, as offload=auto does."""
     objective: str = "latency"
     """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
     sequence)."""

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, number, settings
+from engine.sealed import Sealed, check_choice, from_plain, number, settings
 
 BACKENDS = ("auto", "uva", "prefetch")
 
@@ -84,7 +84,7 @@ class OffloadConfig(Sealed):
     offload_backend: str = "auto"
     """auto | uva | prefetch. auto takes prefetch if group_size > 0, else uva if gb > 0."""
     uva: UVAOffloadConfig = field(default_factory=UVAOffloadConfig)
-    """Read in place."""
+    """Read in place. Construction takes a dict of its fields too, here and below."""
     prefetch: PrefetchOffloadConfig = field(default_factory=PrefetchOffloadConfig)
     """Copied ahead."""
 
@@ -93,10 +93,12 @@ class OffloadConfig(Sealed):
         check_choice("offload.offload_backend", self.offload_backend, BACKENDS)
         for name, kind in (("uva", UVAOffloadConfig), ("prefetch", PrefetchOffloadConfig)):
             node: object = getattr(self, name)
-            if not isinstance(node, kind):
+            if isinstance(node, dict):
+                setattr(self, name, from_plain(kind, node, f"offload.{name}"))
+            elif not isinstance(node, kind):
                 raise ConfigError(
-                    f"offload.{name}: expected {kind.__name__}, got {node!r}. Write "
-                    f"{kind.__name__}(...)."
+                    f"offload.{name}: expected {kind.__name__} or a dict of its fields, got "
+                    f"{node!r}."
                 )
         if self.offload_backend == "prefetch" or self.prefetch.offload_group_size > 0:
             self._check_prefetch()

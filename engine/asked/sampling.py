@@ -1,14 +1,16 @@
 """SamplingParams: how the tokens of one request are chosen, and when it ends."""
 
+import copy
 import math
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Final
 
 from engine.asked.structured import StructuredOutput, refusal
-from engine.errors import RequestError
+from engine.errors import RequestError, did_you_mean
 
 MAX_LOGPROBS = 20
 MAX_N = 4096
@@ -40,15 +42,34 @@ def sampler_workspace_bytes(vocab_size: int) -> int:
     return max(greedy, drawing)
 
 
+NOT_SUPPORTED: Final[Mapping[str, str]] = {
+    "allowed_token_ids": "set logit_bias=-100 for tokens that must not come.",
+    "bad_words": "set logit_bias=-100 for the tokens of words that must not come.",
+    "best_of": "all n answers are returned. Rank them by cumulative_logprob.",
+    "detokenize": "text is made where there is a tokenizer; it costs no step of the engine.",
+    "guided_decoding": "set structured=StructuredOutput(...).",
+    "include_stop_str_in_output": "text ends before the stop string, which stop_reason names.",
+    "logits_processors": "logits stay on the device. Use logit_bias, or the penalties.",
+    "output_kind": "generate returns whole outputs; AsyncLLM.tokens yields what is new.",
+    "prompt_logprobs": "prompts are computed without logits but for their last token.",
+    "skip_special_tokens": "text never has them; token_ids do.",
+    "spaces_between_special_tokens": "text has no special tokens.",
+    "structured_outputs": "set structured=StructuredOutput(...).",
+    "truncate_prompt_tokens": "a prompt is taken whole or refused. Cut it before.",
+    "use_beam_search": "answers are drawn or greedy. Draw n of them.",
+}
+"""Names that other engines have -> why they are refused here."""
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    Construction checks nothing, so that a bad value fails its own request and no other; `check`
-    says what is wrong. Values are applied in this order: logit_bias, repetition_penalty,
-    frequency_penalty, presence_penalty, structured and min_tokens (as masks), temperature, top_k,
-    top_p (of what top_k left), min_p, then one draw. With temperature=0 the most probable token
-    that the masks leave is taken and the last three do not matter.
+    Construction refuses names and values that it does not know (RequestError); what is changed
+    afterwards is checked with its request. Values are applied in this order: logit_bias,
+    repetition_penalty, frequency_penalty, presence_penalty, structured and min_tokens (as masks),
+    temperature, top_k, top_p (of what top_k left), min_p, then one draw. With temperature=0 the
+    most probable token that the masks leave is taken and the last three do not matter.
     """
 
     n: int = 1
@@ -93,6 +114,20 @@ class SamplingParams:
     cache_salt: str | None = None
     """Requests find each other's prefixes in the KV cache only where their salts are equal."""
 
+    def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
+        """Refuse names that there are not, with the closest one, or why there is none."""
+        known = cls.__dataclass_fields__
+        for name in given:
+            if name in NOT_SUPPORTED:
+                raise RequestError(f"{name}: not supported: {NOT_SUPPORTED[name]}", param=name)
+            if name not in known:
+                hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
+                raise RequestError(f"SamplingParams: there is no {name!r}.{hint}", param=name)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        self.check()
+
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is taken without a draw."""
@@ -132,13 +167,12 @@ class SamplingParams:
         """
         stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
         form: Any = self.structured
-        return replace(
-            self,
-            structured=form.copied() if isinstance(form, StructuredOutput) else form,
-            logit_bias=dict(bias) if isinstance(bias, dict) else bias,
-            stop=list(stop) if isinstance(stop, list) else stop,
-            stop_token_ids=list(ids) if isinstance(ids, list) else ids,
-        )
+        copied = copy.copy(self)
+        copied.structured = form.copied() if isinstance(form, StructuredOutput) else form
+        copied.logit_bias = dict(bias) if isinstance(bias, dict) else bias
+        copied.stop = list(stop) if isinstance(stop, list) else stop
+        copied.stop_token_ids = list(ids) if isinstance(ids, list) else ids
+        return copied
 
     def check(self) -> None:
         """Return if every value is usable.

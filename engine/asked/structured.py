@@ -11,7 +11,7 @@ from engine.errors import RequestError
 class StructuredOutput:
     """The form that an output must have: exactly one field is set.
 
-    As with SamplingParams, construction checks nothing; `check` and the engine say what is wrong.
+    Construction checks nothing; `check`, SamplingParams and the engine say what is wrong.
     An output that `max_tokens` or a stop string cuts short is the beginning of one in that form.
     """
 

@@ -10,6 +10,7 @@ from engine.asked.config import EngineConfig, GPUConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.notebook import plan_html
 from engine.plan.policy import Assignment, fall_back
 from engine.plan.sizes import (
     HOST_DECODES,
@@ -278,6 +279,9 @@ class MemoryPlan:
         """Sequences of max_model_len whose KV both tiers keep, running or waiting."""
         both = tuple(group.num_gpu_blocks + group.num_host_blocks for group in self.kv.groups)
         return self.kv.sequences(both, self.max_model_len)
+
+    def _repr_html_(self) -> str:
+        return plan_html(f"Plan for {self.facts.name}, {self.dtype}", self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -87,6 +88,17 @@ class RunRecord:
         if self.error is not None and not {"type", "message"} <= self.error.keys():
             keys = sorted(self.error)
             raise RecordError(f"error: expected the keys type and message, got {keys}.")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the status, why it is so, and what was measured."""
+        rows = [("status", self.status), *(("reason", reason) for reason in self.reasons)]
+        if self.error is not None:
+            rows.append((str(self.error["type"]), str(self.error["message"])))
+        rows += [
+            (name, f"{value:.6g}") for name, value in self.metrics.items() if value is not None
+        ]
+        cells = (f"<tr><th>{escape(n)}</th><td>{escape(text)}</td></tr>" for n, text in rows)
+        return f"<table><caption>{escape(self.name)}</caption>{''.join(cells)}</table>"
 
     def to_json(self) -> str:
         """Return the record as strict JSON text.

@@ -1,12 +1,23 @@
 """One declaration of a setting: a field of a class is a keyword and a key, with type and help."""
 
+import inspect
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 import pytest
 
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
-from engine.asked.keywords import COMBINED, config_from_keywords, describe_keywords, keywords_of
+from engine.asked.keyword_types import Keywords
+from engine.asked.keywords import (
+    COMBINED,
+    NOT_SUPPORTED,
+    as_keywords,
+    config_from_keywords,
+    describe_keywords,
+    in_keywords,
+    keyword_types,
+    keywords_of,
+)
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import ConfigError
@@ -14,6 +25,7 @@ from engine.llm import LLM
 from engine.model.spec import ModelSpec
 from engine.sealed import key_types, settings
 from harness.config.schema import RunConfig
+from tests.contracts.project import ROOT
 from tests.engine.specs import small_spec
 
 CLASSES = (
@@ -169,3 +181,66 @@ def test_the_list_of_keywords_says_all_of_them() -> None:
     named = {line.partition(":")[0].partition("=")[0] for line in lines}
     assert named == set(keywords_of()) | set(COMBINED)
     assert "uva_stage_tokens=65: an integer. From this many tokens in a step on" in "\n".join(lines)
+
+
+def test_the_types_are_made_from_the_fields() -> None:
+    """`python -m engine.asked.keywords > engine/asked/keyword_types.py` writes them anew."""
+    file = ROOT / "engine" / "asked" / "keyword_types.py"
+    assert file.read_text(encoding="utf-8") == keyword_types()
+    assert set(Keywords.__annotations__) == {*keywords_of(), *COMBINED} - {"model"}
+
+
+def test_the_signature_names_every_keyword_with_its_default() -> None:
+    found = inspect.signature(LLM.__init__).parameters
+    assert set(found) == {"self", *keywords_of(), *COMBINED}
+    assert found["max_num_seqs"].default == 64
+    assert found["cpu_offload_gb"].annotation is float
+    assert found["tensor_parallel_size"].default == 1
+    assert "max_num_seqs=64: an integer. Sequences that run at once." in str(LLM.__init__.__doc__)
+
+
+def test_keywords_of_other_engines_are_refused_with_the_reason() -> None:
+    assert not NOT_SUPPORTED.keys() & {*keywords_of(), *COMBINED}
+    for name, (inert, why) in NOT_SUPPORTED.items():
+        for value in inert:
+            assert config_from_keywords("x", {name: value}) == config_from_keywords("x", {})
+        if why:
+            with pytest.raises(ConfigError) as caught:
+                config_from_keywords("x", {name: "other"})
+            assert str(caught.value) == f"{name}='other': not supported: {why}"
+    with pytest.raises(ConfigError, match="unknown keyword 'quantisation'"):
+        config_from_keywords("x", {"quantisation": None})
+    with pytest.raises(ConfigError, match=r"trust_remote_code=True: not supported: no code of"):
+        config_from_keywords("x", {"trust_remote_code": True})
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("engine.max_num_seqs: expected", "max_num_seqs: expected"),
+        ("Set offload.uva.cpu_offload_gb=3.", "Set cpu_offload_gb=3."),
+        ("Set offload=auto (in Python choose=True), or", "Set choose=True, or"),
+        ("got choose=false: Set gpu.memory_gib=2", "got choose=False: Set gpu_memory_gib=2"),
+        ("with: offload=auto kv.cpu_gib=9.", "with: choose=True, cpu_gib=9."),
+        ("engine.dtype=float16 or model.path=X", "dtype='float16' or model=X"),
+        ("expected true or false, got 'no'", "expected True or False, got 'no'"),
+        ("kv.pin_limit_gib: expected null", "pin_limit_gib: expected None"),
+        ("offload=uva needs engine.seed_x", "offload_backend='uva' needs engine.seed_x"),
+        ("/home/engine.seed/x and the truth", "/home/engine.seed/x and the truth"),
+    ],
+)  # fmt: skip
+def test_messages_speak_of_keywords(message: str, said: str) -> None:
+    assert as_keywords(message) == said
+    with pytest.raises(ConfigError) as caught, in_keywords():
+        raise ConfigError(message)
+    assert str(caught.value) == said
+
+
+def test_nodes_of_an_offload_may_be_dicts() -> None:
+    found = OffloadConfig(uva={"cpu_offload_gb": 2}, prefetch={"offload_group_size": 0})  # type: ignore[arg-type]
+    assert found == OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=2))
+    assert config_from_keywords("x", {"offload_config": found}).offload == found
+    with pytest.raises(ConfigError, match=r"offload\.uva\.cpu_offload: there is no such key"):
+        OffloadConfig(uva={"cpu_offload": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="UVAOffloadConfig or a dict of its fields, got 2"):
+        OffloadConfig(uva=2)  # type: ignore[arg-type]

@@ -1,14 +1,15 @@
 """The LLM door: prompts of every form, requests that fail alone, seeds, ends."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, EngineError, RequestError
 from tests.engine.conftest import TinyModels
-from tests.tiny import VOCAB, greedy_params, make_prompt, open_llm, tokens_of
+from tests.tiny import VOCAB, greedy_params, make_prompt, open_llm, tokens_of, unchecked
 
 GIB = 2**30
 TEXTS = ["Hello, my name is", "The capital of France is", "x"]
@@ -88,7 +89,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 def test_requests_that_cannot_be_served_fail_alone(llm: LLM, tiny: TinyModels) -> None:
     prompts = [PROMPTS[1], *(prompt for prompt, _, _ in BAD), PROMPTS[2]]
-    params = [SamplingParams(**({"temperature": 0} | changes)) for _, changes, _ in BAD]
+    params = [unchecked(**changes) for _, changes, _ in BAD]
     outputs = llm.generate(prompts, [greedy_params(5), *params, greedy_params(5)])
     assert tokens_of([outputs[0], outputs[-1]]) == tiny.greedy("llama", PROMPTS[1:], 5)
     for output, (_, _, reason) in zip(outputs[1:-1], BAD, strict=True):
@@ -97,7 +98,7 @@ def test_requests_that_cannot_be_served_fail_alone(llm: LLM, tiny: TinyModels) -
         assert [answer.finish_reason for answer in output.outputs] == ["error"]
     for prompt, changes, reason in BAD:
         with pytest.raises(RequestError, match=reason.replace(":", "")):
-            llm.add_request(prompt, SamplingParams(**changes))
+            llm.add_request(prompt, unchecked(**changes))
 
 
 def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
@@ -238,3 +239,56 @@ def test_ranks_come_with_log_probabilities(llm: LLM) -> None:
         assert len(top) == (3 if rank <= 3 else 4)
     [plain] = llm.generate(PROMPTS[1], greedy_params(3))
     assert plain.outputs[0].ranks is None
+
+
+def test_it_is_closed_behind_with_and_shows_what_it_is(
+    tiny: TinyModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="tightfit")
+    with open_llm(tiny.folder("llama"), offload_params=[], cpu_offload_gb=1e-4) as llm:
+        (line,) = [item.getMessage() for item in caplog.records if item.name == "tightfit"]
+        assert repr(llm) == f"LLM({line})"
+    assert repr(llm) == "LLM(closed)"
+    assert " GiB of weights off the GPU (uva 0.0" in line
+    assert " tokens of KV on the GPU; " in line
+    with pytest.raises(EngineError, match="it was closed"):
+        llm.generate([[1]])
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "the sea"}]
+
+
+def test_conversations_are_written_by_the_template(text_folder: Path) -> None:
+    with open_llm(text_folder) as llm:
+        with pytest.raises(RequestError, match="expected a model with a chat template"):
+            llm.chat(MESSAGES)
+        written = llm.tokenizer("user: the sea\na:", add_special_tokens=False)["input_ids"]
+        params = greedy_params(3)
+        expected = tokens_of(llm.generate([written], params))
+        assert tokens_of(llm.chat(MESSAGES, params, chat_template=TEMPLATE)) == expected
+        several = llm.chat([MESSAGES, MESSAGES], params, chat_template=TEMPLATE)
+        assert tokens_of(several) == expected * 2
+        [bare] = llm.chat(MESSAGES, params, chat_template=TEMPLATE, add_generation_prompt=False)
+        assert len(bare.prompt_token_ids) < len(written)
+        for messages, words in (
+            ([], "expected a list of dicts"),
+            ([{"content": "x"}], "expected dicts with role and content, got {'content': 'x'}"),
+            ("hello", "expected a list of dicts with role and content, got 'hello'"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                llm.chat(messages, chat_template=TEMPLATE)
+            assert words in str(caught.value)
+        with pytest.raises(RequestError, match=r"refuses them \(TemplateError: no"):
+            llm.chat(MESSAGES, chat_template="{{ raise_exception('no') }}")
+
+
+def test_a_model_without_a_tokenizer_has_no_conversations(tiny: TinyModels) -> None:
+    with (
+        open_llm(tiny.folder("llama")) as llm,
+        pytest.raises(RequestError, match="expected a model with a tokenizer"),
+    ):
+        llm.chat(MESSAGES)

@@ -1,6 +1,8 @@
 """Names, folders and hub ids through the public package; plans without an engine."""
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,10 @@ import torch
 import engine
 import tightfit
 from catalogue.checkpoint import ModelUnavailableError
+from catalogue.files import tightfit_home
 from engine.errors import CapacityError, ConfigError
 from engine.model.spec import ModelSpec
+from tests.reports.examples import ok_record
 from tests.tiny import COMMON
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +101,39 @@ def test_a_folder_goes_through_as_it_is(away: Path) -> None:
     llm = tightfit.LLM(str(folder), load_format="dummy", **SMALL)
     assert (llm.config.model.path, llm.config.model.spec) == (str(folder), None)
     llm.close()
+
+
+def test_messages_speak_of_keywords(away: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^max_num_batched_tokens: expected at least max_num_s"):
+        tightfit.LLM("glass", load_format="dummy", **SMALL | {"max_num_batched_tokens": 3})
+    with pytest.raises(ConfigError, match=r"^pin_limit_gib: expected None without a host tier"):
+        tightfit.plan("glass", pin_limit_gib=3)
+    with pytest.raises(CapacityError, match=r"Fits with: choose=True, \w+='\w+'; or ") as caught:
+        tightfit.plan("llama31_8b", gpu="rtx3060_12gb", max_model_len=4096)
+    assert not re.search(r"\b(engine|offload|planner|kv|gpu|model)[.=]", str(caught.value))
+    with pytest.raises(ModelUnavailableError, match="load_format='dummy'"):
+        tightfit.LLM("olmo7b")
+
+
+def test_a_notebook_shows_a_plan_and_a_record(away: Path) -> None:
+    shown = tightfit.plan("glass", gpu="rtx4090_24gb", load_format="dummy")._repr_html_()
+    assert shown.startswith("<table><caption>Plan for rtx4090_24gb, ")
+    assert "<th>KV on the GPU</th><td>" in shown
+    assert shown.count("<tr>") == shown.count("</tr>") > 5
+    folder = tightfit_home() / "runs" / "20260101-000000-x"
+    folder.mkdir(parents=True)
+    record = ok_record(name="<b>", metrics={"latency/ttft_ms/p50": 3.5, "load/total_s": None})
+    record.write(folder / "result.json")
+    shown = tightfit.read_run()._repr_html_()
+    assert "<caption>&lt;b&gt;</caption><tr><th>status</th><td>ok</td></tr>" in shown
+    assert "<th>latency/ttft_ms/p50</th><td>3.5</td>" in shown
+    assert "load/total_s" not in shown
+
+
+def test_the_public_names_are_there() -> None:
+    assert all(getattr(tightfit, name).__doc__ for name in tightfit.__all__)
+    assert list(inspect.signature(tightfit.plan).parameters)[:2] == ["model", "gpu"]
+    assert inspect.signature(tightfit.LLM).parameters["cpu_offload_gb"].default == 0.0
 
 
 def test_what_is_not_there_is_refused(away: Path) -> None:

@@ -1,9 +1,11 @@
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
 
-from engine.asked.sampling import MAX_BIASES, MAX_N, SamplingParams
+from engine.asked.sampling import MAX_BIASES, MAX_N, NOT_SUPPORTED, SamplingParams
 from engine.errors import RequestError
 
 
@@ -86,10 +88,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value", "words"), BAD)
-def test_bad_value_is_refused_by_check_only(name, value, words):
-    params = SamplingParams(**{name: value})
+def test_a_bad_value_is_refused_at_once_and_when_it_is_set_later(name, value, words):
+    with pytest.raises(RequestError, match=name) as at_once:
+        SamplingParams(**{name: value})
+    params = SamplingParams()
+    setattr(params, name, value)
     with pytest.raises(RequestError, match=name) as caught:
-        params.check()
+        params.copied().check()
+    assert str(caught.value) == str(at_once.value)
     message = str(caught.value)
     assert words in message
     assert caught.value.param == name
@@ -114,6 +120,28 @@ def test_derived_values():
     assert SamplingParams().stop_strings == []
     assert SamplingParams(stop="ab").stop_strings == ["ab"]
     assert SamplingParams(stop=["a", "b"]).stop_strings == ["a", "b"]
+
+
+def test_a_name_that_there_is_not_is_refused_with_the_closest_one():
+    with pytest.raises(RequestError, match=r"there is no 'max_token'\. Did you mean max_tokens\?"):
+        SamplingParams(max_token=5)
+    with pytest.raises(RequestError, match=r"there is no 'zzz'\. Known: n, temperature, "):
+        SamplingParams(zzz=5)
+
+
+def test_names_of_other_engines_are_refused_with_the_reason():
+    assert not NOT_SUPPORTED.keys() & SamplingParams.__dataclass_fields__.keys()
+    for name, why in NOT_SUPPORTED.items():
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: True})
+        assert str(caught.value) == f"{name}: not supported: {why}"
+        assert why.endswith(".")
+
+
+def test_copies_are_alike():
+    params = SamplingParams(n=2, stop=["a"], logit_bias={1: 2.0})
+    assert params.copied() == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert params.copied().stop is not params.stop
 
 
 def test_only_keyword_arguments():

@@ -118,7 +118,7 @@ def test_a_worker_measures_accelerate(tmp_path):
 
 def test_an_absent_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(EngineError, match=r"tightfit\[accelerate\]"):
+    with pytest.raises(EngineError, match=r"\[accelerate\]"):
         load_code()
 
 

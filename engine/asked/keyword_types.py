@@ -1,0 +1,128 @@
+"""Types of the keywords of LLM, for type checkers and editors. Made by engine/asked/keywords.py."""
+
+from typing import Any, TypedDict
+
+from engine.asked.kv import KVTransferConfig
+from engine.asked.offload import OffloadConfig
+from engine.model.spec import ModelSpec
+
+
+class Keywords(TypedDict, total=False):
+    """Every keyword of LLM but the model; each may be left out."""
+
+    auto_fields: list[str]
+    """Settings to choose: cpu_offload_gb (the least that fits), max_model_len and max_num_seqs
+    (the largest that fit, at most the value set)."""
+    bf16_tflops: float | None
+    """Dense bf16 matrix rate, TFLOP/s; float16 of a card without bf16."""
+    block_size: int
+    """Tokens in a block: 8, 16, 32, 64 or 128."""
+    choose: bool
+    """Choose the placement of every tensor, as choose=True does."""
+    compute_capability: float | None
+    """Compute capability of a card that is planned and not here; below 8.0 weights are float16,
+    as on such a card. None: 8.0 or more."""
+    cpu_gib: float | None
+    """Size of the host tier, GiB; 0: no host tier."""
+    cpu_offload_gb: float
+    """GiB of weights per GPU that live in host memory; 0 turns it off."""
+    cpu_offload_params: list[str]
+    """Selectors of whole dotted segments of parameter names; empty selects every decoder
+    layer."""
+    device: str
+    """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
+    disable_sliding_window: bool
+    """Attend to the whole context where the checkpoint has a sliding window."""
+    dtype: str
+    """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
+    emulated_kv_tokens: int | None
+    """Most tokens of KV on an emulated GPU, whose memory is RAM; None: what the budget
+    leaves."""
+    enable_prefix_caching: bool
+    """Keep full blocks by their content, and share those of equal prefixes."""
+    enforce_eager: bool
+    """Run decode without CUDA graphs."""
+    facts_folder: str | None
+    """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
+    next plan knows; None: nothing is noted."""
+    gpu_memory_gib: float | None
+    """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
+    gpu_memory_utilization. None: what the card has (CPU: half of the free host memory)."""
+    gpu_memory_utilization: float
+    """Share of the GPU's memory that the engine may use, (0, 1]."""
+    gpu_name: str
+    """What the report calls it."""
+    hbm_gb_s: float | None
+    """GPU memory bandwidth, GB/s."""
+    host_gib: float | None
+    """Memory of the host that the card is in, GiB: no more is planned. None: what is free here
+    (mode=plan of a card that is not here: any)."""
+    host_reserve_gib: float
+    """Host memory that must stay free after the load, GiB."""
+    keep_lossless: bool
+    """Keep what a load packs (weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
+    later loads read that."""
+    kept_folder: str | None
+    """Folder of weights that were packed before (keep_lossless); None: none are kept or
+    read."""
+    kv_tokens: int | None
+    """Tokens of KV that must have room beside the chosen placement; None: one sequence of
+    max_model_len."""
+    link_gb_s: float | None
+    """Host link, one direction, GB/s (10^9)."""
+    load_format: str
+    """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
+    max_model_len: int | None
+    """Longest prompt plus output, tokens; None: the model's own limit."""
+    max_num_batched_tokens: int
+    """Tokens of one step."""
+    max_num_seqs: int
+    """Sequences that run at once."""
+    measured_rates: dict[str, float | None]
+    """Rates that a probe found on this machine, for predicted times; empty: unknown."""
+    model_name: str
+    """Short name."""
+    num_cpu_blocks: int | None
+    """Blocks of the host tier; 0: no host tier."""
+    objective: str
+    """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
+    sequence)."""
+    offload_backend: str
+    """auto | uva | prefetch. auto takes prefetch if group_size > 0, else uva if gb > 0."""
+    offload_group_size: int
+    """Layers in a group; 0 turns prefetch off."""
+    offload_num_in_group: int
+    """How many of each group, its last ones, live in host memory."""
+    offload_params: list[str]
+    """Selectors of whole dotted segments of parameter names; empty selects whole layers."""
+    offload_prefetch_step: int
+    """How many offloaded layers ahead the copies run."""
+    pin_limit_gib: float | None
+    """Most pinned memory of KV blocks, GiB; the others are pageable, and reached by copies
+    only. None: all are pinned."""
+    referee: bool
+    """Build the two best candidates, time a few steps of each and keep the faster one."""
+    seed: int
+    """Seed of dummy weights and of requests that carry none."""
+    spec: ModelSpec | None
+    """Sizes; None: read from config.json in `path`."""
+    swap_space: float
+    """Host room, GiB: for weights that do not fit where no OffloadConfig was given, the rest
+    for KV blocks."""
+    uva_stage_tokens: int
+    """From this many tokens in a step on, uva weights are staged through GPU slots first. On an
+    H200 (`make bench`, docs/performance.md), read in place, a step of 64 tokens takes 1 %
+    longer than one of a single token, 128 take 13 %, 256 take 40 %. Staging takes 8 % less than
+    in-place reads even for one token, but leaves nothing to be read in place, as
+    offload_backend=prefetch does; 1 chooses it."""
+    weight_format: str | None
+    """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less
+    in 12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some
+    of both). None: checkpoint, or auto where the planner chooses placements (choose=True)."""
+    offload_config: OffloadConfig | dict[str, Any] | None
+    """An OffloadConfig or a dict of its fields, in the place of single ones."""
+    kv_transfer_config: KVTransferConfig | dict[str, Any] | None
+    """A KVTransferConfig or a dict of its fields, which sizes the host tier of KV blocks in the
+    place of num_cpu_blocks, cpu_gib and swap_space."""
+    tensor_parallel_size: int
+    """1: several GPUs are not available yet."""
