@@ -369,6 +369,10 @@ def _plan(asked: Asked) -> MemoryPlan:
     return replace(plan, notes=(*plan.notes, *notes))
 
 
+_SMALL = 0.01
+"""Share of a step below which a predicted difference is none."""
+
+
 def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
     """Say what an offload costs where everything would fit the GPU."""
     resident = build_plan(asked, assign_resident(asked.spec))
@@ -377,9 +381,13 @@ def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
     shapes = [shape_of(item, asked.spec) for item in (plan, resident)]
     with_ms, without_ms = (decode_step_s(shape, rates, 1, 0) * 1e3 for shape in shapes)
     moved = plan.bytes_per_step()
+    is_hidden = with_ms < (1 + _SMALL) * without_ms
     more = f"{with_ms - without_ms:.3g} ms more than {without_ms:.3g} ms at batch 1"
     cost = (
-        f"Each decode step takes about {more} (predicted; {rates.source}), as "
+        f"A decode step takes about as long ({without_ms:.3g} ms at batch 1; predicted; "
+        f"{rates.source}), but {moved / GIB:.3g} GiB cross the link for nothing."
+        if moved and is_hidden
+        else f"Each decode step takes about {more} (predicted; {rates.source}), as "
         f"{moved / GIB:.3g} GiB cross the link for nothing."
         if moved
         else f"Slots hold all of the {len(plan.offloaded_layers)} offloaded layers, so nothing is "

@@ -337,6 +337,8 @@ class Outcome:
     """Metrics of each repeat, where there were several."""
     num_measured: int = 0
     """Requests that the figures are of; without any, nothing was measured."""
+    num_asked: int = 0
+    """Requests that they would be of, had all of them completed."""
     reasons: list[str] = field(default_factory=list)
     """Why the figures may not be used, and what to change."""
     notes: list[str] = field(default_factory=list)
@@ -464,7 +466,11 @@ def measure_repeats(
         values = _values(found, SETTLES[asked.part])
         if asked.stop_share is not None and is_settled(values, asked.stop_share, t):
             break
-    return (found[0] if asked.repeats == 1 else merge(found, asked, t)), totals
+    whole = found[0] if asked.repeats == 1 else merge(found, asked, t)
+    if whole.pools:
+        counts = (sum(one.num_measured for one in found), sum(one.num_asked for one in found))
+        whole.notes += filter(None, [floor_note(*counts, asked.part)])
+    return whole, totals
 
 
 def merge(found: Sequence[Outcome], asked: Repeated, t: Quantile) -> Outcome:
@@ -498,7 +504,7 @@ def merge(found: Sequence[Outcome], asked: Repeated, t: Quantile) -> Outcome:
         num_measured=min(outcome.num_measured for outcome in found),
         num_unlisted_tokens=sum(outcome.num_unlisted_tokens for outcome in found),
         reasons=list(dict.fromkeys(reason for outcome in found for reason in outcome.reasons)),
-        notes=_notes(found, pools, asked.part, asked.repeats),
+        notes=_notes(found, asked.part, asked.repeats, is_pooled=bool(pools)),
         is_cut=found[-1].is_cut,
     )
 
@@ -514,21 +520,13 @@ def _of_repeats(name: str, values: Sequence[float], t: Quantile) -> dict[str, fl
     }
 
 
-def _notes(
-    found: Sequence[Outcome], pools: Mapping[str, Sequence[float]], part: str, repeats: int
-) -> list[str]:
-    """Return the repeats' notes, that on percentiles for the requests of all of them."""
-    ends = f"{part}/e2e_ms"
-    notes = []
-    for outcome in found:
-        own = floor_note(len(outcome.pools[ends]), part) if ends in outcome.pools else None
-        notes += [note for note in outcome.notes if note != own]
-    whole = floor_note(len(pools[ends]), part) if ends in pools else None
-    if whole is not None:
-        notes.append(whole)
+def _notes(found: Sequence[Outcome], part: str, repeats: int, *, is_pooled: bool) -> list[str]:
+    """Return the repeats' notes, each once, and how many there were."""
+    notes = [note for outcome in found for note in outcome.notes]
     why = "cut short" if found[-1].is_cut else "settled early"
     ended = "" if len(found) == repeats else f" of {repeats}, {why}"
-    what = "means over" if not pools else "statistics of all requests, intervals of the means of"
+    pooled = "statistics of all requests, intervals of the means of"
+    what = pooled if is_pooled else "means over"
     return [*dict.fromkeys(notes), f"{part}: {what} {len(found)} repeats{ended}."]
 
 

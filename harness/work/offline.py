@@ -20,7 +20,7 @@ from harness.work.drive import (
 )
 from harness.work.kv import hit_tokens, note_reuse, reuse_since, with_outputs
 from harness.work.prompts import PromptRow, encode_rows, special_ids, synthetic_prompts
-from harness.work.times import RequestTimes, floor_note, latency_pools, pool_metrics
+from harness.work.times import RequestTimes, latency_pools, pool_metrics
 
 
 def measure_latency(
@@ -37,7 +37,7 @@ def measure_latency(
     outcome = _outcome("latency", prompts, requests, output_tokens, how)
     outcome.reasons += drift_reasons(requests, t)
     outcome.num_measured = sum(request.is_complete for request in requests)
-    outcome.notes += filter(None, [floor_note(outcome.num_measured)])
+    outcome.num_asked = len(requests)
     outcome.pools = latency_pools(requests)
     outcome.metrics = pool_metrics(outcome.pools)
     outcome.samples = [request.to_row() for request in requests]

@@ -31,7 +31,6 @@ from harness.work.times import (
     ServedRequest,
     arrival_window,
     count_requests,
-    floor_note,
     serving_metrics,
     serving_pools,
 )
@@ -246,18 +245,17 @@ def judge(
         **serving_metrics(served, config.slo.bounds()),
     }
     counted = [request for request in served if not request.is_ramp_up]
-    note = floor_note(sum(request.is_complete for request in counted), "serve")
     outcome = Outcome(
         metrics=metrics,
         pools=serving_pools(served),
         samples=_samples(accounts, served),
         num_measured=sum(request.is_complete for request in counted),
+        num_asked=len(counted),
         is_cut=any(request.error == late(config) for request in served),
         reasons=[
             *_account_reasons(config, accounts, served),
             *_schedule_reasons(config, metrics, served),
         ],
-        notes=[note] if note else [],
     )
     unsteady = _drift(config, counted, t)
     if unsteady is not None:

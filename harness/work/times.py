@@ -123,14 +123,18 @@ def pool_metrics(pools: Mapping[str, Sequence[float]]) -> dict[str, float | None
     }
 
 
-def floor_note(num_requests: int, part: str = "latency") -> str | None:
-    """Return which percentiles of per-request latencies `num_requests` cannot support, or None."""
-    lacking = [f"p{q} needs {floor}" for q, floor in SAMPLE_FLOORS.items() if num_requests < floor]
+def floor_note(num_completed: int, num_asked: int, part: str = "latency") -> str | None:
+    """Return which percentiles are null because requests did not complete, or None.
+
+    Those that the number of requests that were asked for cannot support are no news.
+    """
+    floors = SAMPLE_FLOORS.items()
+    lacking = [f"p{q} needs {floor}" for q, floor in floors if num_completed < floor <= num_asked]
     if not lacking:
         return None
     return (
-        f"{part}: {num_requests} requests completed and {', '.join(lacking)}; these percentiles "
-        f"are null. Raise scenario.{part}.num_requests to get them."
+        f"{part}: {num_completed} of {num_asked} requests completed and {', '.join(lacking)}; "
+        "these percentiles are null."
     )
 
 

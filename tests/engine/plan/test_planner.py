@@ -27,6 +27,7 @@ from tests.engine.specs import (
     plan_olmo,
     plan_small,
     prefetch,
+    small_spec,
     uva,
 )
 
@@ -296,3 +297,13 @@ def test_an_offload_that_is_not_needed_is_noted() -> None:
     for offload in (uva(0.001), prefetch(2)):
         notes = plan_small(memory_gib=0.1, offload=offload).notes
         assert any("is not needed" in note and "offload=none" in note for note in notes)
+
+
+@pytest.mark.parametrize("link_gb_s", [1.0, 1e6])
+def test_a_cost_that_is_none_is_not_told_as_one(link_gb_s: float) -> None:
+    asked = configuration(small_spec(), memory_gib=0.1, offload=prefetch(2))
+    asked = replace(asked, gpu=replace(asked.gpu, link_gb_s=link_gb_s))
+    text = " ".join(plan_memory(asked, small_spec(), H200).notes)
+    assert "cross the link for nothing" in text
+    assert ("A decode step takes about as long" in text) == (link_gb_s == 1e6)
+    assert not re.search(r"takes about -?0(\.0*)? ms", text)

@@ -67,7 +67,7 @@ def test_a_whole_point(interpreted_workers, tmp_path, capsys):
     assert record.effective["model"] == {"source": "random", "path": None}
     notes = " ".join(record.effective["notes"])
     assert "dummy weights are made in memory, so there is no cold start" in notes
-    assert "p90 needs 64" in notes
+    assert "p90 needs" not in notes
     folder = tmp_path / "run"
     assert "tiny" in (folder / "config.yaml").read_text()
     assert (folder / "overrides.yaml").read_text() == "[]\n"

@@ -55,14 +55,15 @@ def test_tpot_statistics_are_none_when_every_request_has_one_token():
 
 
 @pytest.mark.parametrize(
-    ("count", "names"),
-    [(10, ["p50", "p90", "p95", "p99"]), (64, ["p95", "p99"]), (661, ["p99"])],
+    ("count", "asked", "names"),
+    [(10, 662, ["p50", "p90", "p95", "p99"]), (60, 64, ["p90"]), (661, 662, ["p99"])],
 )
-def test_floor_note_names_the_percentiles_that_are_null(count, names):
-    note = floor_note(count)
+def test_floor_note_names_the_percentiles_that_failed_requests_cost(count, asked, names):
+    note = floor_note(count, asked)
     assert [name for name in ("p50", "p90", "p95", "p99") if f"{name} needs" in note] == names
-    assert "num_requests" in note
+    assert f"{count} of {asked} requests completed" in note
 
 
-def test_no_floor_note_with_enough_requests():
-    assert floor_note(662) is None
+@pytest.mark.parametrize(("count", "asked"), [(662, 662), (11, 11), (63, 63), (65, 70)])
+def test_percentiles_that_were_not_asked_for_are_no_news(count, asked):
+    assert floor_note(count, asked) is None
