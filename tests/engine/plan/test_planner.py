@@ -27,7 +27,6 @@ from tests.engine.specs import (
     plan_olmo,
     plan_small,
     prefetch,
-    small_spec,
     uva,
 )
 
@@ -301,9 +300,9 @@ def test_an_offload_that_is_not_needed_is_noted() -> None:
 
 @pytest.mark.parametrize("link_gb_s", [1.0, 1e6])
 def test_a_cost_that_is_none_is_not_told_as_one(link_gb_s: float) -> None:
-    asked = configuration(small_spec(), memory_gib=0.1, offload=prefetch(2))
+    asked = configuration(OLMO_7B, memory_gib=60, offload=prefetch(8))
     asked = replace(asked, gpu=replace(asked.gpu, link_gb_s=link_gb_s))
-    text = " ".join(plan_memory(asked, small_spec(), H200).notes)
+    text = " ".join(plan_memory(asked, OLMO_7B, H200).notes)
     assert "cross the link for nothing" in text
     assert ("A decode step takes about as long" in text) == (link_gb_s == 1e6)
     assert not re.search(r"takes about -?0(\.0*)? ms", text)
