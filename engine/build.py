@@ -3,7 +3,7 @@
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from engine.asked.sampling import penalty_tokens
 from engine.clock import LoadReport, PhaseClock
 from engine.device.base import Device
 from engine.device.cuda import open_device
-from engine.errors import CheckpointError, PinningError, UnpackableError
+from engine.errors import CheckpointError, KernelError, PinningError, UnpackableError
 from engine.kv.memory import HostTier, KVCache
 from engine.model.checkpoint import (
     ModelFolder,
@@ -37,6 +37,7 @@ from engine.weights.kept import DAMAGED, KeptCopy, Packed, copy_folder, keep, so
 from engine.weights.reader import CheckpointReader, DummyWeights, pack
 from engine.weights.store import WeightStore
 from kernels.compile_time import LISTENER
+from kernels.cuda.driver import CudaError
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""
@@ -106,6 +107,16 @@ def _check_same(model: ModelConfig, given: ModelSpec, folder: ModelFolder) -> No
             )
 
 
+@contextlib.contextmanager
+def _kernel_errors() -> Iterator[None]:
+    """Raise what kernels raise as an error of the engine."""
+    try:
+        yield
+    except CudaError as error:
+        raise KernelError(str(error)) from error
+
+
+@_kernel_errors()
 def build_engine(
     config: EngineConfig,
     progress: Progress | None = None,
@@ -125,6 +136,7 @@ def build_engine(
     Raises:
         CapacityError: It does not fit.
         CheckpointError: The checkpoint is absent or does not match.
+        KernelError: A CUDA kernel does not compile, load or launch here.
     """
     clock = PhaseClock()
     with clock.phase("plan"):
@@ -225,16 +237,19 @@ class _Planning:
         formats = formats or {"unpackable": known}
         return plan_memory(self.config, self.spec, facts, reference=self.reference, **formats)
 
+    def _again(self, plan: MemoryPlan, *changes: Any) -> MemoryPlan:
+        return plan_again(plan, self.config, self.spec, *changes, reference=self.reference)
+
     def unpinned(self, plan: MemoryPlan, reason: str) -> MemoryPlan:
         """Return the plan again for a machine that cannot pin, in the same formats."""
         facts = replace(plan.facts, can_pin=False, can_uva=False, reason=reason)
         formats = plan.formats.others
         if self.is_given:
-            return plan_again(plan, self.config, self.spec, facts, formats)
+            return self._again(plan, facts, formats)
         again = self.made(facts, tensor_formats=formats)
         return replace(again, weight_format=plan.weight_format)
 
-    def with_plain(self, plan: MemoryPlan, reasons: Mapping[str, str]) -> MemoryPlan:
+    def with_plain(self, plan: MemoryPlan, reasons: dict[str, str]) -> MemoryPlan:
         """Return the plan again with tensors plain that codes cannot hold, and note them."""
         known = known_unpackable(self.config) | reasons
         if self.config.model.load_format != "dummy":
@@ -242,7 +257,7 @@ class _Planning:
         if self.is_given:
             others = plan.formats.others.items()
             formats = {name: form for name, form in others if name not in reasons}
-            again = plan_again(plan, self.config, self.spec, plan.facts, formats, known)
+            again = self._again(plan, plan.facts, formats, known)
         else:
             again = self.made(plan.facts, unpackable=known)
         note = (

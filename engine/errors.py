@@ -24,6 +24,10 @@ class CapacityError(EngineError):
         self.plan = plan
 
 
+class KernelError(EngineError):
+    """A CUDA kernel could not be compiled, loaded or launched while an engine was built."""
+
+
 class PinningError(CapacityError):
     """Host memory could not be registered with the device."""
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,13 @@ import torch
 from engine.clock import PhaseClock
 from engine.device.base import Device
 from engine.device.cuda import open_device
-from engine.errors import ConfigError, UnpackableError
+from engine.errors import CapacityError, ConfigError, UnpackableError
 from engine.model.checkpoint import StoredTensor, find_tensors, read_folder
 from engine.model.facts import read_unpackable, write_unpackable
 from engine.model.formats import TensorFormats, TensorSpec
 from engine.model.lossless import DTYPE, lossless_formats, why_plain
 from engine.model.spec import ModelSpec
+from engine.sealed import GIB
 from engine.weights.kept import (
     DAMAGED,
     CopyWriter,
@@ -80,6 +81,7 @@ def pack_checkpoint(
         ConfigError: The checkpoint's dtype is another one, or none of its tensors gains.
         CheckpointError: It is absent or damaged.
         BusyError: Another process writes the same copy.
+        CapacityError: The GPU has no room to pack in.
         OSError: The copy cannot be written; the disk has no room for it, for example.
     """
     spec = read_folder(checkpoint).spec
@@ -97,7 +99,7 @@ def pack_checkpoint(
             f"{spec.model_type} model. Load it as it is (engine.weight_format=checkpoint)."
         )
     folder, opened = copy_folder(kept_folder, checkpoint), open_device(device)
-    with closing(opened), alone(folder):
+    with closing(opened), alone(folder), _told_if_full(opened, formats.packing_bytes(tensors)):
         copy = KeptCopy(folder, source_identity(checkpoint))
         _verify(copy, formats, tensors, opened)
         copy.remove_useless()
@@ -107,6 +109,21 @@ def pack_checkpoint(
     if unpackable:
         write_unpackable(str(facts_folder), str(checkpoint), known | unpackable)
     return _described(spec, formats, copy, made, known | unpackable)
+
+
+@contextmanager
+def _told_if_full(device: Device, num_bytes: int) -> Iterator[None]:
+    """Raise CapacityError where packing, which takes so many bytes, finds no room on the GPU."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        facts = device.facts()
+        held = ", ".join(facts.holders) or "the driver names none"
+        raise CapacityError(
+            f"pack: expected {num_bytes / GIB:.2f} GiB of free GPU memory to pack in, got "
+            f"{facts.free_bytes / GIB:.2f} of {facts.total_bytes / GIB:.2f} GiB on {facts.name}. "
+            f"Stop the processes that hold the rest ({held}), or pack on the CPU (--device cpu)."
+        ) from error
 
 
 def _verify(

@@ -22,9 +22,15 @@ CODES_PARTS: Final = ("bytes", "codes", "first", "offsets", "table")
 """The tensors that keep a matrix in codes."""
 
 
+CODES_ALIGNMENT: Final = 16
+"""Bytes that kernels read of codes at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A bfloat16 matrix of N rows and K columns in 12 bits a weight, each restored to the bit.
+
+    Bytes and codes lie at multiples of CODES_ALIGNMENT.
 
     A row has a window of 15 exponents. A weight whose exponent field lies in it is a code of 4 bits
     (exponent - first, 0 to 14) and a byte (sign << 7 | mantissa). Any other is an escape: code 15,
@@ -81,6 +87,12 @@ class Codes:
                 raise ValueError(
                     f"codes.{part}: expected (shape, dtype, device, contiguous) {wanted} of a "
                     f"multiple of 16 rows, got {got}. Make codes with empty_codes or pack."
+                )
+        for part in ("bytes", "codes"):
+            if rest := getattr(self, part).data_ptr() % CODES_ALIGNMENT:
+                raise ValueError(
+                    f"codes.{part}: expected memory at a multiple of {CODES_ALIGNMENT} bytes, "
+                    f"which kernels read at a time, got {rest} more. Copy it to memory of its own."
                 )
         if self.scratch is not None and self.scratch.shape != self.shape:
             raise ValueError(

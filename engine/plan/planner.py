@@ -145,6 +145,8 @@ def plan_again(
     facts: DeviceFacts,
     tensor_formats: Mapping[str, Format],
     unpackable: Mapping[str, str] = NOTHING_KNOWN,
+    *,
+    reference: bool = False,
 ) -> MemoryPlan:
     """Return a plan with the same placements and limits, on a machine or in formats that changed.
 
@@ -155,6 +157,7 @@ def plan_again(
         facts: What the machine has.
         tensor_formats: As plan_memory's.
         unpackable: As plan_memory's.
+        reference: As plan_memory's.
 
     Raises:
         CapacityError: It does not fit any more.
@@ -164,7 +167,7 @@ def plan_again(
     planner = replace(config.planner, auto_fields=[])
     config = replace(config, engine=replace(config.engine, **limits), planner=planner)
     length, dtype = plan.max_model_len, plan.dtype
-    asked = Asked(config, spec, facts, dtype, length, False, tensor_formats, unpackable)
+    asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats, unpackable)
     again = _finished(_fit(asked, Assignment(plan.placements, plan.lookahead)), asked, [])
     record = plan.weight_format and plan.weight_format | stored(asked)
     notes = tuple(dict.fromkeys((*plan.notes, *again.notes)))

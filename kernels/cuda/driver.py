@@ -5,6 +5,7 @@ installed. A kernel is compiled when it is first launched, and kept in TIGHTFIT_
 default in the user's cache folder.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -24,6 +25,9 @@ from kernels.compile_time import LISTENER
 HOPPER: Final = 9
 """Major compute capability of the cards that have products of groups of four warps."""
 _SOURCE: Final = Path(__file__).with_name("products.cu")
+_ERROR_LINES: Final = 3
+_UNUSED_DAYS: Final = 14
+"""After which kernels of another source are removed."""
 _LOG = logging.getLogger("tightfit")
 
 
@@ -86,11 +90,26 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> bytes:
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
         _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
-        raise CudaError(f"{kernel.expression}, {options[0].decode()}: {log.decode().strip()}")
+        raise CudaError(
+            f"{_named(kernel, capability)}: NVRTC did not compile it: "
+            f"{_first_errors(log.decode(errors='replace'))}. Install the cuda-bindings and "
+            "nvidia-cuda-nvrtc that your PyTorch was made with."
+        )
     code: bytes = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc, nvrtc.nvrtcDestroyProgram(program))
     return code
+
+
+def _named(kernel: Kernel, capability: tuple[int, int]) -> str:
+    return f"CUDA kernel {kernel.expression}, compute capability {'.'.join(map(str, capability))}"
+
+
+def _first_errors(log: str) -> str:
+    """Return the first lines of a compiler's log that tell an error, or the last of all."""
+    lines = [line.strip(" \0") for line in log.splitlines()]
+    told = [line for line in lines if ": error" in line] or lines[-1:]
+    return "; ".join(told[:_ERROR_LINES])
 
 
 def cache_folder() -> Path:
@@ -123,11 +142,12 @@ def kept(kernel: Kernel, capability: tuple[int, int], folder: Path) -> bytes:
     """
     nvrtc = _bindings("nvrtc")
     version = nvrtc.nvrtcVersion()
-    key = [_SOURCE.read_bytes(), repr(version).encode()]
+    source = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    key = [source.encode(), repr(version).encode()]
     key += [option.encode() for option in kernel.options(capability)]
     name = kernel.expression.partition("<")[0]
     digest = hashlib.sha256(b"\n".join(key)).hexdigest()
-    path = folder / f"{name}-{digest[:24]}.cubin"
+    path = folder / f"{name}-{source}-{digest[:24]}.cubin"
     if (code := _read(path)) is not None:
         return code
     begin = time.perf_counter()
@@ -138,19 +158,36 @@ def kept(kernel: Kernel, capability: tuple[int, int], folder: Path) -> bytes:
         listener(seconds)
     try:
         _write(path, code)
+        _remove_old(folder, source)
     except OSError as error:
         _LOG.warning("%s: kernels are compiled anew in every process (%s)", folder, error.strerror)
     return code
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the code of a file that is whole."""
+    """Return the code of a file that is whole, and note that it was used."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
     digest, code = content[:32], content[32:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    if hashlib.sha256(code).digest() != digest:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return code
+
+
+def _remove_old(folder: Path, source: str) -> None:
+    """Remove kernels of other sources that nobody used for long.
+
+    A process that looks for one meanwhile compiles it anew.
+    """
+    oldest = time.time() - _UNUSED_DAYS * 86400
+    for path in folder.glob("*.cubin"):
+        with contextlib.suppress(OSError):
+            if f"-{source}-" not in path.name and path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _write(path: Path, code: bytes) -> None:
@@ -205,7 +242,10 @@ def launch(
     # Not through cuda.bindings: it copies the configuration anew in every call.
     status = _launcher()(ready.config_address, ready.function_address, pointers, None)
     if status:
-        raise CudaError(f"cuLaunchKernelEx: {kernel.expression}: CUDA error {status}")
+        raise CudaError(
+            f"{_named(kernel, capability(device))}: cuLaunchKernelEx failed with CUDA error "
+            f"{status}."
+        )
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -267,11 +307,18 @@ def _loaded(kernel: Kernel, index: int, shared_bytes: int) -> Any:
     """Return the function of a kernel on a device, which may use so much shared memory."""
     driver = _bindings("driver")
     device = torch.device("cuda", index)
-    code = kept(kernel, capability(device), cache_folder())
-    module = _checked(driver, driver.cuModuleLoadData(code))
-    function = _checked(driver, driver.cuModuleGetFunction(module, b"kernel"))
+    card = capability(device)
+    code = kept(kernel, card, cache_folder())
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver, driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    try:
+        module = _checked(driver, driver.cuModuleLoadData(code))
+        function = _checked(driver, driver.cuModuleGetFunction(module, b"kernel"))
+        _checked(driver, driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    except CudaError as error:
+        raise CudaError(
+            f"{_named(kernel, card)}: the driver did not load it ({error}). Update NVIDIA's driver "
+            "to one that runs your PyTorch's version of CUDA."
+        ) from error
     return function
 
 

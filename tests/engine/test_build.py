@@ -9,9 +9,12 @@ import torch
 from engine import LLM, build
 from engine.device.base import HostBuffer
 from engine.device.cpu import CPUDevice
-from engine.errors import PinningError
+from engine.errors import KernelError, PinningError
 from engine.kv.prefix import root_key
 from engine.plan.units import ON_DEMAND, RESIDENT
+from engine.run.executor import DeviceExecutor
+from harness.point.process import classify_exception
+from kernels.cuda.driver import CudaError
 from tests.engine.conftest import TinyModels
 from tests.tiny import make_config, open_llm
 
@@ -55,6 +58,19 @@ def test_memory_that_could_not_be_pinned_is_free_before_the_next_is_taken(
     assert len(bounds) == 2
     assert bounds[1] == llm.plan.allocator_bytes
     llm.close()
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_of_the_engine(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise CudaError("CUDA kernel rows: NVRTC did not compile it")
+
+    monkeypatch.setattr(DeviceExecutor, "warm_up", fails)
+    with pytest.raises(KernelError, match=r"^CUDA kernel rows: NVRTC did not compile it$") as error:
+        open_llm(tiny.folder("llama"))
+    status, facts = classify_exception(error.value, "load")
+    assert (status, facts["traceback"]) == ("failed", None)
 
 
 def test_what_steps_exchange_with_the_host_is_allocated_by_the_device(

@@ -1,15 +1,18 @@
 """`harness.models pack`, and model.keep_lossless in a configuration of the harness."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import tightfit
 from catalogue.files import kept_folder
 from engine.asked.config import EngineSettings
+from engine.device.cpu import CPUDevice
 from engine.errors import ConfigError
 from engine.weights.kept import alone, copy_folder
 from harness import models as command
@@ -138,3 +141,16 @@ def test_a_run_s_settings_reach_the_engine_and_its_reference_keeps_nothing(folde
     ):
         with pytest.raises(ConfigError, match=f"model.keep_lossless: .*{why}"):
             check_settings(refused)
+
+
+def test_a_full_gpu_is_told_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128 MiB")
+
+    monkeypatch.setattr(CPUDevice, "scratch", full)
+    assert command.main(["pack", str(folder), "--device", "cpu"]) == 3
+    [line] = capsys.readouterr().err.splitlines()
+    words = r"error: pack: expected [\d.]+ GiB of free GPU memory .* on the CPU \(--device cpu\)\.$"
+    assert re.match(words, line)

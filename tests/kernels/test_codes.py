@@ -317,3 +317,16 @@ def test_packing_on_a_gpu_stays_within_its_scratch(shape):
     before = torch.cuda.memory_allocated()
     codes.pack_into(weight, packed)
     assert torch.cuda.max_memory_allocated() - before <= pack_scratch_bytes(*shape)
+
+
+@pytest.mark.parametrize("part", ["bytes", "codes"])
+def test_codes_that_kernels_could_not_read_are_refused(part: str) -> None:
+    packed = codes.pack(torch.ones((16, 64), dtype=torch.bfloat16))
+    usual = getattr(packed, part)
+    memory = torch.zeros(usual.numel() + 8, dtype=torch.int32)
+    begin = -(memory.data_ptr() // 4) % 4 + 1
+    moved = memory[begin:][: usual.numel()].view(usual.shape)
+    with pytest.raises(
+        ValueError, match=rf"codes\.{part}: expected memory at a multiple of 16 .*4"
+    ):
+        replace(packed, **{part: moved})

@@ -2,6 +2,8 @@
 
 import ctypes
 import itertools
+import os
+import time
 
 import pytest
 import torch
@@ -101,6 +103,32 @@ def test_a_kernel_is_compiled_once_and_a_damaged_file_anew(tmp_path, monkeypatch
     assert len(calls) == 3
 
 
+def test_kernels_of_other_sources_go_when_nobody_used_them_for_long(tmp_path, monkeypatch):
+    version = type("Version", (), {"nvrtcVersion": lambda: (0, 13, 0)})
+    monkeypatch.setattr(driver, "compiled", lambda kernel, _: kernel.expression.encode())
+    monkeypatch.setattr(driver, "_imported", lambda _: version)
+    source = tmp_path / "products.cu"
+    folder, long_ago = tmp_path / "kernels", time.time() - 15 * 86400
+
+    def keep(text, *expressions):
+        source.write_text(text)
+        before = set(folder.glob("*"))
+        for expression in expressions:
+            driver.kept(Kernel(expression, 64), (8, 6), folder)
+        return set(folder.glob("*")) - before
+
+    monkeypatch.setattr(driver, "_SOURCE", source)
+    old, used = keep("a", "restore"), keep("a", "rows")
+    for path in old | used:
+        os.utime(path, (long_ago, long_ago))
+    keep("a", "rows")  # found: it is in use again
+    same = keep("b", "rows")
+    for path in same:
+        os.utime(path, (long_ago, long_ago))
+    new = keep("b", "restore")
+    assert set(folder.iterdir()) == used | same | new
+
+
 def test_a_folder_that_cannot_be_written_is_said_once_a_kernel(tmp_path, monkeypatch, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -168,5 +196,5 @@ def test_every_kernel_compiles_for_every_card(capability):
 @pytest.mark.slow
 def test_a_source_that_does_not_compile_is_told_with_its_messages():
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
-    with pytest.raises(CudaError, match=r"no_such_kernel, .*sm_86: .*no_such_kernel"):
+    with pytest.raises(CudaError, match=r"kernel no_such_kernel, .*8\.6: NVRTC .*error: .*Install"):
         driver.compiled(Kernel("no_such_kernel", 32), (8, 6))
