@@ -63,7 +63,7 @@ def write_best(
     (point,) = Composer(conf).plan([f"+experiment={NAME}"]).points
     if point.config.to_dict() != config.to_dict():
         raise RuntimeError(f"{file}: it composes to another configuration than the trial's.")
-    return f"python -m harness --config-dir {conf} +experiment={NAME}"
+    return f"tightfit run --config-dir {conf} +experiment={NAME}"
 
 
 def experiment_text(composer: Composer, overrides: Sequence[str], why: str) -> str:

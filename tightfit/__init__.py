@@ -8,14 +8,19 @@ if TYPE_CHECKING:
     from engine.asked.sampling import SamplingParams
     from engine.asked.structured import StructuredOutput
     from engine.async_llm import AsyncLLM
+    from engine.errors import CapacityError, ConfigError, EngineError, RequestError
     from tightfit.doors import LLM, plan, read_run
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "CapacityError",
+    "ConfigError",
+    "EngineError",
     "KVTransferConfig",
     "OffloadConfig",
     "PrefetchOffloadConfig",
+    "RequestError",
     "SamplingParams",
     "StructuredOutput",
     "UVAOffloadConfig",
@@ -32,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from tightfit import doors  # noqa: PLC0415  loads torch
 
         return getattr(doors, name)
+    if name.endswith("Error"):
+        from engine import errors  # noqa: PLC0415
+
+        return getattr(errors, name)
     import engine  # noqa: PLC0415
 
     return getattr(engine, name)

@@ -146,7 +146,7 @@ COMMANDS: Final = (
     ),
     Command("search", "[SETTINGS]", "look for the best settings", _search),
     Command("models", "VERB ...", "list, show, fetch, pack and remove models", _models),
-    Command("open", "[latest|RUN]", "open the page of a run or a sweep in the browser", _open),
+    Command("open", "[latest|RUN]", "open the page of all runs, or of one, in the browser", _open),
     Command("compare", "RUN RUN ...", "compare runs of the same work", _compare),
     Command("doctor", "", "check what this machine has: GPU, link, memory, disk", _doctor),
     Command("ui", "[OPTIONS]", "show all runs in MLflow, in the browser", _ui),

@@ -63,10 +63,18 @@ def _folders(runs: Path) -> list[Path]:
 def open_page(arguments: Sequence[str]) -> int:
     """`tightfit open`: print the path of a run's page, and show it where there is a display."""
     parser = argparse.ArgumentParser(
-        prog="tightfit open", description="Open the page of a run or a sweep in the browser."
+        prog="tightfit open", description="Open the page of a run, a sweep or all runs."
     )
-    parser.add_argument("run", nargs="?", default=LATEST, help="latest (the default), id or folder")
-    folder = find_run(parser.parse_args(arguments).run)
+    parser.add_argument(
+        "run", nargs="?", help="latest, an id or a folder; without one: the page of all runs"
+    )
+    chosen = parser.parse_args(arguments).run
+    if chosen is None:
+        from reports.pages.index import write_index  # noqa: PLC0415  draws
+
+        find_run(LATEST)  # refuses where there is none
+        return _show(write_index(tightfit_home()))
+    folder = find_run(chosen)
     page = _page(folder)
     if page is None:
         from reports.__main__ import main  # noqa: PLC0415  draws
@@ -77,6 +85,10 @@ def open_page(arguments: Sequence[str]) -> int:
         page = _page(folder)
     if page is None:
         raise ConfigError(f"{folder}: expected {' or '.join(PAGES)}, found none.")
+    return _show(page)
+
+
+def _show(page: Path) -> int:
     show([str(page)])
     if has_display(os.environ, sys.platform):
         webbrowser.open(page.as_uri())

@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
             meant = closest(option.strip("-"), known)
             hint = f"Did you mean {known[meant[0]]}?" if meant else "A setting: model=glass."
             message = f"unknown option {option}. {hint}"
-        raise ConfigError(f"command line: {message} See python -m harness --help.")
+        raise ConfigError(f"command line: {message} See tightfit run --help.")
 
 
 def _build_parser() -> _Parser:
@@ -83,23 +83,25 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 _USAGE: Final = """\
-usage: python -m harness [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
+usage: tightfit run|plan|sweep|ab [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
 
 Composes one configuration, builds the engine from it, runs the scenario in a process of its own
-and records what was measured. -m runs every combination of several values, one after another.
+and records what was measured. `plan` is mode=plan, `ab` is scenario=ab, and `sweep` is -m, which
+runs every combination of several values, one after another; `python -m harness` is `run`.
 model=x, +model=x and ++model=x are the same; of one key given twice, the later one holds.
 """
 _WIDTH: Final = 100
 _EXAMPLES: Final = """\
 examples:
-  python -m harness                                        the demo model, whatever hardware is here
-  python -m harness +model=olmo7b offload=uva              a 7B model, 8 GiB of it in host memory
-  python -m harness +model=olmo7b gpu=rtx4080_16gb offload=auto   the best placement is chosen
-  python -m harness +model=olmo7b model.load_format=dummy  random weights, no download
-  python -m harness -m offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb
-  python -m harness +experiment=smoke                      a file that holds all choices
-  python -m harness +model=olmo7b --cfg job                what a run would be asked, no run
-  python -m harness --config-dir ~/mine +model=mine        your files beside those of conf/
+  tightfit run                                        the demo model, whatever hardware is here
+  tightfit plan +model=olmo7b gpu=rtx4080_16gb        what fits and how fast it will be, no run
+  tightfit run +model=olmo7b offload=uva              a 7B model, 8 GiB of it in host memory
+  tightfit run +model=olmo7b gpu=rtx4080_16gb offload=auto   the best placement is chosen
+  tightfit run +model=olmo7b model.load_format=dummy  random weights, no download
+  tightfit sweep offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb
+  tightfit run +experiment=smoke                      a file that holds all choices
+  tightfit run +model=olmo7b --cfg job                what a run would be asked, no run
+  tightfit run --config-dir ~/mine +model=mine        your files beside those of conf/
 """
 _SETTINGS_TITLE: Final = """\
 # Settings

@@ -741,7 +741,7 @@ def _check_hydra(master: DictConfig) -> None:
     if sweeper != "basic":
         raise ConfigError(
             f"hydra/sweeper: expected basic (every combination of the values given), got "
-            f"{sweeper!r}. Remove it; python -m harness.search looks for the best values."
+            f"{sweeper!r}. Remove it; tightfit search looks for the best values."
         )
 
 

@@ -77,7 +77,7 @@ def build_report(folder: Path) -> list[str]:
     The record is complete without it: a machine without the drawing packages, or a report that
     fails, costs no run.
     """
-    again = f"python -m reports {folder}"
+    again = f"tightfit open {folder}"
     try:
         done = subprocess.run(
             [sys.executable, "-m", module_name("reports"), str(folder)],

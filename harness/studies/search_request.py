@@ -327,7 +327,7 @@ _FILE_KEYS: Final = (
     "base", "space", "maximize", "minimize", "subject_to", "trials", "minutes", "seed", "name",
 )  # fmt: skip
 HELP: Final = """\
-usage: python -m harness.search [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
+usage: tightfit search [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
 
 Looks for the settings with the best value of a metric: each trial is one point of the harness.
 Settings with several values are what is searched: a,b or choice(a,b), range(start,stop,step),
@@ -351,7 +351,7 @@ is not valid or lacks a metric is a failed trial with its reason. Needs Optuna, 
 `search` installs: pip install '.[search]' in a checkout.
 
 example:
-  python -m harness.search +model=olmo7b gpu=rtx4080_16gb scenario=all offload=uva,prefetch \\
+  tightfit search +model=olmo7b gpu=rtx4080_16gb scenario=all offload=uva,prefetch \\
     'offload.uva.cpu_offload_gb=range(4,12,0.5)' \\
     'offload.prefetch.offload_num_in_group=range(3,9)' offload.prefetch.offload_group_size=8 \\
     --maximize throughput/output_tok_s --subject-to 'latency/ttft_ms/p50<=500'
@@ -437,7 +437,7 @@ def _default(composer: Composer, base: Sequence[str]) -> Space:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}. See python -m harness.search --help.")
+        raise ConfigError(f"command line: {message}. See tightfit search --help.")
 
 
 def _parser() -> _Parser:

