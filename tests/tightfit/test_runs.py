@@ -121,11 +121,11 @@ def test_a_plan_is_one_json_document(capsys: pytest.CaptureFixture[str], home: P
 
 
 def test_a_refusal_is_one_json_document(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    assert main(["run", "modle=glass", "--json"]) == 2
+    assert main(["run", "modell=glass", "--json"]) == 2
     shown = capsys.readouterr()
     document = json.loads(shown.out)
     assert (document["kind"], document["exit_code"]) == ("error", 2)
-    assert document["message"].startswith("modle: there is no such key")
+    assert document["message"].startswith("modell: there is no such key")
     assert document["message"] in shown.err
 
 
