@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 class Stream:
     """The way of one request's tokens from the engine's thread to the loop of its client."""
 
-    def __init__(self, request_id: str, prompt: Any, params: SamplingParams | None) -> None:
+    def __init__(
+        self, request_id: str, prompt: Any, params: SamplingParams | None, priority: int
+    ) -> None:
         self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.priority = priority
         self.open_answers = 0
         """Answers that the engine has not ended; its thread alone counts them."""
         self.prompt_token_ids: list[int] = []
@@ -152,14 +155,20 @@ class AsyncLLM:
             return len(self._pending)
 
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the whole output so far whenever it grew, `finished` with the last one.
 
         A client that is slower than the engine gets fewer outputs, none of them outdated. Leaving
         the iterator (cancellation, `aclose`) drops the request.
 
-        The prompt is text or token ids; without an id a name is made.
+        The prompt is text or token ids; without an id a name is made. Requests of a lower
+        `priority` are served first, and lose their KV blocks last.
 
         Raises:
             RequestError: The request cannot be served or failed alone, its id is in use, or too
@@ -167,7 +176,7 @@ class AsyncLLM:
             EngineError: The engine was closed or failed while the request ran.
         """
         answers: list[CompletionOutput] = []
-        async with contextlib.aclosing(self._follow(prompt, params, request_id)) as parts:
+        async with contextlib.aclosing(self._follow(prompt, params, request_id, priority)) as parts:
             async for stream, events, is_last in parts:
                 if not answers:
                     num = 1 if stream.params is None else stream.params.n
@@ -192,21 +201,26 @@ class AsyncLLM:
                 )
 
     async def tokens(
-        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[list[TokenEvent], None]:
         """Yield the new tokens with the times at which they were on the host.
 
         Arguments, errors and cancellation are those of `generate`; this costs less.
         """
-        async with contextlib.aclosing(self._follow(prompt, params, request_id)) as parts:
+        async with contextlib.aclosing(self._follow(prompt, params, request_id, priority)) as parts:
             async for _, events, _ in parts:
                 if events:
                     yield events
 
     async def _follow(
-        self, prompt: Any, params: SamplingParams | None, request_id: str | None
+        self, prompt: Any, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> AsyncGenerator[tuple[Stream, list[TokenEvent], bool], None]:
-        stream = self._submit(prompt, params, request_id)
+        stream = self._submit(prompt, params, request_id, priority)
         is_last = False
         try:
             while not is_last:
@@ -216,7 +230,7 @@ class AsyncLLM:
             if not is_last:
                 self._commands.put(partial(self._abort, stream.request_id, stream))
 
-    def _submit(self, prompt: Any, params: Any, request_id: str | None) -> Stream:
+    def _submit(self, prompt: Any, params: Any, request_id: str | None, priority: int) -> Stream:
         """Queue a request for the engine's thread."""
         if request_id is not None:
             check_request_id(request_id)
@@ -243,7 +257,7 @@ class AsyncLLM:
             # Copies: the engine's thread reads them later.
             prompt = list(prompt) if isinstance(prompt, list) else prompt
             params = params.copied() if isinstance(params, SamplingParams) else params
-            stream = Stream(request_id, prompt, params)
+            stream = Stream(request_id, prompt, params, priority)
             self._pending[request_id] = stream
             self._commands.put(partial(self._add, stream))
         return stream
@@ -326,7 +340,9 @@ class AsyncLLM:
             prompt = stream.prompt
             if isinstance(prompt, str):
                 prompt = encode(self._llm.tokenizer, prompt)
-            self._llm.add_request(prompt, stream.params, stream.request_id)
+            self._llm.add_request(
+                prompt, stream.params, stream.request_id, priority=stream.priority
+            )
             stream.prompt_token_ids = list(prompt)
         except RequestError as error:
             self._retire(stream, error)

@@ -307,15 +307,23 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt, whose tokens come from `step`; return the request's id.
+
+        Requests of a lower `priority` are served first, and lose their KV blocks last.
 
         Raises:
             RequestError: It cannot be served.
         """
         with self._whole():
-            return self._sessions.add(prompt, params, request_id).request.request_id
+            session = self._sessions.add(prompt, params, request_id, priority)
+            return session.request.request_id
 
     def step(self) -> list[TokenEvent]:
         """Return the tokens of one step of the engine, as they became known.

@@ -33,6 +33,9 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     arrival: int = 0
     """Number in order of arrival; keys the draws of a request without a seed."""
+    priority: int = 0
+    """Lower ones are served first, and lose their KV blocks last; equal ones in order of arrival.
+    """
 
 
 class Constraint(Protocol):
@@ -148,6 +151,11 @@ class Sequence:
     def params(self) -> SamplingParams:
         """The request's own."""
         return self.request.params
+
+    @property
+    def priority(self) -> int:
+        """The request's own; the lowest comes first."""
+        return self.request.priority
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -310,6 +318,15 @@ def check_request_id(request_id: object) -> None:
     check_text("request_id", request_id, "None makes a name.")
 
 
+def check_priority(priority: object) -> None:
+    """Raise RequestError unless a request can be ordered by it."""
+    if type(priority) is not int or not -(2**63) <= priority < 2**63:
+        raise RequestError(
+            f"priority: expected an integer of 64 bits, got {priority!r}. 0 is the usual one.",
+            param="priority",
+        )
+
+
 def check_request(
     request: Request,
     max_model_len: int,
@@ -324,6 +341,7 @@ def check_request(
             parameter is unusable.
     """
     request.params.check()
+    check_priority(request.priority)
     _check_prompt(request.prompt_token_ids, max_model_len, vocab_size)
     stops = set(request.params.stop_token_ids or ())
     outside = sorted(token_id for token_id in stops if token_id >= vocab_size)

@@ -87,7 +87,8 @@ class Rounds:
     idle. Where many wait, nothing is won: others take every place that becomes free. So turns are
     taken only while all unfinished sequences exceed the GPU's room by a part of it, and half of
     each group's host tier holds what exceeds it: the rest takes what leaves before the others are
-    back. Those that have generated most give way, to such as have generated less.
+    back. Those that have generated most give way, to such as have generated less and do not have
+    a higher number as their priority.
     """
 
     def __init__(self, groups: BlockGroups, max_num_seqs: int) -> None:
@@ -125,7 +126,7 @@ class Rounds:
             and s.num_computed >= s.num_tokens - 1
             and groups.would_swap(s)
         ]
-        ready.sort(key=lambda s: s.num_output_tokens)
+        ready.sort(key=lambda s: (s.priority, s.num_output_tokens))
         left = groups.num_spare(
             ((s, s.num_tokens, s.num_tokens + ROUND_STEPS) for s in running), ROUND_STEPS
         )
@@ -136,6 +137,8 @@ class Rounds:
             most = sequence.num_output_tokens + ROUND_STEPS // 2
             while any(n < w for n, w in zip(left, need, strict=True)):
                 if not ready or ready[-1].num_output_tokens < most:
+                    return leaving
+                if ready[-1].priority < sequence.priority:
                     return leaving
                 chosen.append(ready.pop())
                 freed = groups.need(chosen[-1].num_tokens + ROUND_STEPS)

@@ -4,11 +4,13 @@ Pure bookkeeping over block ids; tensors and devices are elsewhere.
 """
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from engine.asked.request import (
@@ -84,6 +86,9 @@ MOST_PREPARED = 4
 class Scheduler:
     """First come, first served, over pools of KV blocks, one for each group of layers.
 
+    That is among requests of one priority; those of a lower number come first everywhere below,
+    and so are "older", whenever they came.
+
     In a step each running sequence runs its newest token; what the token budget leaves goes to
     prefills, running ones first. Who may begin is said by `Admission`; blocks are taken chunk by
     chunk. A sequence whose prefix is on its way from the host tier is LOADING, and the others run.
@@ -117,9 +122,9 @@ class Scheduler:
         self.pools = groups.pools
         self.stats = SchedulerStats()
         self.waiting: deque[Sequence] = deque()
-        """Next first."""
+        """Next first: by priority, then in order of arrival, preempted ones before others."""
         self.running: list[Sequence] = []
-        """Sequences that have blocks, oldest first, LOADING ones included."""
+        """Sequences that have blocks, LOADING ones included: by priority, then oldest first."""
         self._admission = Admission(groups, config.max_model_len)
         self._rounds = Rounds(groups, config.max_num_seqs)
         self._is_turn = False
@@ -157,7 +162,18 @@ class Scheduler:
                 "Change the prompt or raise engine.max_model_len."
             )
         self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
-        self.waiting.append(sequence)
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Let a sequence wait behind all of its priority, or before them."""
+        waiting, mine = self.waiting, sequence.priority
+        at = len(waiting)
+        if first:
+            at = next((i for i, other in enumerate(waiting) if other.priority >= mine), at)
+        else:
+            while at and waiting[at - 1].priority > mine:
+                at -= 1
+        waiting.insert(at, sequence)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End the unfinished sequences of a request with reason abort and return them.
@@ -287,7 +303,7 @@ class Scheduler:
                 self._leave(sequence)
                 sequence.num_turns += 1
                 self.stats.num_turns += 1
-                self.waiting.append(sequence)
+                self._queue(sequence)
 
     def _wants(self, outlook: Outlook) -> list[tuple[Stand, int]]:
         """Return the running sequences that are to run, oldest first, and how many tokens each.
@@ -316,8 +332,8 @@ class Scheduler:
         prefills: list[ScheduledSequence] = []
         left = most = self.config.max_num_batched_tokens
 
-        def run(stand: Stand, want: int) -> int:
-            granted = self._grow(stand, want)
+        def run(stand: Stand, want: int, *, may_preempt: bool = True) -> int:
+            granted = self._grow(stand, want, may_preempt=may_preempt)
             if granted:
                 part = stand.schedule(granted, self.config.yields)
                 (decodes if stand.is_decode else prefills).append(part)
@@ -330,7 +346,9 @@ class Scheduler:
         while left > 0 and (sequence := self._begin_next(outlook, is_busy=is_busy)) is not None:
             if sequence.status is not SequenceStatus.LOADING:
                 stand = outlook.stand(sequence)
-                left -= run(stand, min(left, stand.known - stand.computed))
+                # It had room when it began; others of this step keep their blocks.
+                want = min(left, stand.known - stand.computed)
+                left -= run(stand, want, may_preempt=False)
         self._is_turn = False
         self.groups.store_ahead(most - left)
         return decodes, prefills
@@ -350,7 +368,7 @@ class Scheduler:
         if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
             return None
         self.waiting.popleft()
-        self.running.append(sequence)
+        insort(self.running, sequence, key=attrgetter("priority"))
         if sequence.seq_id in self._swapped:
             self._swapped.remove(sequence.seq_id)
             self.stats.num_swaps_in += sequence.num_computed > 0
@@ -369,7 +387,7 @@ class Scheduler:
             return False
         return any(s.request is request and s.num_named < num_blocks for s in self.running)
 
-    def _grow(self, stand: Stand, want: int) -> int:
+    def _grow(self, stand: Stand, want: int, *, may_preempt: bool) -> int:
         """Give a running sequence blocks for up to `want` more tokens; return for how many."""
         sequence = stand.sequence
         while True:
@@ -378,11 +396,11 @@ class Scheduler:
             if granted:
                 return granted
             newest = self.running[-1]
-            if newest is sequence:
+            if newest is sequence or not may_preempt:
                 self.stats.num_stalls += 1
                 return 0
             self._leave(newest)
-            self.waiting.appendleft(newest)
+            self._queue(newest, first=True)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks."""

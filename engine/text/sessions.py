@@ -340,7 +340,11 @@ class Sessions:
         self._arrivals, self._seq_ids = count(), count()
 
     def add(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Session:
         """Check and queue a prompt.
 
@@ -368,6 +372,7 @@ class Sessions:
             prompt_token_ids=self._token_ids(prompt),
             params=params,
             arrival=arrival,
+            priority=priority,
         )
         check_request(
             request,

@@ -32,6 +32,7 @@ class Gated:
         self.is_closed = False
         self.last_step: Any = None
         self.adds = threading.Event()
+        self.priorities: list[int] = []
         self.adds.set()
 
     def hold_adds(self) -> None:
@@ -41,10 +42,13 @@ class Gated:
         assert self._gate is not None
         self._gate.release(steps)
 
-    def add_request(self, prompt: list[int], params: Any, request_id: str | None = None) -> str:
+    def add_request(
+        self, prompt: list[int], params: Any, request_id: str | None = None, *, priority: int = 0
+    ) -> str:
         assert request_id is not None
         assert self.adds.wait(timeout=20)
         self.threads.add(threading.get_ident())
+        self.priorities.append(priority)
         if 0 in prompt:
             raise RequestError("prompt: holds a 0. Remove it.")
         if 99 in prompt:
@@ -173,6 +177,18 @@ def test_every_answer_of_a_request_is_waited_for() -> None:
             found = await collect(door, [1], SamplingParams(max_tokens=2, n=3))
             assert [answer.token_ids for answer in found.outputs] == [[11, 10]] * 3
             assert [answer.index for answer in found.outputs] == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_priorities_reach_the_engine() -> None:
+    async def main() -> None:
+        engine = Gated()
+        async with AsyncLLM(engine) as door:
+            await to_the_end(door.generate([1], SamplingParams(max_tokens=1), priority=-3))
+            await to_the_end(door.tokens([1], SamplingParams(max_tokens=1), priority=4))
+            await to_the_end(door.tokens([1], SamplingParams(max_tokens=1)))
+        assert engine.priorities == [-3, 4, 0]
 
     asyncio.run(main())
 

@@ -292,3 +292,10 @@ def test_a_model_without_a_tokenizer_has_no_conversations(tiny: TinyModels) -> N
         pytest.raises(RequestError, match="expected a model with a tokenizer"),
     ):
         llm.chat(MESSAGES)
+
+
+@pytest.mark.parametrize("priority", [1.0, None, True, 2**63])
+def test_a_priority_is_an_integer(llm: LLM, priority: Any) -> None:
+    with pytest.raises(RequestError, match="priority: expected an integer") as caught:
+        llm.add_request(PROMPTS[0], priority=priority)
+    assert caught.value.param == "priority"
