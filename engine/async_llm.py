@@ -340,9 +340,9 @@ class AsyncLLM:
             prompt = stream.prompt
             if isinstance(prompt, str):
                 prompt = encode(self._llm.tokenizer, prompt)
-            self._llm.add_request(
-                prompt, stream.params, stream.request_id, priority=stream.priority
-            )
+            # Other engines that are driven through this door need not know priorities.
+            more = {"priority": stream.priority} if stream.priority != 0 else {}
+            self._llm.add_request(prompt, stream.params, stream.request_id, **more)
             stream.prompt_token_ids = list(prompt)
         except RequestError as error:
             self._retire(stream, error)
