@@ -110,8 +110,12 @@ LOSSLESS_SHARE: Final = 0.90
 """Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in
 80.0 us, 95.7 in bf16 (H200, products of OLMo-2-7B, as the next two)."""
 LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3510.0), (32, 2670.0), (64, 2180.0))
-"""Tokens of a product at most, and what restoring weights in registers carries of codes then,
-however fast memory is: 86.8, 114 and 140 us for 16, 32 and 64 tokens."""
+"""Tokens of a product at most, and what restoring weights in registers carries of codes then on a
+card of LOSSLESS_MOST_TFLOPS, however fast memory is: 86.8, 114 and 140 us for 16, 32 and 64."""
+LOSSLESS_MOST_TFLOPS: Final = 593.0
+"""bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
+and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
+card with more tensor cores restores no faster (not measured on any but an H200)."""
 RESTORE_SHARE: Final = 0.49
 """Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.1 TB/s; of each
 weight 1.5 bytes are read and 2 written."""
@@ -550,7 +554,8 @@ def _packed_s(
     link_s = there.stored / (rates.in_place_gb_s * 1e9)
     if rows <= MAX_SMALL_TOKENS:
         most = next(rate for tokens, rate in LOSSLESS_MOST_GB_S if rows <= tokens)
-        rate = min(rates.lossless_gb_s, most) * 1e9
+        scale = min(1.0, math.sqrt(rates.bf16_tflops / LOSSLESS_MOST_TFLOPS))
+        rate = min(rates.lossless_gb_s, most * scale) * 1e9
         return 0.0, here.stored / rate + max(link_s, there.stored / rate)
     whole = here.plain + there.plain
     restore_s = whole / (rates.restore_gb_s * 1e9)

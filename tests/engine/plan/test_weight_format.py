@@ -271,6 +271,17 @@ def test_a_slow_memory_is_what_bounds_products_over_codes() -> None:
     assert LOSSLESS_MOST_GB_S[-1][0] == 64
 
 
+def test_what_restoring_carries_follows_the_card() -> None:
+    """Slow memory hides it; of two cards with equal memory that with fewer cores takes longer."""
+    for name in ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA L4"):
+        rates = sheet_rates(CARDS[name], "sheet")
+        assert products_us(16, rates) == pytest.approx(products_us(1, rates), rel=0.03)
+    quarter = replace(H200_RATES, bf16_tflops=H200_RATES.bf16_tflops / 4)
+    more = replace(H200_RATES, bf16_tflops=H200_RATES.bf16_tflops * 4)
+    assert products_us(32, quarter) == pytest.approx(2 * products_us(32), rel=0.01)
+    assert products_us(32, more) == pytest.approx(products_us(32))
+
+
 def test_a_prompt_takes_longer_by_what_restoring_is_not_hidden() -> None:
     shapes = {
         word: shape_of(plan_memory(asked(word), OLMO_7B, H200), OLMO_7B)
