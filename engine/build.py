@@ -15,7 +15,7 @@ from engine.asked.sampling import penalty_tokens
 from engine.clock import LoadReport, PhaseClock
 from engine.device.base import Device
 from engine.device.cuda import open_device
-from engine.errors import CheckpointError, KernelError, PinningError, UnpackableError
+from engine.errors import SPOKEN, CheckpointError, KernelError, PinningError, UnpackableError
 from engine.kv.memory import HostTier, KVCache
 from engine.model.checkpoint import (
     ModelFolder,
@@ -157,7 +157,7 @@ def build_engine(
         undo.callback(tier.close)
         plan = replace(plan, notes=(*plan.notes, *model.notes, *([note] if note else [])))
         for note in plan.notes:
-            warnings.warn(note, OffloadWarning, stacklevel=3)
+            warnings.warn(SPOKEN.get()(note), OffloadWarning, stacklevel=3)
         with clock.phase("allocate"):
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device, tier.blocks)

@@ -1,7 +1,12 @@
 """Errors of the engine: what was wrong, what was expected, what was got, what to change."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Final
+
+SPOKEN: Final[ContextVar[Callable[[str], str]]] = ContextVar("spoken", default=str)
+"""What the door at hand makes of a warning: LLM names its keywords in the place of keys."""
 
 
 class EngineError(Exception):

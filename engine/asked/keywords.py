@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.kv import KVConfig, KVTransferConfig
 from engine.asked.offload import OffloadConfig
-from engine.errors import ConfigError, EngineError, did_you_mean
+from engine.errors import SPOKEN, ConfigError, EngineError, did_you_mean
 from engine.model.spec import ModelSpec
 from engine.sealed import Setting, describe_type, from_plain, settings, without_null
 
@@ -275,17 +275,20 @@ def _type_text(hint: Any) -> str:
 
 @contextmanager
 def in_keywords(*others: type[Exception]) -> Iterator[None]:
-    """Let errors of the engine name keywords of LLM where they name keys of a configuration.
+    """Let errors and warnings name keywords of LLM where they name keys of a configuration.
 
-    Errors of `others` do so too.
+    Errors are the engine's, and `others`.
     """
     kinds: tuple[type[Exception], ...] = (EngineError, *others)
+    before = SPOKEN.set(as_keywords)
     try:
         yield
     except kinds as error:
         if error.args and isinstance(error.args[0], str):
             error.args = (as_keywords(error.args[0]), *error.args[1:])
         raise
+    finally:
+        SPOKEN.reset(before)
 
 
 def as_keywords(text: str) -> str:
@@ -303,6 +306,7 @@ def as_keywords(text: str) -> str:
 _IN_PYTHON: Final = (
     (r"\boffload=auto(?: \(in Python choose=True\))?", "choose=True"),
     (r"\boffload=(uva|prefetch)\b", r"offload_backend='\1'"),
+    (r"\bSet offload=none\b", "Remove the offload settings"),
     (r"\boffload=none\b", "no offload settings"),
     (r"(\b\w+=[^\s,;.]+) (?=\w+=)", r"\1, "),
     (r"(?<==)'?null'?\b|\bnull\b", "None"),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import ClassVar
 
-from engine.errors import ConfigError
+from engine.errors import SPOKEN, ConfigError
 from engine.sealed import Sealed, check_choice, from_plain, number, settings
 
 BACKENDS = ("auto", "uva", "prefetch")
@@ -103,7 +103,7 @@ class OffloadConfig(Sealed):
         if self.offload_backend == "prefetch" or self.prefetch.offload_group_size > 0:
             self._check_prefetch()
         for message in self.ignored():
-            warnings.warn(message, OffloadWarning, stacklevel=4)
+            warnings.warn(SPOKEN.get()(message), OffloadWarning, stacklevel=4)
 
     def _check_prefetch(self) -> None:
         size, num = self.prefetch.offload_group_size, self.prefetch.offload_num_in_group

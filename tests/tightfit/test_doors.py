@@ -16,6 +16,7 @@ import engine
 import tightfit
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import tightfit_home
+from engine.asked.offload import OffloadWarning
 from engine.errors import CapacityError, ConfigError
 from engine.model.spec import ModelSpec
 from tests.reports.examples import ok_record
@@ -111,6 +112,11 @@ def test_messages_speak_of_keywords(away: Path) -> None:
     with pytest.raises(CapacityError, match=r"Fits with: choose=True, \w+='\w+'; or ") as caught:
         tightfit.plan("llama31_8b", gpu="rtx3060_12gb", max_model_len=4096)
     assert not re.search(r"\b(engine|offload|planner|kv|gpu|model)[.=]", str(caught.value))
+    with pytest.warns(
+        OffloadWarning, match="^offload_backend='uva' is not needed: .* Remove the off"
+    ):
+        llm = tightfit.LLM("glass", load_format="dummy", **SMALL, cpu_offload_gb=0.1)
+    llm.close()
     with pytest.raises(ModelUnavailableError, match="load_format='dummy'"):
         tightfit.LLM("olmo7b")
 
