@@ -279,7 +279,7 @@ def test_what_restoring_carries_follows_the_card() -> None:
     quarter = replace(H200_RATES, bf16_tflops=H200_RATES.bf16_tflops / 4)
     more = replace(H200_RATES, bf16_tflops=H200_RATES.bf16_tflops * 4)
     assert products_us(32, quarter) == pytest.approx(2 * products_us(32), rel=0.03)
-    assert products_us(32, more) == pytest.approx(products_us(32))
+    assert products_us(32, more) == pytest.approx(products_us(32), rel=0.03)
 
 
 def test_a_prompt_takes_longer_by_what_restoring_is_not_hidden() -> None:
