@@ -32,6 +32,8 @@ class Stream:
     ) -> None:
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.priority = priority
+        self.tells_start = False
+        """Whether the client is told, by no tokens, that the engine took the request."""
         self.open_answers = 0
         """Answers that the engine has not ended; its thread alone counts them."""
         self.prompt_token_ids: list[int] = []
@@ -176,8 +178,9 @@ class AsyncLLM:
             EngineError: The engine was closed or failed while the request ran.
         """
         answers: list[CompletionOutput] = []
-        async with contextlib.aclosing(self._follow(prompt, params, request_id, priority)) as parts:
-            async for stream, events, is_last in parts:
+        stream = self._submit(prompt, params, request_id, priority)
+        async with contextlib.aclosing(self._follow(stream)) as parts:
+            async for _, events, is_last in parts:
                 if not answers:
                     num = 1 if stream.params is None else stream.params.n
                     nothing = partial(CompletionOutput, cumulative_logprob=0.0)
@@ -207,20 +210,30 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        tell_start: bool = False,
     ) -> AsyncGenerator[list[TokenEvent], None]:
         """Yield the new tokens with the times at which they were on the host.
 
         Arguments, errors and cancellation are those of `generate`; this costs less.
+
+        Args:
+            prompt: As for `generate`.
+            params: As for `generate`.
+            request_id: As for `generate`.
+            priority: As for `generate`.
+            tell_start: Yield first, maybe without tokens, once the engine took the request: what
+                is wrong with it was raised before.
         """
-        async with contextlib.aclosing(self._follow(prompt, params, request_id, priority)) as parts:
+        stream = self._submit(prompt, params, request_id, priority, tell_start=tell_start)
+        async with contextlib.aclosing(self._follow(stream)) as parts:
             async for _, events, _ in parts:
-                if events:
+                if events or tell_start:
                     yield events
+                tell_start = False
 
     async def _follow(
-        self, prompt: Any, params: SamplingParams | None, request_id: str | None, priority: int
+        self, stream: Stream
     ) -> AsyncGenerator[tuple[Stream, list[TokenEvent], bool], None]:
-        stream = self._submit(prompt, params, request_id, priority)
         is_last = False
         try:
             while not is_last:
@@ -230,7 +243,15 @@ class AsyncLLM:
             if not is_last:
                 self._commands.put(partial(self._abort, stream.request_id, stream))
 
-    def _submit(self, prompt: Any, params: Any, request_id: str | None, priority: int) -> Stream:
+    def _submit(
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str | None,
+        priority: int,
+        *,
+        tell_start: bool = False,
+    ) -> Stream:
         """Queue a request for the engine's thread."""
         if request_id is not None:
             check_request_id(request_id)
@@ -258,6 +279,7 @@ class AsyncLLM:
             prompt = list(prompt) if isinstance(prompt, list) else prompt
             params = params.copied() if isinstance(params, SamplingParams) else params
             stream = Stream(request_id, prompt, params, priority)
+            stream.tells_start = tell_start
             self._pending[request_id] = stream
             self._commands.put(partial(self._add, stream))
         return stream
@@ -351,6 +373,9 @@ class AsyncLLM:
             self._retire(stream, error)
             raise
         stream.open_answers = 1 if stream.params is None else stream.params.n
+        if stream.tells_start:
+            stream.put([])
+            self._touched.add(stream)
 
     def _abort(self, request_id: str, client: Stream | None = None) -> None:
         """Drop a request that its client has left, or, without one, that somebody names."""

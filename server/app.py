@@ -42,6 +42,14 @@ _ERRORS: Final = {
     429: "The queue is full; Retry-After says when to come again.",
     503: "The engine is not ready, or failed.",
 }
+RESERVED: Final = frozenset(
+    {
+        *("chat_template", "tools", "documents", "tokenize", "messages", "conversation", "padding"),
+        *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "tokenizer_kwargs", "return_assistant_tokens_mask"),
+    }
+)
+"""Arguments of a template's rendering that clients do not set."""
 _ERROR: Final = {
     "type": "object",
     "required": ["error"],
@@ -233,6 +241,7 @@ class Server:
                 request_id=name,
                 prompt=prompt,
                 params=params,
+                priority=asked.priority or 0,
                 room=asked.max_tokens is None,
                 wants_text=bool(asked.echo),
                 add_special_tokens=asked.add_special_tokens is not False,
@@ -242,7 +251,8 @@ class Server:
         return self._generated(asked, shape, makes, params.n, asked.max_tokens)
 
     async def _chat(self, asked: ChatRequest, ready: Ready) -> Response:
-        chat, params = self._rendered(asked, ready), asked.to_params()
+        chat = self._rendered(asked, ready)
+        params, is_forced = asked.to_params(), asked.forced_tools() is not None
         self._check_room(ready, params.n)
         parser = self._settings.tool_call_parser
         parser = ready.tool_parser if parser == "auto" else parser
@@ -251,7 +261,7 @@ class Server:
             1,
             params.n,
             num_top=asked.top_logprobs or 0,
-            tool_parser=parser if chat.tools else "none",
+            tool_parser="forced" if is_forced else parser if chat.tools else "none",
             only_one_call=asked.parallel_tool_calls is False,
             with_usage=asked.wants_usage,
             running_usage=asked.wants_running_usage,
@@ -260,7 +270,7 @@ class Server:
         )
 
         def make(name: str) -> Submit:
-            return Submit(request_id=name, prompt=chat, params=params)
+            return Submit(request_id=name, prompt=chat, params=params, priority=asked.priority or 0)
 
         limit = asked.max_completion_tokens or asked.max_tokens
         return self._generated(asked, shape, [make], params.n, limit)
@@ -275,12 +285,19 @@ class Server:
         tools = plain_tools(asked)
         if tools and not ready.takes_tools:
             raise unsupported("tools", "calling tools with this model's chat template")
+        extra = asked.chat_template_kwargs or {}
+        if taken := RESERVED & extra.keys():
+            raise bad_value(
+                "chat_template_kwargs",
+                f"chat_template_kwargs: expected variables of the template, got {min(taken)}, "
+                "which the server sets. Remove it.",
+            )
         return Chat(
             messages=plain_messages(asked.messages or []),
             tools=tools,
             add_generation_prompt=asked.add_generation_prompt is not False,
             continue_final_message=bool(asked.continue_final_message),
-            extra=asked.chat_template_kwargs or {},
+            extra=extra,
         )
 
     def _generated(

@@ -293,7 +293,7 @@ class EngineLink:
         self._fail(message.reason)
 
     def _take_refusal(self, message: Refused) -> None:
-        error = engine_gone(message.message) if message.is_engine else refused(message)
+        error = refused(message)
         if answer := self._answers.get(message.request_id):
             answer.take(error)
         future = self._calls.get(message.request_id)

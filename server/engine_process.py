@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from asyncio import StreamReader, StreamWriter
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +23,14 @@ from catalogue.files import note_folders
 from catalogue.models import located
 from engine.asked.config import ModelConfig
 from engine.asked.keywords import config_from_keywords
-from engine.errors import CapacityError, CheckpointError, ConfigError, EngineError, RequestError
+from engine.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    FailedRequestError,
+    RequestError,
+)
 from server.plan_lines import plan_lines
 from server.wire import (
     Abort,
@@ -50,10 +58,12 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from server.text import Text
 
-BEAT_S: Final = 0.5
+BEAT_S: Final = 0.25
 """Seconds between two signs of life."""
-SAMPLE_S: Final = 0.25
+SAMPLE_S: Final = 0.2
 """Seconds between two looks at the engine's counts while it runs."""
+WINDOW_STEPS: Final = 64
+"""Steps whose share of the link is told."""
 TOKENIZER_THREADS: Final = 2
 """A long prompt keeps one; the other goes on with short ones."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -75,7 +85,7 @@ class EngineProcess:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="text")
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[tuple[str, list[Token]]] = []
-        self._counts = Counts()
+        self._counts: Counts | None = None
         self._engine: AsyncLLM | None = None
         self._text: Text | None = None
 
@@ -121,8 +131,8 @@ class EngineProcess:
         from engine.async_llm import AsyncLLM  # noqa: PLC0415  brings torch
 
         self._text = text
-        self._counts.begin(llm)
-        self._engine = AsyncLLM(llm, max_pending=load.max_pending, on_step=self._counts.note)
+        self._counts = counts = Counts(llm)
+        self._engine = AsyncLLM(llm, max_pending=load.max_pending, on_step=counts.note)
         ready = Ready(
             max_model_len=llm.max_model_len,
             max_num_seqs=llm.plan.max_num_seqs,
@@ -141,7 +151,10 @@ class EngineProcess:
             if engine is not None and engine.failure is not None:
                 self._fail(engine.failure)
                 return
-            send(self._writer, Beat({} if engine is None else self._counts.now()))
+            counts = self._counts
+            if counts is not None and engine is not None and not engine.num_pending:
+                counts.take()
+            send(self._writer, Beat({} if counts is None else counts.now()))
             await asyncio.sleep(BEAT_S)
 
     def _fail(self, error: BaseException) -> None:
@@ -171,6 +184,8 @@ class EngineProcess:
         """Run a request's work; what it raises is told to its client."""
         try:
             await work
+        except FailedRequestError as error:
+            self._refuse(Refused(request_id=name, message=str(error), status=500))
         except RequestError as error:
             # A message begins with the parameter where it does not tell it apart.
             begin = str(error).partition(":")[0].partition("=")[0]
@@ -180,7 +195,7 @@ class EngineProcess:
             if self._engine is not None and self._engine.failure is not None:
                 self._fail(self._engine.failure)
             message = f"{type(error).__name__}: {error}"
-            self._refuse(Refused(request_id=name, message=message, is_engine=True))
+            self._refuse(Refused(request_id=name, message=message, status=503))
 
     def _refuse(self, refusal: Refused) -> None:
         self._flush()  # its tokens come before
@@ -195,22 +210,27 @@ class EngineProcess:
         assert text is not None
         encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
         ids = asked.prompt if isinstance(asked.prompt, list) else await self._in_thread(encode)
-        params = text.checked(ids, asked.params, clamp=asked.room)
+        params = text.with_room(ids, asked.params, clamp=asked.room)
         prompt_text = None
         if asked.wants_text and isinstance(asked.prompt, list):
+            text.check_ids(ids)
             prompt_text = await self._in_thread(partial(text.decode, ids))
         accepted = Accepted(
             request_id=asked.request_id, prompt_token_ids=ids, prompt_text=prompt_text
         )
-        send(self._writer, accepted)
         with_logprobs = params.logprobs is not None
-        stream = engine.tokens(ids, params, asked.request_id, **asked.extra)
+        stream = engine.tokens(
+            ids, params, asked.request_id, priority=asked.priority, tell_start=True
+        )
         async with contextlib.aclosing(stream) as parts:
+            is_first = True
             async for events in parts:
-                self._put(
-                    asked.request_id,
-                    [text.token(event, with_logprobs=with_logprobs) for event in events],
-                )
+                if is_first:
+                    send(self._writer, accepted)
+                    is_first = False
+                if events:
+                    tokens = [text.token(event, with_logprobs=with_logprobs) for event in events]
+                    self._put(asked.request_id, tokens)
 
     def _put(self, name: str, tokens: list[Token]) -> None:
         if not self._outbox:
@@ -240,35 +260,62 @@ class EngineProcess:
 
 
 class Counts:
-    """The engine's counts for /metrics; its thread takes them, the process' loop reads them."""
+    """The engine's counts for /metrics.
 
-    def __init__(self) -> None:
-        self._llm: LLM | None = None
-        self._found: dict[str, float] = {}
-        self._h2d_bytes = self._in_place_bytes = self._steps = 0
-        self._step_s = 0.0
-        self._taken_s = 0.0
+    Its thread takes them behind steps; where it has nothing to do, whoever asks does.
+    """
 
-    def begin(self, llm: "LLM") -> None:
-        """Count an engine."""
+    def __init__(self, llm: "LLM") -> None:
         self._llm = llm
-        self._take()
+        self._steps: deque[tuple[float, int]] = deque(maxlen=WINDOW_STEPS)
+        """Seconds, and bytes over the link, of the last steps."""
+        self._step_s = 0.0
+        self._weight_bytes = self._kv_bytes = 0
+        rates = (llm.plan.predicted or {}).get("rates") or {}
+        self._link_bytes_s = (rates.get("h2d_gb_s") or 0.0) * 1e9
+        self._found: dict[str, float] = {}
+        self._taken_s = 0.0
+        self.take()
 
     def note(self, step: Any, seconds: float) -> None:
         """Take in a step; called on the engine's thread behind it."""
-        self._steps += 1
+        weight_bytes = step.h2d_bytes + step.in_place_bytes
+        self._weight_bytes += weight_bytes
+        self._kv_bytes += step.kv_in_place_bytes
         self._step_s += seconds
-        self._h2d_bytes += step.h2d_bytes
-        self._in_place_bytes += step.in_place_bytes + step.kv_in_place_bytes
+        self._steps.append((seconds, weight_bytes + step.kv_in_place_bytes))
         if time.monotonic() - self._taken_s >= SAMPLE_S:
-            self._take()
+            self.take()
 
-    def _take(self) -> None:
-        assert self._llm is not None
+    def take(self) -> None:
+        """Take the engine's counts, on its thread or while it is idle."""
         self._taken_s = time.monotonic()
-        stats = self._llm.stats()
-        kv = stats.pop("kv")
-        self._found = stats | {f"kv_{name}": value for name, value in kv["cpu"].items()}
+        scheduler, stats = self._llm.engine.core.scheduler, self._llm.stats()
+        kv = stats["kv"]
+        prefix = kv["prefix"]
+        moved_bytes = kv["moved"]["stored_bytes"] + kv["moved"]["loaded_bytes"]
+        hits = prefix["hits_gpu_tokens"] + prefix["hits_cpu_tokens"]
+        seconds = sum(each[0] for each in self._steps)
+        num_bytes = sum(each[1] for each in self._steps)
+        found = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_usage": 1 - stats["free_blocks"] / max(1, stats["num_blocks"]),
+            "preemptions": stats["preemptions"],
+            "prefix_queries": hits + prefix["missed_tokens"],
+            "prefix_hits": hits,
+            "steps": stats["steps"],
+            "step_s": self._step_s,
+            "link_weight_bytes": self._weight_bytes,
+            "link_kv_bytes": self._kv_bytes + moved_bytes,
+            "link_bytes_per_step": num_bytes / max(1, len(self._steps)),
+            "kv_host_blocks": kv["cpu"]["blocks"],
+            "swaps_out": stats["swaps_out"],
+            "swaps_in": stats["swaps_in"],
+        }
+        if self._link_bytes_s and seconds:
+            found["link_share"] = num_bytes / seconds / self._link_bytes_s
+        self._found = found
 
     def now(self) -> dict[str, float]:
         """Return the newest counts."""

@@ -58,9 +58,15 @@ def unsupported(param: str, what: str) -> APIError:
 
 
 def refused(message: Refused) -> APIError:
-    """Return the refusal of a request by the engine."""
-    code = message.code or "invalid_value"
-    return APIError(400, message.message, param=message.param, code=code)
+    """Return why the engine did not answer a request."""
+    match message.status:
+        case 503:
+            return engine_gone(message.message)
+        case 500:
+            return APIError(500, message.message, code="request_failed")
+        case status:
+            code = message.code or "invalid_value"
+            return APIError(status, message.message, param=message.param, code=code)
 
 
 def overloaded(message: str) -> APIError:

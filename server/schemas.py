@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from engine.asked.sampling import MAX_LOGPROBS, SamplingParams
+from engine.asked.structured import StructuredOutput
 from engine.errors import RequestError
 from server.errors import APIError, bad_value, unsupported
 
@@ -55,7 +56,7 @@ class Sampling(_Lenient):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    priority: int | None = None
+    priority: int | None = Field(None, ge=-_INT64, lt=_INT64)
     cache_salt: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -73,7 +74,35 @@ class Sampling(_Lenient):
         """Whether every event tells the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def params(self, *, n: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def form(self) -> StructuredOutput | None:
+        """Return the form that the answer must have.
+
+        Raises:
+            APIError: It is asked for in another way than the published one.
+        """
+        asked = self.response_format
+        match asked:
+            case None | {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return StructuredOutput(json_object=True)
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                return StructuredOutput(json_schema=schema)
+            case _:
+                raise bad_value(
+                    "response_format",
+                    "response_format: expected type text, json_object, or json_schema with "
+                    f"json_schema.schema, got {asked!r:.200}.",
+                )
+
+    def params(
+        self,
+        *,
+        n: int,
+        max_tokens: int | None,
+        logprobs: int | None,
+        form: StructuredOutput | None,
+    ) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
@@ -96,8 +125,10 @@ class Sampling(_Lenient):
             del given["stop"]
         if "logit_bias" in given:
             given["logit_bias"] = _biases(given["logit_bias"])
-        params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **given)
         try:
+            params = SamplingParams(
+                n=n, max_tokens=max_tokens, logprobs=logprobs, structured=form, **given
+            )
             params.check()
         except RequestError as error:
             raise bad_value(error.param, str(error)) from None
@@ -149,8 +180,6 @@ class CompletionRequest(Sampling):
             raise unsupported("suffix", "text behind the answer")
         if self.echo and self.logprobs is not None:
             raise unsupported("echo", "echo with logprobs")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise unsupported("response_format", "structured output")
         num, best_of = self.n or 1, self.best_of
         if best_of is not None and best_of < num:
             raise bad_value("best_of", f"best_of: expected at least n={num}, got {best_of}.")
@@ -162,6 +191,7 @@ class CompletionRequest(Sampling):
             n=best_of or num,
             max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
             logprobs=self.logprobs,
+            form=self.form(),
         )
 
 
@@ -197,19 +227,40 @@ class ChatRequest(Sampling):
             raise bad_value(
                 "top_logprobs", "top_logprobs: expected logprobs=true beside it. Set it."
             )
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise unsupported("response_format", "structured output")
-        if (
-            self.tool_choice not in {None, "none", "auto"}
-            if isinstance(self.tool_choice, str | None)
-            else True
-        ):
-            raise unsupported("tool_choice", "a forced call of a tool")
+        forced = self.forced_tools()
+        form = self.form() if forced is None else None
+        if forced is not None:
+            form = StructuredOutput(json_schema=calls_schema(forced))
         return self.params(
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            form=form,
         )
+
+    def forced_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools of which the answer must call one; None: it may do as it likes.
+
+        Raises:
+            APIError: There is no such tool.
+        """
+        tools = self.tools or []
+        match self.tool_choice:
+            case None | "none" | "auto":
+                return None
+            case "required":
+                found = tools
+            case {"type": "function", "function": {"name": str(name)}}:
+                found = [tool for tool in tools if tool["function"]["name"] == name]
+            case _:
+                found = []
+        if not found:
+            raise bad_value(
+                "tool_choice",
+                "tool_choice: expected none, auto, required or a function of tools, got "
+                f"{self.tool_choice!r:.200}.",
+            )
+        return found
 
 
 class TokenizeRequest(_Lenient):
@@ -237,6 +288,24 @@ class DetokenizeRequest(_Lenient):
 
     model: str | None = None
     tokens: list[int]
+
+
+def calls_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls of tools, one at least."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    most = {"maxItems": 1} if len(tools) == 1 else {}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
 
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")

@@ -4,9 +4,10 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.asked.request import NO_TOKEN, Request, TokenEvent, check_request
+from engine.asked.request import NO_TOKEN, TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, RequestError
+from engine.text.chat import chat_tokens
 from server.wire import Chat, Prompt, Token, TokenText
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ class Text:
     def __init__(self, llm: "LLM", chat_template: str | None) -> None:
         self._tokenizer: Any = llm.tokenizer
         self._max_model_len, self._vocab_size = llm.max_model_len, llm.spec.vocab_size
-        self._eos_token_ids = llm.engine.core.eos_token_ids
         if chat_template is not None and self._tokenizer is None:
             raise ConfigError(
                 "chat_template: expected a model with a tokenizer, got one without. Remove it."
@@ -74,7 +74,15 @@ class Text:
                 param="prompt",
             )
         if isinstance(prompt, Chat):
-            prompt, add_special_tokens = self._rendered(prompt), False
+            return chat_tokens(
+                self._tokenizer,
+                prompt.messages,
+                chat_template=self._template,
+                tools=prompt.tools,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                **prompt.extra,
+            )
         try:
             found = self._tokenizer(prompt, add_special_tokens=add_special_tokens, verbose=False)
         except (TypeError, ValueError, UnicodeError) as error:
@@ -84,32 +92,6 @@ class Text:
                 param="prompt",
             ) from error
         return list(found["input_ids"])
-
-    def _rendered(self, chat: Chat) -> str:
-        if self._template is None:
-            raise RequestError(
-                "messages: expected a model with a chat template, got one without. Send the prompt "
-                "to /v1/completions, or start the server with --chat-template FILE.",
-                param="messages",
-            )
-        from jinja2 import TemplateError  # noqa: PLC0415  the front does without
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                chat.messages,
-                tools=chat.tools,
-                chat_template=self._template,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                tokenize=False,
-                **chat.extra,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise RequestError(
-                f"messages: expected a chat that the model's template takes ({error}). Change it.",
-                param="messages",
-            ) from error
-        return str(text)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens, special ones included.
@@ -128,16 +110,16 @@ class Text:
         """Return each token's name in the vocabulary."""
         return [str(piece) for piece in self._tokenizer.convert_ids_to_tokens(token_ids)]
 
-    def checked(self, ids: list[int], params: SamplingParams, *, clamp: bool) -> SamplingParams:
-        """Return the parameters of a request that can be served.
+    def with_room(self, ids: list[int], params: SamplingParams, *, clamp: bool) -> SamplingParams:
+        """Return the parameters of a request whose tokens fit behind its prompt.
 
         Args:
-            ids: Its prompt.
+            ids: The prompt.
             params: As asked; without max_tokens it gets all that the prompt leaves.
             clamp: Lower max_tokens to what the prompt leaves.
 
         Raises:
-            RequestError: It cannot be served.
+            RequestError: They do not.
         """
         limit, asked = self._max_model_len, params.max_tokens
         room = limit - len(ids)
@@ -148,11 +130,7 @@ class Text:
                 param="prompt",
                 code=RequestError.CONTEXT_LENGTH,
             )
-        if asked is None or (clamp and asked > room):
-            params = params.copied()
-            params.max_tokens = room
-            params.min_tokens = min(params.min_tokens, room) if clamp else params.min_tokens
-        elif asked > room:
+        if asked is not None and asked > room and not clamp:
             raise RequestError(
                 f"This model's maximum context length is {limit} tokens; the prompt has "
                 f"{len(ids)} tokens and max_tokens={asked} asks for {len(ids) + asked} in all. "
@@ -160,13 +138,9 @@ class Text:
                 param="max_tokens",
                 code=RequestError.CONTEXT_LENGTH,
             )
-        request = Request(request_id="check", prompt_token_ids=ids, params=params)
-        check_request(request, limit, self._vocab_size, eos_token_ids=self._eos_token_ids)
-        if params.stop_strings and self._tokenizer is None:
-            raise RequestError(
-                "stop: expected no stop strings: this model has no tokenizer. Use stop_token_ids.",
-                param="stop",
-            )
+        if asked is None or asked > room:
+            params = params.copied()
+            params.max_tokens = room
         return params
 
     def check_ids(self, token_ids: list[int]) -> None:

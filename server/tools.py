@@ -139,9 +139,30 @@ class Llama3:
         return calls or ([held] if held else [])
 
 
+class Forced:
+    """An answer that is a list of calls and nothing else, as its form makes it."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Hold the text back."""
+        self._held += text
+        return []
+
+    def finish(self) -> list[Piece]:
+        """Return the calls; the text where it was cut short."""
+        held, self._held = self._held, ""
+        try:
+            found = json.loads(held)
+        except ValueError:
+            return [held] if held else []
+        return [call for each in found if (call := _call_of(each)) is not None]
+
+
 def parser_of(name: str) -> ToolParser:
-    """Return a new parser of one answer: hermes, llama3_json or none."""
-    known: dict[str, type[ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3}
+    """Return a new parser of one answer: hermes, llama3_json, forced or none."""
+    known: dict[str, type[ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3, "forced": Forced}
     return known.get(name, PlainText)()
 
 

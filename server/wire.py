@@ -50,8 +50,7 @@ class Submit:
     request_id: str
     prompt: Prompt
     params: SamplingParams
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the engine's door."""
+    priority: int = 0
     room: bool = False
     """Lower max_tokens to what the prompt leaves, where it is more."""
     wants_text: bool = False
@@ -151,8 +150,8 @@ class Refused:
     message: str
     param: str | None = None
     code: str | None = None
-    is_engine: bool = False
-    """The engine failed, not the request."""
+    status: int = 400
+    """400: the request is at fault; 500: it failed while it ran; 503: the engine failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,6 +350,13 @@ def check_request(
             f"stop_token_ids: expected ids below the vocabulary's {vocab_size}, got {outside[0]}. "
             "Remove it."
         )
+    biased = [token_id for token_id in request.params.logit_bias or () if token_id >= vocab_size]
+    if biased:
+        raise RequestError(
+            f"logit_bias: expected ids below the vocabulary's {vocab_size}, got {biased[0]}. "
+            "Remove it.",
+            param="logit_bias",
+        )
     if not request.params.ignore_eos:
         stops.update(i for i in eos_token_ids if 0 <= i < vocab_size)
     if request.params.min_tokens > 0 and len(stops) >= vocab_size:

@@ -70,6 +70,7 @@ class Served:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self._client = httpx.Client(timeout=60, verify=False, trust_env=False)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -94,10 +95,10 @@ class Served:
         wait_for(lambda: "ready: serving" in self.log, self)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+        return self._client.post(f"{self.url}{path}", json=body)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60)
+        return self._client.get(f"{self.url}{path}")
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -107,6 +108,7 @@ class Served:
     def end(self, limit_s: float = 20.0) -> int:
         """Wait for the end of the process; return its exit code."""
         code = self.process.wait(limit_s)
+        self._client.close()
         self._reader.join(5)
         assert self.process.stderr is not None
         self.process.stderr.close()

@@ -326,3 +326,59 @@ def test_the_log_has_a_line_for_each_request_with_its_id(served: Served) -> None
     assert found["prompt"] == "to be logged"
     assert found["answer"] == [response.json()["choices"][0]["text"]]
     assert served.get("/version").headers["x-request-id"]
+
+
+def test_an_answer_has_the_form_that_was_asked_for(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"enum": ["yes", "no"]}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 200, "response_format": form}
+    choice = served.post("/v1/chat/completions", **body, seed=1).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["message"]["content"])["answer"] in {"yes", "no"}
+    chunks = events(served.post("/v1/chat/completions", **body, seed=1, stream=True))
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == choice["message"]["content"]
+    for bad in (
+        {"type": "json_schema"},
+        {"type": "xml"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}},
+    ):
+        for stream in (False, True):
+            changed = body | {"response_format": bad, "stream": stream}
+            refused(served.post("/v1/chat/completions", **changed), 400)
+
+
+def test_a_forced_call_of_a_tool_is_one(served: Served) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"q": {"enum": ["sun", "moon"]}},
+        "required": ["q"],
+        "additionalProperties": False,
+    }
+    names = ("find", "guess")
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in names
+    ]
+    named = {"type": "function", "function": {"name": "guess"}}
+    body = {"messages": HELLO, "max_tokens": 400, "tools": tools, "seed": 2}
+    body["parallel_tool_calls"] = False
+    for choice, known in (("required", names), (named, ("guess",))):
+        whole = served.post("/v1/chat/completions", **body, tool_choice=choice).json()["choices"][0]
+        assert whole["finish_reason"] == "tool_calls"
+        assert whole["message"]["content"] is None
+        [call] = whole["message"]["tool_calls"]
+        assert call["function"]["name"] in known
+        assert json.loads(call["function"]["arguments"])["q"] in {"sun", "moon"}
+        streamed = {**body, "tool_choice": choice, "stream": True}
+        chunks = events(served.post("/v1/chat/completions", **streamed))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        [told] = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert told["function"] == call["function"]
+        assert told["index"] == 0
+    body["tool_choice"] = {"type": "function", "function": {"name": "absent"}}
+    assert refused(served.post("/v1/chat/completions", **body), 400)["param"] == "tool_choice"
