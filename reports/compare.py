@@ -53,6 +53,11 @@ class Row:
         return f"{self.place}. {shorten(self.label, 60)}"
 
     @property
+    def whole_title(self) -> str:
+        """Number and label."""
+        return f"{self.place}. {self.label}"
+
+    @property
     def metrics(self) -> Metrics:
         """Figures that were measured."""
         return {}
@@ -221,45 +226,6 @@ def _work(record: RunRecord) -> dict[str, object]:
     for name, digest in (record.effective.get("inputs") or {}).items():
         work[f"scenario.{name}"] = f"content {digest}"[:20]
     return work
-
-
-def ratio(base: Metrics, other: Metrics, metric: str) -> float | None:
-    """Return a metric of `other` over that of `base`, None where one is absent or below 0."""
-    below, above = base.get(metric), other.get(metric)
-    if below is None or above is None:
-        return None
-    return above / below if below > 0 <= above else None
-
-
-def ratio_interval(base: Metrics, other: Metrics, metric: str) -> tuple[float, float] | None:
-    """Return the least and the largest ratio of two means within their 95 % intervals.
-
-    It is wider than the 95 % interval of the ratio. None where a run has no repeats.
-    """
-    mean = metric.removesuffix("/mean")
-    ends = [run.get(f"{mean}/{end}") for run in (base, other) for end in ("ci95_low", "ci95_high")]
-    known = [end for end in ends if end is not None and end > 0]
-    if len(known) < len(ends):
-        return None
-    base_low, base_high, low, high = known
-    return low / base_high, high / base_low
-
-
-def gain(metric: Metric, base: Metrics, other: Metrics) -> float | None:
-    """Return how many times as good as `base` a run is in a metric: above 1 is better.
-
-    Of what is better when it is higher `other / base`, else `base / other`.
-    """
-    if metric.better == "higher":
-        return ratio(base, other, metric.name)
-    return ratio(other, base, metric.name)
-
-
-def gain_interval(metric: Metric, base: Metrics, other: Metrics) -> tuple[float, float] | None:
-    """Return the ends of `gain` that ratio_interval gives."""
-    if metric.better == "higher":
-        return ratio_interval(base, other, metric.name)
-    return ratio_interval(other, base, metric.name)
 
 
 def unequal_tokens(base: RunRecord, other: RunRecord) -> dict[str, tuple[int, int]]:

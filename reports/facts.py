@@ -89,20 +89,26 @@ def offload_name(record: RunRecord) -> str | None:
 
 
 def budget_title(record: RunRecord) -> str | None:
-    """Return `budget 16.0 GiB on NVIDIA H200`, or the card alone where no budget was set.
+    """Return `budget 14.4 GiB (0.9 of 16.0) on NVIDIA H200`, or the card alone without a budget.
 
-    None where neither is known.
+    A budget is what the engine may use: memory x gpu_memory_utilization. None where neither is
+    known.
     """
     card, whole = gpu_name(record), card_bytes(record)
     asked_gib = dig_number(record.config, "gpu.memory_gib")
+    share = dig_number(record.config, "engine.gpu_memory_utilization")
+    planned = dig_number(record.plan, "gpu.budget_bytes")
+    if asked_gib is not None and share is not None:
+        size = f"budget {number(asked_gib * share)} GiB ({share:g} of {number(asked_gib)})"
+    elif planned is not None:
+        size = f"budget {number(planned / GIB)} GiB"
+    else:
+        size = "" if asked_gib is None else f"{number(asked_gib)} GiB"
     if is_emulated(record):
-        planned = dig_number(record.plan, "gpu.budget_bytes")
-        asked_gib = planned / GIB if asked_gib is None and planned is not None else asked_gib
-        size = "" if asked_gib is None else f"budget {number(asked_gib)} GiB, "
-        return f"{size}emulated on the CPU"
+        return f"{size}, emulated on the CPU" if size else "emulated on the CPU"
     if asked_gib is None or (whole is not None and asked_gib * GIB >= 0.98 * whole):
         return card if whole is None or card is None else f"{card}, {number(whole / GIB)} GiB"
-    return f"budget {number(asked_gib)} GiB" + (f" on {card}" if card else "")
+    return size + (f" on {card}" if card else "")
 
 
 def items(plan: Mapping[str, object] | None, side: str) -> dict[str, float]:

@@ -583,3 +583,5 @@ class SweepContext:
     """What its name begins with; of a comparison's runs such as ab1-a."""
     began_s: float | None = None
     """When it began, seconds since 1970; points that ended later are never taken over by it."""
+    point_s: float | None = None
+    """Seconds that a point took so far, the mean of those that ran; None before the first."""

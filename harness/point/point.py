@@ -43,9 +43,9 @@ from harness.point.process import (
     result_path,
     start_worker,
 )
-from harness.point.progress import Display, LiveView, open_display
+from harness.point.progress import Display, LiveView, open_display, sweep_title
 from harness.point.rerun import Finished, FinishedPoints, fingerprint, input_hashes, take_over
-from harness.point.show import build_report, print_summary
+from harness.point.show import build_report, point_title, print_summary
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
 from harness.tracking.base import GuardedTracker, PointFacts, Tracker
 from harness.tracking.mlflow import open_tracker
@@ -481,15 +481,15 @@ class _Point:
             facts = self._facts(run_id=record.run_id, taken_from=str(found.folder))
             tracker.take_over_point(facts, record, self._run_dir)
             record = self._warn(record, tracker.warnings)
+        title = self._name if self._sweep is None else point_title(self._sweep, self._name)
         sys.stdout.write(
-            f"{self._name}: {record.status}, as it ended in {found.folder} (rerun=all runs it "
-            "again)\n"
+            f"{title}: {record.status}, as it ended in {found.folder} (rerun=all runs it again)\n"
         )
         return record
 
     def run(self, command: Sequence[str]) -> RunRecord:
         """Run the point; see run_point."""
-        display = open_display()
+        display = open_display(sweep=sweep_title(self._sweep, self._name))
         tracker = GuardedTracker(Tracker())  # until there is the one that is asked for
         interrupt: KeyboardInterrupt | None = None
         findings = Findings()
@@ -517,7 +517,9 @@ class _Point:
             display.close()
         with interrupt_afterwards(interrupt):
             record = self._finish(findings, tracker, with_report=interrupt is None)
-            print_summary(record, self._run_dir, view_command=tracker.view_command())
+            print_summary(
+                record, self._run_dir, view_command=tracker.view_command(), sweep=self._sweep
+            )
         return record
 
     def skip(self, reason: str) -> RunRecord:

@@ -4,13 +4,15 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 from catalogue.files import read_json
+from harness.config.schema import SweepContext
 from harness.observe.spool import LineTail, one_a_second
 from harness.point.process import SAMPLES_NAME
-from harness.point.show import capacity_lines
+from harness.point.show import capacity_lines, point_title
 from harness.tracking.base import GuardedTracker
 from reports.record.record import STATE_NAME
 from reports.record.telemetry import SPOOL_NAME
@@ -63,6 +65,33 @@ def memory_text(state: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepTitle:
+    """Which point of a sweep runs, and how long the sweep will take."""
+
+    text: str
+    """Number of the point and what varies."""
+    left_s: float | None
+    """Seconds that the sweep would take from the point's beginning; None: not known."""
+    began_s: float
+    """When the point began, time.monotonic()."""
+
+    def words(self) -> str:
+        """Return it as a line, as of now."""
+        if self.left_s is None:
+            return self.text
+        left_s = self.left_s - (time.monotonic() - self.began_s)
+        return f"{self.text}, sweep {f'about {_span(left_s)} left' if left_s > 0 else 'ends soon'}"
+
+
+def sweep_title(sweep: SweepContext | None, name: str) -> SweepTitle | None:
+    """Return what the display says of the sweep; None for a point by itself."""
+    if sweep is None:
+        return None
+    left_s = None if sweep.point_s is None else sweep.point_s * (sweep.total - sweep.index)
+    return SweepTitle(text=point_title(sweep, name), left_s=left_s, began_s=time.monotonic())
+
+
 class _Since:
     """How far a figure of a phase has come since it was first seen."""
 
@@ -111,11 +140,13 @@ class _Words:
 class LineDisplay:
     """One line for each phase, and one every ten seconds of a long one."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, sweep: SweepTitle | None = None) -> None:
         self._stream = stream
         self._words = _Words()
         self._title = ""
         self._due_s = 0.0
+        if sweep is not None:
+            self.say(sweep.words())
 
     def say(self, text: str) -> None:
         """Write a line."""
@@ -138,7 +169,7 @@ class LineDisplay:
 class RichDisplay:
     """A bar that changes its title, and a line below it; redrawn by the caller's ticks."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, sweep: SweepTitle | None = None) -> None:
         from rich.console import Console, RenderableType  # noqa: PLC0415  optional
         from rich.progress import (  # noqa: PLC0415
             BarColumn,
@@ -155,6 +186,8 @@ class RichDisplay:
             details = ""
 
             def get_renderables(self) -> Iterable[RenderableType]:
+                if sweep is not None:
+                    yield Text(sweep.words(), overflow="fold")
                 yield self.make_tasks_table(self.tasks)
                 yield Text(self.details, overflow="fold")
 
@@ -200,12 +233,15 @@ Display = LineDisplay | RichDisplay
 """Shows one point."""
 
 
-def open_display(stream: TextIO | None = None) -> Display:
-    """Return a display on `stream` (default: stderr): rich on a terminal, plain lines elsewhere."""
+def open_display(stream: TextIO | None = None, *, sweep: SweepTitle | None = None) -> Display:
+    """Return a display on `stream` (default: stderr): rich on a terminal, plain lines elsewhere.
+
+    It says where the point stands in its `sweep`, if it is of one.
+    """
     target = sys.stderr if stream is None else stream
     if target.isatty() and importlib.util.find_spec("rich") is not None:
-        return RichDisplay(target)
-    return LineDisplay(target)
+        return RichDisplay(target, sweep)
+    return LineDisplay(target, sweep)
 
 
 UPLOAD_INTERVAL_S: Final = 5.0

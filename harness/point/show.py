@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.sealed import GIB
+from harness.config.schema import SweepContext
 from harness.console import columns
 from harness.folders import IMPORT_ROOT, module_name
-from reports.record.metrics import PREDICTED, interval, metric_parts, shown
+from reports.record.metrics import (
+    PREDICTED,
+    found,
+    interval,
+    metric_parts,
+    metric_text,
+    shown,
+)
 from reports.record.record import MEASURED, RunRecord
-from reports.record.text import number
+from reports.record.text import duration, number
 
 _COLUMNS: Final = ("KV cache", "blocks", "tokens", "GiB")
 
@@ -99,13 +107,19 @@ def build_report(folder: Path) -> list[str]:
 
 
 _MAX_REASONS: Final = 8
+_LINE_FIGURES: Final = 4
+"""Figures in the line of a point of a sweep."""
 _OF_THAT_CARD: Final = " (of that card)"
 """Behind a time that was predicted for a card, where a CPU ran: their difference says nothing."""
 
 
-def print_summary(record: RunRecord, run_dir: Path, *, view_command: str | None) -> None:
-    """Write the summary of one point to standard output."""
+def print_summary(
+    record: RunRecord, run_dir: Path, *, view_command: str | None, sweep: SweepContext | None = None
+) -> None:
+    """Write how one point ended to standard output: its summary, of a point of a sweep one line."""
     lines = summary_lines(record, run_dir, view_command=view_command)
+    if sweep is not None:
+        lines = [point_line(record, sweep)]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
 
@@ -131,6 +145,31 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
     if view_command:
         lines.append(f"  compare     {view_command}")
     return lines
+
+
+def point_title(sweep: SweepContext, name: str) -> str:
+    """Return which point of a sweep it is: its number from 1, of how many, and what varies."""
+    return f"point {sweep.index + 1} of {sweep.total} {name}"
+
+
+def point_line(record: RunRecord, sweep: SweepContext) -> str:
+    """Return how a point of a sweep ended, in one line: its main figures, or its error."""
+    parts = [f"{point_title(sweep, record.name)}: {status_text(record)}"]
+    parts += [
+        f"{metric.label} {metric_text(metric.name, record.metrics[metric.name])}"
+        for metric in found("sweep", [record.metrics])[:_LINE_FIGURES]
+    ]
+    if record.duration_s is not None:
+        parts.append(f"took {duration(record.duration_s)}")
+    parts += [line for line in _first_lines(record)[:1] if line]
+    parts += record.reasons[:1]
+    return ", ".join(parts)
+
+
+def status_text(record: RunRecord) -> str:
+    """Return the status and, where it was judged, whether the figures count."""
+    is_bad = record.status in MEASURED and record.valid is False
+    return f"{record.status}, not valid" if is_bad else record.status
 
 
 def verdict_text(record: RunRecord) -> str:
@@ -203,7 +242,10 @@ def _refereed(referee: Mapping[str, Any] | None) -> Iterable[str]:
 
 
 def _table(record: RunRecord) -> list[str]:
-    """Return a line for each metric that has a value, with the interval of a mean over repeats."""
+    """Return a line for each metric that has a value, under the label that pages use.
+
+    Its words stand behind, with the interval of a mean over repeats.
+    """
     wanted = [
         one
         for metric in shown("summary")
@@ -214,5 +256,6 @@ def _table(record: RunRecord) -> list[str]:
     for metric in wanted:
         value, unit = metric_parts(metric.name, record.metrics[metric.name])
         ends = interval(record.metrics, metric.name)
-        rows.append((metric.words, value, unit, f"(95 % interval {ends})" if ends else ""))
+        more = f"{metric.words} (95 % interval {ends})" if ends else metric.words
+        rows.append((metric.label or metric.words, value, unit, more if metric.label else ""))
     return columns(rows, left={0, 2, 3})

@@ -33,6 +33,7 @@ from harness.point.full_disk import (
     require_writable,
     require_writable_stores,
 )
+from harness.point.rerun import TAKEN_FROM
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
 from harness.studies.ab import Comparison, Sides, check_comparisons
 from harness.studies.run import Planned, StudyRun, check_studies
@@ -89,14 +90,30 @@ class PointTask:
         reason = self._reason_to_skip(config, begun)
         with begun.ends_with_session():
             point = replace(point, config=config)
-            record = self._run(point, folder, replace(self.sweep, index=index), reason)
+            sweep = replace(self.sweep, index=index, point_s=self._point_s(begun))
+            record = self._run(point, folder, sweep, reason)
         self.records.append(record)
+
+    def _ended(self, begun: BegunPoints) -> Sequence[RunRecord]:
+        """Return the records of the points that ended, here or in other processes."""
+        if self.sweep is None:
+            return ()
+        return self.records or list(begun.records(self.sweep.total).values())
+
+    def _point_s(self, begun: BegunPoints) -> float | None:
+        """Return the mean time of the points that ran; of those that did not begin to, none."""
+        took_s = [
+            record.duration_s
+            for record in self._ended(begun)
+            if record.duration_s is not None
+            and record.status not in {"no_fit", "skipped"}
+            and TAKEN_FROM not in record.effective
+        ]
+        return sum(took_s) / len(took_s) if took_s else None
 
     def _reason_to_skip(self, config: RunConfig, begun: BegunPoints) -> str | None:
         """Return why this point does not run, from how the others ended; None where it does."""
-        if self.sweep is None:
-            return None
-        ended = self.records or list(begun.records(self.sweep.total).values())
+        ended = self._ended(begun)
         failed = [record.name for record in ended if record.status != "ok"]
         if config.fail_fast and failed:
             return f"fail_fast=true, and {failed[0]} is not ok."

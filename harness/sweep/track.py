@@ -1,7 +1,7 @@
 """The end of a sweep: its report, and its run in the tracker."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -9,39 +9,93 @@ from catalogue.files import tightfit_home
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.console import columns
 from harness.point.describe import what_varies
-from harness.point.show import build_report
+from harness.point.show import build_report, status_text
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
+from reports.record.best import best_of
 from reports.record.metrics import found, metric_number
-from reports.record.record import RunRecord, write_text_atomic
-
-_NAME_WIDTH: Final = 60
+from reports.record.record import MEASURED, RunRecord, write_text_atomic
 
 
 def sweep_lines(
     records: Sequence[RunRecord], folders: Sequence[Path], sweep: SweepContext
 ) -> list[str]:
-    """Return the table of the points that ended as lines of text; folders are of all that began."""
+    """Return how the sweep ended as lines of text; folders are of all points that began.
+
+    A table of the points, who is best, why points have no figures, and what runs again.
+    """
     lines = ["", f"sweep {sweep.sweep_id}: {len(records)} of {sweep.total} points"]
     if records:
-        metrics = found("sweep", [record.metrics for record in records])
-        titles = [f"{metric.label} {metric.unit}".rstrip() for metric in metrics]
-        header = ["point", "choices", "status", *titles, "folder"]
-        rows = [header]
-        varying = what_varies([record.overrides for record in records])
-        for index, (record, own) in enumerate(zip(records, varying, strict=True)):
-            name = (" ".join(own) or record.name)[:_NAME_WIDTH]
-            values = [(metric.name, record.metrics.get(metric.name)) for metric in metrics]
-            cells = ["-" if value is None else metric_number(key, value) for key, value in values]
-            is_bad = record.status == "ok" and record.valid is False
-            status = "ok, not valid" if is_bad else record.status
-            rows.append([str(index), name, status, *cells, folders[index].name])
-        lines += columns(rows, left={1, 2, len(header) - 1})
+        names = point_names(records)
+        lines += _table(records, names, folders)
+        lines += _best(records, names)
+        lines += _reasons(records, names)
+    lines += _rest(records, sweep.total)
     lines.append(f"  sweep folder  {sweep.folder}")
     report = sweep.folder / "sweep.html"
     if report.is_file():
         lines.append(f"  report        {report}")
     return lines
+
+
+def point_names(records: Sequence[RunRecord]) -> list[str]:
+    """Return what the points differ in, in full; the name of one that differs in nothing."""
+    varying = what_varies([record.overrides for record in records])
+    return [
+        " ".join(item.lstrip("+") for item in own) or record.name
+        for record, own in zip(records, varying, strict=True)
+    ]
+
+
+def _table(
+    records: Sequence[RunRecord], names: Sequence[str], folders: Sequence[Path]
+) -> list[str]:
+    metrics = found("sweep", [record.metrics for record in records])
+    header = ["point", "choices", "status", *(metric.heading for metric in metrics), "folder"]
+    rows = [header]
+    for index, (record, name) in enumerate(zip(records, names, strict=True)):
+        values = [(metric.name, record.metrics.get(metric.name)) for metric in metrics]
+        cells = ["-" if value is None else metric_number(key, value) for key, value in values]
+        rows.append([str(index), name, status_text(record), *cells, folders[index].name])
+    return columns(rows, left={1, 2, len(header) - 1})
+
+
+def _best(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
+    """Who is best in each metric that has one, a winner only where repeats say so."""
+    points = [
+        (name, record.metrics)
+        for name, record in zip(names, records, strict=True)
+        if record.status in MEASURED and record.valid is not False
+    ]
+    if len(points) < 2:
+        return
+    for metric in found("best", [metrics for _, metrics in points]):
+        best = best_of(points, metric)
+        if best is not None:
+            yield f"  {best.title}: {best.label}, {best.text}, {best.against}"
+
+
+def _reasons(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
+    """Why points have no figures, or figures that do not count."""
+    for index, (record, name) in enumerate(zip(records, names, strict=True)):
+        message = str((record.error or {}).get("message", "")).strip()
+        for text in filter(None, [message.split("\n")[0], *record.reasons[:1]]):
+            yield f"  point {index}, {name}: {status_text(record)}: {text}"
+
+
+def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
+    """What the same command would run, and what it would take over."""
+    num_ok = sum(record.status == "ok" for record in records)
+    if num_ok == total:
+        return
+    counts = Counter(record.status for record in records if record.status != "ok")
+    if total > len(records):
+        counts["not begun"] = total - len(records)
+    rest = ", ".join(f"{count} {status}" for status, count in counts.items())
+    yield (
+        f"  The same command takes over {num_ok} point{'s'[: num_ok != 1]} and runs {total - num_ok} ({rest}); "
+        "rerun=none takes over all that ended."
+    )
 
 
 FAILURES_NAME: Final = "failures.md"

@@ -7,9 +7,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reports import facts
-from reports.compare import Row, Run, comparable_metrics, gain, gain_interval, records_of
+from reports.compare import Row, Run, comparable_metrics, records_of
 from reports.figures import theme
 from reports.figures.theme import Drawing, Theme
+from reports.record.best import gain, gain_interval
 from reports.record.metrics import METRICS, Metric, shared
 from reports.record.record import RunRecord
 from reports.record.text import last_keys, number

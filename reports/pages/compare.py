@@ -8,11 +8,8 @@ from reports.compare import (
     Run,
     comparable_metrics,
     differing_settings,
-    gain,
-    gain_interval,
     is_idle,
     parts_of,
-    ratio,
     unequal_tokens,
     unshared_parts,
     weights_hash,
@@ -29,6 +26,7 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, judged, reasons, state, status_kind, validity
+from reports.record.best import best_of, gain, gain_interval, ratio
 from reports.record.metrics import Metric, definition, metric_number, metric_parts, metric_text
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT, leaf, shorten
@@ -171,7 +169,7 @@ def _values(runs: Sequence[Run], metrics: Sequence[Metric]) -> Table:
 
 def _settings(runs: Sequence[Run]) -> Section:
     lines = [
-        (key, *(ABSENT if value is None else shorten(value, 40) for value in values))
+        (key, *(ABSENT if value is None else value for value in values))
         for key, values in differing_settings([run.record for run in runs]).items()
         if not is_idle(key)
     ]
@@ -232,25 +230,14 @@ def winner(runs: Sequence[Run], metrics: Sequence[Metric]) -> str:
             break
     else:
         return "No winner: no two runs have a figure in common that counts"
-    sign = -1 if metric.better == "higher" else 1
-    first, second = sorted(having, key=lambda run: sign * (run.metrics[metric.name] or 0))[:2]
-    value = gain(metric, second.metrics, first.metrics) or 1.0
-    ends = gain_interval(metric, second.metrics, first.metrics)
-    what = f"{metric.label} {metric_text(metric.name, first.metrics[metric.name])}"
-    if ends is None:
-        return (
-            f"No winner without repeats: {first.label} has the best {what}, {value:.2f} times as "
-            f"good as {second.label}, but not both were repeated"
-        )
-    if ends[0] <= 1:
-        return (
-            f"No winner: {first.label} has the best {what}, {value:.2f} times as good as "
-            f"{second.label}, but the interval {_span(ends)} holds 1"
-        )
-    return (
-        f"{first.label} is best: {what}, {value:.2f} times as good as {second.label} "
-        f"({_span(ends)})"
-    )
+    best = best_of([(run.label, run.metrics) for run in having], metric)
+    if best is None:
+        return "No winner: no two runs have a figure in common that counts"
+    what = f"{best.metric.label} {best.text}"
+    if best.is_settled:
+        return f"{best.label} is best: {what}, {best.against}"
+    why = "No winner without repeats" if best.interval is None else "No winner"
+    return f"{why}: {best.label} has the best {what}, {best.against}"
 
 
 def _unlike(runs: Sequence[Run]) -> list[str]:

@@ -15,7 +15,6 @@ from reports.compare import (
     check_alike,
     compared_metrics,
     differing_settings,
-    gain,
     records_of,
     runs_of,
 )
@@ -31,9 +30,10 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, judged, reasons, state, status_kind
+from reports.record.best import best_of, gain
 from reports.record.metrics import Metric, found, metric_number, metric_text
-from reports.record.record import RunRecord
-from reports.record.text import ABSENT, shorten
+from reports.record.record import MEASURED, RunRecord
+from reports.record.text import ABSENT
 
 ALT: Final = (
     ("comparison", "Bars of output rate and TPOT, one row for each point"),
@@ -93,8 +93,10 @@ def sweep_page(
         definitions(metrics),
     )
     num_valid = num_ok - sum(r.status == "ok" and judged(r) is False for r in records)
-    kind: Kind = "good" if num_valid == len(rows) else "warn" if num_ok else "bad"
+    num_partial = sum(row.status == "partial" for row in rows)
+    kind: Kind = "good" if num_valid == len(rows) else "warn" if num_ok or num_partial else "bad"
     label = f"{num_ok} of {len(rows)} points ok"
+    label += f", {num_partial} partial" if num_partial else ""
     label += f", {num_ok - num_valid} of them not valid" if num_valid < num_ok else ""
     return Page(
         title=title,
@@ -115,7 +117,7 @@ def _points_table(
     for index, row in enumerate(rows):
         texts = [metric_number(metric.name, row.metrics.get(metric.name)) for metric in metrics]
         record = row.record if isinstance(row, Run) else None
-        cells.append((row.title, state(record) if record else row.status, *texts))
+        cells.append((row.whole_title, state(record) if record else row.status, *texts))
         kinds[index] = status_kind(record) if record else "bad"
     return Table(
         columns=("point", "status", *(metric.heading for metric in metrics)),
@@ -133,7 +135,7 @@ def _problems(rows: Sequence[Row]) -> Section | None:
         if isinstance(row, Run):
             text = "; ".join(filter(None, [error_line(row.record), *reasons(row.record)]))
         if text:
-            lines.append((row.title, row.status, text))
+            lines.append((row.whole_title, row.status, text))
     if not lines:
         return None
     table = Table(columns=("point", "status", "reason"), rows=lines, wide=frozenset({2}))
@@ -145,10 +147,9 @@ def _differences(runs: Sequence[Run]) -> Section | None:
     if not settings:
         return None
     columns = [
-        [ABSENT if value is None else shorten(value, 40) for value in values]
-        for values in settings.values()
+        [ABSENT if value is None else value for value in values] for values in settings.values()
     ]
-    titles = [run.title for run in runs]
+    titles = [run.whole_title for run in runs]
     table = Table(columns=("point", *settings), rows=list(zip(titles, *columns, strict=True)))
     return Section(title="Configuration that differs", tables=(table,))
 
@@ -171,24 +172,20 @@ def _span(records: Sequence[RunRecord], num_points: int) -> str:
 
 
 def _best_cards(runs: Sequence[Run]) -> list[Card]:
-    """Return the best valid point for each metric that has one."""
-    good = [run for run in runs if run.status == "ok" and judged(run.record) is not False]
-    cards = []
-    for metric in found("best", [run.metrics for run in good]):
-        values = [
-            (value, run) for run in good if (value := run.metrics.get(metric.name)) is not None
-        ]
-        is_most = metric.better == "higher"
-        value, best = (max if is_most else min)(values, key=lambda item: item[0])
-        cards.append(
-            Card(
-                label=f"{'Highest' if is_most else 'Lowest'} {metric.label}",
-                value=metric_number(metric.name, value),
-                unit=metric.unit,
-                note=f"point {best.title}",
-            )
+    """Return the best point for each metric that has one, a winner only where repeats say so."""
+    good = [run for run in runs if run.status in MEASURED and judged(run.record) is not False]
+    points = [(run.whole_title, run.metrics) for run in good]
+    bests = [best_of(points, metric) for metric in found("best", [run.metrics for run in good])]
+    return [
+        Card(
+            label=best.title,
+            value=metric_number(best.metric.name, best.value),
+            unit=best.metric.unit,
+            note=f"point {best.label}; {best.against}",
         )
-    return cards
+        for best in bests
+        if best is not None
+    ]
 
 
 def search_section(folder: Path) -> Section | None:

@@ -280,7 +280,7 @@ def test_the_summary_shows_figures_folder_and_command(tmp_path):
     text = "\n".join(lines)
     assert "tiny: ok, valid" in text
     assert "emulated on the CPU" in text
-    assert "time to first token, median  12.3  ms" in text
+    assert "TTFT p50  12.3  ms  time to first token, median" in text
     assert f"run folder  {tmp_path}" in text
     assert f"report      {tmp_path / 'report.html'}" in text
     assert "compare     mlflow ui --x" in text
@@ -289,7 +289,7 @@ def test_the_summary_shows_figures_folder_and_command(tmp_path):
 def test_a_few_served_requests_show_their_means(tmp_path):
     metrics = {f"serve/{name}_ms/mean": 12.0 for name in ("ttft", "tpot", "e2e")}
     found = summary_lines(record(metrics=metrics), tmp_path, view_command=None)
-    assert sum(line.endswith("12.0  ms") for line in found) == 3
+    assert sum("  12.0  ms  " in line for line in found) == 3
 
 
 def test_the_summary_names_fallbacks_and_warnings(tmp_path):

@@ -5,9 +5,10 @@ import csv
 import pytest
 
 from reports.__main__ import main
-from reports.compare import check_alike, ratio
+from reports.compare import check_alike
 from reports.pages.compare import compare_page
 from reports.pages.write import write_compare_report
+from reports.record.best import ratio
 from reports.record.record import RecordError
 from tests.reports.conftest import write_run
 from tests.reports.examples import config, no_fit_record, ok_record
@@ -79,7 +80,8 @@ def test_without_repeats_there_is_no_winner(tmp_path):
     page = compare_page(rows_of(tmp_path, ok_record(), peer_record()), {})
     assert page.verdict.answer == (
         "No winner without repeats: olmo7b-uva-rtx4080_16gb has the best output 402.7 tok/s, 2.00"
-        " times as good as peer, but not both were repeated"
+        " times as good as peer, but not both were repeated (scenario.throughput.repeats=5 would"
+        " give intervals)"
     )
     wrong = ok_record(name="b", valid=False)
     page = compare_page(rows_of(tmp_path, ok_record(), wrong), {})

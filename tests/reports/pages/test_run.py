@@ -24,7 +24,7 @@ def test_sections_come_in_reading_order():
         "Latency",
         "Token timeline",
         "Throughput",
-        "Memory: budget 16.0 GiB on NVIDIA H200",
+        "Memory: budget 13.6 GiB (0.85 of 16.0) on NVIDIA H200",
         "Over time",
         "KV cache",
         "Load",
@@ -99,9 +99,9 @@ def test_an_empty_record_is_a_page():
 @pytest.mark.parametrize(
     ("memory_gib", "emulated", "card", "title"),
     [
-        (16.0, False, True, "budget 16.0 GiB on NVIDIA H200"),
-        (16.0, False, False, "budget 16.0 GiB"),
-        (16.0, True, False, "budget 16.0 GiB, emulated on the CPU"),
+        (16.0, False, True, "budget 13.6 GiB (0.85 of 16.0) on NVIDIA H200"),
+        (16.0, False, False, "budget 13.6 GiB (0.85 of 16.0)"),
+        (16.0, True, False, "budget 13.6 GiB (0.85 of 16.0), emulated on the CPU"),
         (None, True, False, "budget 13.6 GiB, emulated on the CPU"),
         (None, False, True, "NVIDIA H200, 140.4 GiB"),
         (140.4, False, True, "NVIDIA H200, 140.4 GiB"),

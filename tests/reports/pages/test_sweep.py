@@ -74,8 +74,8 @@ def test_sweep_page_shows_every_point_and_its_reason(sweep_dir):
 
 def test_best_points_are_named(sweep_dir):
     words = read_html(sweep_dir, "sweep.html").words
-    assert "Highest output 431.2 tok/s point 2. offload=prefetch" in words
-    assert "Lowest TPOT p50 148.7 ms point 2. offload=prefetch" in words
+    assert "Highest output, no winner 431.2 tok/s point 2. offload=prefetch" in words
+    assert "Lowest TPOT p50, no winner 148.7 ms point 2. offload=prefetch" in words
 
 
 def test_points_link_to_reports_that_exist(sweep_dir):
@@ -163,7 +163,7 @@ def test_serving_has_columns_where_a_point_was_served(tmp_path):
     columns = page.sections[0].tables[0].columns
     assert any(column.startswith("peak rate") for column in columns)
     assert not any(column.startswith("TTFT from arrival") for column in columns)
-    (card,) = [card for card in page.cards if card.label == "Highest peak rate"]
+    (card,) = [card for card in page.cards if card.label == "Highest peak rate, no winner"]
     assert (card.value, card.note.startswith("point 1")) == ("9.00", True)
     plain = sweep_page("s", rows_of(ok_record(), tmp_path=tmp_path), {})
     assert not any("peak rate" in column for column in plain.sections[0].tables[0].columns)

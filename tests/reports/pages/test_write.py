@@ -69,7 +69,7 @@ def test_summary_numbers_are_in_the_page(ok_dir):
     for text in ("402.7 tok/s", "223.7 ms", "156.8 ms", "9.10 s", "12.9 GiB", "98.5 %"):
         assert text in words
     assert words.index("402.7 tok/s") < words.index("ok, valid") < words.index("Memory: budget")
-    assert "olmo7b, offload uva, budget 16.0 GiB on NVIDIA H200" in words
+    assert "olmo7b, offload uva, budget 13.6 GiB (0.85 of 16.0) on NVIDIA H200" in words
 
 
 def test_metrics_stand_beside_their_definition(ok_dir):
@@ -168,7 +168,9 @@ def test_emulated_runs_carry_the_banner_on_both_pages(tmp_path):
     write_report(folder)
     banner = "CPU emulation: not a GPU's figures"
     words = read_html(folder).words
-    assert words.index(banner) < words.index("offload uva, budget 16.0 GiB, emulated on the CPU")
+    assert words.index(banner) < words.index(
+        "offload uva, budget 13.6 GiB (0.85 of 16.0), emulated on the CPU"
+    )
     text = (folder / "report.md").read_text(encoding="utf-8")
     assert text.startswith(f"> **{banner}**\n")
 

@@ -62,7 +62,7 @@ def test_an_impossible_run_wins_nothing(tmp_path):
     rows = rows_of(tmp_path, ok_record(), foreign(20.0))
     assert winner(rows, [METRICS["latency/tpot_ms"].at("p50")]).startswith("No winner: no two")
     cards = {card.label: card.note for card in sweep_page("s", rows, {}).cards}
-    assert cards["Lowest TPOT p50"].startswith("point 0. olmo7b")
+    assert cards["Only TPOT p50"].startswith("point 0. olmo7b")
 
 
 def test_bytes_are_the_counted_ones_then_the_planned_then_those_in_host_memory():
