@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -41,7 +41,7 @@ from harness.studies.search_request import (
     parse_request,
 )
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
-from reports.record.text import number
+from reports.record.text import GIB, number
 
 NAME: Final = "best"
 
@@ -95,7 +95,7 @@ class Outcome:
     """Why the trial failed; None where it has a value."""
     value: float | None = None
     excesses: Sequence[float] = ()
-    """Over each constraint, at most 0 where it is kept."""
+    """Over each constraint, at most 0 where it is kept; without a value what is lacking, in GiB."""
     broken: Sequence[str] = ()
     """Constraints that are not kept."""
     folder: Path | None = None
@@ -128,10 +128,12 @@ class TrialRunner:
         try:
             config, spelled = self.compose(overrides)
         except ConfigError as error:
-            return Outcome(status="invalid", reason=str(error))
+            return Outcome(status="invalid", reason=str(error), excesses=(UNKNOWN_GIB,))
         shortage = planned_shortage(config)
         if shortage is not None:
-            return Outcome(status="refused", reason=f"the plan does not fit: {shortage}")
+            lacking = (_lacking_gib(shortage.plan or {}),)
+            reason = f"the plan does not fit: {shortage}"
+            return Outcome(status="refused", reason=reason, excesses=lacking)
         from harness.point.point import run_point  # noqa: PLC0415  not for requests that are wrong
 
         folder = sweep.folder / str(sweep.index)
@@ -148,13 +150,23 @@ class TrialRunner:
                 raise
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"
-            return Outcome(status="failed", reason=reason, folder=folder)
+            return Outcome(status="failed", reason=reason, excesses=(UNKNOWN_GIB,), folder=folder)
         self.records.append(record)
         return judge(record, self._goal, folder)
 
     def check_goal(self, overrides: Sequence[str]) -> None:
         """Raise ConfigError unless the scenario of a trial measures what the goal is about."""
         check_measured(self._goal, self.compose(overrides)[0].scenario)
+
+
+def _lacking_gib(plan: Mapping[str, Any]) -> float:
+    """Return by how much a plan is over its limits, on the GPU and the host together."""
+    over_bytes = 0
+    for side, limit in (("gpu", "budget_bytes"), ("host", "limit_bytes")):
+        sizes = plan.get(side) or {}
+        if sizes.get("total_bytes") and sizes.get(limit):
+            over_bytes += max(0, sizes["total_bytes"] - sizes[limit])
+    return over_bytes / GIB or UNKNOWN_GIB
 
 
 def judge(record: RunRecord, goal: Goal, folder: Path) -> Outcome:
@@ -171,7 +183,7 @@ def judge(record: RunRecord, goal: Goal, folder: Path) -> Outcome:
             "requests."
         )
     if reason is not None:
-        return Outcome(status=record.status, reason=reason, folder=folder)
+        return Outcome(status=record.status, reason=reason, excesses=(UNKNOWN_GIB,), folder=folder)
     return Outcome(
         status=record.status,
         value=float(record.metrics[goal.metric] or 0.0),
@@ -184,6 +196,8 @@ def judge(record: RunRecord, goal: Goal, folder: Path) -> Outcome:
 LEAST_VERSION: Final = 4
 QUESTION_NAME: Final = "search.json"
 DATABASE_NAME: Final = "study.db"
+UNKNOWN_GIB: Final = 1.0
+"""What a trial without a value lacks, where no plan says by how much."""
 IDLE: Final = 50
 """Proposals in a row that build nothing, after which a search ends."""
 
@@ -228,6 +242,8 @@ class Study:
     def __init__(self, request: SearchRequest, folder: Path) -> None:
         import optuna  # noqa: PLC0415  an extra
 
+        self.is_early = False
+        """Whether it ended before its budget was spent, for want of proposals."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._optuna: Any = optuna
@@ -267,7 +283,11 @@ class Study:
             is_new = self._run_one(run_trial, say)
             idle = 0 if is_new else idle + 1
             if idle >= IDLE:
-                return f"{IDLE} proposals in a row were refused or known"
+                self.is_early = True
+                return (
+                    f"ended early with {self.num_built()} of {self._request.trials} trials built: "
+                    f"{IDLE} proposals in a row were refused or known"
+                )
 
     def _run_one(
         self, run_trial: Callable[[int, Proposal], Outcome], say: Callable[[str], None]
@@ -287,7 +307,8 @@ class Study:
         del facts["value"]  # Optuna's own
         trial.set_user_attr("outcome", facts)
         if outcome.value is None:
-            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            # Pruned, not failed: the sampler learns from it, by how much it lacks.
+            self._study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
         else:
             self._study.tell(trial, outcome.value)
         if known is None:
@@ -399,7 +420,7 @@ def search(request: SearchRequest) -> int:
             ended, interrupt = "interrupted", error
         with interrupt_afterwards(interrupt):
             is_found = _conclude(request, study, runner, folder, ended)
-    return EXIT_OK if is_found else EXIT_NOT_ALL_OK
+    return EXIT_OK if is_found and not study.is_early else EXIT_NOT_ALL_OK
 
 
 def _check(runner: TrialRunner, request: SearchRequest) -> None:
@@ -473,7 +494,8 @@ def _table(trials: Sequence[Any]) -> str:
     writer.writerow(["trial", "state", "status", "value", "not_kept", "reason", "folder", *keys])
     for trial in trials:
         facts = facts_of(trial)
-        lead = [trial.number, trial.state.name.lower(), facts.get("status"), trial.value]
+        state = "fail" if trial.value is None else "complete"
+        lead = [trial.number, state, facts.get("status"), trial.value]
         rest = ["; ".join(facts.get("broken", [])), facts.get("reason"), facts.get("folder")]
         writer.writerow([*lead, *rest, *(trial.params.get(key) for key in keys)])
     return buffer.getvalue()

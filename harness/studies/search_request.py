@@ -356,8 +356,8 @@ example:
     'offload.prefetch.offload_num_in_group=range(3,9)' offload.prefetch.offload_group_size=8 \\
     --maximize throughput/output_tok_s --subject-to 'latency/ttft_ms/p50<=500'
 
-exit codes: 0 a best trial was found, 2 the request is wrong, 3 no trial meets the constraints,
-130 interrupted
+exit codes: 0 a best trial was found, 2 the request is wrong, 3 no trial meets the constraints or
+the search ended early, as 50 proposals in a row did not fit or were known, 130 interrupted
 """
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from engine.async_llm import AsyncLLM
 from harness.config.serve import PeakSearch, ServeScenario
-from harness.observe.statistics import Quantile, drift
+from harness.observe.statistics import Quantile, trend
 from harness.work.drive import (
     Clock,
     Engine,
@@ -340,7 +340,7 @@ def _drift(config: ServeScenario, counted: Sequence[ServedRequest], t: Quantile)
     if not config.arrivals.has_rate:
         return None
     done = sorted((r for r in counted if r.is_complete), key=lambda request: request.submit_s)
-    found = drift([request.ttft_ms for request in done if request.ttft_ms is not None], t)
+    found = trend([request.ttft_ms for request in done if request.ttft_ms is not None], t)
     if found is None or not found.is_drift:
         return None
     remedy = (

@@ -21,6 +21,7 @@ from tests.harness.work.traffic.cases import serve
 interval = partial(measured.interval, t=student_t)
 is_settled = partial(measured.is_settled, t=student_t)
 drift = partial(measured.drift, t=student_t)
+trend = partial(measured.trend, t=student_t)
 TABLE = [
     # Two-sided 90, 95 and 99 %, as printed in tables.
     (1, 6.314, 12.706, 63.657),
@@ -71,6 +72,7 @@ def test_a_worker_s_table_has_what_its_scenario_needs():
     assert measured.interval(values, table) == interval(values)
     requests = [10.0 + index % 7 for index in range(100)]
     assert measured.drift(requests, table) == drift(requests)
+    assert measured.trend(requests, table) == trend(requests)
     assert t_table(1, 2).values == {0.95: (), 0.99: ()}
 
 
@@ -165,3 +167,35 @@ def test_a_worker_measures_drifts_and_repeats_without_scipy(tmp_path):
         check=False,
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def waits(load, num, seed):
+    """Times in an M/D/1 queue that starts empty: service takes 1, arrivals are random."""
+    draw, left = random.Random(seed), 0.0
+    found = []
+    for _ in range(num):
+        left = max(0.0, left - draw.expovariate(load)) + 1
+        found.append(left)
+    return found
+
+
+@pytest.mark.parametrize("load", [0.5, 0.7, 0.9, 0.95])
+def test_a_queue_at_a_steady_load_has_no_trend(load):
+    queues = [waits(load, 1000, seed) for seed in range(100)]
+    assert sum(trend(queue).is_drift for queue in queues) <= 1
+    assert sum(drift(queue).is_drift for queue in queues) > 10  # waits are not independent
+
+
+@pytest.mark.parametrize(("load", "num"), [(1.2, 1000), (1.1, 5000), (1.5, 200)])
+def test_a_queue_that_is_offered_too_much_has_a_trend(load, num):
+    queues = [waits(load, num, seed) for seed in range(20)]
+    assert sum(trend(queue).is_drift for queue in queues) >= 18
+
+
+def test_a_trend_is_read_from_blocks():
+    found = trend([0.0] * 30 + [1.0] * 30 + [3.0] * 30)
+    assert (found.first, found.last, found.change) == (0.0, 3.0, 3.0)
+    assert not found.is_drift  # one leap of a walk
+    grown = trend([float(index) for index in range(90)])
+    assert grown.is_drift
+    assert trend([1.0] * 29) is None

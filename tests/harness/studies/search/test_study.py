@@ -109,6 +109,58 @@ def test_a_wide_space_is_searched_and_the_same_seed_repeats(tmp_path):
     assert run(tmp_path / "b", few)[0].ran == few_ran(trials.ran, 4)
 
 
+class Refusing(Trials):
+    """Has room on the GPU from 4 on and on the host up to 7: what is lacking is said."""
+
+    most = 7.0
+
+    def run(self, number, proposal):
+        size = float(proposal["offload.uva.cpu_offload_gb"])
+        lacking = max(4 - size, size - self.most)
+        if lacking <= 0:
+            return super().run(number, proposal)
+        self.ran.append(size)
+        return Outcome(status="refused", reason="over", excesses=(lacking,))
+
+
+INTERVAL = ("model=fake", "gpu=cpu", "offload=uva", "offload.uva.cpu_offload_gb=interval(0.0,32.0)")
+
+
+@needs_optuna
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_refusals_lead_the_search_to_what_fits(tmp_path, seed):
+    trials = Refusing(tmp_path)
+    request = request_of(*INTERVAL, "--trials", "12", "--seed", seed)
+    with open_study(request, tmp_path / "search") as study:
+        assert study.run(trials.run, trials.say) == "12 trials were built"
+        assert not study.is_early
+    refused = [not 4 <= size <= 7 for size in trials.ran]
+    assert sum(refused[10:]) < 0.75 * len(refused[10:])  # 91 % of what is drawn without learning
+
+
+@needs_optuna
+def test_a_search_that_finds_nothing_more_ends_early_and_says_so(tmp_path):
+    trials = Refusing(tmp_path)
+    trials.most = -40.0
+    with open_study(request_of(*INTERVAL, "--trials", "3"), tmp_path / "search") as study:
+        ended = study.run(trials.run, trials.say)
+        assert study.is_early
+    assert ended.startswith("ended early with 0 of 3 trials built: 50 proposals in a row")
+
+
+@needs_optuna
+def test_an_early_end_is_exit_code_3_although_there_is_a_best(home, monkeypatch):
+    def run_point(config, folder, overrides, context):
+        metrics = {"throughput/output_tok_s": 5.0, "latency/ttft_ms/p50": 1.0}
+        return RunRecord(run_id="a", name="a", status="ok", valid=True, metrics=metrics)
+
+    monkeypatch.setattr(point, "run_point", run_point)
+    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: [])
+    monkeypatch.setattr(command, "IDLE", 1)
+    few = ("model=fake", "gpu=cpu", "gpu.memory_gib=2.5", *INTERVAL[2:])
+    assert command.main([*few, *GOAL, "--trials", "40"]) == 3
+
+
 @needs_optuna
 def test_an_interrupted_search_goes_on(tmp_path):
     request = request_of(*FEW, "--trials", "9")
