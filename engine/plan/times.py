@@ -109,15 +109,15 @@ where the latter took 7.1 to 10.5 us."""
 LOSSLESS_SHARE: Final = 0.90
 """Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in
 80.0 us, 95.7 in bf16 (H200, products of OLMo-2-7B, as the next two)."""
-LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3510.0), (32, 2670.0), (64, 2180.0))
+LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3580.0), (32, 3000.0), (64, 2220.0))
 """Tokens of a product at most, and what restoring weights in registers carries of codes then on a
-card of LOSSLESS_MOST_TFLOPS, however fast memory is: 86.8, 114 and 140 us for 16, 32 and 64."""
+card of LOSSLESS_MOST_TFLOPS, however fast memory is: 85, 102 and 137 us for 16, 32 and 64."""
 LOSSLESS_MOST_TFLOPS: Final = 593.0
 """bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
 and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
 card with more tensor cores restores no faster (not measured on any but an H200)."""
-RESTORE_SHARE: Final = 0.49
-"""Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.1 TB/s; of each
+RESTORE_SHARE: Final = 0.52
+"""Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.18 TB/s; of each
 weight 1.5 bytes are read and 2 written."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,

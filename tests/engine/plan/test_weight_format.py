@@ -260,7 +260,7 @@ def products_us(tokens: int, rates: Rates = H200_RATES) -> float:
     return decode_step_s(none, bare, tokens, 1) / 32 * 1e6
 
 
-@pytest.mark.parametrize(("tokens", "measured_us"), [(1, 80.0), (16, 86.8), (32, 114), (64, 140)])
+@pytest.mark.parametrize(("tokens", "measured_us"), [(1, 80.0), (16, 85.0), (32, 101.6), (64, 137.4)])
 def test_products_over_codes_take_what_was_measured(tokens: int, measured_us: float) -> None:
     assert products_us(tokens) == pytest.approx(measured_us, rel=0.05)
 
@@ -296,7 +296,7 @@ def test_rates_of_a_probe_that_knew_no_codes_follow_from_its_memory() -> None:
     base = sheet_rates(CARDS["NVIDIA H200"], "sheet")
     older = base.measured({"hbm_copy_gb_s": 4000.0})
     assert older.lossless_gb_s == pytest.approx(3600.0)
-    assert older.restore_gb_s == pytest.approx(1960.0)
+    assert older.restore_gb_s == pytest.approx(2080.0)
     newer = base.measured({"hbm_copy_gb_s": 4000.0, "lossless_gb_s": 3700.0, "restore_gb_s": 2.1e3})
     assert (newer.lossless_gb_s, newer.restore_gb_s) == (3700.0, 2100.0)
 
