@@ -136,6 +136,7 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
         RecordError: a record cannot be read, or the runs did not do the same work.
     """
     from reports import compare as compared  # noqa: PLC0415  when it runs
+    from reports.record.best import gain, gain_interval  # noqa: PLC0415
     from reports.record.folders import load_run  # noqa: PLC0415
 
     rows = compared.compare_rows([(folder, load_run(folder)) for folder in folders])
@@ -156,8 +157,8 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
                     metric.name: {
                         "value": row.metrics.get(metric.name),
                         "unit": metric.unit,
-                        "times_as_good": compared.gain(metric, base, row.metrics),
-                        "interval": compared.gain_interval(metric, base, row.metrics),
+                        "times_as_good": gain(metric, base, row.metrics),
+                        "interval": gain_interval(metric, base, row.metrics),
                     }
                     for metric in metrics
                 },

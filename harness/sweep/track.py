@@ -91,9 +91,10 @@ def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
     counts = Counter(record.status for record in records if record.status != "ok")
     if total > len(records):
         counts["not begun"] = total - len(records)
+    s = "s"[: num_ok != 1]
     rest = ", ".join(f"{count} {status}" for status, count in counts.items())
     yield (
-        f"  The same command takes over {num_ok} point{'s'[: num_ok != 1]} and runs {total - num_ok} ({rest}); "
+        f"  The same command takes over {num_ok} point{s} and runs {total - num_ok} ({rest}); "
         "rerun=none takes over all that ended."
     )
 
