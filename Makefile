@@ -72,7 +72,7 @@ report: ## rebuild the report of a run folder: make report DIR=...
 	$(PY) -m reports "$(DIR)"
 
 ui: setup ## open MLflow on the database of all runs
-	.venv/bin/mlflow ui --backend-store-uri "sqlite:///$$($(PY) -m harness.models home)/mlflow.db"
+	$(PY) -m tightfit ui
 
 wheelhouse: setup ## collect what an offline GPU machine lacks, for Python 3.12, in two groups
 	rm -rf wheelhouse

@@ -93,8 +93,9 @@ def _ui(arguments: list[str]) -> int:
     from harness.tracking.mlflow import DATABASE_NAME  # noqa: PLC0415
 
     store = f"sqlite:///{tightfit_home() / DATABASE_NAME}"
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store, *arguments]
-    return _guarded(lambda: subprocess.run(command, check=False).returncode)
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store]
+    one = ("--workers", "1")  # the first page comes sooner; options that were typed win
+    return _guarded(lambda: subprocess.run([*command, *one, *arguments], check=False).returncode)
 
 
 def _completion(arguments: list[str]) -> int:

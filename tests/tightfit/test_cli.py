@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,22 @@ def test_other_words_are_refused(
     shown = capsys.readouterr()
     assert shown.err.strip().endswith(said)
     assert not shown.out
+
+
+def test_ui_shows_the_runs_of_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+
+    def keep(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", keep)
+    assert main(["ui", "--port", "5001"]) == 7
+    [[_, *words]] = started
+    assert words[:3] == ["-m", "mlflow", "ui"]
+    assert f"sqlite:///{tmp_path / 'mlflow.db'}" in words
+    assert words[-2:] == ["--port", "5001"]
 
 
 def test_help_and_version_load_neither_torch_nor_hydra() -> None:
