@@ -70,6 +70,18 @@ def _models(arguments: list[str]) -> int:
     return main(arguments, prog="tightfit models")
 
 
+def _serve(arguments: list[str]) -> int:
+    from server.run import main  # noqa: PLC0415  when it runs
+
+    return main(arguments, prog="tightfit serve")
+
+
+def _chat(arguments: list[str]) -> int:
+    from server.chat import main  # noqa: PLC0415  when it runs
+
+    return _guarded(lambda: main(arguments))
+
+
 def _open(arguments: list[str]) -> int:
     from tightfit.runs import open_page  # noqa: PLC0415  when it runs
 
@@ -145,6 +157,8 @@ COMMANDS: Final = (
     Command(
         "ab", "[SETTINGS]", "run two settings in turns and compare them", _harness("scenario=ab")
     ),
+    Command("serve", "MODEL [FLAGS]", "answer OpenAI's clients over HTTP", _serve),
+    Command("chat", "[MODEL]", "talk to a server, or to a model, in the terminal", _chat),
     Command("search", "[SETTINGS]", "look for the best settings", _search),
     Command("models", "VERB ...", "list, show, fetch, pack and remove models", _models),
     Command("open", "[latest|RUN]", "open the page of all runs, or of one, in the browser", _open),

@@ -11,6 +11,8 @@ import harness.__main__
 import harness.models
 import harness.search
 import reports.__main__
+import server.chat
+import server.run
 from harness import needs
 from tests.contracts.project import ROOT
 from tightfit.__main__ import main
@@ -26,6 +28,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         "search": harness.search,
         "models": harness.models,
         "reports": reports.__main__,
+        "serve": server.run,
+        "chat": server.chat,
     }.items():
 
         def keep(arguments: list[str], name: str = name, **_: object) -> int:
@@ -45,6 +49,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         (["ab", "model=glass"], "harness", ["scenario=ab", "model=glass"]),
         (["search", "--trials", "3"], "search", ["--trials", "3"]),
         (["models", "fetch", "glass"], "models", ["fetch", "glass"]),
+        (["serve", "glass", "--port", "9"], "serve", ["glass", "--port", "9"]),
+        (["chat", "glass"], "chat", ["glass"]),
         (["help", "run"], "harness", ["--help"]),
     ],
 )
