@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.asked.request import CompletionOutput, RequestOutput, TokenEvent, check_request_id
 from engine.asked.sampling import SamplingParams
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, FailedRequestError, QueueFullError, RequestError
 from engine.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from engine.asked.config import EngineConfig
     from engine.llm import LLM
+    from engine.snapshot import Snapshot
 
 
 class Stream:
@@ -110,7 +111,8 @@ class AsyncLLM:
 
     Args:
         llm: The engine.
-        max_pending: Requests that may be unfinished at once; one more is refused.
+        max_pending: Requests that may be unfinished at once, waiting ones included; one more is
+            refused at once (QueueFullError).
         on_step: Called on the engine's thread after each step with its StepStats and its wall
             time in seconds (from the end of the step before, where the engine was not idle in
             between); must return at once.
@@ -173,11 +175,14 @@ class AsyncLLM:
         `priority` are served first, and lose their KV blocks last.
 
         Raises:
-            RequestError: The request cannot be served or failed alone, its id is in use, or too
-                many are pending.
+            RequestError: The request cannot be served (`param` says what is at fault), or its id is
+                in use.
+            QueueFullError: Too many are pending; the same request may be sent later.
+            FailedRequestError: It failed while it ran, through no fault of its own.
             EngineError: The engine was closed or failed while the request ran.
         """
         answers: list[CompletionOutput] = []
+        await self._prepare(params)
         stream = self._submit(prompt, params, request_id, priority)
         async with contextlib.aclosing(self._follow(stream)) as parts:
             async for _, events, is_last in parts:
@@ -224,6 +229,7 @@ class AsyncLLM:
             tell_start: Yield first, maybe without tokens, once the engine took the request: what
                 is wrong with it was raised before.
         """
+        await self._prepare(params)
         stream = self._submit(prompt, params, request_id, priority, tell_start=tell_start)
         async with contextlib.aclosing(self._follow(stream)) as parts:
             async for _, events, _ in parts:
@@ -242,6 +248,21 @@ class AsyncLLM:
         finally:
             if not is_last:
                 self._commands.put(partial(self._abort, stream.request_id, stream))
+
+    async def _prepare(self, params: Any) -> None:
+        """Do beside the engine's thread what takes long before a request is queued."""
+        if isinstance(params, SamplingParams) and params.structured is not None:
+            with self._lock:
+                self._check_room()
+            await asyncio.to_thread(self._llm.prepare_form, params.structured)
+
+    def _check_room(self) -> None:
+        """Raise QueueFullError where one more request is too many; the lock is held."""
+        if len(self._pending) >= self._max_pending:
+            raise QueueFullError(
+                f"queue: expected fewer than max_pending={self._max_pending} unfinished "
+                f"requests, got {len(self._pending)}. Send it later, or raise max_pending."
+            )
 
     def _submit(
         self,
@@ -268,13 +289,10 @@ class AsyncLLM:
                 request_id = next(name for name in free if name not in self._pending)
             if request_id in self._pending:
                 raise RequestError(
-                    f"request_id: expected an unused one, got {request_id!r}. Choose another."
+                    f"request_id: expected an unused one, got {request_id!r}. Choose another.",
+                    param="request_id",
                 )
-            if len(self._pending) >= self._max_pending:
-                raise RequestError(
-                    f"queue: expected fewer than max_pending={self._max_pending} unfinished "
-                    f"requests, got {len(self._pending)}. Send it later, or raise max_pending."
-                )
+            self._check_room()
             # Copies: the engine's thread reads them later.
             prompt = list(prompt) if isinstance(prompt, list) else prompt
             params = params.copied() if isinstance(params, SamplingParams) else params
@@ -283,6 +301,14 @@ class AsyncLLM:
             self._pending[request_id] = stream
             self._commands.put(partial(self._add, stream))
         return stream
+
+    def snapshot(self) -> "Snapshot":
+        """Return the engine's counts for metrics; cheap, and it waits for nothing.
+
+        Raises:
+            EngineError: The engine was closed.
+        """
+        return self._llm.snapshot()
 
     def abort(self, request_id: str) -> None:
         """End a request; its iterator raises EngineError. Unknown and finished ids are ignored."""
@@ -404,7 +430,7 @@ class AsyncLLM:
                 stream.put(tokens)
                 self._touched.add(stream)
             if failures:
-                self._retire(stream, RequestError(str(failures[0].stop_reason)))
+                self._retire(stream, FailedRequestError(str(failures[0].stop_reason)))
             elif stream.open_answers == 0:
                 self._retire(stream, None)
         if self._pending and not self._llm.has_unfinished():

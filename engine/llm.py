@@ -18,6 +18,7 @@ from engine.asked.keywords import (
 )
 from engine.asked.request import RequestOutput, TokenEvent
 from engine.asked.sampling import SamplingParams
+from engine.asked.structured import StructuredOutput
 from engine.build import Engine, Progress, build_engine, known_unpackable, read_model
 from engine.clock import LoadReport
 from engine.device.cuda import open_device
@@ -30,6 +31,7 @@ from engine.plan.units import RESIDENT
 from engine.referee import NUM_CANDIDATES, judge
 from engine.run.core import StepStats
 from engine.sealed import GIB
+from engine.snapshot import Snapshot, take_snapshot
 from engine.text.chat import Messages, chat_tokens, is_conversation
 from engine.text.sessions import Prompt, Sessions, interrupt_afterwards
 
@@ -325,6 +327,15 @@ class LLM:
             session = self._sessions.add(prompt, params, request_id, priority)
             return session.request.request_id
 
+    def prepare_form(self, form: StructuredOutput) -> None:
+        """Compile a form ahead of requests that ask for it; any thread may call it.
+
+        Raises:
+            RequestError: The form is not valid, or the model has no tokenizer that can be used.
+        """
+        _ = self.engine
+        self._sessions.constraints.make(form, 0)
+
     def step(self) -> list[TokenEvent]:
         """Return the tokens of one step of the engine, as they became known.
 
@@ -379,6 +390,14 @@ class LLM:
             "num_window_blocks": sum(pool.num_gpu_blocks for pool in others),
             "kv": self._kv_stats(),
         }
+
+    def snapshot(self) -> Snapshot:
+        """Return the counts that metrics show; cheap, and for any thread at any time.
+
+        Raises:
+            EngineError: It was closed.
+        """
+        return take_snapshot(self.engine)
 
     def _kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers and what was found, moved and read in place."""

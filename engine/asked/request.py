@@ -348,7 +348,15 @@ def check_request(
     if outside:
         raise RequestError(
             f"stop_token_ids: expected ids below the vocabulary's {vocab_size}, got {outside[0]}. "
-            "Remove it."
+            "Remove it.",
+            param="stop_token_ids",
+        )
+    biased = max(request.params.logit_bias or (0,))
+    if biased >= vocab_size:
+        raise RequestError(
+            f"logit_bias: expected ids below the vocabulary's {vocab_size}, got {biased}. Remove "
+            "it.",
+            param="logit_bias",
         )
     biased = [token_id for token_id in request.params.logit_bias or () if token_id >= vocab_size]
     if biased:
@@ -363,7 +371,8 @@ def check_request(
         raise RequestError(
             f"min_tokens={request.params.min_tokens}: expected at least one token that does not "
             f"end the output, got {len(stops)} stop tokens in a vocabulary of {vocab_size}. "
-            "Remove some of stop_token_ids, or set min_tokens=0."
+            "Remove some of stop_token_ids, or set min_tokens=0.",
+            param="min_tokens",
         )
 
 
@@ -384,15 +393,20 @@ def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
     if not isinstance(token_ids, list):
         raise RequestError(
             f"prompt: expected a list of token ids, got {type(token_ids).__name__}. "
-            "Pass a list of integers."
+            "Pass a list of integers.",
+            param="prompt",
         )
     if not token_ids:
-        raise RequestError("prompt: expected at least one token, got none. Pass a longer prompt.")
+        raise RequestError(
+            "prompt: expected at least one token, got none. Pass a longer prompt.", param="prompt"
+        )
     if len(token_ids) > max_model_len - 1:
         raise RequestError(
             f"prompt: expected at most {max_model_len - 1} tokens (max_model_len={max_model_len} "
             f"less one to generate), got {len(token_ids)}. Shorten the prompt or raise "
-            "engine.max_model_len."
+            "engine.max_model_len.",
+            param="prompt",
+            code=RequestError.CONTEXT_LENGTH,
         )
     if _are_ids(token_ids, vocab_size):
         return  # a long prompt is checked a token at a time only for the message
@@ -402,5 +416,6 @@ def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
             raise RequestError(
                 f"prompt: expected token ids from 0 to {vocab_size - 1} (the vocabulary), got "
                 f"{token_id!r} at position {position}. Encode the prompt with this model's "
-                "tokenizer."
+                "tokenizer.",
+                param="prompt",
             )

@@ -1,6 +1,7 @@
 """EngineCore: one step after another, from scheduler to executor and back."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from engine.kv.memory import BlockMover
     from engine.run.executor import DeviceExecutor, DeviceFlight
 
+RECENT_STEPS: Final = 32
+"""Steps over which the use of the host link is told."""
 LONG_STEP_S: Final = 0.02
 """Length of steps beside which a prompt's keys take little: 0.1 ms for 1,000 tokens (2 cores of a
 Xeon)."""
@@ -47,6 +50,20 @@ class StepStats:
     there before the step behind it was launched, and on a CPU, which computes as it launches."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What crossed the host link to the GPU while steps ran."""
+
+    bytes_per_step: float
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[int, float]]) -> "LinkUse":
+        """Return that of steps, given their bytes and seconds; zeros where there are none."""
+        num_bytes, seconds = sum(step[0] for step in steps), sum(step[1] for step in steps)
+        return cls(num_bytes / max(1, len(steps)), num_bytes / seconds if seconds > 0 else 0.0)
+
+
 class Transfers:
     """Hands the moves that a scheduler decides to the movers, and tells it what is done.
 
@@ -61,6 +78,11 @@ class Transfers:
     def num_under_way(self) -> int:
         """Moves that were submitted and are not known to be done."""
         return sum(mover.num_under_way for mover in self._movers)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of KV blocks that were moved to the GPU so far."""
+        return sum(mover.stats.loaded_bytes for mover in self._movers)
 
     def submit(self) -> None:
         """Hand on all moves decided so far, and let what follows wait for those that it must.
@@ -189,6 +211,11 @@ class EngineCore:
         """The newest step whose tokens were read."""
         self.num_steps = 0
         """Steps whose tokens were read."""
+        self.step_s = 0.0
+        """Seconds that they took."""
+        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        """Of the last ones the bytes that crossed the host link to the GPU, but for host blocks
+        that prefills stage, and the seconds."""
         self.overlapped_steps = 0
         """Number of them that were launched before the step before them was collected."""
         self.overlap = True
@@ -196,6 +223,7 @@ class EngineCore:
         self._flight: _Launched | None = None
         self._is_torn = False
         self._end_s = 0.0
+        self._loaded_bytes = 0
 
     def step(self) -> list[TokenEvent]:
         """Return the tokens of one step, none where nothing was to run or no prompt is complete.
@@ -271,6 +299,11 @@ class EngineCore:
             wait_s=max(0.0, end_s - begin_s),
         )
         self._end_s = end_s
+        self.step_s += self.last_step.duration_s
+        loaded, before = self.transfers.loaded_bytes, self._loaded_bytes
+        read = flight.h2d_bytes + flight.in_place_bytes + flight.kv_in_place_bytes
+        self.recent.append((read + loaded - before, self.last_step.duration_s))
+        self._loaded_bytes = loaded
         return events
 
     def _discard(self, num_kept: int) -> None:

@@ -139,6 +139,11 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def num_swapped(self) -> int:
+        """Sequences that wait and whose content went to the host tier."""
+        return len(self._swapped)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
 
@@ -159,7 +164,9 @@ class Scheduler:
             raise RequestError(
                 f"prompt: expected 1 to {limit} tokens (max_model_len="
                 f"{self.config.max_model_len} less one to generate), got {sequence.num_tokens}. "
-                "Change the prompt or raise engine.max_model_len."
+                "Change the prompt or raise engine.max_model_len.",
+                param="prompt",
+                code=RequestError.CONTEXT_LENGTH,
             )
         self._unfinished.setdefault(sequence.request.request_id, []).append(sequence)
         self._queue(sequence)

@@ -31,14 +31,16 @@ def chat_tokens(tokenizer: Any | None, messages: Messages, **template: Any) -> l
     if tokenizer is None:
         raise RequestError(
             "messages: expected a model with a tokenizer, this one has none. Use generate with "
-            "token ids."
+            "token ids.",
+            param="messages",
         )
     _check(messages)
     given = {"add_generation_prompt": True, **template}
     if not given.get("chat_template") and not tokenizer.chat_template:
         raise RequestError(
             "messages: expected a model with a chat template, this one has none: it was not "
-            "trained on conversations. Use generate, or give chat_template."
+            "trained on conversations. Use generate, or give chat_template.",
+            param="messages",
         )
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
@@ -46,7 +48,8 @@ def chat_tokens(tokenizer: Any | None, messages: Messages, **template: Any) -> l
         reason = " ".join(str(error).split())[:300]
         raise RequestError(
             f"messages: the chat template refuses them ({type(error).__name__}: {reason}). Change "
-            "the messages, or give another chat_template."
+            "the messages, or give another chat_template.",
+            param="messages",
         ) from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -54,11 +57,13 @@ def chat_tokens(tokenizer: Any | None, messages: Messages, **template: Any) -> l
 def _check(messages: object) -> None:
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError(
-            f"messages: expected a list of dicts with role and content, got {messages!r}."
+            f"messages: expected a list of dicts with role and content, got {messages!r}.",
+            param="messages",
         )
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(
                 f"messages: expected dicts with role and content, got {message!r}. Write "
-                "{'role': 'user', 'content': '...'}."
+                "{'role': 'user', 'content': '...'}.",
+                param="messages",
             )

@@ -5,6 +5,7 @@ follow. It is imported when the first request asks for one.
 """
 
 import json
+import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ class Constraint:
 
 
 class Constraints:
-    """Makes constraints for the requests of an engine.
+    """Makes constraints for the requests of an engine; any thread may use it.
 
     The first one takes about a second, for what is derived of the vocabulary; a new form takes
     milliseconds, a very complex one a second. A form that was compiled before is only copied.
@@ -69,7 +70,9 @@ class Constraints:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = eos_token_ids
         self._vocabulary: LLTokenizer | None = None
+        self._opening = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._looking = threading.Lock()
 
     def make(self, form: StructuredOutput, count: int) -> list[Constraint]:
         """Return constraints of as many outputs.
@@ -79,14 +82,16 @@ class Constraints:
         """
         form.check()
         grammar = _grammar(form)
-        matcher = self._compiled.get(grammar)
+        with self._looking:
+            matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = self._compile(grammar)
+        with self._looking:
             self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
             if len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return [Constraint(matcher.deep_copy()) for _ in range(count)]
+            return [Constraint(matcher.deep_copy()) for _ in range(count)]
 
     def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
@@ -100,7 +105,9 @@ class Constraints:
 
     def _open(self) -> "LLTokenizer":
         """Return what llguidance knows of the vocabulary."""
-        if self._vocabulary is None:
+        with self._opening:
+            if self._vocabulary is not None:
+                return self._vocabulary
             if self._tokenizer is None:
                 raise refusal("expected none: this model has no tokenizer. Remove it.")
             from llguidance.hf import from_tokenizer
@@ -114,7 +121,7 @@ class Constraints:
                     f"expected none: llguidance cannot use this model's tokenizer ({error}). "
                     "Remove it."
                 ) from error
-        return self._vocabulary
+            return self._vocabulary
 
 
 def _grammar(form: StructuredOutput) -> str:

@@ -332,7 +332,7 @@ class Sessions:
     def __init__(self, core: EngineCore, tokenizer: Any | None, vocab_size: int) -> None:
         self.core = core
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._constraints = Constraints(tokenizer, vocab_size, core.eos_token_ids)
+        self.constraints = Constraints(tokenizer, vocab_size, core.eos_token_ids)
         self._open: dict[str, Session] = {}
         self.kept: list[TokenEvent] = []
         """Events that could not be returned when they came: while `generate` ran, of requests that
@@ -356,7 +356,8 @@ class Sessions:
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {params!r}. Pass one for all "
-                "prompts, or a list with one for each."
+                "prompts, or a list with one for each.",
+                param="sampling_params",
             )
         if request_id is not None:
             check_request_id(request_id)
@@ -365,7 +366,10 @@ class Sessions:
         while request_id is None and name in self._open:
             name += "+"
         if name in self._open:
-            raise RequestError(f"request_id: expected an unused one, got {name!r}. Choose another.")
+            raise RequestError(
+                f"request_id: expected an unused one, got {name!r}. Choose another.",
+                param="request_id",
+            )
         request = Request(
             request_id=name,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -384,11 +388,12 @@ class Sessions:
         if stop and self._tokenizer is None:
             raise RequestError(
                 f"stop: expected no stop strings, got {stop!r}: this model has no tokenizer. "
-                "Use stop_token_ids."
+                "Use stop_token_ids.",
+                param="stop",
             )
         constraints: list[Constraint | None] = [None] * params.n
         if params.structured is not None:
-            constraints = [*self._constraints.make(params.structured, params.n)]
+            constraints = [*self.constraints.make(params.structured, params.n)]
         sequences = [
             Sequence(
                 seq_id=next(self._seq_ids), request=request, index=index, constraint=constraint
@@ -412,7 +417,8 @@ class Sessions:
             return encode(self._tokenizer, prompt)
         if not isinstance(prompt, list):
             raise RequestError(
-                f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}."
+                f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}.",
+                param="prompt",
             )
         return list(prompt)
 

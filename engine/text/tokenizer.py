@@ -42,14 +42,16 @@ def encode(tokenizer: Any | None, text: str) -> list[int]:
     if tokenizer is None:
         raise RequestError(
             "prompt: expected token ids, got text: this model has no tokenizer. "
-            "Pass a list of token ids."
+            "Pass a list of token ids.",
+            param="prompt",
         )
     try:
         return list(tokenizer(text, verbose=False)["input_ids"])  # lengths are checked after
     except (TypeError, ValueError) as error:
         raise RequestError(
             f"prompt: expected text that the tokenizer can encode, got {text[:20]!r} "
-            f"({error}). Remove lone surrogates."
+            f"({error}). Remove lone surrogates.",
+            param="prompt",
         ) from error
 
 
