@@ -351,13 +351,6 @@ def check_request(
             "Remove it.",
             param="stop_token_ids",
         )
-    biased = max(request.params.logit_bias or (0,))
-    if biased >= vocab_size:
-        raise RequestError(
-            f"logit_bias: expected ids below the vocabulary's {vocab_size}, got {biased}. Remove "
-            "it.",
-            param="logit_bias",
-        )
     biased = [token_id for token_id in request.params.logit_bias or () if token_id >= vocab_size]
     if biased:
         raise RequestError(
