@@ -13,7 +13,7 @@ from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.offload import OffloadWarning
 from engine.asked.sampling import penalty_tokens
 from engine.clock import LoadReport, PhaseClock
-from engine.device.base import Device
+from engine.device.base import TORCH_DTYPES, Device
 from engine.device.cuda import open_device
 from engine.errors import SPOKEN, CheckpointError, KernelError, PinningError, UnpackableError
 from engine.kv.memory import HostTier, KVCache
@@ -24,7 +24,7 @@ from engine.model.checkpoint import (
     read_folder,
 )
 from engine.model.facts import read_unpackable, write_unpackable
-from engine.model.formats import TensorFormats, TensorSpec
+from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_again, plan_memory
@@ -35,8 +35,9 @@ from engine.run.sampler import Sampler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.kept import DAMAGED, KeptCopy, Packed, copy_folder, keep, source_identity
 from engine.weights.reader import CheckpointReader, DummyWeights, pack
-from engine.weights.store import WeightStore
+from engine.weights.store import OPERATORS, WeightStore
 from kernels.compile_time import LISTENER
+from kernels.cuda.ahead import Compilation
 from kernels.cuda.driver import CudaError
 
 Progress = Callable[[str, int, int], None]
@@ -153,6 +154,8 @@ def build_engine(
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder, spec.vocab_size)
     with contextlib.ExitStack() as undo:
         undo.callback(device.close)
+        compiling = Compilation(_kernels_of(spec, plan, device), device.torch_device)
+        undo.callback(compiling.close)
         plan, store, tier = _fill(planning, stored, device, plan, clock, progress)
         undo.callback(tier.close)
         plan = replace(plan, notes=(*plan.notes, *model.notes, *([note] if note else [])))
@@ -177,6 +180,9 @@ def build_engine(
                 seed=config.engine.seed,
                 eos_token_ids=eos_ids,
             )
+        if compiling.kernels:
+            with clock.phase("compile"):
+                clock.add_busy("compile", compiling.join())
         _warm_up(executor, tier, plan, clock)
         core = EngineCore(
             plan,
@@ -204,6 +210,30 @@ def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[
         f"window {plan.window}",
         *(f"{name} in {form}" for name, form in plan.formats.to_dict().items()),
     )
+
+
+GATED: Final = "mlp.gate_up_proj.weight"
+"""The end of names of matrices whose rows are gates and ups."""
+
+
+def _kernels_of(spec: ModelSpec, plan: MemoryPlan, device: Device) -> set[Any]:
+    """Return the kernels of a plan's products that are compiled beside its load."""
+    found: set[Any] = set()
+    tables = set() if spec.tie_word_embeddings else {EMBEDDING}
+    for tensor in spec.tensors():
+        if len(tensor.shape) == 2 and tensor.name not in tables:
+            found |= (
+                plan.formats[tensor.name]
+                .products(OPERATORS)
+                .kernels_of(
+                    tensor.shape,
+                    TORCH_DTYPES[plan.dtype],
+                    device.torch_device,
+                    is_gated=tensor.name.endswith(GATED),
+                    max_tokens=plan.max_num_batched_tokens,
+                )
+            )
+    return found
 
 
 def _warm_up(executor: DeviceExecutor, tier: HostTier, plan: MemoryPlan, clock: PhaseClock) -> None:

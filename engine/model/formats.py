@@ -103,6 +103,8 @@ class Products(NamedTuple):
     linear_silu_mul: Callable[..., Any]
     linear_gelu_mul: Callable[..., Any]
     embedding: Callable[..., Any]
+    kernels_of: Callable[..., set[Any]] = lambda *_, **__: set()
+    """What they launch, to be compiled ahead; signature as in kernels.ops.linear."""
 
     @classmethod
     def of(cls, module: Any) -> "Products":

@@ -9,7 +9,7 @@ from kernels.cuda.driver import Args, Kernel, launch
 from kernels.cuda.products import set_codes
 
 _RESTORE_WARPS: Final = 2
-_RESTORE: Final = Kernel("restore", 32 * _RESTORE_WARPS, starts_early=False)
+RESTORE: Final = Kernel("restore", 32 * _RESTORE_WARPS, starts_early=False)
 _RESTORE_SHARED_BYTES: Final = _RESTORE_WARPS * 16 * 528
 _ROWS: Final = Kernel("rows", 128)
 
@@ -23,7 +23,7 @@ def restore(codes: Codes, out: torch.Tensor) -> None:
         set_codes(args, codes)
     args.out = out.data_ptr()
     jobs = num_rows // 16 * -(-num_columns // 256)
-    launch(_RESTORE, -(-jobs // _RESTORE_WARPS), _RESTORE_SHARED_BYTES, args, out.device)
+    launch(RESTORE, -(-jobs // _RESTORE_WARPS), _RESTORE_SHARED_BYTES, args, out.device)
 
 
 def rows(codes: Codes, ids_T: torch.Tensor) -> torch.Tensor:

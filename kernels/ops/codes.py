@@ -3,6 +3,8 @@
 kernels.arguments.Codes says what codes are. Shape letters: T tokens, N rows, K columns.
 """
 
+from typing import Any
+
 import torch
 
 from kernels.arguments import Codes, DecodeWorkspace, Escapes
@@ -153,6 +155,34 @@ def linear_gelu_mul(
     if _is_small(x):
         return _gated(x, codes, bias, is_gelu=True)
     return plain.linear_gelu_mul(x, _restored(codes), bias)
+
+
+def kernels_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_gated: bool,
+    max_tokens: int,
+) -> set[Any]:
+    """Return the CUDA kernels that products with codes launch, as that of kernels.ops.linear.
+
+    Args:
+        shape: [N, K] of the matrix.
+        dtype: bfloat16.
+        device: as there.
+        is_gated: as there.
+        max_tokens: as there.
+    """
+    if device.type != "cuda":
+        return set()
+    from kernels.cuda import ahead
+    from kernels.cuda.codes import RESTORE
+
+    found: set[Any] = ahead.kernels_of(
+        shape, dtype, device, is_gated=is_gated, has_codes=True, max_tokens=max_tokens
+    )
+    return found | ({RESTORE} if max_tokens > MAX_SMALL_TOKENS else set())
 
 
 def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:

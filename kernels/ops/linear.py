@@ -3,6 +3,8 @@
 Shape letters: T tokens, D hidden, F feed-forward, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 
 from kernels.arguments import DecodeWorkspace
@@ -100,6 +102,32 @@ def linear_gelu_mul(
     product = ref.linear(x, weight_2FD, bias)
     gated = gelu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])
+
+
+def kernels_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_gated: bool,
+    max_tokens: int,
+) -> set[Any]:
+    """Return the CUDA kernels that products with a weight launch: kernels.cuda.ahead compiles them.
+
+    Args:
+        shape: [N, K] of the weight.
+        dtype: of the weight and the tokens.
+        device: where they run; on a CPU there are none.
+        is_gated: whether rows are gates and then as many ups.
+        max_tokens: of a product.
+    """
+    if device.type != "cuda":
+        return set()
+    from kernels.cuda import ahead
+
+    return ahead.kernels_of(
+        shape, dtype, device, is_gated=is_gated, has_codes=False, max_tokens=max_tokens
+    )
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:

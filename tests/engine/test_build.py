@@ -1,6 +1,7 @@
 """Building an engine: what is left behind where a first attempt fails."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from engine.kv.prefix import root_key
 from engine.plan.units import ON_DEMAND, RESIDENT
 from engine.run.executor import DeviceExecutor
 from harness.point.process import classify_exception
-from kernels.cuda.driver import CudaError
+from kernels.cuda import ahead
+from kernels.cuda.driver import CudaError, Kernel
 from tests.engine.conftest import TinyModels
 from tests.tiny import make_config, open_llm
 
@@ -71,6 +73,20 @@ def test_a_kernel_that_does_not_compile_is_an_error_of_the_engine(
         open_llm(tiny.folder("llama"))
     status, facts = classify_exception(error.value, "load")
     assert (status, facts["traceback"]) == ("failed", None)
+
+
+def test_kernels_are_compiled_while_weights_load(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each that the formats name, once; the load says what that took."""
+    compiled = []
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    monkeypatch.setattr(ahead, "kept", lambda kernel, *_: compiled.append(kernel.expression))
+    monkeypatch.setattr(build, "_kernels_of", lambda *_: {Kernel("rows", 1), Kernel("wide", 1)})
+    llm = open_llm(tiny.folder("llama"))
+    assert sorted(compiled) == ["rows", "wide"]
+    assert {"compile"} <= llm.load_report.phases.keys() & llm.load_report.busy.keys()
+    llm.close()
 
 
 def test_what_steps_exchange_with_the_host_is_allocated_by_the_device(

@@ -3,14 +3,17 @@
 import ctypes
 import itertools
 import os
+import threading
 import time
 
 import pytest
 import torch
 
 from kernels.compile_time import LISTENER
-from kernels.cuda import driver, products
+from kernels.cuda import ahead, driver, products
+from kernels.cuda.codes import RESTORE
 from kernels.cuda.driver import CudaError, Kernel
+from kernels.ops import codes, linear
 
 KIB = 1024
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
@@ -101,6 +104,59 @@ def test_a_kernel_is_compiled_once_and_a_damaged_file_anew(tmp_path, monkeypatch
         path.write_bytes(path.read_bytes()[:-1])
     assert driver.kept(kernel, (8, 6), folder) == b"restore (8, 6)"
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("capability", "is_half"), [((8, 9), False), ((9, 0), True)])
+def test_what_is_compiled_ahead_is_what_products_launch(capability, is_half, monkeypatch):
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(products, "max_shared_bytes", lambda _: CARDS[capability] * KIB)
+    for module in (products, ahead):
+        monkeypatch.setattr(module, "capability", lambda _: capability)
+    shape_of = products._launch_shape.__wrapped__
+    monkeypatch.setattr(ahead, "_launch_shape", shape_of)
+    device, dtype = torch.device("cuda", 0), torch.float16 if is_half else torch.bfloat16
+    for rows, is_gated in itertools.product((32, 4096, 22016), (False, True)):
+        for most in (1, 20, 64, 2048):
+            found = linear.kernels_of((rows, 64), dtype, device, is_gated=is_gated, max_tokens=most)
+            counts = range(1, min(most, 64) + 1)
+            launched = {shape_of(n, rows, device, is_gated, False, is_half)[0] for n in counts}
+            assert found == launched
+    coded = codes.kernels_of((4096, 64), torch.bfloat16, device, is_gated=True, max_tokens=65)
+    assert RESTORE in coded
+    assert len(coded) == 5
+    few = codes.kernels_of((4096, 64), torch.bfloat16, device, is_gated=True, max_tokens=64)
+    assert few == coded - {RESTORE}
+    for shape in ((24, 64), (32, 60)):
+        assert not linear.kernels_of(shape, dtype, device, is_gated=False, max_tokens=64)
+    wide = {"is_gated": False, "max_tokens": 64}
+    assert not linear.kernels_of((32, 64), torch.float32, device, **wide)
+    assert not linear.kernels_of((32, 64), dtype, torch.device("cpu"), **wide)
+    monkeypatch.setattr(ahead, "capability", lambda _: (7, 5))
+    assert not linear.kernels_of((32, 64), dtype, device, **wide)
+
+
+def test_kernels_are_compiled_beside_each_other_and_what_fails_is_told(tmp_path, monkeypatch):
+    both = threading.Barrier(2, timeout=30)
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    version = type("Version", (), {"nvrtcVersion": lambda: (0, 13, 0)})
+    monkeypatch.setattr(driver, "_imported", lambda _: version)
+
+    def compile_it(kernel, _):
+        both.wait()
+        if kernel.expression == "rows":
+            raise CudaError("rows: it does not compile")
+        return kernel.expression.encode()
+
+    monkeypatch.setattr(driver, "compiled", compile_it)
+    work = ahead.Compilation({Kernel("restore", 64), Kernel("narrow", 64)}, torch.device("cpu"))
+    assert work.join() > 0
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+    work = ahead.Compilation({Kernel("rows", 64), Kernel("wide", 64)}, torch.device("cpu"))
+    with pytest.raises(CudaError, match="rows: it does not compile"):
+        work.join()
+    work.close()
+    assert ahead.Compilation(set(), torch.device("cpu")).join() == 0
 
 
 def test_kernels_of_other_sources_go_when_nobody_used_them_for_long(tmp_path, monkeypatch):
