@@ -36,9 +36,7 @@ from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.kept import DAMAGED, KeptCopy, Packed, copy_folder, keep, source_identity
 from engine.weights.reader import CheckpointReader, DummyWeights, pack
 from engine.weights.store import OPERATORS, WeightStore
-from kernels.compile_time import LISTENER
-from kernels.cuda.ahead import Compilation
-from kernels.cuda.driver import CudaError
+from kernels.compile_time import LISTENER, Compilation, CudaError
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""

@@ -1,19 +1,15 @@
-"""Compile the kernels of a model's products before their first launch, several at once."""
+"""Which kernels a product will launch, so that they can be compiled before."""
 
-import time
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
 
-from kernels.cuda.driver import Kernel, cache_folder, capability, kept
+from kernels.cuda.driver import Kernel, capability
 from kernels.cuda.products import _launch_shape
 from kernels.sizes import LEAST_CAPABILITY
 
 _LEAST_TOKENS: Final = (1, 9, 17, 33)
 """The least of the numbers of tokens that one kernel serves."""
-_MAX_THREADS: Final = 4
 
 
 def kernels_of(
@@ -43,37 +39,3 @@ def kernels_of(
     counts = [count for count in _LEAST_TOKENS if count <= max_tokens]
     shapes = (_launch_shape(n, num_rows, device, is_gated, has_codes, is_half) for n in counts)
     return {kernel for kernel, *_ in shapes}
-
-
-class Compilation:
-    """Kernels that threads compile, or find on disk, from now on; NVRTC holds no lock of Python's.
-
-    Args:
-        kernels: which.
-        device: that they are for.
-    """
-
-    def __init__(self, kernels: Collection[Kernel], device: torch.device) -> None:
-        card, self.kernels = capability(device), sorted(kernels, key=repr)
-
-        def seconds(kernel: Kernel) -> float:
-            begin = time.perf_counter()
-            kept(kernel, card, cache_folder())
-            return time.perf_counter() - begin
-
-        self._pool = ThreadPoolExecutor(_MAX_THREADS, "compile")
-        self._seconds = [self._pool.submit(seconds, each) for each in self.kernels]
-
-    def join(self) -> float:
-        """Wait until all are on disk; return the seconds that they took, summed over threads.
-
-        Raises:
-            CudaError: one does not compile.
-        """
-        seconds = sum(each.result() for each in self._seconds)
-        self.close()
-        return seconds
-
-    def close(self) -> None:
-        """Begin no more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from kernels.compile_time import LISTENER
+from kernels.compile_time import LISTENER, CudaError
 
 HOPPER: Final = 9
 """Major compute capability of the cards that have products of groups of four warps."""
@@ -63,9 +63,16 @@ class Kernel:
         ]
         return options + ["-DHALF"] * self.is_half + ["-DHOPPER"] * bool(suffix)
 
+    def keep(self, device: torch.device) -> None:
+        """Compile it for a device, unless it is kept on disk.
 
-class CudaError(RuntimeError):
-    """NVRTC or the CUDA driver refused a call."""
+        Args:
+            device: any.
+
+        Raises:
+            CudaError: as kept.
+        """
+        kept(self, capability(device), cache_folder())
 
 
 def compiled(kernel: Kernel, capability: tuple[int, int]) -> bytes:

@@ -15,8 +15,9 @@ from engine.kv.prefix import root_key
 from engine.plan.units import ON_DEMAND, RESIDENT
 from engine.run.executor import DeviceExecutor
 from harness.point.process import classify_exception
-from kernels.cuda import ahead
-from kernels.cuda.driver import CudaError, Kernel
+from kernels.compile_time import CudaError
+from kernels.cuda import driver
+from kernels.cuda.driver import Kernel
 from tests.engine.conftest import TinyModels
 from tests.tiny import make_config, open_llm
 
@@ -81,7 +82,7 @@ def test_kernels_are_compiled_while_weights_load(
     """Each that the formats name, once; the load says what that took."""
     compiled = []
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
-    monkeypatch.setattr(ahead, "kept", lambda kernel, *_: compiled.append(kernel.expression))
+    monkeypatch.setattr(driver, "kept", lambda kernel, *_: compiled.append(kernel.expression))
     monkeypatch.setattr(build, "_kernels_of", lambda *_: {Kernel("rows", 1), Kernel("wide", 1)})
     llm = open_llm(tiny.folder("llama"))
     assert sorted(compiled) == ["rows", "wide"]

@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
-from kernels.compile_time import LISTENER
+from kernels.compile_time import LISTENER, Compilation, CudaError
 from kernels.cuda import ahead, driver, products
 from kernels.cuda.codes import RESTORE
-from kernels.cuda.driver import CudaError, Kernel
+from kernels.cuda.driver import Kernel
 from kernels.ops import codes, linear
 
 KIB = 1024
@@ -149,14 +149,14 @@ def test_kernels_are_compiled_beside_each_other_and_what_fails_is_told(tmp_path,
         return kernel.expression.encode()
 
     monkeypatch.setattr(driver, "compiled", compile_it)
-    work = ahead.Compilation({Kernel("restore", 64), Kernel("narrow", 64)}, torch.device("cpu"))
+    work = Compilation({Kernel("restore", 64), Kernel("narrow", 64)}, torch.device("cpu"))
     assert work.join() > 0
     assert len(list((tmp_path / "kernels").iterdir())) == 2
-    work = ahead.Compilation({Kernel("rows", 64), Kernel("wide", 64)}, torch.device("cpu"))
+    work = Compilation({Kernel("rows", 64), Kernel("wide", 64)}, torch.device("cpu"))
     with pytest.raises(CudaError, match="rows: it does not compile"):
         work.join()
     work.close()
-    assert ahead.Compilation(set(), torch.device("cpu")).join() == 0
+    assert Compilation(set(), torch.device("cpu")).join() == 0
 
 
 def test_kernels_of_other_sources_go_when_nobody_used_them_for_long(tmp_path, monkeypatch):

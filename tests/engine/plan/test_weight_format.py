@@ -260,7 +260,9 @@ def products_us(tokens: int, rates: Rates = H200_RATES) -> float:
     return decode_step_s(none, bare, tokens, 1) / 32 * 1e6
 
 
-@pytest.mark.parametrize(("tokens", "measured_us"), [(1, 80.0), (16, 85.0), (32, 101.6), (64, 137.4)])
+@pytest.mark.parametrize(
+    ("tokens", "measured_us"), [(1, 80.0), (16, 85.0), (32, 101.6), (64, 137.4)]
+)
 def test_products_over_codes_take_what_was_measured(tokens: int, measured_us: float) -> None:
     assert products_us(tokens) == pytest.approx(measured_us, rel=0.05)
 
