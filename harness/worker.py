@@ -45,6 +45,7 @@ from harness.work.correctness import (
     compare_tokens,
     greedy_tokens,
     read_reference,
+    tokens_of_answered,
     write_reference,
 )
 from harness.work.drive import Engine, Outcome, StepTotals, measure_repeats
@@ -492,10 +493,23 @@ class Work:
         reference, reference_name = read_reference(self._job.reference), self._job.reference.name
         if reference is None:
             raise RuntimeError(f"{self._job.reference}: the reference cannot be read.")
-        got = self._greedy_tokens(llm, reference["prompts"])
+        expected = reference["tokens"]
         if self._door.is_exact:
-            compare_tokens(reference["tokens"], got)
-        found = agree(reference["tokens"], got)
+            got = self._greedy_tokens(llm, reference["prompts"])
+            compare_tokens(expected, got)
+        else:
+            answered, failures = tokens_of_answered(
+                llm,
+                reference["prompts"],
+                self._job.scenario.correctness.output_tokens,
+                clock=self._door.clock,
+                on_progress=self._state.running,
+            )
+            self._result["reasons"] += failures
+            if not answered:
+                return
+            expected, got = [expected[i] for i in answered], list(answered.values())
+        found = agree(expected, got)
         self._result["effective"]["correctness"] = found.facts | {"reference": reference_name}
         self._result["metrics"] |= {} if self._door.is_exact else found.metrics
         self._result["reasons"] += found.reasons

@@ -648,8 +648,10 @@ class _Point:
         effective["notes"] = findings.notes
         if self._inputs:
             effective["inputs"] = self._inputs
-        # An engine that was not built says nothing; without a GPU the tiers would be emulated.
-        emulated = effective.get("emulated", self._gpu is None)
+        # An engine that was not built says nothing; without a GPU the tiers would be emulated. A
+        # server has its own machine.
+        own = None if self._config.system.kind == "http" else self._gpu is None
+        emulated = effective.get("emulated", own)
         environment = {**self._environment, "emulated": emulated}
         record = RunRecord(
             run_id=self._run_id,

@@ -23,7 +23,7 @@ from engine.asked.request import FinishReason, Request, TokenEvent, check_reques
 from engine.asked.sampling import SamplingParams
 from engine.clock import PhaseClock
 from engine.errors import ConfigError, EngineError, RequestError
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer import encode, load_tokenizer
 from harness.config.schema import SystemConfig
 from harness.systems.base import (
     UNKNOWN_TOKEN,
@@ -95,7 +95,7 @@ class StreamedAnswer:
             self.num_parts += bool(tokens)
             self.token_ids += tokens
             self.times_s += [now_s] * len(tokens)
-            reason = choice.get("finish_reason")
+            reason = choice.get("finish_reason") or None  # some servers write "" for none yet
             if reason not in {None, "stop", "length"}:
                 raise ServerError(f"the server ended the answer with {reason!r}")
             self.finish_reason = reason or self.finish_reason
@@ -137,8 +137,9 @@ def _parse(content: str) -> dict[str, Any]:
         raise ServerError(f"the server sent no JSON: {content[:200]!r}") from error
     if not isinstance(part, dict):
         raise ServerError(f"the server sent no JSON object: {content[:200]!r}")
-    if part.get("error"):
-        raise ServerError(f"the server sent an error: {part['error']}")
+    words = part.get("error") or (part if part.get("object") == "error" else None)
+    if words:
+        raise ServerError(f"the server sent an error: {words}")
     return part
 
 
@@ -259,6 +260,8 @@ async def _read(response: httpx.Response, answer: StreamedAnswer, on_part: OnPar
     response.headers["content-type"] = "text/event-stream"  # some servers name it otherwise
     async for event in EventSource(response).aiter_sse():
         before = len(answer.token_ids)
+        if event.event == "error":
+            raise ServerError(f"the server sent an error: {event.data[:300]}")
         if event.data:
             answer.feed(event.data, arrivals.last_s)
         if len(answer.token_ids) > before:
@@ -367,8 +370,8 @@ class HTTPEngine:
             str(system.base_url), _key(system), system.request_timeout_s or TIMEOUT_S
         )
         try:
-            with load.phase("connect"):
-                listed = self._client.get("/models")
+            with load.phase("connect"):  # a server without /models is told which model to use
+                listed = None if system.served_model else self._client.get("/models")
             self._model, self._listed = _served(listed, system)
         except EngineError:
             self._client.close()
@@ -424,7 +427,7 @@ class HTTPEngine:
                     "system: expected a tokenizer in the model's folder for prompts as text, found "
                     "none. Set system.api=completions and system.prompts=token_ids."
                 )
-            prompt = str(self.tokenizer.decode(prompt))
+            prompt = str(self.tokenizer.decode(self._without_added(prompt)))
         if self._system.api == "chat":
             content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
         else:
@@ -442,6 +445,11 @@ class HTTPEngine:
             if request.params.cache_salt is not None:
                 body["cache_salt"] = request.params.cache_salt
         return body
+
+    def _without_added(self, prompt: list[int]) -> list[int]:
+        """Return a prompt without what the tokenizer adds to any text, as the server's adds it."""
+        added = encode(self.tokenizer, "")
+        return prompt[len(added) :] if added and prompt[: len(added)] == added else prompt
 
     async def _run(self, request: Request, body: dict[str, Any], on_events: OnEvents) -> None:
         sent = 0
@@ -645,16 +653,18 @@ def _key(system: SystemConfig) -> str | None:
 
 
 def _served(listed: Any, system: SystemConfig) -> tuple[str, dict[str, Any]]:
-    """Return the name of the model and what the server tells of it."""
+    """Return the name of the model, and what the server tells of it where it was asked."""
+    if system.served_model is not None:
+        return system.served_model, {}
     rows = listed.get("data") if isinstance(listed, dict) else None
     models = {str(row.get("id")): row for row in rows or () if isinstance(row, dict)}
-    name = system.served_model or next(iter(models), None)
-    if name is None or (models and name not in models):
+    name = next(iter(models), None)
+    if name is None:
         raise ConfigError(
-            f"system.served_model: expected one of {', '.join(models) or 'the server (none)'}, "
-            f"got {system.served_model!r}."
+            "system.served_model: expected a model in the server's list, found none. Set the name "
+            "that the server knows it by."
         )
-    return name, models.get(name, {})
+    return name, models[name]
 
 
 def _length(told: Any) -> int | None:

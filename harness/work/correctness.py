@@ -52,6 +52,32 @@ def greedy_tokens(
     return [request.token_ids for request in requests]
 
 
+def tokens_of_answered(
+    llm: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    clock: Clock,
+    on_progress: OnProgress | None = None,
+) -> tuple[dict[int, list[int]], list[str]]:
+    """Return prompt -> greedy tokens of the prompts that a peer answered, and why others failed.
+
+    A request that fails says nothing of the others: the run goes on and its failures are counted.
+    """
+    requests, _ = run_requests(
+        llm, prompts, output_tokens, clock=clock, prefix=STREAM, on_progress=on_progress
+    )
+    found = {i: request.token_ids for i, request in enumerate(requests) if request.is_complete}
+    failed = [request for request in requests if not request.is_complete]
+    if not failed:
+        return found, []
+    return found, [
+        f"correctness: {len(failed)} of {len(requests)} prompts were not answered "
+        f"({failed[0].error or failed[0].finish_reason}), so they were not compared. Mend the "
+        "system, or make it answer every request."
+    ]
+
+
 def compare_tokens(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> None:
     """Raise WrongTokensError at the first prompt and position that differ."""
     for prompt, (want, have) in enumerate(zip(expected, got, strict=True)):

@@ -67,9 +67,12 @@ class RequestTimes:
 
     @property
     def itl_ms(self) -> list[float]:
-        """Every gap between consecutive tokens; the time to the first token is not one."""
-        times = self.token_times_s
-        return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
+        """Every gap between moments at which tokens arrived; the time to the first is not one.
+
+        Tokens that arrive at one moment, as several in one part of a server's stream, have no gap.
+        """
+        pairs = itertools.pairwise(self.token_times_s)
+        return [1e3 * (after - before) for before, after in pairs if after > before]
 
     @property
     def tokens_hash(self) -> str | None:

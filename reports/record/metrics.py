@@ -211,8 +211,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "latency/itl_ms",
-        "inter-token latency: gap between consecutive tokens of a request, all gaps pooled over"
-        " requests; TTFT is not a gap",
+        "inter-token latency: gap between consecutive moments at which tokens of a request arrived,"
+        " all gaps pooled over requests; TTFT is not a gap",
         label="ITL, pooled",
         better="lower",
         statistics=("mean", "p50"),

@@ -13,7 +13,13 @@ import pytest
 from catalogue.checkpoint import unavailable
 from catalogue.entry import ModelSource
 from engine.asked.config import GPUConfig
-from harness.config.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ModelNode
+from harness.config.schema import (
+    CorrectnessConfig,
+    LatencyScenario,
+    LoadScenario,
+    ModelNode,
+    SystemConfig,
+)
 from harness.point import point
 from harness.point.point import PointEndedError, run_point, skip_point
 from harness.tracking.base import GuardedTracker, Tracker
@@ -164,6 +170,17 @@ def test_what_ends_a_worker_becomes_a_status(tmp_path, failure, fail_at, status,
         assert record.error["traceback"] is None
     if failure == "exit":
         assert "exit code 7" in record.error["message"]
+
+
+def test_a_run_that_failed_on_a_server_is_not_called_emulated(tmp_path):
+    config = run_config(
+        scenario=scenario(correctness=UNCHECKED, load=None),
+        system=SystemConfig(kind="http", base_url="http://localhost:1/v1"),
+    )
+    record = run(tmp_path, config, fail_at="build", failure="checkpoint")
+    assert record.status == "failed"
+    assert record.environment["emulated"] is None
+    assert run(tmp_path, name="own").environment["emulated"] is True
 
 
 def test_a_killed_worker_leaves_the_parts_that_it_ended(tmp_path):

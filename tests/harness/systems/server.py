@@ -30,6 +30,11 @@ class Script:
     knows_salts: bool = False
     cache: PrefixCache = field(default_factory=PrefixCache)
     finish: str = "length"
+    finish_before: str | None = None
+    """Reason in the parts before the last one."""
+    fails: tuple[int, ...] = ()
+    """Numbers of the requests, from 0, that get a status of 500."""
+    num_models_asked: int = 0
     models: tuple[str, ...] = ("tiny",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -74,6 +79,7 @@ class Server:
         return runner
 
     async def _models(self, request):
+        self.script.num_models_asked += 1
         rows = [{"id": name, "owned_by": "test"} for name in self.script.models]
         return web.json_response({"data": rows})
 
@@ -81,8 +87,8 @@ class Server:
         script, body = self.script, await request.json()
         script.bodies.append(body)
         script.headers.append(dict(request.headers))
-        if script.status != 200:
-            return web.json_response({"error": "refused"}, status=script.status)
+        if script.status != 200 or len(script.bodies) - 1 in script.fails:
+            return web.json_response({"error": "refused"}, status=max(script.status, 400))
         response = web.StreamResponse()
         await response.prepare(request)
         try:
@@ -124,7 +130,7 @@ class Server:
                 await self._send(response, {"error": {"message": "out of blocks"}})
                 return
             part = tokens[start : start + script.tokens_per_part]
-            choice = {"text": "x" * len(part), "index": 0, "finish_reason": None}
+            choice = {"text": "x" * len(part), "index": 0, "finish_reason": script.finish_before}
             if script.with_ids:
                 choice["token_ids"] = part
             if start + len(part) == len(tokens):

@@ -1,14 +1,13 @@
 import asyncio
 import contextlib
 import socket
-from types import SimpleNamespace
 
 import pytest
 
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, EngineError, RequestError
-from harness.config.schema import SystemConfig
+from harness.config.schema import CorrectnessConfig, SystemConfig
 from harness.config.serve import Arrivals
 from harness.systems import http_engine
 from harness.systems.http_engine import (
@@ -21,9 +20,10 @@ from harness.systems.http_engine import (
     StreamedAnswer,
     http_door,
 )
+from harness.work.correctness import write_reference
 from harness.work.drive import run_requests
 from harness.worker import Work
-from tests.harness.cases import SPEC
+from tests.harness.cases import SPEC, scenario
 from tests.harness.systems.server import Script, Server, next_token
 from tests.harness.test_worker import job
 from tests.harness.work.traffic.cases import serve
@@ -40,7 +40,7 @@ def system(base_url, **changes):
     return SystemConfig(kind="http", base_url=base_url, **changes)
 
 
-def ask(script, prompts=PROMPTS, output=5, **changes):
+def ask(script, prompts=PROMPTS, output=5, /, **changes):
     """Send prompts at once; return the requests and the engine's totals."""
     import time
 
@@ -100,6 +100,14 @@ def test_tokens_of_one_part_share_a_time_and_a_note_says_so():
     assert times[0] == times[1]
     assert times[2] == times[3]
     assert "5 tokens came in 3 parts" in stats["notes"][0]
+    gaps = requests[0].itl_ms  # between parts, as the note says
+    assert len(gaps) == 2
+    assert min(gaps) > 0
+
+
+def test_an_empty_reason_is_none():
+    requests, _, _ = ask(Script(finish_before=""), PROMPTS[:1])
+    assert (requests[0].finish_reason, requests[0].error) == ("length", None)
 
 
 def test_tokens_of_the_usage_alone_are_added():
@@ -122,6 +130,8 @@ def test_another_count_of_the_prompt_is_noted():
         ({"break_after": 2}, "closed the stream after 2 tokens"),
         ({"error_after": 2}, "out of blocks"),
         ({"finish": "content_filter"}, "content_filter"),
+        ({"raw": "event: error\ndata: no room\n\n"}, "sent an error: no room"),
+        ({"raw": 'data: {"object": "error", "message": "too long"}\n\n'}, "too long"),
     ],
 )
 def test_what_is_no_answer_fails_that_request(changes, words):
@@ -165,9 +175,31 @@ def test_whatever_goes_wrong_with_an_answer_ends_its_request(monkeypatch):
         assert "2 requests in a row failed" in str(llm.failure)
 
 
-def test_a_chat_gets_text_and_its_role_alone_is_no_token(monkeypatch):
-    words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)), all_special_ids=[])
+class Words:
+    """A tokenizer whose texts are numbers; it adds some tokens to every text."""
+
+    def __init__(self, *added):
+        self.added = list(added)
+
+    def __call__(self, text, verbose=True):
+        return {"input_ids": [*self.added, *map(int, text.split())]}
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("how", [{"prompts": "text"}, {"api": "chat"}])
+def test_text_is_sent_without_what_the_tokenizer_adds(how, monkeypatch):
+    words = Words(1)
     monkeypatch.setattr(http_engine, "load_tokenizer", lambda path: words)
+    script = Script()
+    ask(script, [words("5 6")["input_ids"], [7, 8]], **how)
+    sent = [body.get("prompt") or body["messages"][0]["content"] for body in script.bodies]
+    assert sorted(sent) == ["5 6", "7 8"]
+
+
+def test_a_chat_gets_text_and_its_role_alone_is_no_token(monkeypatch):
+    monkeypatch.setattr(http_engine, "load_tokenizer", lambda path: Words())
     script = Script()
     requests, _, stats = ask(script, PROMPTS[:1], api="chat")
     assert requests[0].token_ids == [-1] * 5
@@ -214,9 +246,9 @@ def test_where_ids_are_sent_they_count_and_another_count_is_noted():
 
 
 def test_answers_that_were_held_back_have_no_times():
-    _, _, stats = ask(Script(tokens_per_part=9), PROMPTS, output=9)
+    _, _, stats = ask(Script(tokens_per_part=9), PROMPTS, 9)
     assert "2 of 2 answers came in one piece" in stats["reasons"][0]
-    assert ask(Script(tokens_per_part=7), PROMPTS, output=7)[2]["reasons"] == []  # too few
+    assert ask(Script(tokens_per_part=7), PROMPTS, 7)[2]["reasons"] == []  # too few
 
 
 @pytest.mark.parametrize("told", ["big", 0, -1, None, 2.5])
@@ -238,7 +270,7 @@ def test_answers_longer_than_asked_speak_against_the_figures():
 
 def test_what_comes_after_the_end_is_left():
     part = 'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
-    requests, _, stats = ask(Script(raw=f"{part}data: [DONE]\n\n{part}"), PROMPTS[:1], output=1)
+    requests, _, stats = ask(Script(raw=f"{part}data: [DONE]\n\n{part}"), PROMPTS[:1], 1)
     assert len(requests[0].token_ids) == 1
     assert stats["reasons"] == []
 
@@ -296,15 +328,24 @@ def test_a_server_that_is_gone_ends_the_run():
 
 
 def test_no_server_and_no_such_model_are_refused():
-    with Server(Script()) as server:
-        with pytest.raises(ConfigError, match="expected one of tiny, got 'other'"):
-            HTTPEngine(config(), system(server.base_url, served_model="other")).close()
-        with pytest.raises(EngineError, match="answered 404"):
-            HTTPEngine(config(), system(server.base_url + "/nowhere"))
+    with Server(Script()) as server, pytest.raises(EngineError, match="answered 404"):
+        HTTPEngine(config(), system(server.base_url + "/nowhere"))
+    with (
+        Server(Script(models=())) as server,
+        pytest.raises(ConfigError, match="in the server's list, found none"),
+    ):
+        HTTPEngine(config(), system(server.base_url))
     with pytest.raises(EngineError, match="gave no answer"):
         HTTPEngine(config(), system(server.base_url))
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         HTTPEngine(config(), system(server.base_url, api_key_env="NO_SUCH_KEY"))
+
+
+def test_a_server_whose_model_is_named_is_not_asked_for_its_list():
+    script = Script()
+    ask(script, served_model="other")
+    assert script.num_models_asked == 0
+    assert {body["model"] for body in script.bodies} == {"other"}
 
 
 def test_the_door_streams_fails_and_cancels():
@@ -350,6 +391,24 @@ def test_a_worker_measures_a_server(tmp_path):
     assert metrics["memory/gpu_peak_gib"] is None
     assert result["effective"]["system"] == "http"
     assert result["plan"]["served_model"] == "tiny"
+
+
+def test_a_request_that_fails_in_the_token_comparison_costs_no_figure(tmp_path):
+    check = CorrectnessConfig(num_prompts=3, prompt_tokens=4, output_tokens=5)
+    parts = scenario(correctness=check, throughput=None)
+    reference = tmp_path / "reference.json"
+    prompts = [[index + 1] * 4 for index in range(3)]
+    tokens = [[next_token(prompt, index) for index in range(5)] for prompt in prompts]
+    write_reference(reference, prompts, tokens)
+    with Server(Script(fails=(1,))) as server:
+        where = system(server.base_url)
+        task = job(system=where, scenario=parts, reference=reference)
+        result = Work(task, tmp_path, http_door(where), spawned_s=0.0).run()
+    assert result["status"] == "ok", result["error"]
+    assert result["metrics"]["latency/ttft_ms/mean"] > 0
+    assert result["metrics"]["correctness/equal_share"] == 1
+    (reason,) = result["reasons"]
+    assert "correctness: 1 of 3 prompts were not answered (the server answered 400" in reason
 
 
 def test_a_worker_serves_a_schedule_through_a_server(tmp_path):
