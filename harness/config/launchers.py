@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from engine.errors import ConfigError, did_you_mean
-from harness.folders import IMPORT_ROOT, install_extra
+from harness.folders import install_extra, python_path
 
 BASIC: Final = "basic"
 LOCAL_JOB_MINUTES: Final = 7 * 24 * 60
@@ -53,10 +53,7 @@ def default_settings(launcher: str, given: Sequence[str]) -> dict[str, int]:
 
 def make_importable(environ: Any = os.environ) -> None:
     """Let processes that a launcher starts import this code, wherever they start."""
-    root = str(IMPORT_ROOT)
-    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if root not in paths:
-        environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+    environ["PYTHONPATH"] = python_path(environ.get("PYTHONPATH", ""))
 
 
 def keep_gpus_visible(launcher: str, environ: Any = os.environ) -> None:

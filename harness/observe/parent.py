@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO, Final
 
-from harness.folders import IMPORT_ROOT
+from harness.folders import python_path
 
 Stream = int | IO[bytes]
 _PR_SET_PDEATHSIG: Final = 1
@@ -25,14 +25,17 @@ def start_child(
 
     `environ` is added to this process's environment.
     """
-    paths = [str(IMPORT_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return subprocess.Popen(
         command,
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        env={**os.environ, **(environ or {}), "PYTHONPATH": os.pathsep.join(paths)},
+        env={
+            **os.environ,
+            **(environ or {}),
+            "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", "")),
+        },
     )
 
 

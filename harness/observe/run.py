@@ -2,13 +2,12 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from harness.folders import module_name
+from harness.folders import module_command
 from harness.observe.gpu import Gpu
 from harness.observe.link import payload_gb_s
 from harness.observe.parent import start_child
@@ -26,7 +25,7 @@ from harness.observe.window import (
 )
 from reports.record.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, Table, read_telemetry
 
-SAMPLER_COMMAND: Final = (sys.executable, "-m", module_name("harness.observe.sampler"))
+SAMPLER_COMMAND: Final = module_command("harness.observe.sampler")
 GRACE_S: Final = 2.0
 """Seconds that the sampler has to write its last row."""
 

@@ -7,7 +7,6 @@ import pickle
 import select
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
 from harness.console import ErrorFacts, error_facts
-from harness.folders import module_name
+from harness.folders import module_command
 from harness.observe.parent import start_child
 from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
@@ -118,7 +117,7 @@ class Silence:
         return now_s - self._since_s >= self._limit_s
 
 
-WORKER_COMMAND: Final = (sys.executable, "-m", module_name("harness.worker"))
+WORKER_COMMAND: Final = module_command("harness.worker")
 GRACE_S: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 

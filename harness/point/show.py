@@ -1,5 +1,6 @@
 """What the user reads at the end of a point: figures, status, files, and how to look at them."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any, Final
 from engine.sealed import GIB
 from harness.config.schema import SweepContext
 from harness.console import columns
-from harness.folders import IMPORT_ROOT, module_name
+from harness.folders import module_command, python_path
 from reports.record.metrics import (
     PREDICTED,
     found,
@@ -88,8 +89,8 @@ def build_report(folder: Path) -> list[str]:
     again = f"tightfit open {folder}"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module_name("reports"), str(folder)],
-            cwd=IMPORT_ROOT,
+            [*module_command("reports"), str(folder)],
+            env={**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",

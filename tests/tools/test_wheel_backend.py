@@ -52,7 +52,7 @@ def test_every_folder_of_the_project_is_staged(backend: ModuleType, tmp_path: Pa
 
 
 def test_no_text_names_a_module_of_the_project() -> None:
-    """In the wheel it has another name; harness.folders.module_name makes it, for `python -m`."""
+    """In the wheel it has another name; harness.folders makes it, for `python -m`."""
     modules = {relative(path)[:-3].replace("/", ".") for path in python_files(*PACKAGES)}
     found = []
     for path in python_files(*PACKAGES):
@@ -62,7 +62,7 @@ def test_no_text_names_a_module_of_the_project() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
-            and node.func.id == "module_name"
+            and node.func.id in {"module_name", "module_command"}
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node.value in modules and id(node) not in named:

@@ -14,6 +14,7 @@ from harness.config.launchers import (
     keep_gpus_visible,
     make_importable,
 )
+from harness.folders import python_path
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from harness.config.launchers import (
 )
 def test_a_launcher_that_is_not_installed_is_named_with_its_extra(name, extra, monkeypatch):
     monkeypatch.setattr(launchers, "_is_installed", lambda module: False)
-    with pytest.raises(ConfigError, match=rf"pip install 'tightfit\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]"):
         check_launcher(name)
     check_launcher(BASIC)
 
@@ -59,6 +60,8 @@ def test_the_code_is_found_by_processes_that_start_elsewhere():
     before = dict(environ)
     make_importable(environ)
     assert environ == before
+    assert python_path("/a", own=[root, "/b"]) == "/a"
+    assert python_path("", own=["/b"]) == root
 
 
 def test_ray_s_processes_see_the_gpus_unless_the_user_says_otherwise():
