@@ -2,7 +2,8 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from time import time
 from typing import Any, Final, TypeVar
 
@@ -83,6 +84,14 @@ _ALWAYS: Final = (401, 403)
 _POST: Final = _responses(400, *_ALWAYS, 404, 408, 413, 415, 429, 503)
 
 
+def program_version() -> str:
+    """Return the version of the program; a checkout that is not installed has none."""
+    try:
+        return installed_version("tightfit")
+    except PackageNotFoundError:
+        return "not installed"
+
+
 class Server:
     """The answers of one server.
 
@@ -121,7 +130,7 @@ class Server:
 
     async def version(self) -> Response:
         """The version of the program."""
-        return JSONResponse({"version": version("tightfit")})
+        return JSONResponse({"version": program_version()})
 
     async def load(self) -> Response:
         """How many requests to the model are being answered."""
@@ -375,7 +384,7 @@ def make_app(server: Server, settings: ServerSettings, keys: Sequence[str]) -> G
     """Return the application of a server, with its guard around it."""
     app = FastAPI(
         title="Tightfit",
-        version=version("tightfit"),
+        version=program_version(),
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",

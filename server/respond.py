@@ -1,13 +1,11 @@
 """One request to the engine as a response: streamed or whole, dropped when its client leaves."""
 
 import asyncio
-import contextlib
-import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import monotonic
 from typing import Any, Final
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +17,8 @@ from server.wire import Submit, Token
 
 PING_S: Final = 15.0
 """Seconds of silence after which a stream gets a comment."""
-_encode = partial(json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+WATCH_S: Final = 5.0
+"""Seconds between two looks at whether a client takes its answer."""
 STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -66,15 +65,17 @@ class Generated(Response):
         """
         times = RequestTimes(arrival_s=monotonic())
         answers = self._link.submit(self._makes)
-        work = asyncio.create_task(self._answer(answers, times, send))
+        line = _Line(send)
+        work = asyncio.create_task(self._answer(answers, times, line))
         gone = asyncio.create_task(_left(receive))
+        watch = asyncio.create_task(line.watch(self._write_timeout_s, pings=self._is_stream))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, gone, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             is_left = not work.done()
-            for task in (work, gone):
+            for task in (work, gone, watch):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await asyncio.gather(work, gone, watch, return_exceptions=True)
             self._link.drop(answers)
             times.end_s = monotonic()
             reasons = ["abort"] if is_left else self._shape.finish_reasons()
@@ -92,62 +93,83 @@ class Generated(Response):
         if not is_left:
             work.result()  # raises where it was refused
 
-    async def _answer(self, answers: Answers, times: RequestTimes, send: Send) -> None:
+    async def _answer(self, answers: Answers, times: RequestTimes, line: "_Line") -> None:
         if self._is_stream:
-            await self._stream(answers, times, send)
+            await self._stream(answers, times, line)
         else:
-            await self._whole(answers, times, send)
+            await self._whole(answers, times, line)
 
-    async def _whole(self, answers: Answers, times: RequestTimes, send: Send) -> None:
+    async def _whole(self, answers: Answers, times: RequestTimes, line: "_Line") -> None:
         self._shape.begin(await answers.start())
         while found := await answers.next():
             self._note(times, found)
             for place, tokens in found:
                 self._shape.feed(place, tokens)
-        body = _encode(self._shape.whole()).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send(send, body, more=False)
+        body = to_json(self._shape.whole())
+        await line.begin(
+            [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ]
+        )
+        await line.send(body, more=False)
 
-    async def _stream(self, answers: Answers, times: RequestTimes, send: Send) -> None:
+    async def _stream(self, answers: Answers, times: RequestTimes, line: "_Line") -> None:
         accepted = await answers.start()
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        await self._send(send, _events(self._shape.begin(accepted)))
+        await line.begin(STREAM_HEADERS)
+        await line.send(_events(self._shape.begin(accepted)))
         try:
-            while found := await self._next(answers, send):
+            while found := await answers.next():
                 self._note(times, found)
                 chunks = [x for place, tokens in found for x in self._shape.feed(place, tokens)]
-                await self._send(send, _events(chunks))
+                await line.send(_events(chunks))
             if self._with_usage:
-                await self._send(send, _events([self._shape.usage_chunk()]))
+                await line.send(_events([self._shape.usage_chunk()]))
         except APIError as error:
-            await self._send(send, _events([error.body()]))
-        await self._send(send, b"data: [DONE]\n\n", more=False)
+            await line.send(_events([error.body()]))
+        await line.send(b"data: [DONE]\n\n", more=False)
 
     def _note(self, times: RequestTimes, found: list[tuple[int, list[Token]]]) -> None:
         num_tokens = sum(len(tokens) for _, tokens in found)
         times.note(monotonic(), num_tokens)
         self._metrics.note_tokens(num_tokens)
 
-    async def _next(self, answers: Answers, send: Send) -> list[Any]:
-        """Return the next tokens, with comments while none come."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PING_S):
-                    return await answers.next()
-            await self._send(send, b": ping\n\n")
 
-    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        if body or not more:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
+class _Line:
+    """The way of one response to its client; `watch` sees when that takes nothing of it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._since_s = monotonic()
+        self._is_sending = self._is_open = False
+
+    async def begin(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the head of a response."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._is_open = True
+
+    async def send(self, body: bytes, *, more: bool = True) -> None:
+        """Send a part of it; waits while the client takes none."""
+        if more and not body:
+            return
+        self._since_s, self._is_sending = monotonic(), True
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._is_sending = False
+
+    async def watch(self, timeout_s: float, *, pings: bool) -> None:
+        """Return when a part waits for the client for too long; until then keep a stream alive."""
+        while True:
+            await asyncio.sleep(min(WATCH_S, timeout_s / 2))
+            silent_s = monotonic() - self._since_s
+            if self._is_sending:
+                if silent_s >= timeout_s:
+                    return
+            elif pings and self._is_open and silent_s >= PING_S:
+                await self.send(b": ping\n\n")
 
 
 def _events(chunks: list[Chunk]) -> bytes:
-    return "".join(f"data: {_encode(chunk)}\n\n" for chunk in chunks).encode()
+    return b"".join([b"data: %b\n\n" % to_json(chunk) for chunk in chunks])
 
 
 async def _left(receive: Receive) -> None:

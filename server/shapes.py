@@ -122,7 +122,7 @@ class _Collected:
         self.num_tokens += len(tokens)
         grouped: dict[int, list[Token]] = {}
         for token in tokens:
-            index = place * self._n + token.index
+            index = place * self._n + token.number
             grouped.setdefault(index, []).append(token)
             choice = self.choices[index]
             choice.num_tokens += 1

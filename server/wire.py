@@ -8,7 +8,7 @@ import pickle
 import struct
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from engine.asked.sampling import SamplingParams
 
@@ -154,8 +154,7 @@ class Refused:
     """400: the request is at fault; 500: it failed while it ran; 503: the engine failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenText:
+class TokenText(NamedTuple):
     """A token with its log-probability, as clients see it."""
 
     text: str
@@ -163,11 +162,11 @@ class TokenText:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token of one answer."""
+class Token(NamedTuple):
+    """One token of one answer; a tuple, because it crosses for every token."""
 
-    index: int
+    number: int
+    """Which of the n answers."""
     token_id: int
     text: str
     """Text of the answer that became final with it."""
