@@ -54,7 +54,8 @@ class EngineSettings(Sealed):
     )
     """Share of the GPU's memory that the engine may use, (0, 1]."""
     max_model_len: int | None = number(None, low=1)
-    """Longest prompt plus output, tokens; null: the model's own limit."""
+    """Longest prompt plus output, tokens; null: the model's own limit, or what fits of it, at least
+    8192."""
     max_num_seqs: int = number(64, low=1)
     """Sequences that run at once."""
     max_num_batched_tokens: int = number(2048, low=1)
@@ -139,6 +140,16 @@ class PlannerConfig(Sealed):
                     "choose=True), or remove it."
                 )
 
+    def check_length(self, settings: EngineSettings) -> None:
+        """Raise ConfigError where a length is set that the objective context is to choose."""
+        length, is_bound = settings.max_model_len, "max_model_len" in self.auto_fields
+        if self.choose and self.objective == "context" and length is not None and not is_bound:
+            raise ConfigError(
+                "planner.objective=context: expected no engine.max_model_len, which it chooses, "
+                f"got {length}. Remove one of them, or set planner.auto_fields=[max_model_len] to "
+                "have it as the most."
+            )
+
     def check_against(self, offload: OffloadConfig) -> None:
         """Raise ConfigError where the offload settings fix what is to be chosen."""
         changed = ", ".join(f"{name}={value}" for name, value in offload.changed().items())
@@ -207,6 +218,9 @@ class EngineConfig(Sealed):
     kv: KVConfig = field(default_factory=KVConfig)
     engine: EngineSettings = field(default_factory=EngineSettings)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    request_tokens: int | None = None
+    """Prompt and output tokens of the longest request that is known beforehand: no length that is
+    advised, or taken where none is set, is shorter. null: none is known."""
     measured_rates: dict[str, float | None] = field(default_factory=dict)
     """Rates that a probe found on this machine, for predicted times; empty: unknown."""
     emulated_kv_tokens: int | None = number(None, low=1)

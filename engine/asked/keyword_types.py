@@ -73,7 +73,8 @@ class Keywords(TypedDict, total=False):
     load_format: str
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
     max_model_len: int | None
-    """Longest prompt plus output, tokens; None: the model's own limit."""
+    """Longest prompt plus output, tokens; None: the model's own limit, or what fits of it, at
+    least 8192."""
     max_num_batched_tokens: int
     """Tokens of one step."""
     max_num_seqs: int
@@ -102,6 +103,9 @@ class Keywords(TypedDict, total=False):
     only. None: all are pinned."""
     referee: bool
     """Build the two best candidates, time a few steps of each and keep the faster one."""
+    request_tokens: int | None
+    """Prompt and output tokens of the longest request that is known beforehand: no length that
+    is advised, or taken where none is set, is shorter. None: none is known."""
     seed: int
     """Seed of dummy weights and of requests that carry none."""
     spec: ModelSpec | None

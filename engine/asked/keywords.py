@@ -137,6 +137,7 @@ def config_from_keywords(
     plain |= _offload(keywords, plain.get("offload", {}), known)
     plain |= _kv(keywords, plain.get("kv", {}))
     asked: EngineConfig = from_plain(config, plain)
+    asked.planner.check_length(asked.engine)
     return asked
 
 

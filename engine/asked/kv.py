@@ -1,6 +1,6 @@
 """What is asked of the KV cache: KVConfig, and KVTransferConfig, the published way to ask."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
@@ -71,6 +71,10 @@ class KVConfig(Sealed):
     def has_host_tier(self) -> bool:
         """Whether KV blocks may live in host memory."""
         return any(self.sizes.values())
+
+    def without_host_tier(self) -> "KVConfig":
+        """Return the same with all KV blocks on the GPU."""
+        return replace(self, num_cpu_blocks=None, cpu_gib=None, swap_space=0.0, pin_limit_gib=None)
 
 
 @dataclass(kw_only=True)

@@ -68,9 +68,10 @@ class DeviceFacts:
         """Return a card that is not here, with all memory free, beside any host memory."""
         total = int((gpu.memory_gib or 0) * 2**30)
         version = gpu.compute_capability
+        name = f"a card of {gpu.memory_gib or 0:g} GiB" if gpu.name == "auto" else gpu.name
         return cls(
             kind="cuda",
-            name=gpu.name,
+            name=name,
             total_bytes=total,
             free_bytes=total,
             host_available_bytes=UNKNOWN_HOST_BYTES,
@@ -386,6 +387,8 @@ class Asked:
     """Formats of tensors that are kept in another than that of the dtype, by name."""
     unpackable: Mapping[str, str] = field(default_factory=dict)
     """Why tensors of this checkpoint cannot be kept in codes, by name, as far as it is known."""
+    own_length: int | None = None
+    """The model's own length, where max_model_len was cut from it; None: it was not."""
 
     @cached_property
     def formats(self) -> TensorFormats:

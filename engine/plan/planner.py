@@ -3,7 +3,8 @@
 Pure arithmetic: nothing is allocated, no torch is imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
@@ -15,14 +16,14 @@ from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     LOSSLESS_WORDS,
     choose_fields,
-    host_refusal,
     lossless_resident,
-    refusal,
     spread_that_fits,
     step_s,
     waste_notes,
+    with_default_length,
     with_least_swap_space,
 )
+from engine.plan.answer import Answer, Planned, ShortageError, answer_of, explained
 from engine.plan.choose import Chooser
 from engine.plan.memory import (
     Asked,
@@ -114,6 +115,7 @@ def plan_memory(
     reference: bool = False,
     tensor_formats: Mapping[str, Format] | None = None,
     unpackable: Mapping[str, str] = NOTHING_KNOWN,
+    explain: bool = True,
 ) -> MemoryPlan:
     """Return a plan of every byte that fits, with its predicted times.
 
@@ -125,17 +127,30 @@ def plan_memory(
         tensor_formats: Formats of tensors that are not kept in that of the dtype, by name; None:
             as engine.weight_format says.
         unpackable: Why tensors of this checkpoint cannot be kept in codes, by name.
+        explain: Say what would fit where it does not, for which other settings are planned.
 
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: It does not fit; the message says what would.
     """
-    if tensor_formats is None:
-        [plan] = _plans(config, spec, facts, 1, reference=reference, unpackable=unpackable)
-        return plan
-    asked, notes = _ask(config, spec, facts, tensor_formats, reference=reference)
-    asked.formats.check(spec.tensors())
-    return _finished(_plan(asked), asked, notes)
+    with _explained(explain=explain):
+        if tensor_formats is None:
+            [plan] = _plans(config, spec, facts, 1, reference=reference, unpackable=unpackable)
+            return plan
+        asked, notes = _ask(config, spec, facts, tensor_formats, reference=reference)
+        asked.formats.check(spec.tensors())
+        return _finished(_plan(asked), asked, notes)
+
+
+@contextmanager
+def _explained(*, explain: bool = True) -> Iterator[None]:
+    """Say what would fit where something inside does not."""
+    try:
+        yield
+    except ShortageError as error:
+        if not explain:
+            raise
+        raise explained(error, _planned(error.asked)) from None
 
 
 def plan_again(
@@ -168,7 +183,8 @@ def plan_again(
     config = replace(config, engine=replace(config.engine, **limits), planner=planner)
     length, dtype = plan.max_model_len, plan.dtype
     asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats, unpackable)
-    again = _finished(_fit(asked, Assignment(plan.placements, plan.lookahead)), asked, [])
+    with _explained():
+        again = _finished(_fit(asked, Assignment(plan.placements, plan.lookahead)), asked, [])
     record = plan.weight_format and plan.weight_format | stored(asked)
     notes = tuple(dict.fromkeys((*plan.notes, *again.notes)))
     return replace(again, notes=notes, choice=plan.choice, weight_format=record)
@@ -189,7 +205,8 @@ def plan_candidates(
         ConfigError: The settings contradict each other or would have no effect.
         CapacityError: Nothing fits; the message says what would.
     """
-    return _plans(config, spec, facts, count, reference=False, unpackable=unpackable)
+    with _explained():
+        return _plans(config, spec, facts, count, reference=False, unpackable=unpackable)
 
 
 def _plans(
@@ -292,6 +309,36 @@ def _assigned(plan: MemoryPlan) -> Assignment:
     return Assignment(plan.placements, plan.lookahead, notes)
 
 
+def answer(
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    unpackable: Mapping[str, str] = NOTHING_KNOWN,
+) -> Answer:
+    """Return what is said of a configuration that fits: how fast it is, and what is faster.
+
+    Raises:
+        ConfigError: The settings contradict each other or would have no effect.
+        CapacityError: It does not fit; the message says what would, in the same form.
+    """
+    plan = plan_memory(config, spec, facts, unpackable=unpackable)
+    asked = replace(asked_of(config, spec, facts), unpackable=unpackable)
+    return answer_of(asked, plan, _planned(asked))
+
+
+def _planned(asked: Asked) -> Planned:
+    """Return what plans other configurations of the same model on the same machine."""
+
+    def planned(config: EngineConfig) -> MemoryPlan | None:
+        try:
+            known = asked.unpackable
+            return plan_memory(config, asked.spec, asked.facts, unpackable=known, explain=False)
+        except (CapacityError, ConfigError):
+            return None
+
+    return planned
+
+
 def asked_of(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked:
     """Return what a plan is made from, in the weight format that takes the least room.
 
@@ -320,7 +367,9 @@ def _ask(
     length = resolve_max_model_len(config, spec)
     asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats, unpackable)
     chosen, notes = choose_fields(asked)
-    return replace(asked, config=chosen, max_model_len=resolve_max_model_len(chosen, spec)), notes
+    length = resolve_max_model_len(chosen, spec)
+    asked, cut = with_default_length(replace(asked, config=chosen, max_model_len=length))
+    return asked, [*notes, *cut]
 
 
 def _finished(plan: MemoryPlan, asked: Asked, notes: list[str]) -> MemoryPlan:
@@ -430,7 +479,7 @@ def _plan_chosen(asked: Asked) -> MemoryPlan:
         )
     found = chooser.best()
     if found is None:
-        raise CapacityError(refusal(chooser.resident, asked), chooser.resident.to_dict())
+        raise ShortageError(chooser.resident, asked)
     plan, candidates = found
     return replace(plan, choice=chooser.record(candidates))
 
@@ -441,7 +490,7 @@ def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
     count = spread_that_fits(asked)
     if count is None:
         plan = build_plan(asked, assign_resident(asked.spec))
-        text = f"{refusal(plan, asked)} kv.swap_space={size:g} GiB"
+        text = f"kv.swap_space={size:g} GiB"
         enough = with_least_swap_space(asked)
         if enough is None:
             text += " does not help: it does not fit with every layer in host memory either."
@@ -452,7 +501,7 @@ def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
                 f" is not enough: {enough.config.kv.swap_space:g} would be, for {count} of {layers}"
                 f" layers, {moved.swap_weights_bytes / GIB:.3f} GiB, and KV blocks."
             )
-        raise CapacityError(text, plan.to_dict())
+        raise ShortageError(plan, asked, also=text)
     plan = build_plan(asked, assign_spread(asked.spec, count))
     _check_host(plan, asked)
     weights, blocks = plan.swap_weights_bytes, plan.kv.host_blocks
@@ -467,7 +516,7 @@ def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
 def _fit(asked: Asked, assignment: Assignment) -> MemoryPlan:
     plan = build_plan(asked, assignment)
     if not plan.holds_one:
-        raise CapacityError(refusal(plan, asked), plan.to_dict())
+        raise ShortageError(plan, asked)
     _check_host(plan, asked)
     return plan
 
@@ -477,4 +526,4 @@ def _check_host(plan: MemoryPlan, asked: Asked) -> None:
         raise CapacityError(plan.memlock_lack, plan.to_dict())
     if plan.host_total_bytes <= plan.host_limit_bytes:
         return
-    raise CapacityError(host_refusal(plan, asked), plan.to_dict())
+    raise ShortageError(plan, asked, is_host=True)

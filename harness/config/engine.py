@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from catalogue.files import expanded, facts_folder, kept_folder
 from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
-from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import plain
@@ -128,6 +127,7 @@ def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
     nodes = ("gpu", "offload", "kv", "engine", "planner")
     parts: dict[str, Any] = {node: getattr(config, node) for node in nodes}
     parts |= {"facts_folder": str(facts_folder()), "kept_folder": str(kept_folder())}
+    parts["request_tokens"] = max(config.scenario.longest_tokens().values(), default=None)
     return EngineConfig(model=model, emulated_kv_tokens=kv_tokens_in_use(config), **parts)
 
 
@@ -167,11 +167,6 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
     return with_model(config, model)
 
 
-def without_host_tier(kv: KVConfig) -> KVConfig:
-    """Return settings of a KV cache on the GPU alone, otherwise the same."""
-    return replace(kv, **{name: getattr(KVConfig(), name) for name in HOST_KV_FIELDS})
-
-
 def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
     """Return the configuration whose tokens are the yardstick; the same for every placement.
 
@@ -190,7 +185,7 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
         kept_folder=None,
         offload=OffloadConfig(),
         planner=PlannerConfig(),
-        kv=replace(without_host_tier(config.kv), enable_prefix_caching=False),
+        kv=replace(config.kv.without_host_tier(), enable_prefix_caching=False),
         engine=replace(
             config.engine, enforce_eager=True, max_model_len=longest, weight_format=None
         ),

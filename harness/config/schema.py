@@ -443,6 +443,27 @@ class TrackingConfig(Sealed):
             raise ConfigError("tracking.experiment: expected a name, got an empty text.")
 
 
+@dataclass(kw_only=True)
+class PlanConfig(Bounded):
+    """What `mode=plan` says beside whether it fits, and which settings are best."""
+
+    node: ClassVar[str] = "plan"
+    verbose: bool = False
+    """Show every way to place the weights, memory by part, and where predicted rates are from."""
+    reported_kv_gib: float | None = field(default=None, metadata=within(-_MOST, _MOST))
+    """KV cache memory that another engine reported as available, GiB, such as -3.44: what that
+    engine would have to offload is printed too. null: none."""
+
+    def check_mode(self, mode: str) -> None:
+        """Raise ConfigError where nothing is planned, so that this has no effect."""
+        for name, value in asdict(self).items():
+            if mode != "plan" and value is not None and value is not False:
+                raise ConfigError(
+                    f"plan.{name}: expected mode=plan beside it, got mode={mode}, where it has no "
+                    "effect. Remove it, or set mode=plan."
+                )
+
+
 GROUPS: Final[Mapping[str, str]] = {
     "model": "what runs (none chosen: the demo model smollm2_135m)",
     "system": "what answers the requests: this project's engine or a peer",
@@ -495,6 +516,8 @@ class RunConfig(Sealed):
     """Limits and switches of the engine."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     """What is chosen by predicted times."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """What mode=plan prints."""
     ab: AbConfig | None = None
     """Two compositions to compare (scenario=ab); null: one run."""
     study: StudyConfig | None = None
@@ -503,6 +526,7 @@ class RunConfig(Sealed):
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other or are out of bounds."""
         check_choice("mode", self.mode, ("run", "plan"))
+        self.plan.check_mode(self.mode)
         if self.rerun is not None:
             check_choice("rerun", self.rerun, ("all", "invalid", "failed", "none"))
         if self.timeout_s is not None:
@@ -520,6 +544,7 @@ class RunConfig(Sealed):
             )
         self._check_system()
         self.planner.check_against(self.offload)
+        self.planner.check_length(self.engine)
         self._check_lengths()
 
     def _check_system(self) -> None:

@@ -1,30 +1,30 @@
 """Plans of one configuration side by side: as set, none, uva, prefetch and auto."""
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
 from catalogue.models import describe, state
 from engine.asked.config import EngineConfig, GPUConfig, ModelConfig, PlannerConfig
-from engine.asked.offload import (
-    OffloadConfig,
-    OffloadWarning,
-    PrefetchOffloadConfig,
-    UVAOffloadConfig,
-)
+from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.device.facts import available_bytes, gpu_holders, num_threads
 from engine.errors import CapacityError
 from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
-from engine.plan.advise import off_gpu_bytes, with_least_uva
+from engine.plan.advise import off_gpu_bytes
+from engine.plan.answer import (
+    GROUP,
+    LOOKAHEADS,
+    Answer,
+    least_prefetch,
+    least_uva,
+    prefetch_way,
+)
 from engine.plan.cards import CARDS
 from engine.plan.memory import DeviceFacts, MemoryPlan
-from engine.plan.memory import fits as has_room
-from engine.plan.planner import asked_of, plan_memory
-from engine.plan.policy import assign_prefetch
+from engine.plan.planner import answer, asked_of, plan_memory
 from engine.plan.queue import queue_s
 from engine.plan.times import (
     Rates,
@@ -36,8 +36,8 @@ from engine.plan.times import (
     shape_of,
 )
 from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
-from engine.sealed import yaml_text
-from harness.config.engine import with_model, without_host_tier
+from engine.sealed import GIB, yaml_text
+from harness.config.engine import with_model
 from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
 from harness.config.serve import Lengths, ServeScenario
 from harness.observe.gpu import Gpu, open_gpu
@@ -50,10 +50,10 @@ ANY_CARD = "auto"
 def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
     """Return what a plan must know of the machine, and what was probed on it.
 
-    gpu.device=cpu, or auto where no GPU is here and no card is named: the CPU. A card with
-    memory_gib that is not here: that card, free of others' memory, in a machine with any host
-    memory. Else the GPU that is here, of which gpu.memory_gib is the part that is used. Nothing is
-    allocated, and nothing probed now.
+    gpu.device=cpu, or auto where no GPU is here and no card is described: the CPU, as a run takes
+    it. A card that is described and not here: that card, free of others' memory, in a machine with
+    any host memory. Else the GPU that is here, of which gpu.memory_gib is the part that is used.
+    Nothing is allocated, and nothing probed now.
     """
     gpu = config.gpu
     here = open_gpu() if gpu.device != "cpu" else None
@@ -61,9 +61,21 @@ def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
         found = _facts_here(here)
         if found is not None:
             return found, read_rates(here)
-    if gpu.device != "cpu" and gpu.memory_gib is not None:
+    if gpu.memory_gib is not None and (here is not None or is_described(gpu)):
         return DeviceFacts.of_card(gpu), None
     return _cpu_facts(), read_rates(None)
+
+
+def is_described(gpu: GPUConfig) -> bool:
+    """Whether the settings describe a card, by more than a part of whatever is here."""
+    rates = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops, gpu.compute_capability)
+    return gpu.device != "cpu" and (gpu.name != ANY_CARD or gpu.device == "cuda" or any(rates))
+
+
+def lacks_card(config: RunConfig) -> bool:
+    """Whether no GPU is here, no card is described, and the CPU was not asked for."""
+    gpu = config.gpu
+    return gpu.device != "cpu" and not is_described(gpu) and open_gpu() is None
 
 
 def running_facts(config: RunConfig) -> DeviceFacts:
@@ -160,17 +172,13 @@ def _mean(lengths: Lengths | None) -> int:
     return ((lengths.low or 1) + (lengths.high or 1)) // 2
 
 
-NUM_GROUP: Final = 8
-"""Layers in a group of the prefetch settings that are tried."""
 PRESET_GB: Final = 8.0
 PRESET_NUM: Final = 5
-PRESET_STEP: Final = 2
 """The choices of conf/offload, taken where the model fits without any."""
 
 
 WITHOUT_HOST_KV: Final = "kv=gpu, auto"
 """The row without a host tier of KV blocks, where one sequence would read some in place."""
-"""The row of everything on the GPU in codes, where no weight format is set."""
 FOR_QUEUE: Final = "auto (throughput)"
 """The row of what is best for a queue, where one is timed and another objective is set."""
 
@@ -235,7 +243,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One point: its configuration and the rows."""
+    """One point: its configuration, what is said of it, and every way to place the weights."""
 
     config: RunConfig
     spec: ModelSpec
@@ -244,7 +252,8 @@ class Forecast:
     """What was measured on the machine that the plan is for; None: nothing."""
     overrides: tuple[str, ...]
     """Overrides of the command line."""
-    rows: tuple[Row, ...]
+    base: EngineConfig
+    """What the engine would be asked."""
     notes: tuple[str, ...] = ()
     """What the folder's files say against its config.json, or beside it."""
 
@@ -254,61 +263,89 @@ class Forecast:
         return self.config.gpu.memory_gib or self.facts.total_bytes / 2**30
 
     @cached_property
-    def recommended(self) -> Row | None:
-        """The row that moves nothing where it fits; else what is chosen; else the fastest.
+    def answer(self) -> Answer | CapacityError:
+        """What is said of the settings as they are; an error where they do not fit."""
+        try:
+            return answer(self.base, self.spec, self.facts, _unpackable(self.base))
+        except CapacityError as error:
+            return error
 
-        Where more room for KV is asked for, or serves a queue, what is chosen to make it; lossless
-        weights where they are chosen.
-        """
-        fitting = {row.label: row for row in self.rows if row.plan is not None}
-        none, auto = fitting.get("none"), fitting.get("auto")
-        planner = self.config.planner
-        wants_room = planner.objective == "throughput" or planner.kv_tokens is not None
-        if auto is not None and ((wants_room and auto.moves_something) or auto.weights == MIXED):
-            return auto
-        coded = fitting.get(LOSSLESS)
-        if coded is not None and auto is not None and auto.is_lossless and not auto.moves_something:
-            return coded
-        if none is not None and none.plan is not None and not none.plan.offloaded_layers:
-            return none
-        if auto is not None:
-            return auto
-        rows = fitting.values()
-        return min(rows, key=lambda row: row.predicted["decode_step_ms"], default=None)
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The plan of the settings as they are; None: it does not fit."""
+        return self.answer.plan if isinstance(self.answer, Answer) else None
+
+    @property
+    def lines(self) -> list[str]:
+        """The verdict, unwrapped, and a row for each way that fits, or is faster."""
+        found = self.answer
+        return list(found.lines) if isinstance(found, Answer) else str(found).split("\n")
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best of those ways: settings, tokens_s, host_weights_bytes; None: nothing better."""
+        found: Any = self.answer
+        ways = found.ways if isinstance(found, Answer) else (found.plan or {}).get("ways", ())
+        return next(iter(ways), None)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Every way to place the weights, side by side, whether it fits or not."""
+        scenario = self.config.scenario
+        has_queue = scenario.throughput is not None or scenario.serve is not None
+        return tuple(_rows(self.base, self.spec, self.facts, has_queue=has_queue))
+
+    @cached_property
+    def recommended(self) -> Row | None:
+        """The row of the best way: as it is set where nothing is better; None: there is no row."""
+        if self.best is None:
+            return self.as_set if self.as_set.fits else None
+        wanted = _bare(self.best["settings"])
+        fitting = (row for row in self.rows if row.fits)
+        return next((row for row in fitting if _bare(row.overrides) == wanted), None)
+
+    @property
+    def as_set(self) -> Row:
+        """The row of the configuration as it is set."""
+        if self.chosen is not None:
+            return self.chosen
+        label = "auto" if self.config.planner.choose else "none"
+        return next(row for row in self.rows if row.label == label)
 
     @property
     def chosen(self) -> Row | None:
         """The row of the configuration as it is set; None: nothing is set about offload."""
         return next((row for row in self.rows if row.label.endswith("(as set)")), None)
 
-    def minutes(self, row: Row) -> float:
+    def minutes(self, plan: MemoryPlan | None) -> float:
         """Return how long a run of this point will take: its starts and its timed requests."""
-        if row.plan is None:
+        if plan is None:
             return 0.0
         probe = None if self.probed is None else self.probed.rates
         rates = rates_for(self.config.gpu, self.facts, probe)
-        return run_s(shape_of(row.plan, self.spec), rates, self.config.scenario) / 60
+        return run_s(shape_of(plan, self.spec), rates, self.config.scenario) / 60
+
+
+def _bare(settings: Iterable[str]) -> set[str]:
+    """Return settings without those that others imply."""
+    return {*settings} - {"offload=none", "offload=uva"}
 
 
 def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
-    """Plan every way to place the weights of one point, which `overrides` composed."""
-    found = describe(config.model)
-    spec, node, scenario = found.spec, config.model, config.scenario
+    """Return what is predicted of one point, which `overrides` composed; rows are planned later."""
+    found, node = describe(config.model), config.model
     facts, probed = machine_facts(config)
     # Weights that are not here yet will be read from some folder.
     path = None if node.load_format == "dummy" else str(state(node).path or ".")
-    model = ModelConfig(name=node.name, path=path, load_format=node.load_format, spec=spec)
+    model = ModelConfig(name=node.name, path=path, load_format=node.load_format, spec=found.spec)
     rates = {} if probed is None else probed.rates
-    base = replace(with_model(config, model), measured_rates=rates)
-    has_queue = scenario.throughput is not None or scenario.serve is not None
-    rows = tuple(_rows(base, spec, facts, has_queue=has_queue))
     return Forecast(
         config=config,
-        spec=spec,
+        spec=found.spec,
         facts=facts,
         probed=probed,
         overrides=overrides,
-        rows=rows,
+        base=replace(with_model(config, model), measured_rates=rates),
         notes=found.notes,
     )
 
@@ -316,14 +353,12 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
 def _rows(
     base: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, has_queue: bool
 ) -> Iterator[Row]:
-    auto = replace(base.planner, choose=True, auto_fields=[])
+    keeps_length = base.planner.objective == "context" and base.planner.auto_fields
+    auto = replace(base.planner, choose=True, auto_fields=["max_model_len"] if keeps_length else [])
     bare = replace(base, offload=OffloadConfig(), planner=PlannerConfig())
     none = _row("none", ("offload=none",), bare, spec, facts)
-    is_set = base.offload.backend != "none" or bool(base.planner.auto_fields)
-    if is_set:
-        is_sized = "cpu_offload_gb" in base.planner.auto_fields
-        backend = "uva" if is_sized else base.offload.backend
-        yield _row(f"{backend} (as set)", (), base, spec, facts)
+    if base.offload.backend != "none" or base.planner.auto_fields:
+        yield _row(f"{_backend(base)} (as set)", (), base, spec, facts)
     yield none
     if in_codes(asked_of(bare, spec, facts)) is not None:
         overrides = ("offload=none", "engine.weight_format=lossless")
@@ -335,6 +370,10 @@ def _rows(
         yield _prefetch_row(bare, spec, facts, fits=none.fits)
     chosen = _row("auto", _auto_overrides(auto), replace(bare, planner=auto), spec, facts)
     yield chosen
+    if chosen.is_lossless and base.engine.weight_format is None and not none.fits:
+        plain = replace(bare, planner=auto, engine=replace(bare.engine, weight_format=PLAIN))
+        names = (*_auto_overrides(auto), f"engine.weight_format={PLAIN}")
+        yield _row("auto, plain", names, plain, spec, facts)
     if has_queue and auto.objective != "throughput":
         planner = replace(auto, objective="throughput")
         other = replace(bare, planner=planner)
@@ -344,9 +383,16 @@ def _rows(
     if none.plan is not None and (none.predicted["host_kv"] or {}).get("in_place_bytes"):
         # Keys and values that a long sequence reads over the link each step may cost more than
         # weights that leave them room.
-        config = replace(bare, planner=auto, kv=without_host_tier(base.kv))
+        config = replace(bare, planner=auto, kv=base.kv.without_host_tier())
         names = ("kv=gpu", *_auto_overrides(auto))
         yield _row(WITHOUT_HOST_KV, names, config, spec, facts)
+
+
+def _backend(base: EngineConfig) -> str:
+    """Return what an offload that is set is called."""
+    if base.planner.choose:
+        return "auto"
+    return "uva" if "cpu_offload_gb" in base.planner.auto_fields else base.offload.backend
 
 
 def _auto_overrides(planner: PlannerConfig) -> tuple[str, ...]:
@@ -355,6 +401,13 @@ def _auto_overrides(planner: PlannerConfig) -> tuple[str, ...]:
     asked = {name: getattr(planner, name) for name in ("objective", "referee", "kv_tokens")}
     chosen = {name: value for name, value in asked.items() if value != getattr(default, name)}
     return ("offload=auto", *(f"planner.{name}={yaml_text(chosen[name])}" for name in chosen))
+
+
+def _unpackable(config: EngineConfig) -> Mapping[str, str]:
+    """Return which tensors loads found that codes cannot hold, and why."""
+    if config.model.load_format == "dummy":
+        return NOTHING_KNOWN
+    return read_unpackable(config.facts_folder, config.model.path)
 
 
 def _row(
@@ -366,10 +419,7 @@ def _row(
 ) -> Row:
     plan, error = None, ""
     try:
-        known: Mapping[str, str] = NOTHING_KNOWN
-        if config.model.load_format != "dummy":
-            known = read_unpackable(config.facts_folder, config.model.path)
-        plan = plan_memory(config, spec, facts, unpackable=known)
+        plan = plan_memory(config, spec, facts, unpackable=_unpackable(config), explain=False)
         found: dict[str, Any] = plan.to_dict()
     except CapacityError as refusal:
         found, error = dict(refusal.plan or {}), str(refusal)
@@ -378,39 +428,25 @@ def _row(
 
 def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
     """The least uva that fits, else all; where nothing is needed, that of conf/offload."""
-
-    def at(hundredths: int) -> Row:
-        size = hundredths / 100
-        overrides = ("offload=uva", f"offload.uva.cpu_offload_gb={size:g}")
-        offload = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=size))
-        label = f"uva, {size:g} GiB"
-        return _row(label, overrides, replace(bare, offload=offload), spec, facts)
-
-    if fits:
-        return at(round(100 * min(PRESET_GB, spec.weight_bytes() / 2**30)))
     asked = asked_of(bare, spec, facts)
-    found = with_least_uva(asked)
-    every = math.ceil(100 * asked.formats.total_bytes(spec.tensors()) / 2**30)
-    return at(every if found is None else round(100 * found.offload.uva.cpu_offload_gb))
+    way = None if fits else least_uva(asked)
+    if way is not None:
+        size = way.asked.config.offload.uva.cpu_offload_gb
+    elif fits:
+        size = min(PRESET_GB, round(spec.weight_bytes() / GIB, 2))
+    else:
+        size = math.ceil(100 * asked.formats.total_bytes(spec.tensors()) / GIB) / 100
+    offload = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=size))
+    overrides = ("offload=uva", f"offload.uva.cpu_offload_gb={size:g}")
+    return _row(f"uva, {size:g} GiB", overrides, replace(bare, offload=offload), spec, facts)
 
 
 def _prefetch_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
     """The fewest layers of each group that fit; where none need to, those of conf/offload."""
-    group = min(NUM_GROUP, spec.num_hidden_layers)
-
-    def settings(num: int) -> dict[str, Any]:
-        sizes = {"offload_group_size": group, "offload_num_in_group": num}
-        return sizes | {"offload_prefetch_step": PRESET_STEP}
-
-    def offload(num: int) -> OffloadConfig:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OffloadWarning)
-            return OffloadConfig(prefetch=PrefetchOffloadConfig(**settings(num)))
-
-    asked = asked_of(bare, spec, facts)
-    found = (n for n in range(1, group) if has_room(asked, assign_prefetch(spec, offload(n))))
-    num = min(PRESET_NUM, group) if fits else next(found, group)
-    sizes = (f"offload.prefetch.{name}={value}" for name, value in settings(num).items())
-    overrides = ("offload=prefetch", *sizes)
-    label = f"prefetch, {num} of {group} layers"
-    return _row(label, overrides, replace(bare, offload=offload(num)), spec, facts)
+    asked, group = asked_of(bare, spec, facts), min(GROUP, spec.num_hidden_layers)
+    way = None if fits else least_prefetch(asked)
+    if way is None:
+        way = prefetch_way(asked, group, min(PRESET_NUM, group) if fits else group, LOOKAHEADS[0])
+    offload = way.asked.config.offload
+    label = f"prefetch, {offload.prefetch.offload_num_in_group} of {group} layers"
+    return _row(label, way.settings, replace(bare, offload=offload), spec, facts)

@@ -59,7 +59,7 @@ def certain_not_to_fit(config: RunConfig, ended: Sequence[RunRecord]) -> str | N
             continue
         shortage = planned_shortage(config)
         if shortage is not None:
-            return f"{reason} The plan: {shortage}"
+            return f"{reason} The plan: {str(shortage).splitlines()[0]}"
     return None
 
 

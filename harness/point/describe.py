@@ -10,6 +10,7 @@ from reports.record.text import flatten
 
 NOT_IDENTITY: Final = (
     "mode",
+    "plan",
     "rerun",
     "fail_fast",
     "monotone_stop",

@@ -41,6 +41,13 @@ def of_plans(plan: Plan) -> Document:
         rows = [csv_row(found, row, name) for row in found.rows]
         best = found.recommended
         points.append(
-            {"overrides": point.overrides, "recommended": best and best.label, "ways": rows}
+            {
+                "overrides": point.overrides,
+                "fits": found.plan is not None,
+                "says": found.lines[0],
+                "best": found.best,
+                "recommended": best and best.label,
+                "ways": rows,
+            }
         )
     return {"kind": "plan", "points": points}

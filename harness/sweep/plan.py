@@ -2,20 +2,31 @@
 
 import csv
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import ConfigError
+from engine.plan.advise import off_gpu_bytes
+from engine.plan.answer import labelled, rate, wrapped
 from engine.plan.memory import UNKNOWN_HOST_BYTES, MemoryPlan
-from engine.plan.times import CONTEXT_TOKENS
-from engine.plan.weight_format import LOSSLESS
+from engine.plan.times import CONTEXT_TOKENS, rates_for
 from engine.sealed import GIB
 from harness.config.compose import Plan, Point
 from harness.config.engine import HOST_KV_FIELDS
 from harness.config.schema import SIDES, RunConfig
-from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, columns, show
-from harness.forecast.rows import FOR_QUEUE, WITHOUT_HOST_KV, Forecast, Row, forecast
+from harness.console import EXIT_OK, columns, show
+from harness.forecast.cards import card_lines
+from harness.forecast.other import other_lines
+from harness.forecast.rows import (
+    FOR_QUEUE,
+    WITHOUT_HOST_KV,
+    Forecast,
+    Row,
+    forecast,
+    lacks_card,
+)
+from harness.observe.gpu import open_gpu
 from harness.point.describe import what_varies
 from harness.point.show import build_report, capacity_lines, weight_lines
 from harness.studies.ab import Sides, steps
@@ -26,61 +37,125 @@ _ABSENT: Final = "-"
 
 
 def point_lines(found: Forecast) -> list[str]:
-    """Return one point as lines of text."""
-    best = found.recommended
-    rows = [COLUMNS, *(_cells(row) for row in found.rows)]
-    lines = ["", *_title(found), *_lossless(found), *columns(rows, left={0, 1})]
-    lines += [
-        "  KV tokens: on the GPU. longest: one sequence over both tiers. at once: sequences of",
-        "  max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with",
-        f"  {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens).",
+    """Return one point as lines of text: the answer, and details where they are asked for."""
+    lines, reported = [], found.config.plan.reported_kv_gib
+    if reported is not None:
+        lines += other_lines(found, reported)
+    if lacks_card(found.config):
+        return [*lines, *card_lines(found)]
+    lines += _answer(found)
+    if found.config.plan.verbose:
+        return [*lines, *_details(found)]
+    return [
+        *lines,
+        *wrapped(f"Predicted from: {_rates(found)}. plan.verbose=true shows every way."),
     ]
-    lines += [*_longest(found), *_queue(found)]
-    for row in found.rows:
-        if not row.fits:
-            lines.append(f"  {row.label} does not fit: {row.error}")
-        lines += _staging(row)
-    lines += _notes(found)
-    if best is None:
-        lines.append("  Nothing fits.")
-        return lines
-    choice = best.bytes.get("choice")
-    what = f"{best.title}: {choice['chosen']} ({choice['why']})" if choice else best.title
-    if best.is_lossless:
-        placed = "" if best.moves_something else ", everything in GPU memory"
-        some = "weights" if best.weights == LOSSLESS else "some weights"
-        what += f"{';' if choice else ':'} {some} in 12-bit codes{placed}; the same tokens"
-    lines += [f"  recommended: {what}", *weight_lines(best.bytes)]
-    lines += [*capacity_lines(best.bytes["kv"]), *_host_kv(best)]
-    lines += _bar("GPU", best.bytes["gpu"]["items"], best.bytes["gpu"]["budget_bytes"])
-    lines += _host(best)
-    lines.append(f"  rates: {best.predicted['rates']['source']}{_probed(found)}")
-    lines.append(f"  run it: {_command(found, best)} (about {found.minutes(best):.1f} min)")
+
+
+def _answer(found: Forecast) -> list[str]:
+    """Return the verdict, what fits or is faster, and the command that runs the best of it."""
+    first, *rows = found.lines
+    lines = ["", *wrapped(first), *rows]
+    best: Any = found.best
+    if best is not None or found.plan is not None:
+        command = _command(found, () if best is None else best["settings"])
+        takes = f"  # about {found.minutes(found.plan):.1f} min" if best is None else ""
+        lines += labelled("Run it", command + takes, " \\")
+    if best is not None and best["host_weights_bytes"]:
+        lines += _host_need(found, best["host_total_bytes"])
+    elif best is None and found.plan is not None and _takes_host(found.plan):
+        lines += _host_need(found, found.plan.host_total_bytes)
+    for note in _essential(found):
+        lines += labelled("Note", note)
     return lines
 
 
-def _host(row: Row) -> Iterator[str]:
-    """Host memory by part, and what it takes where nothing is known of the machine's."""
-    host = row.bytes["host"]
-    if host["limit_bytes"] < UNKNOWN_HOST_BYTES / 2:
-        yield from _bar("host", host["items"], host["limit_bytes"])
-        return
-    yield from _bar("host", host["items"], 0)
-    reserve = UNKNOWN_HOST_BYTES - host["limit_bytes"]
-    yield (
-        f"       {(host['total_bytes'] + reserve) / GIB:.2f} GiB of host memory must be there, "
-        f"{reserve / GIB:g} of it as a reserve: this card is in no machine that is known "
-        "(gpu.host_gib says what it has)"
+def _takes_host(plan: MemoryPlan) -> bool:
+    return bool(off_gpu_bytes(plan)) or plan.host_kv is not None
+
+
+def _host_need(found: Forecast, num_bytes: int) -> list[str]:
+    """Say what host memory it takes, where nothing is known of the machine's."""
+    if found.facts.host_available_bytes < UNKNOWN_HOST_BYTES or found.config.gpu.host_gib:
+        return []
+    reserve = found.config.engine.host_reserve_gib
+    return labelled(
+        "Host",
+        f"Needs {num_bytes / GIB + reserve:.2f} GiB of free host memory, including a "
+        f"{reserve:g} GiB reserve. Not checked: this card is not in this machine.",
     )
 
 
-def _command(found: Forecast, row: Row) -> str:
-    """Return the command that runs a row: what was typed, less what the row has instead."""
-    gone: tuple[str, ...] = () if row is found.chosen else ("offload", "planner.")
-    if row.label == WITHOUT_HOST_KV:
-        gone += ("kv=", *(f"kv.{name}=" for name in HOST_KV_FIELDS))
-    kept = [item for item in found.overrides if not item.startswith(gone)]
-    return command_line([*kept, *row.overrides])
+def _essential(found: Forecast) -> Iterator[str]:
+    """Yield what must be known although no details are asked for."""
+    yield from found.notes
+    answer: Any = found.answer
+    notes = (answer.plan or {}).get("notes", ()) if found.plan is None else found.plan.notes
+    yield from (note for note in notes if note.startswith(("fallback", "torch")))
+    if found.facts.kind == "cuda" and open_gpu() is None:
+        yield "No GPU is here: a run here lets the CPU stand in for the card, in float32."
+
+
+def _rates(found: Forecast) -> str:
+    """Say where predicted rates are from."""
+    probe = None if found.probed is None else found.probed.rates
+    return f"{rates_for(found.config.gpu, found.facts, probe).source}{_probed(found)}"
+
+
+def _details(found: Forecast) -> list[str]:
+    """Return every way side by side, and the memory of the best of them by part."""
+    best = found.recommended
+    rows = [COLUMNS, *(_cells(row) for row in found.rows)]
+    lines = ["", *_title(found), *columns(rows, left={0, 1})]
+    text = (
+        "KV tokens: on the GPU. longest: one sequence over both tiers. at once: sequences of "
+        "max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with "
+        f"{CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens)."
+    )
+    lines += _indented([text, *_longest(found), *_queue(found)])
+    for row in found.rows:
+        if not row.fits:
+            lines += _indented([f"{row.label}: {row.error}"])
+        lines += _indented(_staging(row))
+    lines += _indented(_notes(found))
+    if best is not None:
+        choice = best.bytes.get("choice")
+        what = f"{best.title}: {choice['chosen']} ({choice['why']})" if choice else best.title
+        lines += _indented([f"recommended: {what}"])
+    shown = found.as_set if found.as_set.fits else best
+    if shown is not None:
+        lines += _memory(found, shown)
+    return [*lines, *_indented([f"rates: {_rates(found)}"])]
+
+
+def _memory(found: Forecast, row: Row) -> Iterator[str]:
+    """Yield the memory of a row by part: of what is set where it fits, else of the best."""
+    yield from _indented([f"memory of {row.title}:", *map(str.strip, weight_lines(row.bytes))])
+    yield from capacity_lines(row.bytes["kv"])
+    yield from _indented(_host_kv(row))
+    yield from _bar("GPU", row.bytes["gpu"]["items"], row.bytes["gpu"]["budget_bytes"])
+    limit = row.bytes["host"]["limit_bytes"]
+    is_known = limit < UNKNOWN_HOST_BYTES / 2
+    yield from _bar("host", row.bytes["host"]["items"], limit if is_known else 0)
+    yield from _indented([f"a run takes about {found.minutes(row.plan):.1f} min"])
+
+
+def _indented(texts: Iterable[str]) -> list[str]:
+    """Return texts as lines of at most 80 characters, two blanks before each."""
+    return [line for text in texts for line in wrapped(f"  {text}", indent="    ")]
+
+
+def _command(found: Forecast, settings: Sequence[str]) -> str:
+    """Return the command that runs other settings: what was typed, less what they replace."""
+    keys = [text.partition("=")[0].lstrip("+") for text in settings]
+    gone = [f"{key}=" for key in keys]
+    if any(key.split(".")[0] == "offload" for key in keys):
+        gone += ["offload", "planner."]
+    if "kv=gpu" in settings:
+        gone += [f"kv.{name}=" for name in HOST_KV_FIELDS]
+    typed = (item for item in found.overrides if not item.lstrip("+").startswith("plan."))
+    kept = [item for item in typed if not item.lstrip("+").startswith(tuple(gone))]
+    return command_line([*kept, *settings])
 
 
 def command_line(overrides: Sequence[str]) -> str:
@@ -92,7 +167,7 @@ def command_line(overrides: Sequence[str]) -> str:
         return shlex.quote(item)
 
     kept = (quoted(item) for item in overrides if not item.startswith("mode="))
-    return " ".join(["python -m harness", *kept])
+    return " ".join(["tightfit run", *kept])
 
 
 def _longest(found: Forecast) -> Iterator[str]:
@@ -101,12 +176,13 @@ def _longest(found: Forecast) -> Iterator[str]:
     if fitting:
         times = (f"{row.title} {row.predicted['decode_step_long_ms']:.4g}" for row in fitting)
         tokens = fitting[0].predicted["long_context_tokens"]
-        yield f"  ms a token of one sequence of {tokens:,} tokens: {'; '.join(times)}."
+        yield f"ms a token of one sequence of {tokens:,} tokens: {'; '.join(times)}."
     other = next((row for row in fitting if row.label == WITHOUT_HOST_KV), None)
     if other is not None:
         least = min(row.predicted["decode_step_long_ms"] for row in fitting)
         if other.predicted["decode_step_long_ms"] == least:
-            yield f"  Shortest for such a sequence, without kv=cpu: {_command(found, other)}"
+            command = _command(found, other.overrides)
+            yield f"Shortest for such a sequence, without kv=cpu: {command}"
 
 
 def _queue(found: Forecast) -> Iterator[str]:
@@ -117,8 +193,8 @@ def _queue(found: Forecast) -> Iterator[str]:
         queue = best.predicted["queue"]
         lengths = f"{queue['prompt_tokens']} + {queue['output_tokens']} tokens"
         rates = "; ".join(f"{row.title} {number(row.queue_tokens_s)}" for row in fitting)
-        yield f"  output tokens/s of {queue['requests']} requests of {lengths}: {rates}."
-        yield f"  Best for such a queue: {_command(found, best)}"
+        yield f"output tokens/s of {queue['requests']} requests of {lengths}: {rates}."
+        yield f"Best for such a queue: {_command(found, best.overrides)}"
 
 
 def _staging(row: Row) -> Iterator[str]:
@@ -127,7 +203,7 @@ def _staging(row: Row) -> Iterator[str]:
     size = plan.gpu_items["staging_slots"] if plan is not None else 0
     if plan is not None and size:
         yield (
-            f"  {row.label}: prompts are copied through slots of {size / GIB:.2f} GiB, which KV "
+            f"{row.label}: prompts are copied through slots of {size / GIB:.2f} GiB, which KV "
             f"lacks; engine.uva_stage_tokens={plan.max_num_batched_tokens + 1} reads prompts in "
             "place too, which is slower, and gives it to KV."
         )
@@ -135,10 +211,9 @@ def _staging(row: Row) -> Iterator[str]:
 
 def _notes(found: Forecast) -> Iterator[str]:
     """What a run would warn of: of the settings as they are, else of what is recommended."""
-    yield from (f"  {note}" for note in found.notes)
     row = found.chosen or found.recommended
     if row is not None and row.plan is not None:
-        yield from (f"  {row.label}: {note}" for note in row.plan.notes)
+        yield from (f"{row.label}: {note}" for note in row.plan.notes)
 
 
 def _probed(found: Forecast) -> str:
@@ -160,25 +235,6 @@ def _title(found: Forecast) -> Iterator[str]:
         f"({found.memory_gib:.2f} x {settings.gpu_memory_utilization:g}), weights "
         f"{number(found.spec.weight_bytes(dtype) / GIB)} GiB, {length} tokens, "
         f"{settings.max_num_seqs} sequences"
-    )
-
-
-def _lossless(found: Forecast) -> Iterator[str]:
-    """Say so where only lossless weights fit the GPU whole, or leave it least."""
-    rows = {row.label: row for row in found.rows}
-    none, auto, coded = rows["none"], rows["auto"], rows.get(LOSSLESS)
-    dtype = none.bytes.get("dtype")
-    row = coded if coded is not None and coded.fits else auto
-    if coded is None or none.fits or not row.is_lossless:
-        return
-    moved = f"{row.host_weights_bytes / GIB:.2f} GiB of weights leave"
-    what = moved if row.moves_something else "no layer leaves"
-    word = "lossless" if row.weights == LOSSLESS else "auto"
-    how = "It does with" if coded.fits else "It needs least of the host with offload=auto and"
-    yield (
-        f"{found.config.model.name} does not fit {found.facts.name} in {dtype}. {how} "
-        f"engine.weight_format={word}: {what} the GPU, the tokens are the same, about "
-        f"{number(row.predicted['decode_step_ms'])} ms a token."
     )
 
 
@@ -216,7 +272,7 @@ def _host_kv(row: Row) -> Iterator[str]:
         return
     far = f", {found['in_place_bytes'] / GIB:.2f} GiB of KV read in place"
     yield (
-        f"  a sequence of {found['context_tokens']:,} tokens: {number(found['decode_step_ms'])} ms "
+        f"a sequence of {found['context_tokens']:,} tokens: {number(found['decode_step_ms'])} ms "
         f"a token{far if found['in_place_bytes'] else ''}; a prefix of {found['prefix_tokens']:,} "
         f"comes from the host in {number(found['prefix_load_ms'])} ms, computed in "
         f"{number(found['prefix_compute_ms'])} ms"
@@ -242,16 +298,32 @@ def _bar(title: str, items: Mapping[str, int], limit: int) -> Iterator[str]:
 
 
 def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
-    """Return all points of a sweep as a table, one line each, with the minutes of a run."""
-    refused = sum(not shown(item).fits for item in found)
-    total = sum(item.minutes(shown(item)) for item in found)
+    """Return all points of a sweep as a table, one line each, with what is best for each."""
+    if found[0].config.plan.verbose:
+        lines = _points(found, names)
+    else:
+        rows: list[Sequence[str]] = [("point", "fits", "tok/s", "best settings", "tok/s")]
+        rows += [_point(item, name) for item, name in zip(found, names, strict=True)]
+        lines = ["", *columns(rows, left={0, 1, 3})]
+    refused = sum(item.plan is None for item in found)
+    total = sum(item.minutes(item.plan) for item in found)
     takes = f"takes about {total:.0f} minutes"
     what = f"all fit; running them {takes}"
     if refused:
         others = "" if refused == len(found) else f"; running the others {takes}"
-        what = f"without room: {refused} (plan.csv says why){others}"
+        what = f"{refused} do not fit as they are set{others}"
     points = f"{len(found)} point{'s'[: len(found) != 1]}"
-    return [*_points(found, names), f"  {points}, {what}."]
+    return [*lines, f"  {points}, {what}."]
+
+
+def _point(found: Forecast, name: str) -> Sequence[str]:
+    """Return one line of a sweep: as it is set, and the best settings where those are others."""
+    plan, best = found.plan, found.best
+    now = _ABSENT if plan is None else rate((plan.predicted or {})["decode_tokens_s"])
+    fits = "no" if plan is None else "yes"
+    if best is None:
+        return (name, fits, now, _ABSENT if plan is None else "as set", now)
+    return (name, fits, now, " ".join(best["settings"]), rate(best["tokens_s"]))
 
 
 def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command: str) -> list[str]:
@@ -259,11 +331,12 @@ def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command
 
     `runs` has the side of each; `command` runs the comparison.
     """
-    rows = {name: shown(item) for name, item in sides.items()}
     lines = _points(list(sides.values()), list(sides))
-    lines += [f"  {name} does not fit: {row.error}" for name, row in rows.items() if not row.fits]
-    if all(row.fits for row in rows.values()):
-        minutes = sum(sides[name].minutes(rows[name]) for name in runs)
+    for name, item in sides.items():
+        first, *others = item.lines if item.plan is None else [""]
+        lines += [*wrapped(f"{name}: {first}"), *others] if item.plan is None else []
+    if all(item.plan is not None for item in sides.values()):
+        minutes = sum(sides[name].minutes(sides[name].plan) for name in runs)
         lines.append(f"  run it: {command} ({len(runs)} runs, about {minutes:.0f} min)")
     return lines
 
@@ -271,17 +344,10 @@ def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command
 def _points(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     rows: list[Sequence[str]] = [("point", *COLUMNS, "run min")]
     for item, name in zip(found, names, strict=True):
-        row = shown(item)
-        minutes = f"{item.minutes(row):.1f}" if row.fits else _ABSENT
+        row = item.as_set
+        minutes = f"{item.minutes(row.plan):.1f}" if row.fits else _ABSENT
         rows.append((name, *_cells(row), minutes))
     return ["", *columns(rows, left={0, 1})]
-
-
-def shown(found: Forecast) -> Row:
-    """Return a point's row in a sweep: as it is set, or none where nothing is."""
-    if found.config.planner.choose:
-        return next(row for row in found.rows if row.label == "auto")
-    return found.chosen or next(row for row in found.rows if row.label == "none")
 
 
 def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
@@ -310,7 +376,7 @@ def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
         **{name: predicted.get(name) for name in _PREDICTED},
         "queue_output_tokens_s": plan and predicted["queue"]["output_tokens_s"],
         "load_s": predicted.get("load_s"),
-        "run_minutes": plan and found.minutes(row),
+        "run_minutes": plan and found.minutes(plan),
         "rates": plan and predicted["rates"]["source"],
         "error": row.error,
     }
@@ -338,11 +404,13 @@ def show_plans(plan: Plan, sides: Sides | None = None) -> int:
     own = [(point, name) for point, name in named if point.config.system.kind == "native"]
     if not own:
         _refuse_peer(plan.points[0].config)
+    if plan.multirun:
+        _check_cards(own)
     found = [forecast(point.config, tuple(point.overrides)) for point, _ in own]
     if not plan.multirun:
         (only,) = found
         show(point_lines(only))
-        return EXIT_OK if only.recommended is not None else EXIT_NOT_ALL_OK
+        return EXIT_OK
     path = Path(str(plan.points[0].composed.hydra.sweep.dir)) / CSV_NAME
     names = [name for _, name in own]
     write_csv(path, found, names)
@@ -353,7 +421,23 @@ def show_plans(plan: Plan, sides: Sides | None = None) -> int:
     problems = build_report(path.parent)
     lines += problems or [f"  as a figure: {path.with_suffix('.png')}"]
     show(lines)
-    return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
+    return EXIT_OK
+
+
+def _check_cards(own: Sequence[tuple[Point, str]]) -> None:
+    """Refuse points of a sweep that have no card, and what is asked of one engine alone."""
+    for point, name in own:
+        if point.config.plan.reported_kv_gib is not None:
+            raise ConfigError(
+                "plan.reported_kv_gib: expected null in a sweep, as one engine reported it for one "
+                "configuration. Remove it, or plan a single point."
+            )
+        if lacks_card(point.config):
+            raise ConfigError(
+                f"gpu: expected a card for each point of a planned sweep, got none for {name} and "
+                "no GPU is here. Add gpu=NAME, or gpu=cpu to plan this CPU; a single point without "
+                "a card shows all of them."
+            )
 
 
 def _refuse_peer(config: RunConfig) -> None:
@@ -379,7 +463,7 @@ def _show_sides(point: Point, sides: Sides) -> int:
             command_line(point.overrides),
         )
     )
-    return EXIT_OK if all(shown(item).fits for item in found) else EXIT_NOT_ALL_OK
+    return EXIT_OK
 
 
 def write_csv(path: Path, found: Sequence[Forecast], names: Sequence[str]) -> None:

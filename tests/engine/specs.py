@@ -16,6 +16,7 @@ from engine.asked.offload import (
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
+from engine.errors import CapacityError
 from engine.model.formats import align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
@@ -107,6 +108,14 @@ def configuration(
             kv=KVConfig(**(kv or {})),
             engine=EngineSettings(**({"weight_format": "checkpoint"} | settings)),
         )
+
+
+def advised(error: CapacityError | None) -> list[str]:
+    """Return the settings with which a refusal says that it fits, those of each way joined."""
+    assert error is not None
+    assert error.plan is not None
+    ways: Any = error.plan["ways"]
+    return [" ".join(way["settings"]) for way in ways]
 
 
 @st.composite

@@ -47,6 +47,7 @@ OTHER: dict[str, Any] = {
     "hbm_gb_s": 6.0,
     "bf16_tflops": 7.0,
     "compute_capability": 7.5,
+    "request_tokens": 1000,
     "offload_backend": "uva",
     "cpu_offload_gb": 2.0,
     "cpu_offload_params": ["mlp"],
@@ -165,7 +166,13 @@ def test_a_new_field_is_a_keyword_and_a_key_at_once() -> None:
 def test_the_harness_has_the_engine_s_classes_as_its_schema() -> None:
     keys = dict(key_types(RunConfig))
     own = {found.path for found in settings(EngineConfig)}
-    given = {"measured_rates", "emulated_kv_tokens", "facts_folder", "kept_folder"}
+    given = {
+        "measured_rates",
+        "emulated_kv_tokens",
+        "request_tokens",
+        "facts_folder",
+        "kept_folder",
+    }
     assert own - given <= set(keys)
 
 

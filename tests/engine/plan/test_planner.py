@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.asked.config import EngineConfig, PlannerConfig
+from engine.asked.config import EngineConfig, GPUConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
@@ -21,6 +21,7 @@ from tests.engine.specs import (
     NO_PIN,
     NO_UVA,
     OLMO_7B,
+    advised,
     check_plan,
     configuration,
     model_specs,
@@ -37,14 +38,17 @@ def test_olmo_7b_resident_is_refused_on_16_gb() -> None:
     with pytest.raises(CapacityError) as error:
         plan_olmo()
     text = str(error.value)
-    found = re.search(r"available KV cache memory: (-?[\d.]+) GiB", text)
-    assert found
-    assert float(found[1]) < 2.0
-    assert "one sequence of max_model_len=4096 needs 2.00 GiB" in text
-    assert "GPU budget 14.39 GiB" in text
-    assert "weights 13.5" in text
-    assert "offload.uva.cpu_offload_gb=" in text
-    assert "offload.prefetch.offload_group_size=8" in text
+    assert text.startswith(
+        "test does not fit H200: 2.45 GiB short (needs 2.00 GiB of KV for 4,096 tokens, has -0.45 "
+        "GiB).\nBest fix   offload=auto "
+    )
+    assert "Budget     14.39 GiB of GPU memory: weights 13.59 GiB, " in text
+    assert max(map(len, text.splitlines()[1:])) <= 80
+    words = advised(error.value)
+    assert [item.split("=")[0] for item in words] == [
+        *("offload", "offload.uva.cpu_offload_gb", "offload")
+    ]
+    assert "offload.prefetch.offload_group_size=8" in words[2]
     assert error.value.plan is not None
     assert error.value.plan["placements"]["resident"] == OLMO_7B.weight_bytes()  # type: ignore[index]
 
@@ -74,16 +78,11 @@ def test_olmo_7b_prefetch_moves_twenty_layers_a_step() -> None:
 OLMO_ON_16_GB = {"gpu_memory_utilization": 0.85, "max_model_len": 4096}
 
 
-def alternatives(text: str) -> list[str]:
-    """Return what a refusal says would fit."""
-    found = re.search(r"Fits with: (.*?)\.(?: |$)", text)
-    return found[1].split("; or ") if found else []
-
-
 def follow(config: EngineConfig, advice: str) -> EngineConfig:
     """Apply one alternative of a refusal."""
     fields = dict(part.split("=", 1) for part in advice.split())
-    kind, parts = fields.pop("offload", ""), dict[str, dict[str, Any]]()
+    is_uva = any(name.startswith("offload.uva.") for name in fields)
+    kind, parts = fields.pop("offload", "uva" if is_uva else ""), dict[str, dict[str, Any]]()
     for name, value in fields.items():
         section, _, field = name.rpartition(".")
         parts.setdefault(section, {})[field] = yaml.safe_load(value)
@@ -104,9 +103,9 @@ def test_a_refusal_for_host_memory_says_that_nothing_need_be_moved() -> None:
     config = configuration(OLMO_7B, memory_gib=40, offload=prefetch(1))
     with pytest.raises(CapacityError, match="host memory") as error:
         plan_memory(config, OLMO_7B, facts)
-    assert alternatives(str(error.value)) == ["offload=auto", "offload=none"]
-    for advice in alternatives(str(error.value)):
-        assert not plan_memory(follow(config, advice), OLMO_7B, facts).offloaded_layers
+    [advice] = advised(error.value)
+    assert advice == "offload=none"
+    assert not plan_memory(follow(config, advice), OLMO_7B, facts).offloaded_layers
 
 
 @settings(max_examples=30, deadline=None)
@@ -146,7 +145,7 @@ def test_advice_fits_when_it_is_followed(
     try:
         plan = plan_memory(config, spec, facts)
     except CapacityError as error:
-        for advice in alternatives(str(error)):
+        for advice in advised(error):
             check_plan(plan_memory(follow(config, advice), spec, facts), spec)
     else:
         check_plan(plan, spec)
@@ -192,8 +191,10 @@ def test_advice_takes_back_selectors_that_hold_too_little(kind: str) -> None:
     config = configuration(OLMO_7B, memory_gib=15.99, offload=offload, **OLMO_ON_16_GB)
     with pytest.raises(CapacityError) as error:
         plan_memory(config, OLMO_7B, H200)
-    taken = [item for item in alternatives(str(error.value)) if "_params=[]" in item]
-    assert [item.split()[0] for item in taken] == ["offload=auto", f"offload={kind}"]
+    taken = [item for item in advised(error.value) if "_params=[]" in item]
+    assert [item.split("=")[0] for item in taken] == (
+        ["offload", "offload.uva.cpu_offload_gb"] if kind == "uva" else ["offload", "offload"]
+    )
     for item in taken:
         plan_memory(follow(config, item), OLMO_7B, H200)
 
@@ -202,12 +203,13 @@ def test_a_refusal_gives_negative_room_and_every_part() -> None:
     with pytest.raises(CapacityError) as error:
         plan_olmo(memory_gib=10)
     text = str(error.value)
-    found = re.search(r"available KV cache memory: (-[\d.]+) GiB", text)
+    found = re.search(r", has (-[\d.]+) GiB\)", text)
     assert found
-    parts = re.search(r"GPU budget ([\d.]+) GiB, taken by (.*) \(GiB\)", text)
-    assert parts
-    taken = sum(float(part.split()[1]) for part in parts[2].split(", "))
-    assert float(found[1]) == pytest.approx(float(parts[1]) - taken, abs=0.05)
+    words = " ".join(text.partition("\nBudget")[2].split())
+    budget, parts = words.rstrip(".").split(" of GPU memory: ")
+    sizes = [part.split()[-2:] for part in (budget, *parts.split(", "))]
+    first, *taken = [float(size) / (1 if unit == "GiB" else 1024) for size, unit in sizes]
+    assert float(found[1]) == pytest.approx(first - sum(taken), abs=0.05)
     assert error.value.plan is not None
     assert error.value.plan["gpu"]["free_bytes"] < 0  # type: ignore[index]
     assert error.value.plan["kv"]["num_gpu_blocks"] == 0  # type: ignore[index]
@@ -216,7 +218,7 @@ def test_a_refusal_gives_negative_room_and_every_part() -> None:
 def test_a_shorter_length_is_advised_where_it_fits() -> None:
     with pytest.raises(CapacityError) as error:
         plan_olmo(memory_gib=17)
-    [length] = [a for a in alternatives(str(error.value)) if a.startswith("engine.max_model_len")]
+    [length] = [a for a in advised(error.value) if a.startswith("engine.max_model_len")]
     assert 16 <= int(length.split("=")[1]) < 4096
 
 
@@ -225,11 +227,17 @@ def test_a_larger_card_is_advised_where_nothing_else_helps() -> None:
     config = configuration(spec, memory_gib=1.0)
     with pytest.raises(CapacityError) as error:
         plan_memory(config, spec, H200)
-    found = alternatives(str(error.value))
+    found = advised(error.value)
     assert [advice.split("=")[0] for advice in found] == ["gpu.memory_gib"]
     smaller = replace(H200, free_bytes=2 * GIB)
-    with pytest.raises(CapacityError, match=r"No single change makes it fit: lower .*a card of"):
+    with pytest.raises(CapacityError, match="No single change makes it fit: lower") as error:
         plan_memory(config, spec, smaller)
+    [size] = re.findall(r"a card of ([\d.]+) GiB", " ".join(str(error.value).split()))
+    larger = replace(H200, free_bytes=8 * GIB)
+    plan_memory(replace(config, gpu=GPUConfig(memory_gib=float(size))), spec, larger)
+    less = GPUConfig(memory_gib=float(size) - 0.01)
+    with pytest.raises(CapacityError):
+        plan_memory(replace(config, gpu=less), spec, larger)
 
 
 def test_limits_of_a_step_are_advised_where_no_offload_is_enough() -> None:
@@ -238,7 +246,7 @@ def test_limits_of_a_step_are_advised_where_no_offload_is_enough() -> None:
     config = replace(config, planner=PlannerConfig(choose=True))
     with pytest.raises(CapacityError) as error:
         plan_memory(config, OLMO_7B, H200)
-    found = alternatives(str(error.value))
+    found = advised(error.value)
     assert [advice.split("=")[0] for advice in found] == [
         "engine.max_num_batched_tokens",
         "engine.gpu_memory_utilization",
@@ -256,7 +264,7 @@ def test_the_least_uva_that_is_advised_is_the_least() -> None:
     config = configuration(OLMO_7B, memory_gib=15.9921875, **OLMO_ON_16_GB)
     with pytest.raises(CapacityError) as error:
         plan_memory(config, OLMO_7B, H200)
-    [least] = [float(x.split("=")[-1]) for x in alternatives(str(error.value)) if "uva" in x]
+    [least] = [float(x.split("=")[-1]) for x in advised(error.value) if "uva" in x]
     plan_memory(replace(config, offload=uva(least)), OLMO_7B, H200)
     with pytest.raises(CapacityError):
         plan_memory(replace(config, offload=uva(round(least - 0.01, 2))), OLMO_7B, H200)
@@ -268,7 +276,7 @@ def test_kv_room_of_exactly_one_sequence_is_enough_and_a_byte_less_is_not() -> N
     budget = plan.gpu_total_bytes - plan.gpu_items["kv_cache"] + need
     exact = plan_small(memory_gib=budget / GIB, gpu_memory_utilization=1.0)
     assert (exact.num_gpu_blocks, exact.gpu_total_bytes) == (4, budget)
-    with pytest.raises(CapacityError, match="available KV cache memory"):
+    with pytest.raises(CapacityError, match="1 bytes short"):
         plan_small(memory_gib=(budget - 1) / GIB, gpu_memory_utilization=1.0)
 
 

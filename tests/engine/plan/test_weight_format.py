@@ -34,7 +34,7 @@ from engine.plan.units import PREFETCH, UVA
 from engine.plan.weight_format import MIXED, WORTH, best_mix
 from engine.sealed import GIB
 from tests.engine.plan.test_choose import conf_spec
-from tests.engine.specs import CPU, H200, OLMO_7B, configuration, prefetch, small_spec, uva
+from tests.engine.specs import CPU, H200, OLMO_7B, advised, configuration, prefetch, small_spec, uva
 
 AUTO = PlannerConfig(choose=True)
 LIMITS: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 32}
@@ -208,7 +208,7 @@ def test_the_longest_sequence_is_that_of_codes() -> None:
 
 
 def test_what_fits_in_neither_format_is_refused() -> None:
-    with pytest.raises(CapacityError, match="available KV cache memory"):
+    with pytest.raises(CapacityError, match="does not fit H200"):
         plan_memory(asked("auto", memory_gib=4), OLMO_7B, H200)
 
 
@@ -306,14 +306,12 @@ def test_rates_of_a_probe_that_knew_no_codes_follow_from_its_memory() -> None:
 def test_lossless_weights_are_advised_first_where_they_fit() -> None:
     with pytest.raises(CapacityError) as error:
         on_card("rtx4080_16gb")
-    text = str(error.value)
     lossless = on_card("rtx4080_16gb", weight_format="lossless")
-    assert (
-        "It fits with engine.weight_format=lossless: no layer leaves the GPU, the tokens are the "
-        f"same, about {step_ms(lossless):.3g} ms a token"
-    ) in text
-    found = text.split("Fits with: ")[1].split("; or ")
-    assert found[0] == "engine.weight_format=lossless"
+    assert advised(error.value)[0] == "engine.weight_format=lossless"
+    text = " ".join(str(error.value).split())
+    rate = f"{1e3 / step_ms(lossless):.3g} tok/s"
+    assert f"Best fix engine.weight_format=lossless {rate} no layer leaves the" in text
+    assert "same tokens" in text
     for settings in ({"weight_format": "checkpoint"}, {"dtype": "float16"}):
         with pytest.raises(CapacityError) as error:
             on_card("rtx4080_16gb", **settings)
@@ -323,19 +321,17 @@ def test_lossless_weights_are_advised_first_where_they_fit() -> None:
 def test_lossless_weights_are_advised_first_where_fewer_leave_the_gpu() -> None:
     with pytest.raises(CapacityError) as error:
         on_card("rtx3060_12gb")
-    text = str(error.value)
-    coded, plain = (
-        on_card("rtx3060_12gb", AUTO, weight_format=word) for word in ("lossless", "checkpoint")
+    chosen, plain = (
+        on_card("rtx3060_12gb", AUTO, **settings)
+        for settings in ({}, {"weight_format": "checkpoint"})
     )
-    moved = [off_gpu_bytes(plan) / GIB for plan in (coded, plain)]
-    assert (
-        f" It fits with engine.weight_format=lossless and {moved[0]:.2f} GiB of weights off the "
-        f"GPU ({moved[1]:.2f} GiB of plain ones): the tokens are the same, about "
-        f"{step_ms(coded):.3g} ms a token"
-    ) in text
-    found = text.split("Fits with: ")[1].split("; or ")
-    assert found[0] == "offload=auto engine.weight_format=lossless"
-    assert "offload=auto" not in found
+    words = ["offload=auto", "offload=auto engine.weight_format=checkpoint"]
+    assert advised(error.value)[:2] == words
+    assert error.value.plan is not None
+    ways: Any = error.value.plan["ways"]
+    for way, plan in zip(ways, (chosen, plain), strict=False):
+        assert way["tokens_s"] == pytest.approx(1e3 / step_ms(plan))
+        assert way["host_weights_bytes"] == off_gpu_bytes(plan)
 
 
 def with_uva(gib: float, name: str, **settings: Any) -> MemoryPlan:
@@ -348,11 +344,12 @@ def with_uva(gib: float, name: str, **settings: Any) -> MemoryPlan:
 def test_an_offload_that_is_enough_for_codes_alone_is_kept_in_the_advice() -> None:
     with pytest.raises(CapacityError) as error:
         with_uva(4, "rtx3060_12gb")
-    text = str(error.value)
-    assert "Fits with: engine.weight_format=lossless; or offload=auto; or " in text
     plan = with_uva(4, "rtx3060_12gb", weight_format="lossless")
-    assert f"lossless and {off_gpu_bytes(plan) / GIB:.2f} GiB of weights off the GPU: " in text
-    assert f"about {step_ms(plan):.3g} ms a token" in text
+    assert error.value.plan is not None
+    ways: Any = error.value.plan["ways"]
+    [way] = [each for each in ways if each["settings"] == ["engine.weight_format=lossless"]]
+    assert way["tokens_s"] == pytest.approx(1e3 / step_ms(plan))
+    assert way["host_weights_bytes"] == off_gpu_bytes(plan)
 
 
 def test_an_offload_that_lossless_weights_do_not_need_says_what_it_costs() -> None:
@@ -379,8 +376,7 @@ def test_an_offload_that_does_not_fit_is_told_that_codes_need_none() -> None:
     config = configuration(OLMO_7B, offload=uva(0.1), **(LIMITS | {"weight_format": None}))
     with pytest.raises(CapacityError) as error:
         plan_memory(replace(config, gpu=gpu), OLMO_7B, DeviceFacts.of_card(gpu))
-    first = str(error.value).split("Fits with: ")[1].split("; or ")[0]
-    assert first == "offload=none engine.weight_format=lossless"
+    assert advised(error.value)[0] == "offload=none engine.weight_format=lossless"
 
 
 def test_codes_in_host_memory_are_restored_no_faster_than_on_the_gpu() -> None:

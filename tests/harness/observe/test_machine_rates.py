@@ -113,13 +113,13 @@ def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch
         return forecast(point.config, tuple(point.overrides))
 
     before = found("l4_24gb")
-    assert "(measure this machine's: python -m harness scenario=probe)" in "\n".join(
-        point_lines(before)
-    )
+    text = " ".join(" ".join(point_lines(before)).split())
+    assert "(measure this machine's: python -m harness scenario=probe)" in text
     write_rates(card, RATES)
     after = found("l4_24gb")
-    text = "\n".join(point_lines(after))
-    assert "rates: probe of this machine; the rest: sheet of NVIDIA L4 (probed 0 minutes" in text
+    text = " ".join(" ".join(point_lines(after)).split())
+    source = "probe of this machine; the rest: sheet of NVIDIA L4 (probed 0 minutes"
+    assert f"Predicted from: {source}" in text
     rates = after.rows[0].predicted["rates"]
     assert (rates["h2d_gb_s"], rates["hbm_gb_s"], rates["bf16_tflops"]) == (20.0, 800.0, 100.0)
     assert before.rows[0].predicted["rates"]["h2d_gb_s"] != 20.0

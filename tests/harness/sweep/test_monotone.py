@@ -83,7 +83,8 @@ def test_the_engine_s_own_plan_says_what_is_short(offload_gb):
     tiny = ModelNode(name="tiny", load_format="dummy", spec=SPEC)
     shortage = planned_shortage(point(0.0001, offload_gb, model=tiny))
     assert shortage is not None
-    assert "GPU budget 0.0000" in str(shortage)
+    assert "tiny does not fit CPU: " in str(shortage)
+    assert "Budget     94.37 KiB of GPU memory: " in str(shortage)
     assert planned_shortage(point(1.0, offload_gb, model=tiny)) is None
 
 
