@@ -71,8 +71,8 @@ report: ## rebuild the report of a run folder: make report DIR=...
 	@test -n "$(DIR)" || { echo "DIR: expected the folder of a run or a sweep: make report DIR=..."; exit 2; }
 	$(PY) -m reports "$(DIR)"
 
-ui: setup ## open MLflow on the database of all runs
-	$(PY) -m tightfit ui
+ui: setup ## open MLflow on the database of all runs (ARGS="--port 5001")
+	$(PY) -m tightfit ui $(ARGS)
 
 wheelhouse: setup ## collect what an offline GPU machine lacks, for Python 3.12, in two groups
 	rm -rf wheelhouse

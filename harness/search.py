@@ -439,7 +439,12 @@ def _context(request: SearchRequest, folder: Path, index: int) -> SweepContext:
     base = {item.lstrip("+") for item in request.base}
     shared = tuple(spelling for item in base for spelling in (item, f"+{item}", f"++{item}"))
     return SweepContext(
-        sweep_id=request.name, folder=folder, index=index, total=request.trials, shared=shared
+        sweep_id=request.name,
+        folder=folder,
+        index=index,
+        total=request.trials,
+        shared=shared,
+        title=f"search {request.name}: {request.goal.metric}",
     )
 
 
@@ -453,7 +458,7 @@ def _conclude(
     write_text_atomic(folder / TABLE_NAME, _table(trials))
     best = study.best()
     if runner.tracking is not None:
-        warnings = finish_sweep(
+        warnings, _ = finish_sweep(
             runner.tracking,
             _context(request, folder, 0),
             runner.records,

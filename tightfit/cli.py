@@ -4,7 +4,6 @@ A subcommand is a function and its row in COMMANDS; what it needs is imported wh
 help and version start at once.
 """
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,13 +100,9 @@ def _doctor(arguments: list[str]) -> int:
 
 
 def _ui(arguments: list[str]) -> int:
-    from catalogue.files import tightfit_home  # noqa: PLC0415  when it runs
-    from harness.tracking.mlflow import DATABASE_NAME  # noqa: PLC0415
+    from harness.ui import main  # noqa: PLC0415  when it runs
 
-    store = f"sqlite:///{tightfit_home() / DATABASE_NAME}"
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store]
-    one = ("--workers", "1")  # the first page comes sooner; options that were typed win
-    return _guarded(lambda: subprocess.run([*command, *one, *arguments], check=False).returncode)
+    return _guarded(lambda: main(arguments))
 
 
 def _completion(arguments: list[str]) -> int:

@@ -604,6 +604,8 @@ class SweepContext:
     total: int
     shared: tuple[str, ...] = ()
     """Overrides that all points have; what a point has beside them is what varies."""
+    title: str = ""
+    """The question in few words, such as: smollm2_135m: offload x gpu, 6 points."""
     label: str = ""
     """What its name begins with; of a comparison's runs such as ab1-a."""
     began_s: float | None = None

@@ -45,6 +45,16 @@ def point_name(config: RunConfig, overrides: Sequence[str], sweep: SweepContext 
     return "-".join(part for part in parts if part)[:_NAME_CHARS]
 
 
+def sweep_title(points: Sequence[tuple[RunConfig, Sequence[str]]]) -> str:
+    """Return what a sweep asks in few words: its models, what varies, how many points."""
+    models = " and ".join(dict.fromkeys(config.model.name for config, _ in points))
+    varying = what_varies([overrides for _, overrides in points])
+    keys = dict.fromkeys(item.lstrip("+").partition("=")[0] for own in varying for item in own)
+    names = " x ".join(key.replace("/", ".").rpartition(".")[2] for key in keys if key != "model")
+    count = f"{len(points)} point{'s'[: len(points) != 1]}"
+    return f"{models}: {', '.join(filter(None, [names, count]))}"[:_NAME_CHARS]
+
+
 def what_varies(points: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the overrides of each point without those that all have."""
     common = set.intersection(*map(set, points))

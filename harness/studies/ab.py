@@ -563,6 +563,12 @@ class Comparison(Series):
         self._shared = [item for item in sides[0].overrides if item in shared]
         self._done: list[tuple[Step, RunRecord]] = []
 
+    @property
+    def question(self) -> str:
+        """Return the sides."""
+        sides = (" ".join(own) or "as is" for own in (self._ab.a, self._ab.b))
+        return f"ab, {' against '.join(sides)}"
+
     def run_points(self, run_one: RunOne) -> None:
         """Run what can still say something, in order."""
         for step in self._steps:

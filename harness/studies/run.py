@@ -170,6 +170,11 @@ class StudyRun(Series):
         self._found: dict[str, Result] = {}
         self._section, self._headline = "", ""
 
+    @property
+    def question(self) -> str:
+        """Return the study's name."""
+        return f"study {self._study.name}, {len(self._study.chosen)} points"
+
     def run_points(self, run_one: RunOne) -> None:
         """Run the points in order, beside the run of an earlier version if one was given."""
         before = _read_before(self._study)

@@ -53,7 +53,13 @@ class Series(ABC):
             index=0,
             total=total,
             began_s=time.time(),
+            title=f"{config.model.name}: {self.question}",
         )
+
+    @property
+    @abstractmethod
+    def question(self) -> str:
+        """What is asked, in few words."""
 
     @abstractmethod
     def run_points(self, run_one: RunOne) -> None:
@@ -119,6 +125,7 @@ class Series(ABC):
                 status={"ok": "ok", "killed": "killed"}.get(record.status, "failed"),
                 counts=dict(Counter(found.status for found in self.records)),
                 metrics=record.metrics,
+                note="\n".join(["```", *self.lines(record), "```"]),
             )
         )
         warnings += tracker.warnings

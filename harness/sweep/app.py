@@ -24,7 +24,7 @@ from harness.config.engine import require_package
 from harness.config.launchers import BASIC, keep_gpus_visible, make_importable
 from harness.config.schema import RunConfig, SweepContext
 from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
-from harness.point.describe import point_name
+from harness.point.describe import point_name, sweep_title
 from harness.point.full_disk import (
     DiskFullError,
     full_disk_ends,
@@ -375,6 +375,7 @@ class _Session:
             total=len(self._plan.points),
             shared=tuple(item for item in first if all(item in other for other in others)),
             began_s=time.time(),
+            title=sweep_title([(point.config, point.overrides) for point in self._plan.points]),
         )
 
     def _records(self, sweep: SweepContext | None) -> list[tuple[Path, RunRecord]]:
@@ -428,12 +429,12 @@ class _Session:
             return
         folders = [folder for folder, _ in points]
         records = [record for _, record in points]
-        warnings = finish_sweep(
+        warnings, view = finish_sweep(
             self._plan.points[0].config.tracking, sweep, records, interrupted=interrupted
         )
         for text in warnings:
             say(f"warning: {text}")
-        show(sweep_lines(records, folders, sweep))
+        show(sweep_lines(records, folders, sweep, view))
 
 
 def _sweep_id(folder: Path) -> str:

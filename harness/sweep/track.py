@@ -18,9 +18,14 @@ from reports.record.record import MEASURED, RunRecord, write_text_atomic
 
 
 def sweep_lines(
-    records: Sequence[RunRecord], folders: Sequence[Path], sweep: SweepContext
+    records: Sequence[RunRecord],
+    folders: Sequence[Path],
+    sweep: SweepContext,
+    view: str | None = None,
 ) -> list[str]:
     """Return how the sweep ended as lines of text; folders are of all points that began.
+
+    `view` is the command that shows it in the tracker.
 
     A table of the points, who is best, why points have no figures, and what runs again.
     """
@@ -35,6 +40,8 @@ def sweep_lines(
     report = sweep.folder / "sweep.html"
     if report.is_file():
         lines.append(f"  report        {report}")
+    if view is not None:
+        lines.append(f"  compare       {view}")
     return lines
 
 
@@ -50,14 +57,21 @@ def point_names(records: Sequence[RunRecord]) -> list[str]:
 def _table(
     records: Sequence[RunRecord], names: Sequence[str], folders: Sequence[Path]
 ) -> list[str]:
+    header, *rows = _rows(records, names)
+    lines = [[*header, "folder"]]
+    lines += [[*row, folder.name] for row, folder in zip(rows, folders, strict=False)]
+    return columns(lines, left={1, 2, len(header)})
+
+
+def _rows(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[str]]:
+    """Return header and cells of the table of the points."""
     metrics = found("sweep", [record.metrics for record in records])
-    header = ["point", "choices", "status", *(metric.heading for metric in metrics), "folder"]
-    rows = [header]
+    rows = [["point", "choices", "status", *(metric.heading for metric in metrics)]]
     for index, (record, name) in enumerate(zip(records, names, strict=True)):
         values = [(metric.name, record.metrics.get(metric.name)) for metric in metrics]
         cells = ["-" if value is None else metric_number(key, value) for key, value in values]
-        rows.append([str(index), name, status_text(record), *cells, folders[index].name])
-    return columns(rows, left={1, 2, len(header) - 1})
+        rows.append([str(index), name, status_text(record), *cells])
+    return rows
 
 
 def _best(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
@@ -99,6 +113,12 @@ def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
     )
 
 
+ANSWERS: Final = frozenset({"ok", "partial", "no_fit", "skipped"})
+"""Statuses of points that say what they cost, or why they cannot run: a sweep of these is whole."""
+READING_A_SWEEP: Final = (
+    "A point that does not fit is an answer too. No point wins unless it was repeated and its "
+    "interval says so. `sweep.html` among the artifacts has the figures."
+)
 FAILURES_NAME: Final = "failures.md"
 
 
@@ -120,13 +140,14 @@ def finish_sweep(
     *,
     interrupted: bool = False,
     is_ok: bool | None = None,
-) -> list[str]:
-    """Make the sweep's report and end its run in the tracker; return warnings.
+) -> tuple[list[str], str | None]:
+    """Make the sweep's report and end its run in the tracker.
 
-    `is_ok` says whether it found what it was for; None: every point must be ok.
+    `is_ok` says whether it found what it was for; None: no point may have failed. Returns warnings,
+    and the command that shows the sweep.
     """
     counts = Counter(record.status for record in records)
-    status = "ok" if (set(counts) <= {"ok"} if is_ok is None else is_ok) else "failed"
+    status = "ok" if (set(counts) <= ANSWERS if is_ok is None else is_ok) else "failed"
     if interrupted:
         status = "killed"
     warnings = build_report(sweep.folder) if records else []
@@ -135,8 +156,20 @@ def finish_sweep(
     except OSError as error:
         warnings.append(f"{FAILURES_NAME}: not written: {error}.")
     tracker = open_tracker(tracking, tightfit_home())
-    tracker.finish_sweep(SweepFacts(context=sweep, status=status, counts=dict(counts)))
-    return warnings + tracker.warnings
+    note = sweep_note(records, sweep) if records else ""
+    tracker.finish_sweep(SweepFacts(context=sweep, status=status, counts=dict(counts), note=note))
+    return warnings + tracker.warnings, tracker.view_command(sweep.sweep_id)
+
+
+def sweep_note(records: Sequence[RunRecord], sweep: SweepContext) -> str:
+    """Return the description of a sweep in Markdown: table, best point, how to read it."""
+    names = point_names(records)
+    header, *rows = _rows(records, names)
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    texts = [text.strip() for text in (*_best(records, names), *_reasons(records, names))]
+    lines += ["", *(f"- {text}" for text in texts), "", READING_A_SWEEP]
+    return "\n".join([f"**{sweep.title or sweep.sweep_id}**", "", *lines])
 
 
 def _write_failures(sweep: SweepContext, records: Sequence[RunRecord]) -> None:

@@ -36,11 +36,14 @@ class SweepFacts:
 
     context: SweepContext
     status: str
-    """ok: every point is; failed: some are not; killed: interrupted."""
+    """ok: every point says what it costs, or that it does not fit; failed: some failed; killed:
+    interrupted."""
     counts: dict[str, int] = field(default_factory=dict)
     """Status -> number of points."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Figures of the points together."""
+    note: str = ""
+    """Description in Markdown: a table, the best point, how to read it."""
 
 
 class Tracker:
@@ -69,8 +72,9 @@ class Tracker:
     def finish_sweep(self, sweep: SweepFacts) -> None:
         """Show the sweep as ended."""
 
-    def view_command(self) -> str | None:
-        """Return the command that shows the runs to the user; None where there are none."""
+    def view_command(self, sweep_id: str | None = None) -> str | None:
+        """Return the command that shows the runs, or those of a sweep; None without any."""
+        del sweep_id
         return None
 
 
@@ -120,10 +124,10 @@ class GuardedTracker:
         """See Tracker."""
         self._call("finish_sweep", lambda: self._tracker.finish_sweep(sweep))
 
-    def view_command(self) -> str | None:
+    def view_command(self, sweep_id: str | None = None) -> str | None:
         """See Tracker; None when the tracker does not work."""
         is_usable = not (self._is_broken.is_set() or self._is_stuck)
-        return self._tracker.view_command() if is_usable else None
+        return self._tracker.view_command(sweep_id) if is_usable else None
 
     def _call(self, name: str, call: Callable[[], None], *, wait_s: float | None = None) -> None:
         if self._is_stuck or self._is_broken.is_set():

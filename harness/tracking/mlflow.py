@@ -7,6 +7,7 @@ global state of MLflow is used, and MLflow is imported when the tracker opens.
 import logging
 import math
 import os
+import re
 import shlex
 import socket
 import sqlite3
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 from filelock import FileLock
 
@@ -23,6 +24,7 @@ from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.work.kv import kv_series
+from reports.record.metrics import Place, shown
 from reports.record.record import RunRecord
 
 if TYPE_CHECKING:
@@ -69,8 +71,21 @@ def _path(address: str) -> Path | None:
 
 
 DATABASE_NAME: Final = "mlflow.db"
-_FINAL_STATUS: Final = {"ok": "FINISHED", "killed": "KILLED"}
+_FINAL_STATUS: Final = {"ok": "FINISHED", "partial": "FINISHED", "killed": "KILLED"}
 """Status of a record or a sweep -> MLflow's; the others are FAILED."""
+_NOTE: Final = "mlflow.note.content"
+_SWEEPS: Final = "harness.sweep_ids"
+"""Tag of a point: the sweeps that it is of, those that took it over too."""
+_KIND: Final = "mlflow.experimentKind"
+"""Tag by which MLflow shows runs, not traces, first."""
+READING: Final = (
+    "Each run is one point; points of a sweep, a comparison or a study lie below a parent run. "
+    "Its description has the table and the best point. Metrics are those of the tables; all others "
+    "of a run are in its artifacts (`metrics.csv`, `result.json`), with the report as HTML. "
+    "`latency/...` are of requests alone, `throughput/...` of a queue, `ts/...` over time. A run "
+    "whose tag `harness.valid` is false does not count; `harness.status` says how it ended."
+)
+"""Description of an experiment."""
 _SHARED: Final = ("config.yaml", "result.json", "report.html", "report.md")
 _ARTIFACTS: Final = (
     *_SHARED,
@@ -82,7 +97,7 @@ _SWEEP_ARTIFACTS: Final = (
     *("multirun.yaml", "sweep.csv", "sweep.html", "sweep.md", "failures.md"),
 )
 _FIGURES: Final = ("*.png", "figures/*.png")
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # MLflow's own 7 retries of 120 s each keep a server that is down from being noticed.
@@ -117,8 +132,8 @@ class MlflowTracker(Tracker):
     def __init__(self, config: TrackingConfig, home: Path) -> None:
         self._home = home
         self._experiment = config.experiment
-        self._uri = config.uri or f"sqlite:///{home / DATABASE_NAME}"
-        self._artifacts = _artifact_root(self._uri, home)
+        self._uri = store_uri(config, home)
+        self._artifacts = artifact_root(self._uri, home)
         self._client: MlflowClient | None = None
         self._experiment_id = ""
         self._run_id: str | None = None
@@ -130,7 +145,7 @@ class MlflowTracker(Tracker):
         Processes that start at once take turns here: concurrent migrations of a new SQLite file
         fail.
         """
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
@@ -151,6 +166,9 @@ class MlflowTracker(Tracker):
                 if found.lifecycle_stage == "deleted":
                     self._client.restore_experiment(found.experiment_id)
                 self._experiment_id = found.experiment_id
+            self._client.set_experiment_tag(self._experiment_id, _KIND, "custom_model_development")
+            if found is None or _NOTE not in found.tags:
+                self._client.set_experiment_tag(self._experiment_id, _NOTE, READING)
             self._repair()
 
     def _make_database(self) -> None:
@@ -179,7 +197,7 @@ class MlflowTracker(Tracker):
     def start_sweep(self, sweep: SweepContext) -> None:
         """Create the sweep's run with status RUNNING."""
         with self._only_one():
-            self._sweep_run(sweep.sweep_id, {})
+            self._sweep_run(sweep, {})
 
     def start_point(self, point: PointFacts) -> None:
         """Create the point's run with status RUNNING, below its sweep's run if it has one."""
@@ -188,8 +206,9 @@ class MlflowTracker(Tracker):
         tags = {**point.tags, **_own_tags(), "harness.run_id": point.run_id}
         if point.sweep is not None:
             with self._only_one():
-                parent = self._sweep_run(point.sweep.sweep_id, point.tags)
-            tags |= {"harness.sweep_id": point.sweep.sweep_id, "mlflow.parentRunId": parent}
+                parent = self._sweep_run(point.sweep, point.tags)
+            sweep_id = point.sweep.sweep_id
+            tags |= {"harness.sweep_id": sweep_id, _SWEEPS: sweep_id, "mlflow.parentRunId": parent}
         client = self._open_client()
         run = client.create_run(self._experiment_id, tags=tags, run_name=point.name)
         self._run_id = run.info.run_id
@@ -230,34 +249,55 @@ class MlflowTracker(Tracker):
             client.set_terminated(run_id, _FINAL_STATUS.get(record.status, "FAILED"))
             self._run_id = None
 
+    def take_over_point(self, point: PointFacts, record: RunRecord, run_dir: Path) -> None:
+        """Tag the run of a point as one of this sweep too; log it only where there is none."""
+        client = self._open_client()
+        found = client.search_runs(
+            [self._experiment_id], f"tags.`harness.run_id` = '{record.run_id}'", max_results=1
+        )
+        if not found:
+            super().take_over_point(point, record, run_dir)
+            return
+        if point.sweep is None:
+            return
+        with self._only_one():
+            self._sweep_run(point.sweep, point.tags)
+        tags, run_id = found[0].data.tags, found[0].info.run_id
+        before = tags.get(_SWEEPS, tags.get("harness.sweep_id", ""))
+        client.set_tag(run_id, _SWEEPS, f"{before} {point.sweep.sweep_id}".strip())
+
     def finish_sweep(self, sweep: SweepFacts) -> None:
         """Log the sweep's files and end its run."""
         client = self._open_client()
         with self._only_one():
-            run_id = self._sweep_run(sweep.context.sweep_id, {})
+            run_id = self._sweep_run(sweep.context, {})
         try:
             for status, count in sweep.counts.items():
                 client.log_metric(run_id, f"points/{status}", count)
             for name, value in sweep.metrics.items():
                 if value is not None and _is_finite(value):
                     client.log_metric(run_id, name, value)
+            counts = ", ".join(f"{count} {status}" for status, count in sweep.counts.items())
             client.set_tag(run_id, "harness.status", sweep.status)
+            client.set_tag(run_id, "harness.points", counts)
+            if sweep.note:
+                client.set_tag(run_id, _NOTE, sweep.note)
+                latest = f"{READING}\n\n## Latest: {sweep.context.title}\n\n{sweep.note}"
+                client.set_experiment_tag(self._experiment_id, _NOTE, latest)
             self._log_files(run_id, sweep.context.folder, _SWEEP_ARTIFACTS)
         finally:
             client.set_terminated(run_id, _FINAL_STATUS.get(sweep.status, "FAILED"))
             for run in self._running("harness.sweep_id", sweep.context.sweep_id):
                 self._kill(run.info.run_id)  # a point whose end a second Ctrl-C cut short
 
-    def view_command(self) -> str:
-        """Return the command that opens the UI, and the page of these runs in it.
-
-        The UI's own first page is of another kind of experiment and does not show them.
-        """
-        page = f"/#/experiments/{self._experiment_id}/runs" if self._experiment_id else ""
+    def view_command(self, sweep_id: str | None = None) -> str:
+        """Return the command that opens the UI, and the page of these runs in it."""
+        number = self._experiment_id or None
         if self._uri.startswith(("http://", "https://")):
-            return f"open {self._uri.rstrip('/')}{page}"
-        command = f"mlflow ui --backend-store-uri {shlex.quote(self._uri)}"
-        return f"{command}    # then http://127.0.0.1:5000{page}" if page else command
+            return f"open {experiment_page(self._uri.rstrip('/'), number, sweep_id)}"
+        own = self._uri == store_uri(TrackingConfig(), self._home)
+        command = "python -m harness.ui" + ("" if own else f" --store {shlex.quote(self._uri)}")
+        return f"{command}    # then {experiment_page('http://127.0.0.1:5000', number, sweep_id)}"
 
     def _open_client(self) -> "MlflowClient":
         if self._client is None:
@@ -270,9 +310,9 @@ class MlflowTracker(Tracker):
         with FileLock(self._home / f"{DATABASE_NAME}.lock"):
             yield
 
-    def _sweep_run(self, sweep_id: str, tags: Mapping[str, str]) -> str:
+    def _sweep_run(self, sweep: SweepContext, tags: Mapping[str, str]) -> str:
         """Return the id of the sweep's run, created when absent; under the lock."""
-        client = self._open_client()
+        client, sweep_id = self._open_client(), sweep.sweep_id
         found = client.search_runs(
             [self._experiment_id],
             f"tags.`harness.kind` = 'sweep' and tags.`harness.sweep_id` = '{sweep_id}'",
@@ -280,9 +320,11 @@ class MlflowTracker(Tracker):
         )
         if found:
             return str(found[0].info.run_id)
-        shared = {key: tags[key] for key in ("git.sha", "git.dirty") if key in tags}
+        shared = {key: tags[key] for key in ("git.sha", "git.dirty", "model") if key in tags}
         own = {**shared, **_own_tags(), "harness.kind": "sweep", "harness.sweep_id": sweep_id}
-        run = client.create_run(self._experiment_id, tags=own, run_name=f"sweep {sweep_id}")
+        own[_SWEEPS] = sweep_id
+        name = sweep.title or f"sweep {sweep_id}"
+        run = client.create_run(self._experiment_id, tags=own, run_name=name)
         return str(run.info.run_id)
 
     def _log_figures(self, record: RunRecord) -> None:
@@ -291,7 +333,7 @@ class MlflowTracker(Tracker):
         now_ms = int(time.time() * 1e3)
         metrics = [
             Metric(name, float(value), now_ms, 0)
-            for name, value in record.metrics.items()
+            for name, value in headline(record.metrics).items()
             if value is not None and _is_finite(value)
         ]
         metrics += [
@@ -317,8 +359,11 @@ class MlflowTracker(Tracker):
     def _log_files(self, run_id: str, folder: Path, names: Sequence[str]) -> None:
         client = self._open_client()
         for name in names:
-            if (folder / name).is_file():
-                client.log_artifact(run_id, str(folder / name))
+            path = folder / name
+            if path.suffix == ".html" and path.is_file():
+                client.log_text(run_id, without_links(path.read_text(encoding="utf-8")), name)
+            elif path.is_file():
+                client.log_artifact(run_id, str(path))
         for pattern in _FIGURES:
             for path in sorted(folder.glob(pattern)):
                 client.log_artifact(run_id, str(path), "figures")
@@ -344,13 +389,47 @@ class MlflowTracker(Tracker):
         self._open_client().set_terminated(run_id, "KILLED")
 
 
+def store_uri(config: TrackingConfig, home: Path) -> str:
+    """Return the address of the store: the one that is set, else the database in the home."""
+    return config.uri or f"sqlite:///{home / DATABASE_NAME}"
+
+
+def experiment_page(base: str, experiment_id: str | None, sweep_id: str | None = None) -> str:
+    """Return the address of an experiment's runs in the UI; of a sweep its points, as charts.
+
+    MLflow opens on its pages for traces unless the address says otherwise.
+    """
+    query = {"workflowType": "machine_learning"}
+    if sweep_id is not None:
+        query["compareRunsMode"] = "CHART"
+        query["searchFilter"] = f"tags.`{_SWEEPS}` LIKE '%{sweep_id}%'"
+    place = "experiments" if experiment_id is None else f"experiments/{experiment_id}/runs"
+    return f"{base}/#/{place}?{urlencode(query, quote_via=quote)}"
+
+
+def headline(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the metrics that tables and summaries show, in their order, with their intervals."""
+    shown_in: tuple[Place, ...] = ("summary", "card", "sweep", "best", "ab", "compare")
+    bases = dict.fromkeys(metric.name for place in shown_in for metric in shown(place))
+    ends = ("", "/mean", "/p50", "/ci95_low", "/ci95_high")
+    names = [f"{base}{end}" for base in bases for end in ends]
+    names += [name for name in metrics if name.startswith("ab/")]
+    return {name: metrics[name] for name in dict.fromkeys(names) if name in metrics}
+
+
+def without_links(page: str) -> str:
+    """Return a page without links to files beside it, which are not there among artifacts."""
+    link = r'<a\b[^>]*\bhref="(?!#|https?:)[^"]*"[^>]*>(.*?)</a>'
+    return re.sub(link, r"\1", page, flags=re.DOTALL)
+
+
 def sqlite_path(uri: str) -> Path | None:
     """Return the file of an SQLite address, None for another kind of address."""
     scheme, _, rest = uri.partition("?")[0].partition("://")
     return Path(rest.removeprefix("/")).absolute() if scheme.startswith("sqlite") else None
 
 
-def _artifact_root(uri: str, home: Path) -> str | None:
+def artifact_root(uri: str, home: Path) -> str | None:
     """Return where new experiments keep files; None: where the server says.
 
     Beside an SQLite file, and in TIGHTFIT_HOME for another database: never in the folder in which a

@@ -344,7 +344,7 @@ def test_the_report_of_a_sweep_that_was_interrupted_is_made(tmp_path, monkeypatc
     monkeypatch.setattr(sweep, "build_report", lambda folder: made.append(folder) or [])
     context = SweepContext(sweep_id="s", folder=tmp_path, index=0, total=2)
     none = TrackingConfig(backend="none")
-    assert sweep.finish_sweep(none, context, [record(status="killed")], interrupted=True) == []
+    assert sweep.finish_sweep(none, context, [record(status="killed")], interrupted=True)[0] == []
     assert made == [tmp_path]
 
 

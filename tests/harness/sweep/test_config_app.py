@@ -73,9 +73,9 @@ class FakePoints:
         records: list[RunRecord],
         *,
         interrupted: bool = False,
-    ) -> list[str]:
+    ) -> tuple[list[str], None]:
         self.finished.append(([record.status for record in records], interrupted))
-        return []
+        return [], None
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return record
 
     monkeypatch.setattr(point, "run_point", run)
-    monkeypatch.setattr(track, "finish_sweep", lambda *args, **options: [])
+    monkeypatch.setattr(track, "finish_sweep", lambda *args, **options: ([], None))
     return found
 
 

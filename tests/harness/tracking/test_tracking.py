@@ -1,15 +1,20 @@
+import asyncio
 import gc
 import multiprocessing
 import os
 import shlex
 import sys
 import threading
+import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from urllib.request import url2pathname
 
 import pytest
 
+from harness import ui
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
 from harness.point.describe import flat_params
@@ -17,6 +22,7 @@ from harness.point.point import run_point, skip_point
 from harness.sweep.track import finish_sweep
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.tracking.mlflow import MlflowTracker, open_tracker
+from reports.record.record import RunRecord
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
 
@@ -151,6 +157,10 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert metrics["latency/ttft_ms/p50"] == pytest.approx(500)
     assert "latency/ttft_ms/p90" not in metrics
     assert metrics["ts/requests_done"] == 11
+    # What no table shows is in the artifacts.
+    assert "latency/ttft_ms/std" not in metrics
+    assert record.metrics["latency/ttft_ms/std"] is not None
+    assert min(metrics) < "ts/" < min(name for name in metrics if name.startswith("ts/"))
     assert metrics["ts/kv_gpu_used_gib"] > 0
     names = {item.path for item in client.list_artifacts(mirrored.info.run_id)}
     assert {"config.yaml", "result.json", "worker.log", "samples.jsonl"} <= names
@@ -185,16 +195,35 @@ def test_a_bad_point_is_mirrored(tmp_path, request, client, failure, status, mir
 def test_a_sweep_has_a_parent_and_a_child_for_each_point(tmp_path, request, client):
     config = unchecked(request)
     sweeps = [
-        SweepContext(sweep_id="s1", folder=tmp_path, index=index, total=2) for index in range(2)
+        SweepContext(
+            sweep_id="s1", folder=tmp_path, index=index, total=2, title="tiny: offload, 2 points"
+        )
+        for index in range(2)
     ]
+    (tmp_path / "sweep.html").write_text(
+        '<a href="0/report.html">0. none</a> <a href="#points">Points</a> <a href="https://h">h</a>'
+    )
     records = [
         run(tmp_path, config, "0", sweeps[0], ["+model=tiny", "offload=none"]),
         skip_point(config, tmp_path / "1", ["offload=uva"], sweeps[1], reason="fail_fast=true"),
     ]
-    assert finish_sweep(config.tracking, sweeps[0], records) == []
+    warnings, view = finish_sweep(config.tracking, sweeps[0], records)
+    assert warnings == []
+    assert "compareRunsMode=CHART&searchFilter=tags.%60harness.sweep_ids%60%20LIKE%20" in view
     parent, first, second = runs_of(client, request.node.name)
-    assert parent.info.run_name == "sweep s1"
-    assert (parent.info.status, parent.data.tags["harness.status"]) == ("FAILED", "failed")
+    assert parent.info.run_name == "tiny: offload, 2 points"
+    assert (parent.info.status, parent.data.tags["harness.status"]) == ("FINISHED", "ok")
+    assert parent.data.tags["harness.points"] == "1 ok, 1 skipped"
+    note = parent.data.tags["mlflow.note.content"]
+    assert note.startswith("**tiny: offload, 2 points**")
+    assert "| 0 | model=tiny offload=none | ok |" in note
+    assert "- point 1, offload=uva: skipped: fail_fast=true" in note
+    experiment = client.get_experiment_by_name(request.node.name)
+    assert experiment.tags["mlflow.note.content"].endswith(note)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    artifacts = Path(url2pathname(parent.info.artifact_uri.removeprefix("file://")))
+    page = (artifacts / "sweep.html").read_text()
+    assert page == '0. none <a href="#points">Points</a> <a href="https://h">h</a>'
     assert parent.data.metrics == {"points/ok": 1, "points/skipped": 1}
     for child, name in ((first, "model=tiny,offload=none"), (second, "offload=uva")):
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
@@ -289,20 +318,52 @@ def test_tracking_without_mlflow_is_a_warning(tmp_path, monkeypatch):
     assert tracker.view_command() is None
 
 
-def test_the_view_command_names_the_database(home):
+def test_a_point_taken_over_is_not_logged_twice(tmp_path, request, client):
+    config = unchecked(request)
+    first = SweepContext(sweep_id="one", folder=tmp_path, index=0, total=1, began_s=time.time())
+    record = run(tmp_path, config, "0", first)
+    later = replace(first, sweep_id="two", began_s=time.time() + 1)
+    config = replace(config, rerun="failed")
+    assert run(tmp_path, config, "1", later).run_id == record.run_id
+    finish_sweep(config.tracking, later, [record])
+    runs = runs_of(client, request.node.name)
+    kinds = [found.data.tags["harness.kind"] for found in runs]
+    assert sorted(kinds) == ["point", "sweep", "sweep"]
+    found = client.search_runs(
+        [runs[0].info.experiment_id], "tags.`harness.sweep_ids` LIKE '%two%'"
+    )
+    assert sorted(found.data.tags["harness.kind"] for found in found) == ["point", "sweep"]
+
+
+@pytest.mark.parametrize(
+    ("status", "mirrored"),
+    [("no_fit", "FINISHED"), ("partial", "FINISHED"), ("failed", "FAILED"), ("oom", "FAILED")],
+)
+def test_a_sweep_with_points_that_do_not_fit_is_whole(tmp_path, request, client, status, mirrored):
+    sweep = SweepContext(sweep_id=request.node.name, folder=tmp_path, index=0, total=1)
+    ended = RunRecord(run_id="1", name="offload=none", status=status)
+    finish_sweep(tracking(request), sweep, [ended])
+    (parent,) = runs_of(client, request.node.name)
+    assert parent.info.status == mirrored
+    assert parent.data.tags["harness.points"] == f"1 {status}"
+
+
+def test_the_view_command_opens_the_runs(home):
+    page = "http://127.0.0.1:5000/#/experiments"
     command = MlflowTracker(TrackingConfig(), home).view_command()
-    words = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{home}/mlflow.db"]
-    assert command == shlex.join(words)
-    spaced = home / "my runs"
-    command = MlflowTracker(TrackingConfig(), spaced).view_command()
-    assert shlex.split(command)[-1] == f"sqlite:///{spaced}/mlflow.db"
-    assert "sqlite:////" in command
-    tracker = MlflowTracker(TrackingConfig(), home)
+    assert command == (f"python -m harness.ui    # then {page}?workflowType=machine_learning")
+    other = f"sqlite:///{home}/my runs/runs.db"
+    tracker = MlflowTracker(TrackingConfig(uri=other), home)
+    words = shlex.split(tracker.view_command(), comments=True)
+    assert words == ["python", "-m", "harness.ui", "--store", other]
     tracker._experiment_id = "3"
-    assert tracker.view_command().endswith("# then http://127.0.0.1:5000/#/experiments/3/runs")
+    assert tracker.view_command().endswith(f"{page}/3/runs?workflowType=machine_learning")
     remote = MlflowTracker(TrackingConfig(uri="http://server:1/"), home)
     remote._experiment_id = "3"
-    assert remote.view_command() == "open http://server:1/#/experiments/3/runs"
+    assert remote.view_command("s-1") == (
+        "open http://server:1/#/experiments/3/runs?workflowType=machine_learning"
+        "&compareRunsMode=CHART&searchFilter=tags.%60harness.sweep_ids%60%20LIKE%20%27%25s-1%25%27"
+    )
 
 
 @pytest.mark.parametrize(
@@ -329,3 +390,35 @@ def test_a_relative_store_is_found_from_where_the_command_starts(tmp_path, monke
 def test_start_ticks_tell_processes_apart():
     assert start_ticks(os.getpid()) is not None
     assert start_ticks(2**22 + 1) is None
+
+
+def test_the_server_runs_in_this_process_and_says_where_it_answers(tmp_path, monkeypatch, capsys):
+    class Server:
+        def __init__(self, config):
+            self.config = config
+
+        def run(self):
+            asyncio.run(self.startup())
+
+        async def startup(self, sockets=None):
+            assert os.environ["_MLFLOW_SERVER_FILE_STORE"] == "sqlite:///a.db"
+
+    class Client:
+        def __init__(self, tracking_uri):
+            assert tracking_uri == "sqlite:///a.db"
+
+        def get_experiment_by_name(self, name):
+            return None if name == "absent" else type("Found", (), {"experiment_id": "7"})
+
+    uvicorn, application = ModuleType("uvicorn"), ModuleType("mlflow.server.fastapi_app")
+    uvicorn.Server, uvicorn.Config = Server, lambda app, **settings: (app, settings)
+    application.app = "the app"
+    monkeypatch.setitem(sys.modules, "uvicorn", uvicorn)
+    monkeypatch.setitem(sys.modules, "mlflow.server.fastapi_app", application)
+    monkeypatch.setattr("mlflow.MlflowClient", Client)
+    for name in ("_MLFLOW_SERVER_FILE_STORE", "_MLFLOW_SERVER_ARTIFACT_ROOT", *ui.ENVIRONMENT):
+        monkeypatch.setenv(name, os.environ.get(name, "false"))
+    ui.serve("sqlite:///a.db", "file:///artifacts", "127.0.0.1", 5005, "tightfit")
+    said = capsys.readouterr().err
+    page = "http://127.0.0.1:5005/#/experiments/7/runs?workflowType=machine_learning"
+    assert f"MLflow answers: {page}\n" in said

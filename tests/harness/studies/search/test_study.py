@@ -155,7 +155,7 @@ def test_an_early_end_is_exit_code_3_although_there_is_a_best(home, monkeypatch)
         return RunRecord(run_id="a", name="a", status="ok", valid=True, metrics=metrics)
 
     monkeypatch.setattr(point, "run_point", run_point)
-    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: [])
+    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: ([], None))
     monkeypatch.setattr(command, "IDLE", 1)
     few = ("model=fake", "gpu=cpu", "gpu.memory_gib=2.5", *INTERVAL[2:])
     assert command.main([*few, *GOAL, "--trials", "40"]) == 3
@@ -234,7 +234,7 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
 
     def finish(tracking, context, records, *, interrupted, is_ok):
         finished.append((context.sweep_id, len(records), interrupted, is_ok))
-        return []
+        return [], None
 
     monkeypatch.setattr(point, "run_point", run_point)
     monkeypatch.setattr(sweep, "finish_sweep", finish)
@@ -260,7 +260,7 @@ def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
         return RunRecord(run_id="a", name="a", status="oom", error={"type": "a", "message": "b"})
 
     monkeypatch.setattr(point, "run_point", run_point)
-    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: [])
+    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: ([], None))
     assert command.main([*FEW, *GOAL]) == 3
 
 
@@ -270,7 +270,7 @@ def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(point, "run_point", run_point)
-    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: [])
+    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: ([], None))
     assert command.main([*FEW, *GOAL, "--trials", "1"]) == 3
     assert "ZeroDivisionError: a defect" in capsys.readouterr().err
 

@@ -1,0 +1,69 @@
+"""`python -m harness.ui [--port N] [--store URI]`: MLflow's pages of all runs, in one process.
+
+`mlflow ui` imports MLflow five times over (its command, four workers) and starts a runner of jobs
+that nothing here uses; on two cores that took more than half a minute. This starts its server once.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from catalogue.files import tightfit_home
+from harness.config.schema import TrackingConfig
+from harness.console import EXIT_OK, say
+from harness.tracking.mlflow import ENVIRONMENT, artifact_root, experiment_page, store_uri
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the pages until Ctrl-C; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.ui", description="Show all runs in MLflow, in the browser."
+    )
+    parser.add_argument("--port", type=int, default=5000, help="where it listens (default: 5000)")
+    parser.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
+    parser.add_argument("--store", help="tracking URI (default: the database in TIGHTFIT_HOME)")
+    parser.add_argument(
+        "--experiment", default=TrackingConfig().experiment, help="whose page is named"
+    )
+    asked = parser.parse_args(arguments)
+    home = tightfit_home()
+    home.mkdir(parents=True, exist_ok=True)
+    store = asked.store or store_uri(TrackingConfig(), home)
+    say("starting MLflow, which takes some seconds")
+    serve(store, artifact_root(store, home), asked.host, asked.port, asked.experiment)
+    return EXIT_OK
+
+
+def serve(store: str, artifacts: str | None, host: str, port: int, experiment: str) -> None:
+    """Run MLflow's server in this process; say the address of the experiment when it answers."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import uvicorn  # noqa: PLC0415  comes with MLflow
+    from mlflow import MlflowClient
+    from mlflow.server.constants import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR
+
+    os.environ[BACKEND_STORE_URI_ENV_VAR] = store
+    if artifacts is not None:
+        os.environ[ARTIFACT_ROOT_ENV_VAR] = artifacts
+
+    class Announcing(uvicorn.Server):
+        """Says where the pages are once they answer."""
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            found = MlflowClient(tracking_uri=store).get_experiment_by_name(experiment)
+            number = None if found is None else found.experiment_id
+            say(f"MLflow answers: {experiment_page(f'http://{host}:{port}', number)}")
+            say("Ctrl-C ends it.")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of MLflow's packages about each other
+        from mlflow.server.fastapi_app import app  # reads the variables above
+    Announcing(uvicorn.Config(app, host=host, port=port, log_level="warning")).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
