@@ -88,19 +88,12 @@ def test_other_words_are_refused(
 
 
 def test_ui_shows_the_runs_of_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[list[str]] = []
-
-    def keep(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
-        started.append(command)
-        return subprocess.CompletedProcess(command, 7)
-
+    started: list[tuple[object, ...]] = []
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", keep)
-    assert main(["ui", "--port", "5001"]) == 7
-    [[_, *words]] = started
-    assert words[:3] == ["-m", "mlflow", "ui"]
-    assert f"sqlite:///{tmp_path / 'mlflow.db'}" in words
-    assert words[-2:] == ["--port", "5001"]
+    monkeypatch.setattr("harness.ui.serve", lambda *asked: started.append(asked))
+    assert main(["ui", "--port", "5001"]) == 0
+    [(store, _, _, port, _)] = started
+    assert (store, port) == (f"sqlite:///{tmp_path / 'mlflow.db'}", 5001)
 
 
 def test_help_and_version_load_neither_torch_nor_hydra() -> None:
