@@ -114,19 +114,20 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the page")
     parser.add_argument("--json", action="store_true", help="print one JSON document, no page")
     options = parser.parse_args(arguments)
-    folders = [find_run(word) for word in options.run]
     if not options.json:
         from reports.__main__ import main  # noqa: PLC0415  draws
 
-        return main(["compare", *map(str, folders), "--out", str(options.out)])
+        folders = [str(find_run(word)) for word in options.run]
+        return main(["compare", *folders, "--out", str(options.out)])
     from reports.record.record import RecordError  # noqa: PLC0415
 
     try:
-        show([json.dumps(comparison(folders), indent=2)])
-    except RecordError as error:
+        found = {**comparison([find_run(word) for word in options.run]), "exit_code": EXIT_OK}
+    except (ConfigError, RecordError) as error:
         say(f"error: {error}")
-        return EXIT_BAD_CONFIG
-    return EXIT_OK
+        found = {"kind": "error", "exit_code": EXIT_BAD_CONFIG, "message": str(error)}
+    show([json.dumps(found, indent=2)])
+    return int(found["exit_code"])
 
 
 def comparison(folders: Sequence[Path]) -> dict[str, Any]:

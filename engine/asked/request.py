@@ -397,7 +397,7 @@ def _check_prompt(token_ids: Any, max_model_len: int, vocab_size: int) -> None:
         raise RequestError(
             f"prompt: expected at most {max_model_len - 1} tokens (max_model_len={max_model_len} "
             f"less one to generate), got {len(token_ids)}. Shorten the prompt or raise "
-            "engine.max_model_len.",
+            "max_model_len.",
             param="prompt",
             code=RequestError.CONTEXT_LENGTH,
         )

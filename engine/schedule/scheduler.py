@@ -164,7 +164,7 @@ class Scheduler:
             raise RequestError(
                 f"prompt: expected 1 to {limit} tokens (max_model_len="
                 f"{self.config.max_model_len} less one to generate), got {sequence.num_tokens}. "
-                "Change the prompt or raise engine.max_model_len.",
+                "Change the prompt or raise max_model_len.",
                 param="prompt",
                 code=RequestError.CONTEXT_LENGTH,
             )

@@ -75,8 +75,16 @@ def test_compare_takes_ids_and_prints_json(home: Path, capsys: pytest.CaptureFix
     metrics = document["runs"][1]["metrics"]
     assert metrics
     assert {found["times_as_good"] for found in metrics.values() if found["value"]} == {1.0}
-    assert main(["compare", "latest", "latest", "--json"]) == 2
-    assert "expected runs that differ" in capsys.readouterr().err
+    for words, said in (
+        (["latest", "latest"], "expected runs that differ"),
+        (["latest", "other"], "or the id of a run in "),
+    ):
+        assert main(["compare", *words, "--json"]) == 2
+        shown = capsys.readouterr()
+        document = json.loads(shown.out)
+        assert (document["kind"], document["exit_code"]) == ("error", 2)
+        assert said in document["message"]
+        assert document["message"] in shown.err
 
 
 @pytest.mark.parametrize(
