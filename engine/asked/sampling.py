@@ -145,11 +145,13 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether logits are changed before the largest one is looked for."""
-        return (
-            self.min_tokens > 0
+        return (  # asked for each token of each sequence
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.min_tokens > 0
             or self.structured is not None
             or bool(self.logit_bias)
-            or self.has_penalty
         )
 
     @property

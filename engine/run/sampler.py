@@ -150,12 +150,17 @@ class Sampler:
         if not rows:
             return
         is_changed = any(row.params.changes_logits for row in rows)
-        plain = not is_changed and all(_is_plain(row) for row in rows)
+        plain = not is_changed and width is None and all(row.params.is_greedy for row in rows)
         elements = SAMPLER_GREEDY_ELEMENTS if plain else SAMPLER_SORT_ELEMENTS
         portion = max(1, elements // self.vocab_size)
         with torch.inference_mode():
             parts = [
-                self._choose(logits_SV[at : at + portion], rows[at : at + portion], width)
+                self._choose(
+                    logits_SV[at : at + portion],
+                    rows[at : at + portion],
+                    width,
+                    is_changed=is_changed,
+                )
                 for at in range(0, len(rows), portion)
             ]
             found = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -165,14 +170,22 @@ class Sampler:
             else:
                 table.copy_(found, non_blocking=True)
 
-    def _choose(self, raw_SV: Tensor, rows: Sequence[SampleRow], width: int | None) -> Tensor:
+    def _choose(
+        self,
+        raw_SV: Tensor,
+        rows: Sequence[SampleRow],
+        width: int | None,
+        *,
+        is_changed: bool,
+    ) -> Tensor:
         """Return [S, 2 or 3 + 2 K] float64.
 
-        Token, log-probability; its rank, K tokens, K log-probabilities.
+        Token, log-probability; its rank, K tokens, K log-probabilities. If `is_changed`, logits of
+        some row may have to be.
         """
         largest_S, tokens_S = raw_SV.max(dim=-1)
         log_sums_S = _log_sums(raw_SV, largest_S)
-        work_SV = self._adjust(raw_SV, rows)
+        work_SV = self._adjust(raw_SV, rows) if is_changed else raw_SV
         if work_SV is not raw_SV:
             tokens_S = work_SV.argmax(dim=-1)
         drawing = [at for at, row in enumerate(rows) if not row.params.is_greedy]
@@ -185,7 +198,7 @@ class Sampler:
         if drawing or work_SV is not raw_SV:
             picked_S = raw_SV.gather(1, tokens_S[:, None])[:, 0] - largest_S
             logprobs_S = picked_S.double() - log_sums_S
-            if any(row.params.structured is not None for row in rows):  # maybe nothing is left
+            if is_changed and any(row.mask is not None for row in rows):  # maybe nothing is left
                 chosen_S = work_SV.gather(1, tokens_S[:, None])[:, 0]
                 logprobs_S = logprobs_S.masked_fill(chosen_S == -math.inf, math.nan)
         else:
@@ -197,9 +210,7 @@ class Sampler:
         return torch.cat(columns, dim=1)
 
     def _adjust(self, raw_SV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Apply logit_bias, penalties and the mask of min_tokens to a copy, if any row needs it."""
-        if not any(row.params.changes_logits for row in rows):
-            return raw_SV
+        """Apply logit_bias, penalties and masks to a copy, if any row needs it."""
         banned, has_penalty = self._banned(rows), any(row.params.has_penalty for row in rows)
         biased = [
             (at, token_id, value)
@@ -328,11 +339,6 @@ class Sampler:
 
 def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
-
-
-def _is_plain(row: SampleRow) -> bool:
-    """Whether the largest logit decides and nothing else is wanted."""
-    return row.params.is_greedy and row.params.logprobs is None
 
 
 def _log_sums(raw_SV: Tensor, largest_S: Tensor) -> Tensor:

@@ -150,11 +150,10 @@ class Outlook:
         for sequence in running:
             if sequence.status is SequenceStatus.RUNNING and sequence.seq_id not in self._unsure:
                 stand = self.stand(sequence)
-                goes_on = (
-                    stand.known < sequence.max_length(self._max_model_len)
-                    and sequence.constraint is None
-                )
-                if not stand.token_rows or goes_on:
+                if not stand.token_rows or (
+                    sequence.constraint is None
+                    and stand.known < sequence.max_length(self._max_model_len)
+                ):
                     found.append(stand)
         return found
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.run.sampler as module
 from engine.asked.request import Request, Sequence
@@ -371,6 +372,49 @@ def test_top_logprobs_of_a_tiny_vocabulary():
     )[0]
     assert list(token.top_logprobs) == [1, 2, 0]
     assert sum(map(math.exp, token.top_logprobs.values())) == pytest.approx(1)
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = {"slice", "view", "unsqueeze", "select", "unbind", "numpy_T", "lift_fresh", "detach"}
+NUM_GREEDY, NUM_DRAWING = 11, 56
+"""What greedy tokens take, and drawn ones with top_p."""
+
+
+def launches(*kinds):
+    rows = [make_row(request=at, **kind) for at, kind in enumerate(kinds)]
+    sampler = Sampler(V, "cpu", max_rows=len(rows), penalty_tokens=1024)
+    logits = make_logits(1, len(rows))
+    with Launches() as seen:
+        sampler.enqueue(logits, rows)
+    return [name for name in seen.names if name not in VIEWS]
+
+
+def test_what_nobody_asks_for_launches_nothing():
+    greedy = {"temperature": 0}
+    off = {"frequency_penalty": 0, "logit_bias": {}, "repetition_penalty": 1.0, "logprobs": None}
+    plain, drawing = launches(greedy, greedy), launches({"top_p": 0.9}, {"top_p": 0.9})
+    assert len(plain) <= NUM_GREEDY
+    assert len(drawing) <= NUM_DRAWING
+    assert launches(greedy | off, greedy | off) == plain
+    assert launches({"top_p": 0.9} | off, {"top_p": 0.9} | off) == drawing
+    for more in (
+        {"presence_penalty": 1, "output": [5]},
+        {"logit_bias": {3: 1.0}},
+        {"logprobs": 0},
+        {"min_tokens": 1},
+    ):
+        assert len(launches(greedy, greedy | more)) > len(plain)
 
 
 def big_rows(count):
