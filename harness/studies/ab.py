@@ -10,13 +10,14 @@ from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan, Point
 from harness.config.engine import require_package
 from harness.config.schema import SIDES, AbConfig, RunConfig
-from harness.console import columns, error_facts, say
+from harness.console import columns, error_facts
 from harness.observe.statistics import CONFIDENCE, interval
 from harness.observe.student import student_t
 from harness.point.show import build_report, verdict_text
 from harness.studies.series import RunOne, Series, key_of
 from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
+from reports.record.sides import UNRESOLVED, answer_of
 from reports.record.text import flatten, number
 
 COMPARED: Final[Mapping[str, Metric]] = {metric.mean.name: metric.mean for metric in shown("ab")}
@@ -159,7 +160,7 @@ def verdict_of(
         return "one pair: no interval"
     within = resolution is not None and abs(math.log(ratio)) <= math.log1p(resolution)
     if low <= 1 <= high or within:
-        return "no difference resolved"
+        return UNRESOLVED
     return "b is lower" if ratio < 1 else "b is higher"
 
 
@@ -421,6 +422,8 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
     """Return the comparison as lines of text."""
     sample = record.samples["ab"]
     lines = ["", f"{record.name}: {record.status}{verdict_text(record)}"]
+    if sample["rows"]:
+        lines.append(f"  {answer_of(sample['rows'])}")
     for side in SIDES:
         found = sample[side]
         lines.append(f"  {side} = {' '.join(found['overrides']) or 'as is'}: {found['status']}")
@@ -575,7 +578,6 @@ class Comparison(Series):
             if not is_needed(step, self._done):
                 continue
             number = len(self._done)
-            say(f"ab: run {number + 1} of {len(self._steps)} at most: {step.label}")
             record = self.run_point(
                 run_one,
                 self._sides[step.side],

@@ -1,14 +1,26 @@
 """A comparison of two compositions as a page: ratios first, then sides, requests and runs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from reports import facts
 from reports.figures.comparisons import ratio_rows
-from reports.pages.page import Card, Page, Section, Table, banners, details, tree_table
+from reports.pages.page import (
+    Card,
+    Kind,
+    Page,
+    Section,
+    Table,
+    Verdict,
+    banners,
+    details,
+    tree_table,
+)
 from reports.pages.verdict import validity, verdict
-from reports.record.metrics import Metric, metric_number, shown, unit
+from reports.record.metrics import metric_number, unit
 from reports.record.record import RunRecord
+from reports.record.sides import answer_of, is_resolved, main_metrics
 from reports.record.text import ABSENT, number, shorten
 
 CONVENTIONS: Final = (
@@ -54,7 +66,7 @@ def ab_page(record: RunRecord, links: Mapping[str, str]) -> Page:
         details=details(record, "comparison"),
         banners=banners([record]),
         cards=tuple(_cards(record)),
-        verdict=verdict(record),
+        verdict=_verdict(record),
         sections=tuple(section for section in sections if section is not None),
         alt={"ratios": "Side b over side a of each quantity, with intervals and noise"},
     )
@@ -64,23 +76,43 @@ def _folded(caption: str, tree: Mapping[str, object]) -> Table:
     return tree_table(tree, caption=caption, is_folded=True)
 
 
+def _verdict(record: RunRecord) -> Verdict:
+    """Return what the ratios say; green only where one of them differs."""
+    found, rows = verdict(record), record.samples["ab"].get("rows") or []
+    if not rows:
+        return found
+    settled = any(is_resolved(row) for row in rows if row.get("ratio") is not None)
+    kind: Kind = "plain" if found.kind == "good" and not settled else found.kind
+    label = ". ".join(filter(None, [found.answer, found.label])) if found.answer else found.label
+    return replace(found, kind=kind, answer=answer_of(rows), label=label)
+
+
 def _cards(record: RunRecord) -> list[Card]:
     rows = {row["metric"]: row for row in ratio_rows(record)}
+    found = ((metric, rows[metric.name]) for metric in main_metrics() if metric.name in rows)
     return [
         Card(
             label=metric.title,
-            value=f"{rows[metric.name]['ratio']:.3f}",
+            value=f"{row['ratio']:.3f}" if is_resolved(row) else _span(row),
             unit="b / a",
-            note=f"{_pair(metric.name, rows[metric.name])}; {rows[metric.name]['verdict']}",
+            note=f"{_pair(metric.name, row)}; {row['verdict']}",
+            kind=_kind(row),
         )
-        for metric in _main_metrics()
-        if metric.name in rows
+        for metric, row in found
     ]
 
 
-def _main_metrics() -> list[Metric]:
-    """Return what is compared and on top of a run's page."""
-    return [metric.mean for metric in shown("ab") if "card" in metric.shown]
+def _span(row: Mapping[str, Any]) -> str:
+    """The interval of a ratio, what a ratio that is not resolved has to say."""
+    return f"{row['ratio']:.3f}" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+
+
+def _kind(row: Mapping[str, Any]) -> Kind:
+    """Return whether side b is better or worse; plain where no difference is resolved."""
+    better = row.get("better")
+    if not is_resolved(row) or better not in {"higher", "lower"}:
+        return "plain"
+    return "better" if (row["ratio"] > 1) == (better == "higher") else "worse"
 
 
 def _pair(metric: str, row: Mapping[str, Any]) -> str:
@@ -101,12 +133,14 @@ def _ratios(sample: Mapping[str, Any]) -> Section | None:
         values = (metric_number(metric, row["a"]), metric_number(metric, row["b"]))
         ratio = ABSENT if row["ratio"] is None else f"{row['ratio']:.3f}"
         cells.append((label, ratio, row["verdict"], *values, span, noise, str(row["num_pairs"])))
+    kinds = {place: _kind(row) for place, row in enumerate(rows) if row["ratio"] is not None}
     # What a narrow screen shows without scrolling comes first.
     table = Table(
         columns=("quantity", "b / a", "says", "a", "b", "95 % interval", "noise", "pairs"),
         rows=cells,
         numeric=frozenset({1, 3, 4, 5, 6, 7}),
         wide=frozenset({0}),
+        kinds={place: kind for place, kind in kinds.items() if kind != "plain"},
     )
     return Section(title="Ratios", figures=("ratios",), tables=(table,))
 
@@ -180,7 +214,7 @@ def _requests(sample: Mapping[str, Any]) -> Section | None:
 def _runs(sample: Mapping[str, Any], links: Mapping[str, str]) -> Section:
     runs: Sequence[Mapping[str, Any]] = sample.get("runs") or []
     have = {name for run in runs for name, value in run["metrics"].items() if value is not None}
-    metrics = [metric for metric in _main_metrics() if metric.name in have]
+    metrics = [metric for metric in main_metrics() if metric.name in have]
     rows = []
     for run in runs:
         values = (metric_number(m.name, run["metrics"].get(m.name)) for m in metrics)

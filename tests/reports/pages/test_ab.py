@@ -6,6 +6,7 @@ from reports.pages.ab import ab_page, is_ab
 from reports.pages.write import write_report
 from reports.record.folders import load_run
 from reports.record.record import RunRecord
+from reports.record.sides import answer_of
 from tests.reports.conftest import write_run
 from tests.reports.examples import ok_record
 from tests.reports.pages.test_write import EVIL, read_html
@@ -111,3 +112,25 @@ def test_the_report_of_a_folder_is_that_of_the_comparison(tmp_path):
     assert any("00-ab1-a/report.html" in str(value) for *_, value in page.attributes)
     assert is_ab(load_run(folder))
     assert not is_ab(ok_record())
+
+
+def test_no_difference_is_not_green_and_its_interval_is_the_large_figure():
+    unsure = row(
+        low=0.93, high=1.08, ratio=1.002, resolution=12.0, verdict="no difference resolved"
+    )
+    page = ab_page(comparison(rows=[unsure]), {})
+    assert page.verdict.kind == "plain"
+    assert page.verdict.answer == "No difference found: noise is a factor of 13.0"
+    (card,) = page.cards
+    assert (card.value, card.kind) == ("0.930 to 1.080", "plain")
+    assert page.sections[0].tables[0].kinds == {}
+
+
+def test_a_difference_is_said_first_with_its_interval():
+    page = ab_page(comparison(rows=[row()]), {})
+    assert page.verdict.answer == "Side b against a: TPOT mean 1.200 times (1.100 to 1.300)"
+    assert page.cards[0].kind == "worse"
+    assert page.sections[0].tables[0].kinds == {0: "worse"}
+    assert answer_of(
+        [row(low=None, high=None, resolution=None, verdict="one pair: no interval")]
+    ) == ("No difference found: one pair has no interval (raise ab.pairs)")

@@ -69,15 +69,15 @@ def fake_run(outcomes):
 
 
 def test_a_scripted_engine_that_is_known_to_be_slower(tmp_path, capsys):
-    """a takes 5 ms a token, b 6: 20 + 127 x 5 = 655 ms for a queue, against 782."""
+    """a takes 5 ms a token, b 6: 20 + 63 x 5 = 335 ms for a queue, against 398."""
     record = compare(
         tmp_path, "ab.a=[]", "ab.b=[model.fake.decode_ms=[6]]", "ab.pairs=2", "ab.aa_pairs=0"
     )
     assert (record.status, record.valid) == ("ok", None)  # nobody compared with the reference
     assert RunRecord.read(tmp_path / "ab" / "result.json") == record
-    assert record.metrics["ab/throughput_output_tok_s_ratio"] == pytest.approx(655 / 782)
-    assert record.metrics["ab/throughput_output_tok_s_ratio/ci95_low"] == pytest.approx(655 / 782)
-    assert record.metrics["ab/throughput_wall_s_ratio"] == pytest.approx(782 / 655)
+    assert record.metrics["ab/throughput_output_tok_s_ratio"] == pytest.approx(335 / 398)
+    assert record.metrics["ab/throughput_output_tok_s_ratio/ci95_low"] == pytest.approx(335 / 398)
+    assert record.metrics["ab/throughput_wall_s_ratio"] == pytest.approx(398 / 335)
     assert record.metrics["ab/latency_tpot_ms_ratio"] == pytest.approx(1.2)
     assert record.metrics["ab/latency_ttft_ms_ratio"] == pytest.approx(1)
     assert record.metrics["ab/latency_e2e_ms_ratio"] == pytest.approx(398 / 335)
