@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow check lint types arch fmt test-gpu bench bench-kernels bench-kv report ui wheelhouse
+.PHONY: help setup run test test-slow check lint types arch fmt test-gpu bench bench-kernels bench-kv bench-serve report ui wheelhouse
 
 PYTHON ?= python3
 PY ?= .venv/bin/python
@@ -63,6 +63,9 @@ bench: ## backends and weights in codes against link and memory on this GPU; wri
 
 bench-kv: ## the KV cache over two tiers on this GPU; writes docs/performance.md
 	$(PY) -m harness study=bench_kv $(ARGS)
+
+bench-serve: ## what the server adds to the engine on this GPU
+	$(PY) -m harness study=bench_serve $(ARGS)
 
 bench-kernels: ## time single operators on this GPU
 	$(PY) -m kernels.bench $(ARGS)

@@ -192,6 +192,10 @@ def door_for(job: WorkerJob) -> EngineDoor:
             from harness.systems.http_engine import http_door  # noqa: PLC0415
 
             return http_door(job.system)
+        case "serve":
+            from harness.systems.serve_engine import serve_door  # noqa: PLC0415
+
+            return serve_door()
         case other:
             raise ValueError(f"system.kind: expected native or a peer, got {other!r}.")
 

@@ -22,7 +22,7 @@ from server.settings import ServerSettings
 OFFLOAD: Final = ("none", "auto", "uva", "prefetch")
 ALIASES: Final = {"kv-cpu-gib": "cpu_gib"}
 """Further names of flags -> the keyword."""
-NOT_FLAGS: Final = ("spec", "measured_rates", "facts_folder", "kept_folder", "model_name")
+NOT_FLAGS: Final = ("spec", "facts_folder", "kept_folder", "model_name")
 """Keywords that a program gives, not a command line."""
 TRUE: Final = ("true", "yes", "on", "1")
 FALSE: Final = ("false", "no", "off", "0")

@@ -52,7 +52,7 @@ from harness.config.source import SCHEME, Loader, TextSource, keep_texts, quoted
 NAMED: Final = {
     "offload": ("none", "uva", "prefetch"),
     "kv": ("gpu",),
-    "system": ("native", "accelerate", "vllm", "http"),
+    "system": ("native", "accelerate", "vllm", "http", "serve"),
     "tracking": ("mlflow", "none"),
 }
 """Options whose name says what a run is. kv=cpu is none: a size of 0 is a point of its sweeps."""

@@ -80,6 +80,9 @@ def check_system(config: RunConfig) -> None:
     kind = config.system.kind
     if kind == "native":
         return
+    if kind == "serve":
+        _check_no_load(config, "its start is no load of the engine alone")
+        return
     if config.gpu.host_gib is not None and config.mode != "plan":
         raise ConfigError(
             f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it is "
@@ -110,15 +113,19 @@ def _check_node(kind: str, path: str, node: Any) -> None:
 
 
 def _check_http(config: RunConfig) -> None:
-    if config.scenario.load is not None:
-        raise ConfigError(
-            "scenario.load: expected null with system=http, got load starts: the server runs "
-            "already. Set scenario.load=null."
-        )
+    _check_no_load(config, "the server runs already")
     if config.model.load_format == "dummy" and config.scenario.correctness.enabled:
         raise ConfigError(
             "scenario.correctness.enabled: expected false with system=http and dummy weights, got "
             "true: the server has other weights. Set it to false."
+        )
+
+
+def _check_no_load(config: RunConfig, why: str) -> None:
+    if config.scenario.load is not None:
+        raise ConfigError(
+            f"scenario.load: expected null with system={config.system.kind}, got load starts: "
+            f"{why}. Set scenario.load=null."
         )
 
 

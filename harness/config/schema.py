@@ -177,7 +177,7 @@ class ModelNode(Model):
         super().check()
 
 
-SYSTEMS: Final = ("native", "accelerate", "vllm", "http")
+SYSTEMS: Final = ("native", "accelerate", "vllm", "http", "serve")
 APIS: Final = ("completions", "chat")
 PROMPT_FORMS: Final = ("token_ids", "text")
 
@@ -188,7 +188,7 @@ class SystemConfig(Bounded):
 
     node: ClassVar[str] = "system"
     kind: str = "native"
-    """native | accelerate | vllm | http."""
+    """native | serve (this project's server, started for the point) | accelerate | vllm | http."""
     base_url: str | None = None
     """The server, such as http://localhost:8000/v1 (http)."""
     served_model: str | None = None

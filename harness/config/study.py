@@ -174,7 +174,10 @@ class OverheadScenario(Bounded):
 
 
 _SOURCE: Final = re.compile(r"(\w+):([\w./]+)(?:\*(\d+(?:\.\d+)?))?")
-JUDGES: Final = ("bench", "bench_kv", "bench_lossless", "overhead", "validate", "validate_grid")
+JUDGES: Final = (
+    *("bench", "bench_kv", "bench_lossless", "bench_serve"),
+    *("overhead", "validate", "validate_grid"),
+)
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from harness.config.engine import require_package
 from harness.config.schema import RunConfig
 from harness.config.study import StudyConfig, StudyPoint
 from harness.console import error_facts, say
-from harness.studies import bench, bench_kv, bench_lossless, validate
+from harness.studies import bench, bench_kv, bench_lossless, bench_serve, validate
 from harness.studies.series import RunOne, Series, key_of
 from harness.studies.table import BEFORE, Found, Judged, Result
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
@@ -73,6 +73,7 @@ JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
     "bench": bench.judge,
     "bench_kv": bench_kv.judge,
     "bench_lossless": bench_lossless.judge,
+    "bench_serve": bench_serve.judge,
     "overhead": validate.judge_overhead,
     "validate": validate.judge,
     "validate_grid": validate.judge_grid,
