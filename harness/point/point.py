@@ -127,21 +127,33 @@ class Inputs:
     trace: Sequence[TraceRow] = ()
 
 
-def prepare(config: RunConfig, say: Callable[[str], None]) -> Inputs:
-    """Check prompts and traces and get the model, before a device is waited for.
+def read_inputs(config: RunConfig) -> tuple[dict[str, list[PromptRow]], list[TraceRow]]:
+    """Return the rows of prompts by part of the scenario, and those of the trace.
 
-    `say` gets a line before each long step. Raises what each of them raises.
+    Raises:
+        PromptError: A file cannot be read, or has rows that cannot be used; names their lines.
     """
-    require_package(config.system.kind)
     scenario, prompts, trace = config.scenario, dict[str, list[PromptRow]](), list[TraceRow]()
     for node in (scenario.throughput, scenario.latency, scenario.serve):
         if node is not None and node.prompts_file is not None:
             prompts[node.part] = read_prompts(expanded(node.prompts_file), node.num_rows)
     if scenario.serve is not None and scenario.serve.trace is not None:
         trace = read_trace(scenario.serve.trace, scenario.serve.num_requests)
+    return prompts, trace
+
+
+def prepare(config: RunConfig, say: Callable[[str], None]) -> Inputs:
+    """Check prompts and traces and get the model, before a device is waited for.
+
+    `say` gets a line before each long step. Raises what each of them raises.
+    """
+    require_package(config.system.kind)
+    prompts, trace = read_inputs(config)
+    serve = config.scenario.serve
+    if serve is not None and serve.trace is not None:
         for name, limit in config.length_limits().items():
-            check_lengths(trace, scenario.serve.trace, limit_tokens=limit, limit_name=name)
-    if not scenario.needs_engine:  # nothing of the model but its sizes
+            check_lengths(trace, serve.trace, limit_tokens=limit, limit_name=name)
+    if not config.scenario.needs_engine:  # nothing of the model but its sizes
         model = replace(config.model, load_format="dummy", path=None, keep_lossless=False)
         return Inputs(engine=engine_config(replace(config, model=model), None))
     path = fetch(config.model, report=say)

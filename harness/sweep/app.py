@@ -208,11 +208,24 @@ def run(line: CommandLine, document: Document | None = None) -> int:
     require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
     require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
+    _check_inputs(plan)
     session = _Session(plan, planned, check_comparisons(plan, line.config_dir))
     code = session.run()
     if document is not None:
         document.update(of_runs(session.ended, session.sweep_folder))
     return code
+
+
+def _check_inputs(plan: Plan) -> None:
+    """Read the files of prompts and traces once, so that a wrong row is refused before any run."""
+    from harness.point.point import read_inputs  # noqa: PLC0415  not for --cfg and errors
+    from harness.work.prompts import PromptError  # noqa: PLC0415
+
+    for config in {repr(point.config.scenario): point.config for point in plan.points}.values():
+        try:
+            read_inputs(config)
+        except PromptError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _make_home() -> None:

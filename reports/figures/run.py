@@ -132,7 +132,7 @@ def _draw_side(axes: "Axes", colours: Theme, side: _Side, end_bytes: float) -> N
     end = end_bytes / unit_bytes * 1.12
     theme.style_axes(axes, colours)
     axes.set_xlim(0, end)
-    axes.set_ylim(-0.78, 0.78)
+    axes.set_ylim(-0.95, 0.8)
     axes.set_yticks([0], [side.label])
     axes.set_xlabel(unit)
     _draw_parts(axes, colours, side, unit_bytes)

@@ -58,7 +58,7 @@ def _rates(record: RunRecord) -> list[str]:
     values = record.metrics
     found = []
     for name, words in (
-        ("throughput/output_tok_s", "all requests at once"),
+        ("throughput/output_tok_s", "with all requests at once"),
         ("serve/output_tok_s", "served"),
     ):
         if values.get(name) is not None:
@@ -66,7 +66,7 @@ def _rates(record: RunRecord) -> list[str]:
     for name, word in (("p50", "median"), ("mean", "mean")):
         tpot_ms, ttft_ms = (values.get(f"latency/{key}/{name}") for key in ("tpot_ms", "ttft_ms"))
         if tpot_ms:
-            found.append(f"{number(1000 / tpot_ms)} tok/s one request ({word})")
+            found.append(f"{number(1000 / tpot_ms)} tok/s of one request alone ({word})")
         if ttft_ms is not None:
             found.append(f"first token after {number(ttft_ms)} ms")
         if tpot_ms or ttft_ms is not None:
@@ -89,14 +89,18 @@ def _unneeded(record: RunRecord) -> str:
 def status_kind(record: RunRecord) -> Kind:
     """Return how a status is marked: good, warn (not valid, a warning, partial, skipped) or bad."""
     if record.status == "ok":
-        is_plain = judged(record) is not False and not has_warning(record)
+        is_plain = judged(record) is not False and num_warnings(record) == 0
         return "good" if is_plain else "warn"
     return "warn" if record.status in {"partial", "skipped"} else "bad"
 
 
-def has_warning(record: RunRecord) -> bool:
-    """Return whether a record names a warning or a fallback."""
-    return any(_listed(record, key) for key in ("warnings", "fallbacks"))
+def num_warnings(record: RunRecord) -> int:
+    """Return how many warnings and fallbacks a record names.
+
+    Fallbacks of an emulation do not count: it always has some, and the banner says what it is.
+    """
+    keys = ("warnings",) if facts.is_emulated(record) else ("warnings", "fallbacks")
+    return sum(len(_listed(record, key)) for key in keys)
 
 
 def _listed(record: RunRecord, key: str) -> list[object]:
@@ -133,7 +137,7 @@ def error_line(record: RunRecord) -> str:
 
 
 def _label(record: RunRecord) -> str:
-    count = sum(len(_listed(record, key)) for key in ("warnings", "fallbacks"))
+    count = num_warnings(record)
     more = f", with {count} warning{'s' if count > 1 else ''}" if count else ""
     return f"{state(record)}: {STATUS_TEXT[record.status]}{more}"
 
@@ -159,8 +163,14 @@ def _parts(record: RunRecord) -> list[str]:
 def _notes(record: RunRecord) -> list[str]:
     notes = []
     for key, word in (("fallbacks", "Fallback"), ("warnings", "Warning"), ("notes", "Note")):
-        notes += [f"{word}: {leaf(item)}" for item in _listed(record, key)]
+        notes += [_named(word, leaf(item)) for item in _listed(record, key)]
     return notes
+
+
+def _named(word: str, text: str) -> str:
+    """Return a text behind its word, unless it begins with that itself."""
+    bare = text.removeprefix(f"{word.lower()}: ")
+    return f"{word}: {bare}"
 
 
 def _advice(record: RunRecord) -> list[str]:

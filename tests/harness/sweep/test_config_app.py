@@ -248,6 +248,34 @@ def test_a_sweep_in_one_folder_with_one_context(
     assert str(parent) in out
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "scenario.serve.trace.path",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,12,x\n",
+            "line 2: GeneratedTokens: expected a whole number from 1, got 'x'",
+        ),
+        ("scenario.latency.prompts_file", "{\n", "line 1"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_before_any_point(
+    points: FakePoints,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    text: str,
+    words: str,
+) -> None:
+    path = tmp_path / "rows"
+    path.write_text(text)
+    scenario = "quick" if "latency" in name else "serve_trace"
+    asked = ["-m", "model=fake", f"scenario={scenario}", "gpu.memory_gib=3,4", f"{name}='{path}'"]
+    assert main([*asked, *(["scenario.serve.trace.format=azure"] if "trace" in name else [])]) == 2
+    assert points.asked == []
+    assert words in capsys.readouterr().err
+
+
 def test_points_that_are_not_ok_leave_the_others_and_exit_code_3(points: FakePoints) -> None:
     points.statuses |= {0: "no_fit", 1: "killed"}
     assert main(["+model=glass", "-m", "engine.seed=1,2,3"]) == 3

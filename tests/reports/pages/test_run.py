@@ -372,3 +372,66 @@ def test_a_peer_names_its_versions_and_how_far_its_tokens_agree():
     record.effective["correctness"] = {"checked": False}
     found = {row[0]: row[1:] for row in asked_section(record).tables[0].rows}
     assert found["tokens compared"][1] == "not compared"
+
+
+def test_the_answer_comes_first_and_says_what_was_not_needed():
+    record = ok_record()
+    assert verdict(record).answer == (
+        "402.7 tok/s with all requests at once, 6.38 tok/s of one request alone (median), first"
+        " token after 223.7 ms"
+    )
+    assert verdict(record).kind == "good"
+    record.effective["warnings"] = ["offload=uva is not needed: everything fits. Set offload=none."]
+    found = verdict(record)
+    assert found.answer.endswith("; uva was not needed")
+    assert (found.kind, found.label) == (
+        "warn",
+        "ok, valid: the run ended and was measured, with 1 warning",
+    )
+    killed = ok_record(status="killed", valid=None)
+    assert verdict(killed).answer == "The worker was ended by a signal"
+
+
+def test_fallbacks_count_as_warnings_but_for_those_of_an_emulation():
+    record = ok_record()
+    record.effective = record.effective | {"fallbacks": ["fallback: pageable memory"]}
+    assert verdict(record).kind == "warn"
+    assert verdict(record).lines == ("Fallback: pageable memory",)
+    record.environment = record.environment | {"emulated": True}
+    assert verdict(record).kind == "good"
+
+
+def test_cards_have_context_and_their_definitions_as_tips():
+    record = ok_record()
+    record.metrics |= {
+        "latency/tpot_ms/p90": 170.0,
+        "predicted/tpot_ms": 120.0,
+        "predicted/tpot_ms_difference_pct": -23.4,
+        "predicted/gpu_peak_gib": 12.94,
+        "predicted/gpu_peak_gib_difference_pct": 0.0,
+    }
+    cards = {card.label: card for card in run_page(record).cards}
+    tpot = cards["TPOT p50"]
+    assert tpot.kind == "warn"
+    assert tpot.tip.startswith("time per output token of a request")
+    assert tpot.note == (
+        "p90 170.0 ms; the link allows 155.0 ms (99 % reached); predicted 120.0 ms, 23 % too low"
+    )
+    peak = cards["GPU peak"]
+    assert (peak.kind, peak.note) == (
+        "plain",
+        "of 13.6 GiB usable; predicted 12.9 GiB, as measured",
+    )
+    (table,) = next(s for s in run_page(record).sections if s.title.startswith("Pred")).tables
+    assert table.kinds == {0: "warn"}
+    assert run_page(record).commands[0].text == (
+        "python -m harness +model=olmo7b offload=uva gpu=rtx4080_16gb"
+    )
+
+
+def test_what_is_long_is_folded_and_not_printed():
+    sections = {section.short: section for section in run_page(ok_record()).sections}
+    assert not sections["Configuration"].is_printed
+    assert all(table.is_folded for table in sections["Configuration"].tables)
+    parts = [table for table in sections["Memory"].tables if "by part" in table.caption]
+    assert [(table.is_folded, table.is_printed) for table in parts] == [(True, True)] * 2
