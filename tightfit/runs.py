@@ -38,7 +38,7 @@ def find_run(word: str) -> Path:
     if (folder := expanded(word)).is_dir():
         return folder.resolve()
     first, _, point = word.partition("/")
-    matching = [folder for folder in _folders(runs) if folder.name.startswith(first)]
+    matching = [path for path in sorted(_folders(runs)) if first and path.name.startswith(first)]
     if len(matching) == 1 and (matching[0] / point).is_dir():
         return matching[0] / point
     names = [folder.name for folder in _folders(runs)]

@@ -45,7 +45,7 @@ _HEAD: Final = f"""\
 Written by `python -m harness --choosing`; every figure is
 predicted from sizes and data sheets, none is measured. bfloat16, sequences of
 {LENGTH} tokens (less where the model ends before), room for {SEQUENCES} of them,
-0.9 of the card. Your own case: `python -m harness +model=... gpu=... mode=plan`.
+0.9 of the card. Your own case: `tightfit plan +model=... gpu=...`.
 
 ## Every model on cards of usual sizes
 

@@ -274,7 +274,7 @@ class StudyRun(Series):
     def _about(self) -> str:
         """Return what ran, where and when."""
         environment, card = self.records[0].environment if self.records else {}, self._card
-        command = shlex.join(["python", "-m", "harness", *self.overrides])
+        command = shlex.join(["tightfit", "run", *self.overrides])
         git = environment.get("git") or {}
         commit = f"commit {git['sha'][:12]}" if git.get("sha") else "no commit"
         triton = (environment.get("packages") or {}).get("triton")

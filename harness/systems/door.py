@@ -91,7 +91,7 @@ def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:
 def rates_of_cpu(config: EngineConfig) -> Mapping[str, float | None]:
     """Return what a CPU carries: kept, else measured and kept now, in a second or two.
 
-    Of a GPU nothing: `python -m harness scenario=probe` measures it.
+    Of a GPU nothing: `tightfit run scenario=probe` measures it.
     """
     if config.gpu.device == "cuda" or (config.gpu.device == "auto" and open_gpu() is not None):
         return {}

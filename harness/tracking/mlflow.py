@@ -296,7 +296,7 @@ class MlflowTracker(Tracker):
         if self._uri.startswith(("http://", "https://")):
             return f"open {experiment_page(self._uri.rstrip('/'), number, sweep_id)}"
         own = self._uri == store_uri(TrackingConfig(), self._home)
-        command = "python -m harness.ui" + ("" if own else f" --store {shlex.quote(self._uri)}")
+        command = "tightfit ui" + ("" if own else f" --store {shlex.quote(self._uri)}")
         return f"{command}    # then {experiment_page('http://127.0.0.1:5000', number, sweep_id)}"
 
     def _open_client(self) -> "MlflowClient":

@@ -54,7 +54,7 @@ ALT: Final = (
     ("kv", "What each tier of the KV cache held over time, and what crossed the link"),
 )
 MOST_ERRORS: Final = 10
-HARNESS: Final = ("python", "-m", "harness")
+RUN: Final = ("tightfit", "run")
 """Command that runs what is recorded."""
 FAR_PCT: Final = 15
 """Difference of a prediction from what was measured beyond which it is marked."""
@@ -116,7 +116,7 @@ def _commands(record: RunRecord) -> tuple[Command, ...]:
     """Return the command line that makes the same run again; none without a configuration."""
     if not record.config:
         return ()
-    return (Command(label="Run it again", text=shlex.join([*HARNESS, *record.overrides])),)
+    return (Command(label="Run it again", text=shlex.join([*RUN, *record.overrides])),)
 
 
 def _cards(record: RunRecord) -> list[Card]:

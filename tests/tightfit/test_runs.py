@@ -37,6 +37,8 @@ def test_a_run_is_found_by_its_id(home: Path) -> None:
     assert find_run(str(runs / OLD)) == (runs / OLD).resolve()
     with pytest.raises(ConfigError, match="expected one run, got 2: 2026"):
         find_run("2026")
+    with pytest.raises(ConfigError, match=r"or the id of a run in .*, got '/0'"):
+        find_run("/0")
     with pytest.raises(ConfigError, match=f"Did you mean {OLD}"):
         find_run(OLD.replace("aaa", "aac"))
 

@@ -114,7 +114,7 @@ def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch
 
     before = found("l4_24gb")
     text = " ".join(" ".join(point_lines(before)).split())
-    assert "(measure this machine's: python -m harness scenario=probe)" in text
+    assert "(measure this machine's: tightfit run scenario=probe)" in text
     write_rates(card, RATES)
     after = found("l4_24gb")
     text = " ".join(" ".join(point_lines(after)).split())

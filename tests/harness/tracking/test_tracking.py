@@ -351,11 +351,11 @@ def test_a_sweep_with_points_that_do_not_fit_is_whole(tmp_path, request, client,
 def test_the_view_command_opens_the_runs(home):
     page = "http://127.0.0.1:5000/#/experiments"
     command = MlflowTracker(TrackingConfig(), home).view_command()
-    assert command == (f"python -m harness.ui    # then {page}?workflowType=machine_learning")
+    assert command == (f"tightfit ui    # then {page}?workflowType=machine_learning")
     other = f"sqlite:///{home}/my runs/runs.db"
     tracker = MlflowTracker(TrackingConfig(uri=other), home)
     words = shlex.split(tracker.view_command(), comments=True)
-    assert words == ["python", "-m", "harness.ui", "--store", other]
+    assert words == ["tightfit", "ui", "--store", other]
     tracker._experiment_id = "3"
     assert tracker.view_command().endswith(f"{page}/3/runs?workflowType=machine_learning")
     remote = MlflowTracker(TrackingConfig(uri="http://server:1/"), home)

@@ -208,7 +208,7 @@ def test_everything_from_outside_is_escaped(tmp_path):
     text = (folder / "report.md").read_text(encoding="utf-8")
     outside, fenced = text.split("`````")[0::2], text.split("`````")[1]
     assert fenced == f"\n```\n{EVIL}\n````\n"
-    assert f"python -m harness '{EVIL}'" in text
+    assert f"tightfit run '{EVIL}'" in text
     fence = re.compile(r"^(`{3,})\n.*?^\1$", flags=re.MULTILINE | re.DOTALL)
     for part in (fence.sub("", part) for part in outside):
         assert "<img" not in part
