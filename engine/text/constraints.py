@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[ \t\n\r]{0,20}"
 """Whitespace between the parts of JSON; bounded, else a model may write nothing else."""
-MOST_COMPILED = 64
+MOST_COMPILED = 16
 """Forms that stay compiled."""
 
 
@@ -138,7 +138,8 @@ def _grammar(form: StructuredOutput) -> str:
         return LLMatcher.grammar_from_lark(form.grammar)
     if form.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in form.choice)
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        # As one word of the lexer: as rules, a few thousand are too many for the parser.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
     schema = {"type": "object"} if form.json_object else form.copied().json_schema
     if isinstance(schema, str):  # llguidance would put a bad one into a text of its own
         try:

@@ -158,6 +158,15 @@ def test_every_kind_of_form(writer: LLM) -> None:
             assert isinstance(json.loads(text), dict)
 
 
+def test_choices_may_be_many_and_begin_alike(writer: LLM) -> None:
+    many = [f"{at * 7919} of" for at in range(5000)]
+    assert write(writer, StructuredOutput(choice=many), seed=1)[0] in many
+    alike = ["a", "ab", "abc"]
+    found = {write(writer, StructuredOutput(choice=alike), seed=seed) for seed in range(12)}
+    assert found <= {(text, "stop") for text in alike}
+    assert len(found) > 1
+
+
 def test_a_form_of_all_that_may_end_ends_with_the_models_own_token(writer: LLM) -> None:
     text, reason = write(writer, StructuredOutput(regex="[a-z]*"), max_tokens=300)
     assert (text.islower() or not text, reason) == (True, "stop")
