@@ -94,7 +94,25 @@ Where they differ:
 For many requests at once room for KV counts: `offload=auto planner.objective=throughput`
 also moves weights of a model that fits, where a queue is predicted to gain a tenth by it
 (1.18 to 1.60 times the tokens/s in three measured cases: performance.md, Predictions).
-`mode=plan` of a scenario with throughput or serve shows it beside the other ways.
+`mode=plan plan.verbose=true` of a scenario with throughput or serve shows it beside the others.
+
+## A card that is not listed
+
+`mode=plan` without `gpu=` shows a model on every card of conf/gpu; the tables above show some
+of them. Any other card is described by settings, `gpu.memory_gib=12 gpu.link_gb_s=16`, with
+`gpu.hbm_gb_s`, `gpu.bf16_tflops` and `gpu.compute_capability` where they are known, or by a
+file of your own: copy conf/gpu/rtx3060_12gb.yaml to `FOLDER/gpu/mine.yaml`, change its values
+and name, and add `--config-dir FOLDER gpu=mine`. Cards below compute capability 8.0 are planned
+in float16 with plain weights.
+
+## A number that another engine printed
+
+vLLM ends with `Available KV cache memory: -3.44 GiB` where weights and buffers exceed its
+budget. That figure is of vLLM's memory: it counts more for activations and CUDA graphs than
+this engine takes, so the figures here are smaller. With `plan.reported_kv_gib=-3.44` the plan
+says what that engine has to offload, which is the KV cache of one sequence and what it lacks
+(2.00 + 3.44 = 5.44 GiB for OLMo-2-7B and 4096 tokens), as `--cpu-offload-gb 5.44` for vLLM and
+as `max_memory` for accelerate, beside the settings of this engine.
 """
 
 

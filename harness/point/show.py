@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from engine.plan.answer import labelled, wrapped
 from engine.sealed import GIB
+from harness.config.command import command_with
 from harness.config.schema import SweepContext
 from harness.console import columns
 from harness.folders import module_command, python_path
@@ -131,7 +133,7 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
     if record.metrics and record.environment.get("emulated") is True:
         lines.append("  emulated on the CPU: these are not a GPU's figures")
     if record.error is not None:
-        lines += [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
+        lines += _error_lines(record)
     lines += [f"  {reason}" for reason in record.reasons[:_MAX_REASONS]]
     lines += _table(record)
     lines += list(_planned(record))
@@ -178,6 +180,20 @@ def verdict_text(record: RunRecord) -> str:
     if record.status not in MEASURED:
         return ""
     return {True: ", valid", False: ", NOT valid", None: ", not checked"}[record.valid]
+
+
+def _error_lines(record: RunRecord) -> list[str]:
+    """Return the error; of a plan that does not fit all that it says, and what to run instead."""
+    assert record.error is not None
+    if record.status != "no_fit":
+        return [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
+    first, *rows = str(record.error["message"]).splitlines() or [""]
+    lines = [*wrapped(f"  {first}", indent="  "), *(f"  {row}" for row in rows)]
+    ways = (record.plan or {}).get("ways") or []
+    if ways:
+        command = command_with(record.overrides, ways[0]["settings"])
+        lines += [f"  {line}" for line in labelled("Run it", command, " \\")]
+    return lines
 
 
 def _first_lines(record: RunRecord) -> list[str]:

@@ -1,7 +1,6 @@
 """`mode=plan`: plan every point, print it, keep a sweep's table as CSV and figure."""
 
 import csv
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,8 +11,8 @@ from engine.plan.answer import labelled, rate, wrapped
 from engine.plan.memory import UNKNOWN_HOST_BYTES, MemoryPlan
 from engine.plan.times import CONTEXT_TOKENS, rates_for
 from engine.sealed import GIB
+from harness.config.command import command_line, command_with
 from harness.config.compose import Plan, Point
-from harness.config.engine import HOST_KV_FIELDS
 from harness.config.schema import SIDES, RunConfig
 from harness.console import EXIT_OK, columns, show
 from harness.forecast.cards import card_lines
@@ -58,7 +57,7 @@ def _answer(found: Forecast) -> list[str]:
     lines = ["", *wrapped(first), *rows]
     best: Any = found.best
     if best is not None or found.plan is not None:
-        command = _command(found, () if best is None else best["settings"])
+        command = command_with(found.overrides, () if best is None else best["settings"])
         takes = f"  # about {found.minutes(found.plan):.1f} min" if best is None else ""
         lines += labelled("Run it", command + takes, " \\")
     if best is not None and best["host_weights_bytes"]:
@@ -145,31 +144,6 @@ def _indented(texts: Iterable[str]) -> list[str]:
     return [line for text in texts for line in wrapped(f"  {text}", indent="    ")]
 
 
-def _command(found: Forecast, settings: Sequence[str]) -> str:
-    """Return the command that runs other settings: what was typed, less what they replace."""
-    keys = [text.partition("=")[0].lstrip("+") for text in settings]
-    gone = [f"{key}=" for key in keys]
-    if any(key.split(".")[0] == "offload" for key in keys):
-        gone += ["offload", "planner."]
-    if "kv=gpu" in settings:
-        gone += [f"kv.{name}=" for name in HOST_KV_FIELDS]
-    typed = (item for item in found.overrides if not item.lstrip("+").startswith("plan."))
-    kept = [item for item in typed if not item.lstrip("+").startswith(tuple(gone))]
-    return command_line([*kept, *settings])
-
-
-def command_line(overrides: Sequence[str]) -> str:
-    """Return the command that runs these overrides, as a shell takes it."""
-
-    def quoted(item: str) -> str:
-        if "'" in item and not {*item} & {*'"$`\\!'}:
-            return f'"{item}"'
-        return shlex.quote(item)
-
-    kept = (quoted(item) for item in overrides if not item.startswith("mode="))
-    return " ".join(["tightfit run", *kept])
-
-
 def _longest(found: Forecast) -> Iterator[str]:
     """What a token of one sequence of max_model_len tokens takes, for each way that fits."""
     fitting = [row for row in found.rows if row.fits]
@@ -181,7 +155,7 @@ def _longest(found: Forecast) -> Iterator[str]:
     if other is not None:
         least = min(row.predicted["decode_step_long_ms"] for row in fitting)
         if other.predicted["decode_step_long_ms"] == least:
-            command = _command(found, other.overrides)
+            command = command_with(found.overrides, other.overrides)
             yield f"Shortest for such a sequence, without kv=cpu: {command}"
 
 
@@ -194,7 +168,7 @@ def _queue(found: Forecast) -> Iterator[str]:
         lengths = f"{queue['prompt_tokens']} + {queue['output_tokens']} tokens"
         rates = "; ".join(f"{row.title} {number(row.queue_tokens_s)}" for row in fitting)
         yield f"output tokens/s of {queue['requests']} requests of {lengths}: {rates}."
-        yield f"Best for such a queue: {_command(found, best.overrides)}"
+        yield f"Best for such a queue: {command_with(found.overrides, best.overrides)}"
 
 
 def _staging(row: Row) -> Iterator[str]:

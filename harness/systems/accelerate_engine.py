@@ -16,6 +16,7 @@ from engine.clock import PhaseClock
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.model.formats import FORMATS
 from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.advise import greatest
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.sealed import GIB
 from engine.text.tokenizer import load_tokenizer
@@ -95,10 +96,21 @@ def host_layers(sizes: Sizes, config: EngineConfig) -> int:
         raise CapacityError(
             f"accelerate: expected room for {resident / GIB:.3f} GiB of weights and "
             f"{needed / GIB:.3f} GiB for {sizes.kv_tokens} tokens, got "
-            f"{sizes.room_bytes / GIB:.3f} GiB of the GPU budget. Choose offload=auto, or a "
-            "larger cpu_offload_gb with offload=uva, or lower engine.max_model_len."
+            f"{sizes.room_bytes / GIB:.3f} GiB of the GPU budget. {_remedy(sizes, config)}"
         )
     return num
+
+
+def _remedy(sizes: Sizes, config: EngineConfig) -> str:
+    """Return what makes it fit: more layers in host memory where that is enough, or less KV."""
+    room = sizes.room_bytes - sizes.outer_bytes - sizes.copy_bytes  # with no layer on the GPU
+    if sizes.sequence_bytes(sizes.kv_tokens) <= room:
+        return "Choose offload=auto, or a larger cpu_offload_gb with offload=uva."
+    tokens = greatest(1, sizes.kv_tokens, lambda count: sizes.sequence_bytes(count) <= room) or 0
+    name = "engine.max_model_len" if config.planner.kv_tokens is None else "planner.kv_tokens"
+    if tokens >= (config.request_tokens or 2):
+        return f"Choose offload=auto with {name}={tokens}."
+    return "All layers in host memory are not enough for the requests either: use a larger card."
 
 
 def device_map(num_layers: int, num_host: int, device: str | int) -> dict[str, str | int]:

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
+from engine.asked.config import (
+    EngineConfig,
+    EngineSettings,
+    GPUConfig,
+    ModelConfig,
+    PlannerConfig,
+)
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError, EngineError, RequestError
@@ -14,7 +20,9 @@ from harness.config.schema import SystemConfig
 from harness.systems.accelerate_engine import (
     AccelerateEngine,
     Row,
+    Sizes,
     StaticBatch,
+    host_layers,
     load_code,
 )
 from harness.systems.door import peer_door
@@ -23,6 +31,7 @@ from harness.worker import Work
 from tests.harness.cases import SPEC
 from tests.harness.test_worker import job
 
+AUTO = PlannerConfig(choose=True)
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [21, 22, 23, 24]]
 
 
@@ -88,6 +97,27 @@ def test_what_does_not_fit_and_what_is_not_greedy_is_refused():
     with pytest.raises(RequestError, match="at most 63 tokens"):
         llm.add_request([1] * 64, greedy(2))
     llm.close()
+
+
+def test_what_is_advised_is_what_would_fit():
+    sizes = Sizes(
+        spec=SPEC, dtype="float32", max_model_len=64, max_num_seqs=1, kv_tokens=64, room_bytes=0
+    )
+    least = sizes.outer_bytes + sizes.copy_bytes
+    few = dataclasses.replace(sizes, room_bytes=least + sizes.sequence_bytes(20))
+    with pytest.raises(CapacityError, match=r"offload=auto with engine\.max_model_len=20\.$"):
+        host_layers(few, config())
+    assert (
+        host_layers(
+            dataclasses.replace(few, kv_tokens=20), config(planner=AUTO, offload=OffloadConfig())
+        )
+        == 2
+    )
+    with pytest.raises(CapacityError, match=r"not enough for the requests either"):
+        host_layers(few, config(request_tokens=40))
+    enough = dataclasses.replace(sizes, room_bytes=least + sizes.sequence_bytes(64))
+    with pytest.raises(CapacityError, match="Choose offload=auto, or a larger cpu_offload_gb"):
+        host_layers(enough, config())
 
 
 def greedy(num):

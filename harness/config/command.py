@@ -1,0 +1,30 @@
+"""The command that runs other settings than those that were typed, as a shell takes it."""
+
+import shlex
+from collections.abc import Sequence
+
+from harness.config.engine import HOST_KV_FIELDS
+
+
+def command_with(typed: Sequence[str], settings: Sequence[str]) -> str:
+    """Return the command that runs `settings`: what was typed, less what they replace."""
+    keys = [text.partition("=")[0].lstrip("+") for text in settings]
+    gone = [f"{key}=" for key in keys]
+    if any(key.split(".")[0] == "offload" for key in keys):
+        gone += ["offload", "planner."]
+    if "kv=gpu" in settings:
+        gone += [f"kv.{name}=" for name in HOST_KV_FIELDS]
+    kept = [item for item in typed if not item.lstrip("+").startswith((*gone, "plan."))]
+    return command_line([*kept, *settings])
+
+
+def command_line(overrides: Sequence[str]) -> str:
+    """Return the command that runs these overrides."""
+
+    def quoted(item: str) -> str:
+        if "'" in item and not {*item} & {*'"$`\\!'}:
+            return f'"{item}"'
+        return shlex.quote(item)
+
+    kept = (quoted(item) for item in overrides if not item.startswith("mode="))
+    return " ".join(["tightfit run", *kept])
