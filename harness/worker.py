@@ -615,7 +615,8 @@ class Work:
         if not self._result["effective"].get("emulated"):
             self._result["notes"] += link_notes(metrics)
             self._result["reasons"] += link_reasons(timed, metrics)
-        metrics |= differences(metrics)
+        emulated = bool(self._result["effective"].get("emulated"))
+        metrics |= differences(metrics, emulated=emulated)
 
     def _note_memory(self, llm: Engine) -> None:
         metrics, reasons = memory_metrics(llm.memory())

@@ -339,7 +339,8 @@ class Attempt:
         metrics |= outcome.metrics
         predicted = (self.findings.plan or {}).get("predicted") or {}
         metrics["predicted/load_s"] = predicted.get("load_s")
-        metrics |= differences(metrics)
+        emulated = bool(self.findings.effective.get("emulated"))
+        metrics |= differences(metrics, emulated=emulated)
         self.findings.samples["load"] = outcome.samples
 
     def _note_cold(self, share: float | None) -> None:

@@ -83,10 +83,13 @@ def _best(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     ]
     if len(points) < 2:
         return
-    for metric in found("best", [metrics for _, metrics in points]):
-        best = best_of(points, metric)
-        if best is not None:
-            yield f"  {best.title}: {best.label}, {best.text}, {best.against}"
+    metrics = found("best", [each for _, each in points])
+    bests = [best for metric in metrics if (best := best_of(points, metric)) is not None]
+    for best in bests:
+        yield f"  {best.title}: {best.label}, {best.text}, {best.against}"
+    remedies = " ".join(dict.fromkeys(filter(None, (best.remedy for best in bests))))
+    if remedies:
+        yield f"  For intervals: {remedies}"
 
 
 def _reasons(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:

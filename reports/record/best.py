@@ -76,13 +76,18 @@ class Best:
             return "no other point has it"
         times = f"{self.gain:.2f} times as good as {self.next_label}"
         if self.interval is None:
-            part = self.metric.name.split("/")[0]
-            repeats = f"scenario.{part}.repeats=5" if part in _REPEATED else "repeats of the sweep"
-            return f"{times}, but not both were repeated ({repeats} would give intervals)"
+            return f"{times}, but not both were repeated"
         span = f"{self.interval[0]:.3f} to {self.interval[1]:.3f}"
         return (
             f"{times} ({span})" if self.is_settled else f"{times}, but the interval {span} holds 1"
         )
+
+    @property
+    def remedy(self) -> str:
+        """The setting that gives intervals; empty where they are there or none does."""
+        part = self.metric.name.split("/")[0]
+        is_single = self.next_label is not None and self.interval is None
+        return f"scenario.{part}.repeats=5" if is_single and part in _REPEATED else ""
 
     @property
     def title(self) -> str:

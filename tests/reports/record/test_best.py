@@ -19,7 +19,7 @@ def rate(mean, half=None):
 @pytest.mark.parametrize(
     ("half", "is_settled", "words"),
     [
-        (None, False, "not both were repeated (scenario.throughput.repeats=5 would"),
+        (None, False, "1.32 times as good as b, but not both were repeated"),
         (10.0, False, "but the interval 0.599 to 3.221 holds 1"),
         (1.0, True, "1.32 times as good as b (1.220 to 1.429)"),
     ],
@@ -28,6 +28,7 @@ def test_only_repeats_settle_who_is_best(half, is_settled, words):
     best = best_of([("b", rate(22.2, half)), ("a", rate(29.3, half)), ("c", {})], OUTPUT)
     assert (best.label, best.value, best.is_settled) == ("a", 29.3, is_settled)
     assert words in best.against
+    assert best.remedy == ("scenario.throughput.repeats=5" if half is None else "")
     assert best.title == ("Best output" if is_settled else "Highest output, no winner")
 
 
