@@ -240,8 +240,11 @@ class EngineLink:
         send(self._writer, message)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (message := await receive(reader)) is not None:
-            self._take(message)
+        try:
+            while (message := await receive(reader)) is not None:
+                self._take(message)
+        except Exception as error:  # noqa: BLE001  the edge: no client would ever hear of it
+            self._fail(f"the link to the engine failed: {type(error).__name__}: {error}")
         if not self._is_stopping:
             self._fail(self._how_it_ended())
 

@@ -1,4 +1,4 @@
-"""One server with a tiny model for each file of tests."""
+"""One server with a tiny model for all files of tests that only ask it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny [1]")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(tiny_model: Path) -> Iterator[Served]:
     """A server that is ready."""
     flags = ("--served-model-name", "tiny", "org/tiny", "--log-prompts")
