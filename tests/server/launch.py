@@ -156,3 +156,19 @@ def serving(model: Path | str, *flags: str, is_ready: bool = True, **env: str) -
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.wait(5)
+
+
+STREAM = {"prompt": "go on", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+def open_stream(client: httpx.Client, served: Served, **body: Any) -> httpx.Response:
+    """A stream whose first token came."""
+    request = client.build_request("POST", f"{served.url}/v1/completions", json=STREAM | body)
+    response = client.send(request, stream=True)
+    assert response.status_code == 200
+    wait_for(lambda: served.metric("vllm:generation_tokens_total") > 0, served)
+    return response
+
+
+def last_events(response: httpx.Response) -> list[str]:
+    return response.read().decode().strip().split("\n\n")[-2:]

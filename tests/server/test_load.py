@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.launch import Served, serving, wait_for
+from tests.server.launch import Served, last_events, open_stream, serving, wait_for
 
 PROMPT = "the same beginning for all of them, "
 LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0}
@@ -301,3 +301,21 @@ def test_memory_and_file_handles_stay_flat(busy: Served) -> None:
     assert after[1] <= before[1] + 2
     assert after[2] - before[2] < 2**25
     assert re.search(r"^vllm:e2e", busy.get("/metrics").text, re.MULTILINE)
+
+
+# The last one: it ends the server.
+def test_engine_child_dead_api_says_so_and_ends(busy: Served) -> None:
+    with httpx.Client(timeout=60) as client:
+        response = open_stream(client, busy)
+        busy.engine.kill()
+        begin_s = time.monotonic()
+        event, done = last_events(response)
+        assert (
+            "was ended by signal 9" in json.loads(event.removeprefix("data: "))["error"]["message"]
+        )
+        assert done == "data: [DONE]"
+        health = busy.get("/health")
+        assert (health.status_code, health.json()["state"]) == (503, "failed")
+        assert "signal 9" in health.json()["reason"]
+        assert time.monotonic() - begin_s < 5
+        assert busy.end() == 1
