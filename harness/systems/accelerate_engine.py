@@ -109,7 +109,7 @@ def _remedy(sizes: Sizes, config: EngineConfig) -> str:
     tokens = greatest(1, sizes.kv_tokens, lambda count: sizes.sequence_bytes(count) <= room) or 0
     name = "engine.max_model_len" if config.planner.kv_tokens is None else "planner.kv_tokens"
     if tokens >= (config.request_tokens or 2):
-        return f"Choose offload=auto with {name}={tokens}."
+        return f"{'Set' if config.planner.choose else 'Choose offload=auto with'} {name}={tokens}."
     return "All layers in host memory are not enough for the requests either: use a larger card."
 
 

@@ -78,7 +78,7 @@ def test_a_plan_alone_reads_no_weights(tiny: TinyModels, tmp_path: Path) -> None
     assert plan.gpu_items == llm.plan.gpu_items
     assert plan.host_items == llm.plan.host_items
     llm.close()
-    with pytest.raises(CapacityError, match="GiB") as caught:
+    with pytest.raises(CapacityError, match="MiB short") as caught:
         LLM.plan_for(make_config(tmp_path, gpu_memory_gib=1e-4))
     assert caught.value.plan is not None
     assert caught.value.plan["gpu"]

@@ -188,7 +188,7 @@ def test_plans_that_pin_more_than_the_memlock_limit_are_refused() -> None:
 def test_hosts_that_are_too_small_are_refused_with_the_figures(available: float) -> None:
     facts = replace(H200, host_available_bytes=int(available * GIB))
     uva = configuration(OLMO_7B, memory_gib=15.99, offload=UVA)
-    with pytest.raises(CapacityError, match=r"memory: 9\.\d+ GiB are needed.*reserve of 1 GiB"):
+    with pytest.raises(CapacityError, match=r"9\.\d+ GiB of host memory are needed.*reserve of 1"):
         plan_memory(uva, OLMO_7B, facts)
 
 
