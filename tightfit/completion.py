@@ -74,7 +74,7 @@ def candidates(line: str, commands: Sequence[str]) -> list[str]:
             return _settings(" ".join([*typed, last]))
         case ["models"]:
             found = list(_model_verbs())
-        case ["models", *_]:
+        case ["models" | "serve" | "chat", *_]:
             found = _model_names()
         case ["open" | "compare", *_]:
             found = _runs()

@@ -293,7 +293,22 @@ def in_keywords(*others: type[Exception]) -> Iterator[None]:
 
 
 def as_keywords(text: str) -> str:
-    """Return a message with keywords in the place of keys, and values as Python has them."""
+    """Return a message with keywords in the place of keys, and values as Python has them.
+
+    Columns, two blanks apart or more, stay where they are.
+    """
+    lines = []
+    for line in text.split("\n"):
+        *cells, last = re.split(r"( {2,})", line)
+        shown = ""
+        for cell, gap in zip(cells[::2], cells[1::2], strict=True):
+            words = _in_keywords(cell)
+            shown += words.ljust(max(len(cell) + len(gap), len(words) + 2 * bool(cell)))
+        lines.append(shown + _in_keywords(last))
+    return "\n".join(lines)
+
+
+def _in_keywords(text: str) -> str:
     for setting in sorted(keywords_of().values(), key=lambda found: -len(found.path)):
         key, keyword = rf"(?<![\w./]){re.escape(setting.path)}(?![\w./]\w)", setting.keyword
         if without_null(setting.hint) is str:

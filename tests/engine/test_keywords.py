@@ -230,6 +230,7 @@ def test_keywords_of_other_engines_are_refused_with_the_reason() -> None:
         ("got choose=false: Set gpu.memory_gib=2", "got choose=False: Set gpu_memory_gib=2"),
         ("with: offload=auto kv.cpu_gib=9.", "with: choose=True, cpu_gib=9."),
         ("engine.dtype=float16 or model.path=X", "dtype='float16' or model=X"),
+        ("A  kv.cpu_gib=1  x\n   offload=auto   y", "A  cpu_gib=1     x\n   choose=True    y"),
         ("expected true or false, got 'no'", "expected True or False, got 'no'"),
         ("kv.pin_limit_gib: expected null", "pin_limit_gib: expected None"),
         ("offload=uva needs engine.seed_x", "offload_backend='uva' needs engine.seed_x"),

@@ -95,6 +95,7 @@ def test_compare_takes_ids_and_prints_json(home: Path, capsys: pytest.CaptureFix
         ("tightfit pl", ["plan"]),
         ("tightfit models fetch sm", ["smollm2_135m"]),
         ("tightfit models pa", ["pack"]),
+        ("tightfit serve gl", ["glass"]),
         (f"tightfit open {OLD[:6]}", [OLD]),
         ("tightfit compare latest lat", ["latest"]),
         ("tightfit completion f", ["fish"]),
