@@ -144,7 +144,8 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
         few, some = (500, 10**9) if num_tiles <= 2 else (_FEW_TILES, _SOME_TILES)
         has_room = card.shared_bytes >= _LARGE_SHARED_BYTES
         splits = 8 if tiles <= few and has_room else 4 if tiles <= some else 2
-        ahead, sharing = (4, 3, 2), tuple(n for n in (1, 2) if n * splits >= 4)
+        ahead: tuple[int, ...] = (4, 3, 2)
+        sharing = tuple(n for n in (1, 2) if n * splits >= 4)
         if num_tiles == 8:  # the kernel that follows starts early: few warps leave it registers
             sharing = sharing[:1]
         elif has_codes and num_tiles == 4:
