@@ -20,24 +20,24 @@ class GPUConfig(Sealed):
 
     section: ClassVar = "gpu"
     name: str = field(default="auto", metadata={"keyword": "gpu_name"})
-    """What the report calls it."""
+    """Name of the card in reports."""
     device: str = "auto"
     """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
     memory_gib: float | None = number(None, keyword="gpu_memory_gib", low=0, low_open=True)
     """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
-    gpu_memory_utilization. null: what the card has (CPU: half of the free host memory)."""
+    gpu_memory_utilization. null: the memory of this card (CPU: half of the free host memory)."""
     host_gib: float | None = number(None, low=0, low_open=True)
-    """Memory of the host that the card is in, GiB: no more is planned. null: what is free here
-    (mode=plan of a card that is not here: any)."""
+    """Memory of the card's host, GiB; the plan uses at most this. null: the free memory of this
+    host, or no limit when planning for a card that is not in this machine."""
     link_gb_s: float | None = number(None, low=0, low_open=True)
     """Host link, one direction, GB/s (10^9)."""
     hbm_gb_s: float | None = number(None, low=0, low_open=True)
     """GPU memory bandwidth, GB/s."""
     bf16_tflops: float | None = number(None, low=0, low_open=True)
-    """Dense bf16 matrix rate, TFLOP/s; float16 of a card without bf16."""
+    """Dense bf16 matrix rate, TFLOP/s; for a card without bf16, that of float16."""
     compute_capability: float | None = number(None, low=1)
-    """Compute capability of a card that is planned and not here; below 8.0 weights are float16, as
-    on such a card. null: 8.0 or more."""
+    """Compute capability of a planned card that is not in this machine; below 8.0, weights are
+    planned in float16. null: 8.0 or more."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
@@ -54,8 +54,8 @@ class EngineSettings(Sealed):
     )
     """Share of the GPU's memory that the engine may use, (0, 1]."""
     max_model_len: int | None = number(None, low=1)
-    """Longest prompt plus output, tokens; null: the model's own limit, or what fits of it, at least
-    8192."""
+    """Longest prompt plus output, tokens; null: the model's own limit, cut to what fits
+    but to no less than 8192."""
     max_num_seqs: int = number(64, low=1)
     """Sequences that run at once."""
     max_num_batched_tokens: int = number(2048, low=1)
@@ -69,7 +69,7 @@ class EngineSettings(Sealed):
     12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some of
     both). null: checkpoint, or auto where the planner chooses placements (offload=auto)."""
     seed: int = number(0, low=0, high=2**63 - 1)
-    """Seed of dummy weights and of requests that carry none."""
+    """Seed of dummy weights and of requests without a seed."""
     host_reserve_gib: float = number(1.0, low=0)
     """Host memory that must stay free after the load, GiB."""
     uva_stage_tokens: int = number(65, low=1)
@@ -105,7 +105,7 @@ class PlannerConfig(Sealed):
     """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
     sequence)."""
     kv_tokens: int | None = number(None, low=1)
-    """Tokens of KV that must have room beside the chosen placement; null: one sequence of
+    """KV tokens that the chosen placement must leave memory for; null: one sequence of
     max_model_len."""
     auto_fields: list[str] = field(default_factory=list)
     """Settings to choose: cpu_offload_gb (the least that fits), max_model_len and max_num_seqs (the

@@ -14,14 +14,14 @@ class Keywords(TypedDict, total=False):
     """Settings to choose: cpu_offload_gb (the least that fits), max_model_len and max_num_seqs
     (the largest that fit, at most the value set)."""
     bf16_tflops: float | None
-    """Dense bf16 matrix rate, TFLOP/s; float16 of a card without bf16."""
+    """Dense bf16 matrix rate, TFLOP/s; for a card without bf16, that of float16."""
     block_size: int
     """Tokens in a block: 8, 16, 32, 64 or 128."""
     choose: bool
     """Choose the placement of every tensor, as choose=True does."""
     compute_capability: float | None
-    """Compute capability of a card that is planned and not here; below 8.0 weights are float16,
-    as on such a card. None: 8.0 or more."""
+    """Compute capability of a planned card that is not in this machine; below 8.0, weights are
+    planned in float16. None: 8.0 or more."""
     cpu_gib: float | None
     """Size of the host tier, GiB; 0: no host tier."""
     cpu_offload_gb: float
@@ -32,14 +32,14 @@ class Keywords(TypedDict, total=False):
     device: str
     """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
     disable_sliding_window: bool
-    """Attend to the whole context where the checkpoint has a sliding window."""
+    """Attend to the whole context even if the checkpoint has a sliding window."""
     dtype: str
     """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
     emulated_kv_tokens: int | None
     """Most tokens of KV on an emulated GPU, whose memory is RAM; None: what the budget
     leaves."""
     enable_prefix_caching: bool
-    """Keep full blocks by their content, and share those of equal prefixes."""
+    """Keep full blocks by their content, and share blocks of equal prefixes."""
     enforce_eager: bool
     """Run decode without CUDA graphs."""
     facts_folder: str | None
@@ -47,16 +47,17 @@ class Keywords(TypedDict, total=False):
     next plan knows; None: nothing is noted."""
     gpu_memory_gib: float | None
     """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
-    gpu_memory_utilization. None: what the card has (CPU: half of the free host memory)."""
+    gpu_memory_utilization. None: the memory of this card (CPU: half of the free host
+    memory)."""
     gpu_memory_utilization: float
     """Share of the GPU's memory that the engine may use, (0, 1]."""
     gpu_name: str
-    """What the report calls it."""
+    """Name of the card in reports."""
     hbm_gb_s: float | None
     """GPU memory bandwidth, GB/s."""
     host_gib: float | None
-    """Memory of the host that the card is in, GiB: no more is planned. None: what is free here
-    (mode=plan of a card that is not here: any)."""
+    """Memory of the card's host, GiB; the plan uses at most this. None: the free memory of this
+    host, or no limit when planning for a card that is not in this machine."""
     host_reserve_gib: float
     """Host memory that must stay free after the load, GiB."""
     keep_lossless: bool
@@ -66,15 +67,15 @@ class Keywords(TypedDict, total=False):
     """Folder of weights that were packed before (keep_lossless); None: none are kept or
     read."""
     kv_tokens: int | None
-    """Tokens of KV that must have room beside the chosen placement; None: one sequence of
+    """KV tokens that the chosen placement must leave memory for; None: one sequence of
     max_model_len."""
     link_gb_s: float | None
     """Host link, one direction, GB/s (10^9)."""
     load_format: str
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
     max_model_len: int | None
-    """Longest prompt plus output, tokens; None: the model's own limit, or what fits of it, at
-    least 8192."""
+    """Longest prompt plus output, tokens; None: the model's own limit, cut to what fits but to
+    no less than 8192."""
     max_num_batched_tokens: int
     """Tokens of one step."""
     max_num_seqs: int
@@ -99,20 +100,20 @@ class Keywords(TypedDict, total=False):
     offload_prefetch_step: int
     """How many offloaded layers ahead the copies run."""
     pin_limit_gib: float | None
-    """Most pinned memory of KV blocks, GiB; the others are pageable, and reached by copies
-    only. None: all are pinned."""
+    """Limit of pinned memory for KV blocks, GiB; further blocks are pageable and are only
+    copied, never read in place. None: all are pinned."""
     referee: bool
     """Build the two best candidates, time a few steps of each and keep the faster one."""
     request_tokens: int | None
     """Prompt and output tokens of the longest request that is known beforehand: no length that
     is advised, or taken where none is set, is shorter. None: none is known."""
     seed: int
-    """Seed of dummy weights and of requests that carry none."""
+    """Seed of dummy weights and of requests without a seed."""
     spec: ModelSpec | None
     """Sizes; None: read from config.json in `path`."""
     swap_space: float
-    """Host room, GiB: for weights that do not fit where no OffloadConfig was given, the rest
-    for KV blocks."""
+    """Host memory, GiB. If no offload is set, weights that do not fit the GPU use it first; KV
+    blocks take the rest."""
     uva_stage_tokens: int
     """From this many tokens in a step on, uva weights are staged through GPU slots first. On an
     H200 (`make bench`, docs/performance.md), read in place, a step of 64 tokens takes 1 %

@@ -23,19 +23,19 @@ class KVConfig(Sealed):
     block_size: int = 16
     """Tokens in a block: 8, 16, 32, 64 or 128."""
     enable_prefix_caching: bool = False
-    """Keep full blocks by their content, and share those of equal prefixes."""
+    """Keep full blocks by their content, and share blocks of equal prefixes."""
     num_cpu_blocks: int | None = number(None, low=0)
     """Blocks of the host tier; 0: no host tier."""
     cpu_gib: float | None = number(None, low=0, hint=IN_GIB)
     """Size of the host tier, GiB; 0: no host tier."""
     swap_space: float = number(0.0, low=0, hint=IN_GIB)
-    """Host room, GiB: for weights that do not fit where no OffloadConfig was given, the rest for KV
-    blocks."""
+    """Host memory, GiB. If no offload is set, weights that do not fit the GPU use it first; KV
+    blocks take the rest."""
     disable_sliding_window: bool = False
-    """Attend to the whole context where the checkpoint has a sliding window."""
+    """Attend to the whole context even if the checkpoint has a sliding window."""
     pin_limit_gib: float | None = number(None, low=0, hint=IN_GIB)
-    """Most pinned memory of KV blocks, GiB; the others are pageable, and reached by copies only.
-    null: all are pinned."""
+    """Limit of pinned memory for KV blocks, GiB; further blocks are pageable and are only copied,
+    never read in place. null: all are pinned."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds, contradicts another or has no effect."""

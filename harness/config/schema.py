@@ -113,7 +113,7 @@ class FakeScript(Bounded):
     kv_gib: float = field(default=1.0, metadata=_AMOUNT)
     """KV cache, on the GPU."""
     gpu_gib: float = field(default=16.0, metadata=_SIZE)
-    """What the card has where gpu.memory_gib is null."""
+    """GPU memory of the fake card, GiB, if gpu.memory_gib is null."""
     gpu_peak_gib: float | None = field(default=None, metadata=_AMOUNT)
     """Highest GPU memory in use; null: what was planned."""
     host_touched_gib: float = field(default=0.0, metadata=_AMOUNT)
@@ -273,11 +273,11 @@ class RequestSet(Bounded):
     repeats: int = field(default=1, metadata=REQUESTS)
     """Measurements, each with prompts of its own; above 1: means with 95 % intervals."""
     stop_share: float | None = field(default=None, metadata=SHARE)
-    """End when the interval of output tokens/s (latency: of the mean time of a request) is at most
-    this share of the mean to either side."""
+    """Stop repeating when the interval of output tokens/s (latency: of the mean request time) is at
+    most this share of the mean to either side."""
     max_duration_s: float | None = field(default=None, metadata=SECONDS)
-    """Seconds after which the warm-up, and each measurement, ends with what there is (at least one
-    request, of throughput one token); the figures are then not valid. null: no limit."""
+    """Limit in seconds of the warm-up and of each measurement. Figures then cover what was done (at
+    least one request; for throughput, one token) and are not valid. null: no limit."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
@@ -341,7 +341,7 @@ class ScenarioConfig(Sealed):
     """What is measured; a part that is null does not run."""
 
     name: str
-    """What the report calls it."""
+    """Name of the scenario in reports."""
     load: LoadScenario | None = None
     """Start times."""
     throughput: ThroughputScenario | None = None
@@ -486,13 +486,13 @@ class RunConfig(Sealed):
     mode: str = "run"
     """run | plan (print what fits, what it costs and what to choose; nothing runs)."""
     rerun: str | None = None
-    """Which points run again that ended before, with the same settings, code, card and versions:
+    """Which finished points run again, with the same settings, code, card and versions:
     all | invalid (what is not ok, or not valid) | failed (what is not ok) | none. null: failed in a
     sweep, all otherwise."""
     fail_fast: bool = False
     """Stop a sweep at the first point that is not ok; the others get status skipped."""
     monotone_stop: bool = True
-    """Skip points of a sweep that cannot fit because one that asks for less did not."""
+    """Skip points of a sweep that cannot fit because a point that needs less did not fit."""
     timeout_s: float | None = None
     """Seconds that a point may take before it is stopped with status timeout; null: no limit."""
     silence_s: float | None = 1800.0

@@ -189,9 +189,9 @@ class Prefixes(Bounded):
 
     node: ClassVar[str] = f"{NODE}.prefixes"
     num: int = field(default=0, metadata=within(0, MOST_LENGTH))
-    """How many different ones; each request or conversation draws one. 0: none."""
+    """Number of different prefixes; each request or conversation draws one. 0: none."""
     tokens: int = field(default=0, metadata=within(0, MOST_LENGTH))
-    """Length of each, beside the request's own tokens."""
+    """Tokens of each prefix, in addition to the request's own tokens."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
@@ -213,7 +213,7 @@ class Turns(Bounded):
     think_s: float = field(default=0.0, metadata=within(0, MOST_S))
     """Seconds from the last token of an answer to the arrival of the next turn."""
     first_tokens: int | None = field(default=None, metadata=TOKENS)
-    """Own tokens of the first prompt of a conversation; null: drawn as those of the others."""
+    """Own tokens of a conversation's first prompt; null: drawn like those of later turns."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
@@ -339,9 +339,9 @@ class ServeScenario(Bounded):
     part: ClassVar[str] = "serve"
     node: ClassVar[str] = NODE
     num_requests: int | None = field(default=64, metadata=REQUESTS)
-    """Requests in all, later turns too; null with a trace: every row of it."""
+    """Total number of requests, including later turns; null with a trace: all its rows."""
     warmup_requests: int = field(default=2, metadata=within(0, MOST_REQUESTS))
-    """Requests before, one at a time, not counted, with prompts of their own."""
+    """Requests before the timed ones, one at a time, not counted, with prompts of their own."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """When requests arrive."""
     max_concurrency: int | None = field(default=None, metadata=REQUESTS)
@@ -365,14 +365,14 @@ class ServeScenario(Bounded):
     drain_s: float = field(default=60.0, metadata=within(0, MOST_S))
     """Seconds after the last arrival until requests that still run are cancelled."""
     max_duration_s: float | None = field(default=None, metadata=SECONDS)
-    """Seconds after which the warm-up (at least one request), and each run at a rate, ends with
-    what there is; the figures are then not valid. null: no limit."""
+    """Limit in seconds of the warm-up (at least one request) and of each run at a rate. Figures
+    then cover what was done and are not valid. null: no limit."""
     min_duration_s: float | None = field(default=None, metadata=SECONDS)
     """Least seconds from the first counted arrival to the last; shorter is not valid."""
     search: PeakSearch | None = None
     """Search the highest rate that keeps the SLO; null: one run at arrivals.rate_per_s."""
     repeats: int = field(default=1, metadata=REQUESTS)
-    """Measurements, each with draws of its own; above 1: means with 95 % intervals."""
+    """Number of measurements, each with its own draws; above 1: means with 95 % intervals."""
     stop_share: float | None = field(default=None, metadata=SHARE)
     """End when the interval of the mean time of a request is at most this share of it to either
     side."""

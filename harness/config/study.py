@@ -29,19 +29,19 @@ class StepsScenario(Bounded):
 
     node: ClassVar[str] = "scenario.steps"
     batches: list[int] = field(default_factory=list, metadata=REQUESTS)
-    """Sequences that decode at once, one batch after another."""
+    """Batch sizes: sequences that decode at once, one batch after another."""
     prompt_tokens: int = field(default=128, metadata=TOKENS)
     """Tokens of prompts before a decode."""
     steps: int = field(default=22, metadata=TOKENS)
-    """Decode steps that are timed of each batch."""
+    """Timed decode steps of each batch."""
     prefills: list[int] = field(default_factory=list, metadata=REQUESTS)
-    """Prompts that are prefilled at once, one number after another."""
+    """Numbers of prompts that are prefilled at once, one after another."""
     prefill_tokens: int = field(default=2048, metadata=TOKENS)
     """Tokens of these prompts."""
     chunks: list[int] = field(default_factory=list, metadata=TOKENS)
     """Lengths of prompts that are prefilled alone, one after another."""
     counter_s: float = field(default=0.0, metadata=within(0, MOST_S))
-    """Seconds of decode beside NVML's counter of the link."""
+    """Seconds of decode during which NVML's counter of the link is read."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or nothing is measured."""
@@ -61,54 +61,54 @@ class TiersScenario(Bounded):
     parts: list[str] = field(default_factory=list)
     """fits | ttft | itl | shared | parked | rounds | turns | long | streamed; empty: none."""
     scale: float = field(default=1.0, metadata=within(0, low_open=True))
-    """Factor of all lengths and counts below but `steps`, each then at least 2."""
+    """Factor for all lengths and counts below except `steps`; the results are at least 2."""
     prefix_tokens: int = 8192
     """Tokens of the prefix whose first token is timed."""
     own_tokens: int = 32
-    """Behind a prefix, or new in a turn."""
+    """Tokens after a prefix, or new tokens of a turn."""
     shared_tokens: int = 10_000
     """Tokens of the prefix that many requests share."""
     shared_requests: int = 50
-    """That share it."""
+    """Requests that share the prefix of shared_tokens."""
     shared_output: int = 128
-    """Output of each."""
+    """Output tokens of each of these requests."""
     fit_requests: int = 32
-    """That fit the GPU together."""
+    """Requests that fit the GPU together."""
     fit_prompt: int = 512
-    """Prompt of each."""
+    """Prompt tokens of each of these requests."""
     fit_output: int = 128
-    """Output of each."""
+    """Output tokens of each of these requests."""
     rounds_output: int = 512
-    """Output tokens of each of the sequences that together exceed the GPU's room."""
+    """Output tokens of each sequence, where sequences together exceed the GPU's KV tokens."""
     rounds_fill: int = 10
-    """So many of them fill the GPU's room."""
+    """Number of these sequences that fill the GPU's KV tokens."""
     rounds_excess: float = field(default=1.3, metadata=within(0, low_open=True))
-    """All of them together, in multiples of the GPU's room."""
+    """Total of these sequences, in multiples of the GPU's KV tokens."""
     parked_tokens: int = 4000
     """Tokens of a conversation before its timed turn."""
     parked_excess: float = field(default=52_000 / 39_344, metadata=within(0, low_open=True))
-    """All conversations together, in multiples of the GPU's room."""
+    """Total of all parked conversations, in multiples of the GPU's KV tokens."""
     turn_output: int = 128
-    """Output of a turn."""
+    """Output tokens of a timed turn."""
     conversations: int = 64
-    """That run at once."""
+    """Conversations that run at once."""
     turns: int = 8
-    """Turns of each."""
+    """Turns of each conversation."""
     chat_input: int = 384
     """New tokens of each turn of these conversations."""
     chat_output: int = 64
-    """Output of each turn."""
+    """Output tokens of each turn of these conversations."""
     running: int = 8
     """Sequences that decode while a prefix loads."""
     loads: int = 100
-    """Loads of that prefix."""
+    """Number of times that the prefix is loaded."""
     alone_steps: int = 700
-    """Their steps without a load."""
+    """Steps of these sequences that are timed without a load."""
     beyond: list[float] = field(default_factory=lambda: [1.3, 3.0], metadata=within(1))
-    """Length of one sequence in multiples of the GPU's room; the longest that there is stands for
-    the last of them."""
+    """Lengths of one sequence in multiples of the GPU's KV tokens; the longest possible sequence
+    is measured for the last one."""
     streamed_tokens: int = 34_000
-    """Tokens of one sequence beyond the GPU's room, where weights are streamed too."""
+    """Tokens by which one sequence exceeds the GPU's KV tokens, while weights are streamed too."""
     steps: int = 22
     """Decode steps that are timed."""
 
@@ -210,12 +210,12 @@ class StudyConfig(Sealed):
     """Points to run, each in a fresh process, and what their figures are held against."""
 
     name: str
-    """What reports call it."""
+    """Name of the study in reports."""
     judge: str
-    """How rows are made of the records: bench | bench_kv | bench_lossless | overhead | validate |
-    validate_grid."""
+    """Which judge makes rows from the records: bench | bench_kv | bench_lossless | overhead |
+    validate | validate_grid."""
     points: dict[str, StudyPoint] = field(default_factory=dict)
-    """By name, in order."""
+    """The points by name, in the order in which they run."""
     rows: list[str] = field(default_factory=list)
     """Names of the points to run; empty: all."""
     output: str | None = None
