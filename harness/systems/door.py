@@ -11,7 +11,7 @@ from engine.async_llm import AsyncLLM
 from harness.config.schema import ScenarioConfig
 from harness.observe.gpu import Gpu, open_gpu
 from harness.observe.link import calibrate
-from harness.observe.machine_rates import read_rates, write_rates
+from harness.observe.machine_rates import read_rates, watched, write_rates
 from harness.systems.base import nothing
 from harness.work.drive import Engine
 from harness.work.open_loop import Wait
@@ -91,15 +91,17 @@ def probe_engine_link(config: EngineConfig) -> dict[str, float | None]:
 def rates_of_cpu(config: EngineConfig) -> Mapping[str, float | None]:
     """Return what a CPU carries: kept, else measured and kept now, in a second or two.
 
+    Rates that other processes disturbed are made again when they are ten minutes old.
+
     Of a GPU nothing: `tightfit run scenario=probe` measures it.
     """
     if config.gpu.device == "cuda" or (config.gpu.device == "auto" and open_gpu() is not None):
         return {}
     kept = read_rates(None)
-    if kept is None or "sequence_overhead_s" not in kept.rates:
+    if kept is None or "sequence_overhead_s" not in kept.rates or kept.is_outdated():
         from harness.observe.probe import probe_rates  # noqa: PLC0415  imports torch
 
-        write_rates(None, probe_rates("cpu"))
+        write_rates(None, *watched(lambda: probe_rates("cpu")))
         kept = read_rates(None)
     return {} if kept is None else kept.rates
 

@@ -22,7 +22,7 @@ from harness.config.serve import Arrivals, Lengths, ServeScenario
 from harness.config.study import BareScenario, OverheadScenario, StepsScenario
 from harness.observe.gpu import Gpu
 from harness.observe.link import LinkCounter
-from harness.observe.machine_rates import write_rates
+from harness.observe.machine_rates import is_disturbing, watched, write_rates
 from harness.observe.statistics import Interval, Quantile, interval
 from harness.work.drive import Clock, DrivenStep, Driver, Engine, OnEnd, OnProgress
 from harness.work.offline import engine_prompts, measure_latency, measure_throughput
@@ -449,15 +449,22 @@ def rates_note(figures: Figures) -> str:
     """Return the rates that were kept as a line of text."""
     rates = figures["rates"].items()
     shown = [f"{name} {'not measured' if v is None else number(v)}" for name, v in rates]
-    return f"rates of this machine: {', '.join(shown)}. Kept in {figures['file']}."
+    kept = f"rates of this machine: {', '.join(shown)}. Kept in {figures['file']}."
+    if not is_disturbing(figures["others_cores"]):
+        return kept
+    return (
+        f"{kept} Other processes used {figures['others_cores']:.1f} cores meanwhile, so the rates "
+        "are lower than the machine's: end them and probe again."
+    )
 
 
 def _rates(device: str, gpu: Gpu | None) -> Figures:
     """Measure what plans of this machine use, and keep it."""
     from harness.observe.probe import probe_rates  # noqa: PLC0415  imports torch
 
-    rates = probe_rates(device)
-    return {"rates": rates, "file": str(write_rates(gpu, rates))}
+    rates, others_cores = watched(lambda: probe_rates(device))
+    file = write_rates(gpu, rates, others_cores)
+    return {"rates": rates, "others_cores": others_cores, "file": str(file)}
 
 
 BARE: Final = {"latency": "in turn", "throughput": "at once", "serve": "at once"}

@@ -2,7 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,6 +15,7 @@ from harness.observe import machine_rates
 from harness.observe.machine_rates import Probed, rates_path, read_rates, write_rates
 from harness.sweep.plan import point_lines
 from harness.systems import door
+from harness.work import bench
 from harness.work.bench import measure_bare, rates_note
 from tests.engine.specs import configuration, small_spec
 
@@ -93,14 +95,54 @@ def test_a_scenario_measures_and_keeps_them(home: Path, monkeypatch: pytest.Monk
         return {**RATES}
 
     monkeypatch.setattr("harness.observe.probe.probe_rates", measure)
+    monkeypatch.setattr(bench, "watched", lambda probe: (probe(), 0.0))
     figures = measure_bare(BareScenario(parts=["rates"]), configuration(small_spec()), None)
     [path] = (home / "rates").iterdir()
-    assert figures["rates"] == {"rates": RATES, "file": str(path)}
+    assert figures["rates"] == {"rates": RATES, "others_cores": 0.0, "file": str(path)}
     assert json.loads(path.read_text(encoding="utf-8"))["rates"] == RATES
     assert asked == ["cpu"]
     note = rates_note(figures["rates"])
     assert "h2d_gb_s 20.0, in_place_gb_s not measured" in note
-    assert str(path) in note
+    assert note.endswith(f"Kept in {path}.")
+    note = rates_note(figures["rates"] | {"others_cores": 99.0})
+    assert note.endswith(
+        "Other processes used 99.0 cores meanwhile, so the rates are lower than the"
+        " machine's: end them and probe again."
+    )
+
+
+def test_a_probe_says_what_other_processes_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Machine(NamedTuple):
+        user: float
+        idle: float
+
+    clock = iter([0.0, 2.0])
+    machine = iter([Machine(10.0, 50.0), Machine(13.0, 51.0)])  # 3 s of work in 2 s
+    own = iter([SimpleNamespace(user=1.0, system=0.0), SimpleNamespace(user=1.5, system=0.5)])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("psutil.cpu_times", lambda: next(machine))
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(cpu_times=lambda: next(own)))
+    rates, others_cores = machine_rates.watched(lambda: RATES)
+    assert rates == RATES
+    assert others_cores == pytest.approx(1.0)  # 1 of the 3 s was its own
+
+
+def test_rates_that_others_disturbed_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(device: str) -> dict[str, float | None]:
+        return {"sequence_overhead_s": 1e-4, "hbm_copy_gb_s": next(speeds)}
+
+    speeds, loads = iter([3.0, 12.0, 13.0]), iter([99.0, 0.0])
+    now = [1000.0]
+    monkeypatch.setattr("harness.observe.probe.probe_rates", measure)
+    monkeypatch.setattr(door, "watched", lambda probe: (probe(), next(loads)))
+    monkeypatch.setattr("time.time", lambda: now[0])
+    config = configuration(small_spec())
+    found = []
+    for now[0] in (1000.0, 1500.0, 1700.0, 1e6):
+        found.append(door.rates_of_cpu(config)["hbm_copy_gb_s"])
+    assert found == [3.0, 3.0, 12.0, 12.0]
+    disturbed = Probed(rates={}, measured_at=0.0, others_cores=99.0)
+    assert disturbed.age(120.0) == "2 minutes ago while other processes used 99.0 cores"
 
 
 def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +176,7 @@ def test_a_cpu_is_measured_once_and_then_kept(monkeypatch: pytest.MonkeyPatch) -
         return {"sequence_overhead_s": 1e-4, "hbm_copy_gb_s": 11.0, "two_way_gb_s": None}
 
     monkeypatch.setattr("harness.observe.probe.probe_rates", measure)
+    monkeypatch.setattr(door, "watched", lambda probe: (probe(), 0.0))
     write_rates(None, {"h2d_gb_s": 5.0})  # by an earlier version, which measured less
     config = configuration(small_spec())
     for _ in range(2):

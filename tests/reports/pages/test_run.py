@@ -425,7 +425,7 @@ def test_cards_have_context_and_their_definitions_as_tips():
     (table,) = next(s for s in run_page(record).sections if s.title.startswith("Pred")).tables
     assert table.kinds == {0: "warn"}
     assert run_page(record).commands[0].text == (
-        "python -m harness +model=olmo7b offload=uva gpu=rtx4080_16gb"
+        "tightfit run +model=olmo7b offload=uva gpu=rtx4080_16gb"
     )
 
 
