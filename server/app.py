@@ -197,10 +197,15 @@ class Server:
     ) -> Response:
         ready = self._ready()
         body = await self._bodies.read(request)
-        asked = parsed(body, kind)
-        if (name := getattr(asked, "model", None)) is not None:
-            self._check_model(name)
-        response = await answer(asked, ready)
+        self.num_requests += 1
+        try:
+            asked = parsed(body, kind)
+            if (name := getattr(asked, "model", None)) is not None:
+                self._check_model(name)
+            response = await answer(asked, ready)
+        except BaseException:
+            self.release(len(body))
+            raise
         return _Held(response, self, len(body))
 
     def _ready(self) -> Ready:
@@ -354,10 +359,10 @@ class Server:
         text = await self._link.call(lambda name: Detokenize(name, asked.tokens))
         return JSONResponse({"prompt": text})
 
-    def held(self, num_bytes: int) -> None:
-        """Count a request to the model and what its body holds; negative: it ended."""
-        self._bodies.held_bytes += num_bytes
-        self.num_requests += 1 if num_bytes > 0 else -1
+    def release(self, num_bytes: int) -> None:
+        """Count a request to the model, and what its body holds, no longer."""
+        self._bodies.release(num_bytes)
+        self.num_requests -= 1
 
 
 def _told(asked: CompletionRequest | ChatRequest) -> Any:
@@ -373,11 +378,10 @@ class _Held(Response):
         self._inner, self._server, self._num_bytes = inner, server, num_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self._server.held(self._num_bytes)
         try:
             await self._inner(scope, receive, send)
         finally:
-            self._server.held(-self._num_bytes)
+            self._server.release(self._num_bytes)
 
 
 def make_app(server: Server, settings: ServerSettings, keys: Sequence[str]) -> Guard:

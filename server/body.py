@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from server.errors import APIError, bad_value
+from server.errors import APIError, bad_value, overloaded
 from server.settings import ServerSettings
 
 MAX_OBJECTS: Final = 100_000
@@ -30,11 +30,11 @@ class Bodies:
     def __init__(self, settings: ServerSettings) -> None:
         self._max_bytes = int(settings.max_body_mib * _MIB)
         self._timeout_s = settings.body_timeout_s
-        self.held_bytes = 0
-        """Of all open requests; the caller takes off what it got."""
+        self._held_bytes = 0
+        """Of all open requests, also of bodies that are being read."""
 
     async def read(self, request: Request) -> bytes:
-        """Return a request's body.
+        """Return a request's body, which counts until the caller releases it.
 
         Raises:
             APIError: It is no JSON by its type, too large, too slow, or others hold too much.
@@ -49,22 +49,16 @@ class Bodies:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
             raise self._too_large(int(length))
-        if self.held_bytes > MAX_HELD * self._max_bytes:
-            raise APIError(
-                429,
-                "the bodies of open requests hold all the memory that there is for them. Try "
-                "again later.",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
         parts = bytearray()
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for part in request.stream():
+                    self._hold(len(part))
                     parts += part
                     if len(parts) > self._max_bytes:
                         raise self._too_large(len(parts))
         except TimeoutError:
+            self.release(len(parts))
             raise APIError(
                 408,
                 f"the body: expected all of it within {self._timeout_s:g} s, got {len(parts)} "
@@ -72,7 +66,22 @@ class Bodies:
                 code="body_timeout",
                 headers={"Connection": "close"},
             ) from None
+        except BaseException:
+            self.release(len(parts))
+            raise
         return bytes(parts)
+
+    def _hold(self, num_bytes: int) -> None:
+        if self._held_bytes + num_bytes > MAX_HELD * self._max_bytes:
+            raise overloaded(
+                "the bodies of open requests hold all the memory that there is for them. Try "
+                "again later."
+            )
+        self._held_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Let go of a body that was read."""
+        self._held_bytes -= num_bytes
 
     def _too_large(self, num_bytes: int) -> APIError:
         return APIError(
