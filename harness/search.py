@@ -408,7 +408,7 @@ def search(request: SearchRequest) -> int:
     runner = TrialRunner(Composer(request.config_dir), request.base, request.goal)
     _check(runner, request)
     with open_study(request, folder) as study:
-        say(f"search {request.name}: {study.num_built()} of {request.trials} trials are there.")
+        say(f"search {request.name}: {study.num_built()} of {request.trials} trials have run.")
 
         def run_trial(index: int, proposal: Proposal) -> Outcome:
             return runner.run(overrides_of(proposal), _context(request, folder, index))

@@ -59,7 +59,7 @@ NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "mm_processor_kwargs": ((None, {}), "models take text only."),
     "num_gpu_blocks_override": ((None,), "the plan decides. Set gpu_memory_gib."),
     "pipeline_parallel_size": ((1,), "an engine has one GPU."),
-    "preemption_mode": ((None,), "a sequence is swapped where the host tier has room."),
+    "preemption_mode": ((None,), "a sequence is swapped if the host tier has free blocks."),
     "quantization": (
         (None,),
         "weights keep the checkpoint's values. weight_format='lossless' makes them smaller, "

@@ -46,7 +46,7 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "allowed_token_ids": "set logit_bias=-100 for tokens that must not come.",
     "bad_words": "set logit_bias=-100 for the tokens of words that must not come.",
     "best_of": "all n answers are returned. Rank them by cumulative_logprob.",
-    "detokenize": "text is made where there is a tokenizer; it costs no step of the engine.",
+    "detokenize": "text is always decoded if the model has a tokenizer; this takes no engine time.",
     "guided_decoding": "set structured=StructuredOutput(...).",
     "include_stop_str_in_output": "text ends before the stop string, which stop_reason names.",
     "logits_processors": "logits stay on the device. Use logit_bias, or the penalties.",

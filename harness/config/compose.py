@@ -79,9 +79,8 @@ def check_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
         undone = " ".join(f"{key}={value}" for key, (_, value) in settings.items())
         key, (value, other) = next(reversed(settings.items()))
         raise ConfigError(
-            f"{group}={name}: expected settings that leave it what it is, got {given}, which is "
-            f"{group}={is_now[group]}. Choose {group}={is_now[group]}, or remove {group}={name} "
-            f"(in a sweep: {key}={other},{value}), or set {undone}."
+            f"{group}={name} conflicts with {given}. Choose {group}={is_now[group]}, or remove "
+            f"{group}={name} (in a sweep: {key}={other},{value}), or set {undone}."
         )
 
 

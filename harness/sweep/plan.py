@@ -285,7 +285,7 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
     what = f"all fit; running them {takes}"
     if refused:
         others = "" if refused == len(found) else f"; running the others {takes}"
-        what = f"{refused} do not fit as they are set{others}"
+        what = f"{refused} do not fit with their settings{others}"
     points = f"{len(found)} point{'s'[: len(found) != 1]}"
     return [*lines, f"  {points}, {what}."]
 

@@ -36,7 +36,7 @@ def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Ag
     agrees in its first token, the peer has other weights or other prompts, and a reason says so.
     """
     if any(UNKNOWN_TOKEN in tokens for tokens in got):
-        why = "the system tells no token ids"
+        why = "the system does not report token ids"
         note = f"correctness: {why}, so its tokens were not compared with the reference."
         return Agreement(facts={"checked": False, "why": note}, notes=[note])
     leading = [num_common(want, have) for want, have in zip(expected, got, strict=True)]

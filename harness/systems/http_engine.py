@@ -556,7 +556,7 @@ class HTTPEngine:
             reasons.append(
                 f"http: {len(self._too_long)} answers have more tokens than were asked for; "
                 f"{self._too_long[0]}. The server does not keep to max_tokens, or its usage is "
-                "wrong: the figures are not of the work that was asked. Mend the server."
+                "wrong: the figures are not those of the requested work. Fix the server."
             )
         if counts["pieces"] > counts["answers"] / 2:
             reasons.append(

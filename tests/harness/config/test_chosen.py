@@ -19,25 +19,35 @@ def composer() -> Composer:
     [
         (
             "offload=none offload.uva.cpu_offload_gb=8",
-            ["got offload.uva.cpu_offload_gb=8, which is offload=uva", "cpu_offload_gb=0,8"],
+            ["with offload.uva.cpu_offload_gb=8. Choose offload=uva,", "cpu_offload_gb=0,8"],
         ),
         (
             "offload=none offload.prefetch.offload_group_size=8",
-            ["which is offload=prefetch", "set offload.prefetch.offload_group_size=0"],
+            ["Choose offload=prefetch,", "set offload.prefetch.offload_group_size=0"],
         ),
-        ("offload=none planner.choose=true", ["which is offload=auto", "planner.choose=false"]),
+        ("offload=none planner.choose=true", ["Choose offload=auto,", "planner.choose=false"]),
         (
             "offload=uva offload.offload_backend=auto offload.prefetch.offload_group_size=4",
-            ["offload=uva:", "which is offload=prefetch", "offload.offload_backend=uva"],
+            [
+                "offload=uva conflicts with",
+                "Choose offload=prefetch,",
+                "offload.offload_backend=uva",
+            ],
         ),
         ("+experiment=peers offload=none system=native", ["cpu_offload_gb=6", "offload=uva"]),
-        ("kv=gpu kv.cpu_gib=4", ["got kv.cpu_gib=4, which is kv=cpu", "set kv.cpu_gib=0"]),
+        (
+            "kv=gpu kv.cpu_gib=4",
+            ["conflicts with kv.cpu_gib=4. Choose kv=cpu,", "set kv.cpu_gib=0"],
+        ),
         ("kv=gpu kv.num_cpu_blocks=64", ["kv.num_cpu_blocks=64"]),
-        ("system=http system.kind=native", ["system=http:", "system.kind=http"]),
-        ("tracking=none tracking.backend=mlflow", ["tracking=none:", "tracking.backend=none"]),
+        ("system=http system.kind=native", ["system=http conflicts with", "system.kind=http"]),
+        (
+            "tracking=none tracking.backend=mlflow",
+            ["tracking=none conflicts with", "tracking.backend=none"],
+        ),
         (
             "offload=none,uva offload.uva.cpu_offload_gb=8",
-            ["offload=none:", "(point 0 of the sweep"],
+            ["offload=none conflicts with", "(point 0 of the sweep"],
         ),
     ],
 )

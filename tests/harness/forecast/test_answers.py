@@ -187,4 +187,4 @@ def test_a_sweep_shows_what_is_best_for_each_point(composer: Composer) -> None:
     assert header.split() == ["point", "fits", "tok/s", "best", "settings", "tok/s"]
     assert first.split()[3:6] == ["no", "-", "engine.weight_format=lossless"]
     assert second.split()[1] == "yes"
-    assert "1 do not fit as they are set; running the others takes" in end
+    assert "1 do not fit with their settings; running the others takes" in end
