@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from server.body import Bodies, parsed
 from server.engine_link import EngineLink
-from server.errors import APIError, bad_value, not_ready, overloaded, unsupported
+from server.errors import APIError, bad_value, not_ready, overloaded, shown, unsupported
 from server.guard import Guard
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
@@ -217,7 +217,7 @@ class Server:
         if name not in self._names:
             raise APIError(
                 404,
-                f"model: expected {' or '.join(self._names)}, got {name!r}.",
+                f"model: expected {' or '.join(self._names)}, got {shown(name)}.",
                 param="model",
                 code="model_not_found",
             )

@@ -9,11 +9,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from server.errors import APIError, bad_value, overloaded
+from server.errors import APIError, bad_value, overloaded, shown
 from server.settings import ServerSettings
 
 MAX_OBJECTS: Final = 100_000
-"""Braces in a body: parsing so many takes some 100 ms, in which nobody else is served."""
+"""Braces in a body, and brackets: parsing so many takes some 100 ms, in which nobody else is
+served."""
+MAX_MEMBERS: Final = 300_000
+"""Colons in a body, likewise."""
 MAX_VALUES: Final = 2_000_000
 """Commas in a body, likewise."""
 MAX_HELD: Final = 8
@@ -44,6 +47,13 @@ class Bodies:
             raise APIError(
                 415,
                 f"Content-Type: expected application/json, got {kind or 'none'}.",
+                code="unsupported_media_type",
+            )
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise APIError(
+                415,
+                f"Content-Encoding: expected none, got {shown(coding)}. Send the body as it is.",
                 code="unsupported_media_type",
             )
         length = request.headers.get("content-length", "")
@@ -98,10 +108,12 @@ def parsed(body: bytes, model: type[Model]) -> Model:
     Raises:
         APIError: It is no JSON object, or a value is of the wrong type or out of bounds.
     """
-    if body.count(b"{") > MAX_OBJECTS or body.count(b",") > MAX_VALUES:
+    is_large = body.count(b"{") > MAX_OBJECTS or body.count(b"[") > MAX_OBJECTS
+    if is_large or body.count(b":") > MAX_MEMBERS or body.count(b",") > MAX_VALUES:
         raise bad_value(
             None,
-            f"the body: expected at most {MAX_OBJECTS} objects and {MAX_VALUES} values, got more.",
+            f"the body: expected at most {MAX_OBJECTS} objects, as many lists, {MAX_MEMBERS} "
+            f"members of objects and {MAX_VALUES} values, got more.",
         )
     try:
         content: Any = from_json(body, allow_inf_nan=False)
@@ -133,10 +145,18 @@ def _refusal(error: ValidationError) -> APIError:
         )
     # Each form that a value may have says why it is none of it.
     same = [each for each in others if _param(each["loc"]) == param]
-    words = dict.fromkeys(str(each["msg"]).removeprefix("Value error, ") for each in [first, *same])
-    got = repr(first["input"])
-    got = got if len(got) <= 100 else f"{got[:100]}..."
-    return bad_value(param, f"{param or 'the body'}: {', or '.join(words)}, got {got}.")
+    words = dict.fromkeys(_words(str(each["msg"])) for each in [first, *same])
+    text = ", or ".join(words).replace(", or expected ", ", or ")
+    return bad_value(param, f"{param or 'the body'}: {text}, got {shown(first['input'])}.")
+
+
+def _words(message: str) -> str:
+    """Return what was expected, in this program's words."""
+    message = message.removeprefix("Value error, ").replace("dictionary", "object")
+    begin, is_there, rest = message.partition("should ")
+    if begin == "Input " and is_there:
+        return f"expected {rest.removeprefix('be ')}"
+    return message
 
 
 def _param(place: tuple[int | str, ...]) -> str | None:

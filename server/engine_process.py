@@ -24,6 +24,7 @@ from catalogue.models import located
 from engine.asked.config import ModelConfig
 from engine.asked.keywords import config_from_keywords
 from engine.errors import (
+    SPOKEN,
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -31,6 +32,7 @@ from engine.errors import (
     FailedRequestError,
     RequestError,
 )
+from server.flags import as_flags
 from server.plan_lines import plan_lines
 from server.wire import (
     Abort,
@@ -123,7 +125,7 @@ class EngineProcess:
             EngineError,
         ) as error:
             is_permanent = not isinstance(error, CapacityError) or error.plan is not None
-            send(self._writer, Failed(str(error), is_permanent))
+            send(self._writer, Failed(as_flags(str(error)), is_permanent))
             return
         except Exception as error:  # noqa: BLE001  the edge: told to the front, which ends
             send(self._writer, Failed(f"{type(error).__name__}: {error}", is_permanent=False))
@@ -340,7 +342,7 @@ def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text]":
     model = ModelConfig(**located(load.model, load.keywords.get("load_format")))
     config = config_from_keywords(model, note_folders() | load.keywords)
     tell(Loading("plan"))
-    tell(Planned(plan_lines(LLM.plan_for(config))))
+    tell(Planned([as_flags(line) for line in plan_lines(LLM.plan_for(config))]))
     tell(Loading("load"))
 
     def progress(phase: str, bytes_done: int, bytes_total: int) -> None:
@@ -366,6 +368,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
+    SPOKEN.set(as_flags)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))
 
 

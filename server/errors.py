@@ -1,5 +1,6 @@
 """Errors as clients of OpenAI's API expect them: status, message, type, param and code."""
 
+from itertools import islice
 from typing import Any, Final
 
 from server.wire import Refused
@@ -14,6 +15,13 @@ TYPES: Final = {
 }
 """Status -> the error's type; others are invalid_request_error."""
 RETRY_AFTER_S: Final = 1
+MAX_MESSAGE: Final = 1000
+"""Characters of a message; what a client sent may be long."""
+MAX_SHOWN: Final = 100
+"""Characters of a value in a message."""
+MAX_SHOWN_ITEMS: Final = 32
+"""Items of each list and object in it."""
+MAX_SHOWN_DEPTH: Final = 3
 
 
 class APIError(Exception):
@@ -29,7 +37,11 @@ class APIError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        if len(message) > MAX_MESSAGE:
+            # What to do stands at the end.
+            message = f"{message[: MAX_MESSAGE - 300]}...{message[-297:]}"
+        self.status, self.message, self.code = status, message, code
+        self.param = None if param is None else param[:MAX_SHOWN]
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
@@ -43,6 +55,29 @@ class APIError(Exception):
                 "code": self.code,
             }
         }
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: its beginning where it is long, at a cost that is bounded."""
+    text = _shown(value, MAX_SHOWN_DEPTH)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN].rstrip('.')}..."
+
+
+def _shown(value: Any, depth: int) -> str:
+    if isinstance(value, str):
+        return repr(value[: MAX_SHOWN + 1])
+    if not isinstance(value, (list, dict)):
+        return repr(value)
+    if depth == 0 and value:
+        return "..."
+    if isinstance(value, list):
+        parts = [_shown(each, depth - 1) for each in islice(value, MAX_SHOWN_ITEMS)]
+    else:
+        items = islice(value.items(), MAX_SHOWN_ITEMS)
+        parts = [f"{_shown(name, 0)}: {_shown(each, depth - 1)}" for name, each in items]
+    parts += ["..."] if len(value) > MAX_SHOWN_ITEMS else []
+    text = ", ".join(parts)
+    return f"[{text}]" if isinstance(value, list) else f"{{{text}}}"
 
 
 def bad_value(param: str | None, message: str) -> APIError:

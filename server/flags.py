@@ -5,6 +5,7 @@ Every flag is a setting's keyword with dashes; the settings' classes declare the
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any, Final, NoReturn, get_args, get_origin
 import yaml
 
 from catalogue.files import load_yaml
-from engine.asked.keywords import COMBINED, keywords_of
+from engine.asked.keywords import COMBINED, in_columns, keywords_of
 from engine.errors import ConfigError, did_you_mean
 from engine.sealed import Setting, describe_type, from_plain, settings, without_null
 from server.settings import ServerSettings
@@ -68,7 +69,7 @@ def parse(arguments: Sequence[str], prog: str = "python -m server") -> Asked:
     if unknown:
         flags = [f"--{name.replace('_', '-')}" for name in _names()]
         hint = did_you_mean(unknown[0].partition("=")[0], flags)
-        raise UsageError(f"{prog}: expected flags that there are, got {' '.join(unknown)}.{hint}")
+        raise UsageError(f"{prog}: expected flags of {prog} --help, got {' '.join(unknown)}.{hint}")
     given = dict(vars(known))
     file = given.pop("config", None)
     if "model_flag" in given:
@@ -79,6 +80,38 @@ def parse(arguments: Sequence[str], prog: str = "python -m server") -> Asked:
             )
     values = (_read(Path(file)) if file else {}) | given
     return _asked(values)
+
+
+def as_flags(text: str) -> str:
+    """Return a message with flags in the place of a configuration's keys and of keywords."""
+    return in_columns(text, _in_flags)
+
+
+def _in_flags(text: str) -> str:
+    text = re.sub(r"(?<![\w.])model\.path=", "", text)
+    text = re.sub(r"(?<![\w.])model\.path\b", "MODEL", text)
+    text = re.sub(r"(?<![\w.])offload=(?=\w)", "--offload ", text)
+    for key, name in _spoken().items():
+        flag = name.replace("_", "-")
+        found = rf"(?<![\w./-]){re.escape(key)}"
+        text = re.sub(rf"{found}=(?:true|True)\b", f"--{flag}", text)
+        text = re.sub(rf"{found}=(?:false|False)\b", f"--no-{flag}", text)
+        text = re.sub(rf"{found}=(?=[\w'])", f"--{flag} ", text)
+        text = re.sub(rf"{found}(?![\w./]\w|\w)", f"--{flag}", text)
+    return text
+
+
+@cache
+def _spoken() -> dict[str, str]:
+    """Return what a message calls settings -> their keywords, the longest first.
+
+    A keyword that is one word may be just that, and stays.
+    """
+    engine, server = _settings()
+    found = {setting.path: name for name, setting in engine.items() if "." in setting.path}
+    found |= {f"server.{name}": name for name in server}
+    found |= {name: name for name in (*engine, *server, *COMBINED) if "_" in name}
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 def _asked(values: Mapping[str, Any]) -> Asked:

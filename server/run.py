@@ -19,7 +19,7 @@ from engine.errors import ConfigError, EngineError
 from server.app import Server, make_app
 from server.engine_link import EngineLink
 from server.errors import APIError
-from server.flags import Asked, UsageError, parse
+from server.flags import Asked, UsageError, as_flags, parse
 from server.guard import ACCESS, Guard
 from server.lifecycle import Lifecycle
 from server.protocol import protocol_of
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
 
 
 def _refused(error: EngineError) -> int:
-    logger.error("%s", error)
+    logger.error("%s", as_flags(str(error)))
     match error:
         case UsageError():
             return EXIT_USAGE
@@ -119,7 +119,8 @@ def listen(settings: ServerSettings) -> socket.socket:
         raise ConfigError(
             f"host: expected an address of this machine, got {settings.host!r} ({error})."
         ) from error
-    found = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small writes at once (TCP_NODELAY) only where the protocol is named.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)

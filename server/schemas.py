@@ -5,12 +5,19 @@ null means that a value is not given; unknown fields are ignored, as OpenAI's cl
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
-from engine.asked.sampling import MAX_LOGPROBS, SamplingParams
+from engine.asked.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from engine.asked.structured import StructuredOutput
 from engine.errors import RequestError
-from server.errors import APIError, bad_value, unsupported
+from server.errors import APIError, bad_value, shown, unsupported
 
 MAX_N: Final = 128
 MAX_PROMPTS: Final = 256
@@ -18,7 +25,18 @@ MAX_STOPS: Final = 16
 MAX_MESSAGES: Final = 10_000
 DEFAULT_MAX_TOKENS: Final = 16
 """Of completions; a chat goes on to the end of the context."""
+MAX_ID_DIGITS: Final = 20
 _INT64: Final = 2**63
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"expected at most {MAX_BIASES} tokens, got {len(biases)}")
+    return biases
+
+
+Ids = Annotated[list[int], Field(fail_fast=True)]
+"""Of these lists the first wrong item is told: millions may be wrong."""
 Text = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -47,15 +65,17 @@ class Sampling(_Lenient):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=256)] | None = None
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = Field(
+        None, max_length=MAX_BIASES
+    )
     priority: int | None = Field(None, ge=-_INT64, lt=_INT64)
     cache_salt: Text | None = None
     stream: bool | None = None
@@ -92,7 +112,7 @@ class Sampling(_Lenient):
                 raise bad_value(
                     "response_format",
                     "response_format: expected type text, json_object, or json_schema with "
-                    f"json_schema.schema, got {asked!r:.200}.",
+                    f"json_schema.schema, got {shown(asked)}.",
                 )
 
     def params(
@@ -136,8 +156,11 @@ class Sampling(_Lenient):
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    if not all(name.isdecimal() for name in given):
-        raise bad_value("logit_bias", "logit_bias: expected token ids as keys, got others.")
+    for name in given:
+        if not name.isdecimal() or len(name) > MAX_ID_DIGITS:
+            raise bad_value(
+                "logit_bias", f"logit_bias: expected token ids as keys, got {shown(name)}."
+            )
     return {int(name): value for name, value in given.items()}
 
 
@@ -146,11 +169,11 @@ class CompletionRequest(Sampling):
 
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Ids, Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[
-            list[Annotated[list[int], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
+            list[Annotated[Ids, Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
         ]
     )
     best_of: int | None = Field(None, ge=1, le=MAX_N)
@@ -198,7 +221,7 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -258,7 +281,7 @@ class ChatRequest(Sampling):
             raise bad_value(
                 "tool_choice",
                 "tool_choice: expected none, auto, required or a function of tools, got "
-                f"{self.tool_choice!r:.200}.",
+                f"{shown(self.tool_choice)}.",
             )
         return found
 
@@ -287,7 +310,7 @@ class DetokenizeRequest(_Lenient):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 def calls_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -324,7 +347,8 @@ def _message(param: str, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise bad_value(
-            f"{param}.role", f"{param}.role: expected one of {', '.join(ROLES)}, got {role!r}."
+            f"{param}.role",
+            f"{param}.role: expected one of {', '.join(ROLES)}, got {shown(role)}.",
         )
     found = {name: value for name, value in message.items() if value is not None}
     found["role"] = "system" if role == "developer" else role
@@ -363,7 +387,7 @@ def _content(param: str, content: Any) -> str:
             raise bad_value(
                 f"{param}.{place}",
                 f"{param}.{place}: expected a part with type text and a text (this model takes no "
-                f"other), got {kind or part!r}.",
+                f"other), got {shown(kind or part)}.",
             )
         texts.append(text)
     return "\n".join(texts)
@@ -372,7 +396,7 @@ def _content(param: str, content: Any) -> str:
 def _call(param: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_value(param, f"{param}: expected a function with a name, got {call!r}.")
+        raise bad_value(param, f"{param}: expected a function with a name, got {shown(call)}.")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         from pydantic_core import from_json  # noqa: PLC0415
@@ -403,6 +427,6 @@ def plain_tools(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any]] 
             raise bad_value(
                 f"tools.{place}.function.name",
                 f"tools.{place}.function.name: expected text of at least one character, got "
-                f"{function.get('name')!r}.",
+                f"{shown(function.get('name'))}.",
             )
     return request.tools

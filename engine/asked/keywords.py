@@ -293,7 +293,12 @@ def in_keywords(*others: type[Exception]) -> Iterator[None]:
 
 
 def as_keywords(text: str) -> str:
-    """Return a message with keywords in the place of keys, and values as Python has them.
+    """Return a message with keywords in the place of keys, and values as Python has them."""
+    return in_columns(text, _in_keywords)
+
+
+def in_columns(text: str, worded: Callable[[str], str]) -> str:
+    """Return a message whose parts were worded anew.
 
     Columns, two blanks apart or more, stay where they are.
     """
@@ -302,9 +307,9 @@ def as_keywords(text: str) -> str:
         *cells, last = re.split(r"( {2,})", line)
         shown = ""
         for cell, gap in zip(cells[::2], cells[1::2], strict=True):
-            words = _in_keywords(cell)
+            words = worded(cell)
             shown += words.ljust(max(len(cell) + len(gap), len(words) + 2 * bool(cell)))
-        lines.append(shown + _in_keywords(last))
+        lines.append(shown + worded(last))
     return "\n".join(lines)
 
 

@@ -165,6 +165,8 @@ REFUSALS = [
     ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"min_tokens": 20}, "min_tokens"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
 ]
 
 
@@ -177,6 +179,20 @@ def test_a_bad_value_is_refused_and_named(
         error = refused(served.post("/v1/completions", **body), 400)
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
         assert error["message"]
+
+
+def test_a_refusal_is_short_whatever_was_sent(served: Served) -> None:
+    long = "x" * 1_000_000
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "model": long}),
+        ("/v1/completions", {"prompt": "a", "stop": {long: long}}),
+        ("/v1/chat/completions", {"messages": [{"role": long, "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": HELLO, "tool_choice": {long: [long]}}),
+    ):
+        response = served.post(path, **body)
+        assert 400 <= response.status_code < 500
+        assert "got '" in response.text or "got {" in response.text
+        assert len(response.content) < 2000
 
 
 def test_options_of_a_stream_need_one(served: Served) -> None:
@@ -197,6 +213,8 @@ def test_options_of_a_stream_need_one(served: Served) -> None:
         (b"", "JSON"),
         (b'{"prompt": ' + b"[" * 100_000, "JSON"),
         (b'{"messages": [' + b"{}," * 200_000 + b"{}]}", "objects"),
+        (b'{"prompt": [' + b"[1]," * 200_000 + b"[1]]}", "lists"),
+        (b'{"prompt": {' + b'"a":1,' * 400_000 + b'"a":1}}', "members"),
         (b"\xff\xfe", "JSON"),
     ],
 )
@@ -241,6 +259,8 @@ def test_refusals_of_paths_methods_types_names_and_sizes(served: Served) -> None
     assert error["code"] == "unsupported_endpoint"
     refused(httpx.get(f"{served.url}/v1/completions"), 405)
     refused(httpx.post(f"{served.url}/v1/completions", data={"prompt": "x"}), 415)
+    zipped = {"content-type": "application/json", "content-encoding": "gzip"}
+    refused(httpx.post(f"{served.url}/v1/completions", content=b"x", headers=zipped), 415)
     text = {"content-type": "text/plain"}
     refused(httpx.post(f"{served.url}/v1/completions", content="{}", headers=text), 415)
     error = refused(served.post("/v1/completions", prompt="x", model="other"), 404)

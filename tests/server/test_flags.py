@@ -7,7 +7,7 @@ import pytest
 
 from engine.asked.keywords import config_from_keywords
 from engine.errors import ConfigError
-from server.flags import parse
+from server.flags import as_flags, parse
 
 TRANSFER = {
     "kv_connector": "OffloadingConnector",
@@ -94,3 +94,29 @@ def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="one key a line"):
         parse(line).server.keys()
+
+
+@pytest.mark.parametrize(
+    ("told", "flags"),
+    [
+        ("engine.max_model_len: expected 2, got 1.", "--max-model-len: expected 2, got 1."),
+        (
+            "a folder (model.path=FOLDER), or weights (model.load_format=dummy).",
+            "a folder (FOLDER), or weights (--load-format dummy).",
+        ),
+        ("Set offload=auto, or kv.cpu_gib=2.", "Set --offload auto, or --cpu-gib 2."),
+        (
+            "set engine.enforce_eager=true kv.enable_prefix_caching=false",
+            "set --enforce-eager --no-enable-prefix-caching",
+        ),
+        ("lower offload.uva.cpu_offload_gb.", "lower --cpu-offload-gb."),
+        ("server.log_prompts: expected access_log", "--log-prompts: expected --access-log"),
+        ("port: expected a seed of /a/max_num_seqs", "port: expected a seed of /a/max_num_seqs"),
+        (
+            "kv_transfer_config.kv_connector: ask with cpu_gib.",
+            "kv_transfer_config.kv_connector: ask with --cpu-gib.",
+        ),
+    ],
+)
+def test_messages_speak_of_flags(told: str, flags: str) -> None:
+    assert as_flags(told) == flags

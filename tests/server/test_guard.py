@@ -62,6 +62,12 @@ def test_what_is_no_key_is_refused(headers: dict[str, str]) -> None:
     assert ask(headers={"X-Api-Key": "first"}, keys=("first",)).status_code == 200
 
 
+def test_a_key_may_have_any_letters() -> None:
+    key = "schl\u00fcssel"
+    headers: Any = {"Authorization": f"Bearer {key}".encode()}  # as curl sends it
+    assert ask(headers=headers, keys=(key,)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("host", "settings", "status"),
     [

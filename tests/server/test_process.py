@@ -1,5 +1,6 @@
 """The life of the two processes: start, drain, death, and what is left behind."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from server.run import EXIT_CONFIG, EXIT_USAGE, main
+from server.run import EXIT_CONFIG, EXIT_USAGE, listen, main
+from server.settings import ServerSettings
 from tests.server.launch import last_events, open_stream, serving, wait_for
 
 
@@ -118,14 +120,35 @@ def test_port_in_use_names_the_process(capsys: pytest.CaptureFixture[str]) -> No
     assert psutil.Process().cmdline()[0] in told
 
 
+def test_small_writes_are_sent_at_once() -> None:
+    """A client's acknowledgement takes up to 40 ms, for which the next write would wait."""
+
+    async def accepted() -> int:
+        options = list[int]()
+
+        async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = writer.get_extra_info("socket")
+            options.append(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with listen(ServerSettings(port=0)) as listening:
+            async with await asyncio.start_server(note, sock=listening):
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                await reader.read()
+                writer.close()
+        return options[0]
+
+    assert asyncio.run(accepted()) == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
         (["--host", "0.0.0.0"], EXIT_CONFIG, "--api-key-file"),
         (["--max-model-length", "5"], EXIT_USAGE, "Did you mean --max-model-len?"),
         (["--max-model-len", "many"], EXIT_CONFIG, "max-model-len: expected an integer"),
-        (["--chat-template", "/no/such/file"], EXIT_CONFIG, "chat_template"),
-        (["--log-prompts", "--no-access-log"], EXIT_CONFIG, "log_prompts"),
+        (["--chat-template", "/no/such/file"], EXIT_CONFIG, "--chat-template"),
+        (["--log-prompts", "--no-access-log"], EXIT_CONFIG, "--log-prompts: expected --access-log"),
         (["--tool-call-parser", "other"], EXIT_CONFIG, "hermes"),
         (["--config", "/no/such/file"], EXIT_CONFIG, "config"),
     ],
