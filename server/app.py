@@ -46,7 +46,7 @@ _ERRORS: Final = {
 RESERVED: Final = frozenset(
     {
         *("chat_template", "tools", "documents", "tokenize", "messages", "conversation", "padding"),
-        *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
+        *("add_generation_prompt", "continue_final_message", "truncation", "max_length", "self"),
         *("return_tensors", "return_dict", "tokenizer_kwargs", "return_assistant_tokens_mask"),
     }
 )
@@ -284,7 +284,13 @@ class Server:
         )
 
         def make(name: str) -> Submit:
-            return Submit(request_id=name, prompt=chat, params=params, priority=asked.priority or 0)
+            return Submit(
+                request_id=name,
+                prompt=chat,
+                params=params,
+                priority=asked.priority or 0,
+                form_name=asked.form_name,
+            )
 
         limit = asked.max_completion_tokens or asked.max_tokens
         return self._generated(asked, shape, [make], params.n, limit)

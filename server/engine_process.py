@@ -32,6 +32,7 @@ from engine.errors import (
     FailedRequestError,
     RequestError,
 )
+from server.errors import about_form
 from server.flags import as_flags
 from server.plan_lines import plan_lines
 from server.wire import (
@@ -85,6 +86,8 @@ class EngineProcess:
     def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="text")
+        self._counting = ThreadPoolExecutor(1, thread_name_prefix="count")
+        """For /tokenize and /detokenize, whose texts have no bound but the body's."""
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[tuple[str, list[Token]]] = []
         self._counts: Counts | None = None
@@ -107,7 +110,8 @@ class EngineProcess:
         beats.cancel()
         if self._engine is not None:
             await self._engine.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._counting):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _build(self, load: Load) -> None:
         loop = asyncio.get_running_loop()
@@ -166,7 +170,7 @@ class EngineProcess:
     def _obey(self, message: object) -> None:
         match message:
             case Submit():
-                self._start(message.request_id, self._answer(message))
+                self._start(message.request_id, self._answer(message), message.form_name)
             case Abort(request_id):
                 if task := self._running.get(request_id):
                     task.cancel()
@@ -177,22 +181,23 @@ class EngineProcess:
             case _:
                 raise TypeError(f"expected a message of the front, got {message!r}.")
 
-    def _start(self, name: str, work: Any) -> None:
-        task = asyncio.create_task(self._guarded(name, work))
+    def _start(self, name: str, work: Any, form_name: str = "") -> None:
+        task = asyncio.create_task(self._guarded(name, work, form_name))
         self._running[name] = task
         task.add_done_callback(lambda _: self._running.pop(name, None))
 
-    async def _guarded(self, name: str, work: Any) -> None:
+    async def _guarded(self, name: str, work: Any, form_name: str) -> None:
         """Run a request's work; what it raises is told to its client."""
         try:
             await work
         except FailedRequestError as error:
             self._refuse(Refused(request_id=name, message=str(error), status=500))
         except RequestError as error:
+            message, param = about_form(error, form_name)
             # A message begins with the parameter where it does not tell it apart.
-            begin = str(error).partition(":")[0].partition("=")[0]
-            param = error.param or (begin if begin.isidentifier() else None)
-            self._refuse(Refused(request_id=name, message=str(error), param=param, code=error.code))
+            begin = message.partition(":")[0].partition("=")[0]
+            param = param or (begin if begin.isidentifier() else None)
+            self._refuse(Refused(request_id=name, message=message, param=param, code=error.code))
         except Exception as error:  # noqa: BLE001  the edge: a client must not wait for ever
             if self._engine is not None and self._engine.failure is not None:
                 self._fail(self._engine.failure)
@@ -206,10 +211,14 @@ class EngineProcess:
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def _in_counting(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._counting, work)
+
     async def _answer(self, asked: Submit) -> None:
         engine, text = self._engine, self._text
         assert engine is not None
         assert text is not None
+        text.check_length(asked.prompt)
         encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
         ids = asked.prompt if isinstance(asked.prompt, list) else await self._in_thread(encode)
         params = text.with_room(ids, asked.params, clamp=asked.room)
@@ -249,15 +258,15 @@ class EngineProcess:
         text = self._text
         assert text is not None
         encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
-        ids = await self._in_thread(encode)
-        texts = await self._in_thread(partial(text.pieces, ids)) if asked.with_texts else None
+        ids = await self._in_counting(encode)
+        texts = await self._in_counting(partial(text.pieces, ids)) if asked.with_texts else None
         send(self._writer, Answered(request_id=asked.request_id, value=(ids, texts)))
 
     async def _detokenize(self, asked: Detokenize) -> None:
         text = self._text
         assert text is not None
         text.check_ids(asked.token_ids)
-        value = await self._in_thread(partial(text.decode, asked.token_ids))
+        value = await self._in_counting(partial(text.decode, asked.token_ids))
         send(self._writer, Answered(request_id=asked.request_id, value=value))
 
 

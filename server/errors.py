@@ -3,6 +3,7 @@
 from itertools import islice
 from typing import Any, Final
 
+from engine.errors import RequestError
 from server.wire import Refused
 
 TYPES: Final = {
@@ -83,6 +84,13 @@ def _shown(value: Any, depth: int) -> str:
 def bad_value(param: str | None, message: str) -> APIError:
     """Return the refusal of a parameter."""
     return APIError(400, message, param=param, code="invalid_value")
+
+
+def about_form(error: RequestError, name: str) -> tuple[str, str | None]:
+    """Return a refusal's message and parameter, which call the answer's form as the client does."""
+    if error.param != "structured":
+        return str(error), error.param
+    return f"{name}: {str(error).removeprefix('structured: ')}", name
 
 
 def unsupported(param: str, what: str) -> APIError:

@@ -17,7 +17,7 @@ from pydantic import (
 from engine.asked.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from engine.asked.structured import StructuredOutput
 from engine.errors import RequestError
-from server.errors import APIError, bad_value, shown, unsupported
+from server.errors import APIError, about_form, bad_value, shown, unsupported
 
 MAX_N: Final = 128
 MAX_PROMPTS: Final = 256
@@ -94,6 +94,11 @@ class Sampling(_Lenient):
         """Whether every event tells the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def form_name(self) -> str:
+        """The field that gives the answer its form."""
+        return "response_format"
+
     def form(self) -> StructuredOutput | None:
         """Return the form that the answer must have.
 
@@ -151,7 +156,8 @@ class Sampling(_Lenient):
             )
             params.check()
         except RequestError as error:
-            raise bad_value(error.param, str(error)) from None
+            message, param = about_form(error, self.form_name)
+            raise bad_value(param, message) from None
         return params
 
 
@@ -260,6 +266,11 @@ class ChatRequest(Sampling):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             form=form,
         )
+
+    @property
+    def form_name(self) -> str:
+        """The field that gives the answer its form."""
+        return "response_format" if self.forced_tools() is None else "tools"
 
     def forced_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools of which the answer must call one; None: it may do as it likes.

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 REPLACEMENT: Final = "\ufffd"
+SHORTENED: Final = 4
+"""How many times shorter a tokenizer's normalization may make a text."""
 _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -92,6 +94,28 @@ class Text:
                 param="prompt",
             ) from error
         return list(found["input_ids"])
+
+    def check_length(self, prompt: Prompt) -> None:
+        """Raise RequestError where a prompt has more characters than the context holds.
+
+        Its tokens, which would take minutes and GiB, are not made for that.
+        """
+        if isinstance(prompt, list) or self._tokenizer is None:
+            return
+        texts = [m["content"] for m in prompt.messages] if isinstance(prompt, Chat) else [prompt]
+        num = sum(map(len, texts))
+        if num > self._max_model_len * self._longest * SHORTENED:
+            raise RequestError(
+                f"This model's maximum context length is {self._max_model_len} tokens of at most "
+                f"{self._longest} characters; the prompt has {num} characters. Shorten it.",
+                param="prompt",
+                code=RequestError.CONTEXT_LENGTH,
+            )
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the vocabulary's longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens, special ones included.

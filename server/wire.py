@@ -56,6 +56,8 @@ class Submit:
     wants_text: bool = False
     """Return the prompt's text too, where it came as token ids."""
     add_special_tokens: bool = True
+    form_name: str = "response_format"
+    """What the client calls the form that the answer must have."""
 
 
 @dataclass(frozen=True, slots=True)

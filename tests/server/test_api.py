@@ -248,6 +248,20 @@ def test_one_rule_for_lengths_on_both_routes_streamed_or_not(
         assert str(length) in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_far_too_long_is_refused_before_its_tokens_are_made(
+    served: Served, path: str
+) -> None:
+    text = "a" * 1_000_000
+    chat = [{"role": "user", "content": text}]
+    body = {"messages": chat} if "chat" in path else {"prompt": text}
+    error = refused(served.post(path, **body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 1200 tokens" in error["message"]
+    assert "1000000 characters" in error["message"]
+    assert served.post("/tokenize", prompt=text[:50_000]).json()["count"] == 50_000
+
+
 def test_where_a_length_is_not_given_it_is_the_rest(served: Served) -> None:
     body = {"prompt": "a" * (MAX_LEN - 3), "ignore_eos": True}
     whole = served.post("/v1/completions", **body).json()
@@ -371,6 +385,21 @@ def test_an_answer_has_the_form_that_was_asked_for(served: Served) -> None:
         for stream in (False, True):
             changed = body | {"response_format": bad, "stream": stream}
             refused(served.post("/v1/chat/completions", **changed), 400)
+
+
+def test_a_form_that_cannot_be_enforced_is_refused_in_the_client_s_words(served: Served) -> None:
+    schema = {"type": "string", "pattern": "("}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for body, param in (
+        ({"response_format": form}, "response_format"),
+        ({"response_format": form, "ignore_eos": True}, "response_format"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools"),
+    ):
+        error = refused(served.post("/v1/chat/completions", messages=HELLO, **body), 400)
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: expected ")
 
 
 def test_a_forced_call_of_a_tool_is_one(served: Served) -> None:
