@@ -323,7 +323,7 @@ def test_the_summary_of_a_bad_point_is_short(tmp_path):
     lines = summary_lines(bad, tmp_path, view_command=None)
     assert lines[1] == "tiny: no_fit"
     assert "  need 3 GiB, have 2 GiB." in lines
-    assert "  CapacityError: Set offload=uva." in lines
+    assert "  Set offload=uva." in lines
     assert not any("long" in line for line in lines)
 
 
