@@ -38,6 +38,11 @@ def size_gb(name: str) -> int | None:
 
 
 def unknown_card(word: str, known: Sequence[str]) -> str:
+    """Say which cards a name that is not known resembles, and how to describe another."""
+    return f"{like_card(word, known)} {OF_ONE_S_OWN}"
+
+
+def like_card(word: str, known: Sequence[str]) -> str:
     """Say which cards a name that is not known resembles, by name and by memory."""
     same = _alike(word, known)
     text = f"gpu: expected auto, cpu or a card of conf/gpu, got {word!r}."
@@ -50,7 +55,7 @@ def unknown_card(word: str, known: Sequence[str]) -> str:
         text += f" Cards of {nearest} GB: {', '.join(others[:_MOST])}." if others else ""
     if not same and size is None:
         text += f" There are: {', '.join(known)}."
-    return f"{text} {OF_ONE_S_OWN}"
+    return text
 
 
 def _alike(word: str, known: Sequence[str]) -> list[str]:

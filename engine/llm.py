@@ -25,12 +25,10 @@ from engine.device.cuda import open_device
 from engine.errors import EngineError
 from engine.kv.pool import Tier
 from engine.model.spec import ModelSpec
-from engine.plan.memory import MemoryPlan
+from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
-from engine.plan.units import RESIDENT
 from engine.referee import NUM_CANDIDATES, judge
 from engine.run.core import StepStats
-from engine.sealed import GIB
 from engine.snapshot import Snapshot, take_snapshot
 from engine.text.chat import Messages, chat_tokens, is_conversation
 from engine.text.sessions import Prompt, Sessions, interrupt_afterwards
@@ -94,17 +92,10 @@ def _kv(engine: Engine) -> dict[str, Any]:
 
 def loaded_line(engine: Engine) -> str:
     """Return a line on where weights and KV lie, and what fell back."""
-    plan, placed = engine.plan, engine.plan.placed_bytes()
-    off = {name: size for name, size in placed.items() if size and name != RESIDENT.name}
-    where = ", ".join(f"{name} {size / GIB:.3g}" for name, size in off.items())
-    weights = f"{sum(off.values()) / GIB:.3g} of {sum(placed.values()) / GIB:.3g} GiB of weights"
-    kv = f"{plan.kv_tokens:,} tokens of KV on the GPU"
-    if plan.host_kv is not None:
-        kv += f" and {plan.kv.host_blocks[0] * plan.block_size:,} in host memory"
-    fallbacks = [note for note in plan.notes if note.startswith("fallback")]
+    fallbacks = [note for note in engine.plan.notes if note.startswith("fallback")]
     return (
-        f"{engine.config.model.name} on {engine.device.name}: {weights} off the GPU"
-        f"{f' ({where})' if where else ''}; {kv}; {'; '.join(fallbacks) or 'no fallback'}"
+        f"{engine.config.model.name} on {engine.device.name}: {engine.plan.where()}; "
+        f"{'; '.join(fallbacks) or 'no fallback'}"
     )
 
 
@@ -166,6 +157,23 @@ class LLM:
         facts, known = open_device(config.gpu.device).facts(), known_unpackable(config)
         plan = plan_memory(config, model.spec, facts, unpackable=known)
         return replace(plan, notes=(*plan.notes, *model.notes))
+
+    @classmethod
+    def plan_for_sizes(cls, config: EngineConfig) -> MemoryPlan:
+        """Return the plan for the sizes of `config.model.spec`; its folder is not looked at.
+
+        Where no GPU is here the plan is for the card that `config.gpu` describes, if it does.
+
+        Raises:
+            CapacityError: It does not fit; the message and the error's plan have the figures.
+            ConfigError: A setting does not suit the model or this machine.
+        """
+        asked, spec = config.gpu, config.model.spec
+        assert spec is not None
+        facts = open_device(asked.device).facts()
+        if facts.emulated and asked.is_described and asked.memory_gib is not None:
+            facts = DeviceFacts.of_card(asked)
+        return plan_memory(config, spec, facts, unpackable=known_unpackable(config))
 
     @classmethod
     def _of(cls, engine: Engine) -> "LLM":

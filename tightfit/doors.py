@@ -1,9 +1,9 @@
 """LLM and plan, whose models are names of the catalogue, folders, or a model hub's OWNER/NAME."""
 
 from dataclasses import replace
-from typing import Unpack, cast
+from typing import Final, Unpack, cast
 
-from catalogue.cards import card_names, card_sheet, unknown_card
+from catalogue.cards import card_names, card_sheet, like_card
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import note_folders
 from catalogue.models import describe, find, located
@@ -17,6 +17,11 @@ from engine.plan.planner import plan_memory
 from reports.record.folders import load_run
 from reports.record.record import RunRecord
 from tightfit.runs import LATEST, find_run
+
+OF_ONE_S_OWN: Final = (
+    "A card that is not listed: leave gpu out and give gpu_memory_gib=12, link_gb_s=16 (hbm_gb_s, "
+    "bf16_tflops and compute_capability too where they are known)."
+)
 
 
 class LLM(engine_llm.LLM):
@@ -47,7 +52,8 @@ def plan(model: str, gpu: str | None = None, **keywords: Unpack[Keywords]) -> Me
 
     Args:
         model: as for LLM; its weights need not be here.
-        gpu: a card of conf/gpu, which need not be here; None: this machine's device.
+        gpu: a card of conf/gpu, which need not be here; None: this machine's device, or where it
+            has no GPU the card that gpu_memory_gib and link_gb_s describe, else its CPU.
         **keywords: those of `engine.LLM`.
 
     Raises:
@@ -87,9 +93,10 @@ def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
     config = config_from_keywords(sizes, _noting(keywords))
     if gpu is not None:
         config = replace(config, gpu=_card(gpu, config.gpu))
-    if gpu is not None and config.gpu.memory_gib is not None and config.gpu.device != "cpu":
-        return plan_memory(config, spec, DeviceFacts.of_card(config.gpu))
-    return engine_llm.LLM.plan_for(config)
+    asked = config.gpu
+    if gpu is not None and asked.is_described and asked.memory_gib is not None:
+        return plan_memory(config, spec, DeviceFacts.of_card(asked))
+    return engine_llm.LLM.plan_for_sizes(config)
 
 
 def _noting(keywords: Keywords) -> Keywords:
@@ -106,7 +113,7 @@ def _card(name: str, asked: GPUConfig) -> GPUConfig:
     """Return a card of conf/gpu; what the keywords ask of it wins."""
     known = ["auto", "cpu", *card_names()]
     if name not in known:
-        raise ConfigError(unknown_card(name, known))
+        raise ConfigError(f"{like_card(name, known)} {OF_ONE_S_OWN}")
     sheet = card_sheet(name)
     default = GPUConfig()
     typed = {

@@ -1,17 +1,20 @@
 """What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
-from engine.sealed import Sealed, check_choice, check_number, number
+from engine.sealed import Sealed, check_choice, number
 
 OBJECTIVES = ("latency", "throughput", "context")
 WEIGHT_FORMATS = ("checkpoint", "lossless", "auto")
 AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
+
+ANY_CARD: Final = "auto"
+"""Name of whatever card is here."""
 
 
 @dataclass(kw_only=True)
@@ -19,7 +22,7 @@ class GPUConfig(Sealed):
     """The device and its budget; the rates are for prediction only."""
 
     section: ClassVar = "gpu"
-    name: str = field(default="auto", metadata={"keyword": "gpu_name"})
+    name: str = field(default=ANY_CARD, metadata={"keyword": "gpu_name"})
     """Name of the card in reports."""
     device: str = "auto"
     """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
@@ -42,6 +45,13 @@ class GPUConfig(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
         check_choice("gpu.device", self.device, ("auto", "cuda", "cpu"))
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the settings describe a card, by more than a part of whatever is here."""
+        rates = (self.link_gb_s, self.hbm_gb_s, self.bf16_tflops, self.compute_capability)
+        is_named = self.name != ANY_CARD or self.device == "cuda"
+        return self.device != "cpu" and (is_named or any(rates))
 
 
 @dataclass(kw_only=True)
@@ -223,7 +233,7 @@ class EngineConfig(Sealed):
     advised, or taken where none is set, is shorter. null: none is known."""
     measured_rates: dict[str, float | None] = field(default_factory=dict)
     """Rates that a probe found on this machine, for predicted times; empty: unknown."""
-    emulated_kv_tokens: int | None = None
+    emulated_kv_tokens: int | None = number(None, low=1)
     """Most tokens of KV on an emulated GPU, whose memory is RAM; null: what the budget leaves."""
     facts_folder: str | None = None
     """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
@@ -233,10 +243,7 @@ class EngineConfig(Sealed):
     """
 
     def check(self) -> None:
-        """Raise ConfigError when parts contradict each other, or a number is out of bounds."""
-        for name in ("request_tokens", "emulated_kv_tokens"):
-            if (tokens := getattr(self, name)) is not None:
-                check_number(name, tokens, low=1, integer=True, hint="In tokens.")
+        """Raise ConfigError when parts contradict each other."""
         self.planner.check_against(self.offload)
         if self.model.keep_lossless and self.weight_format == "checkpoint":
             raise ConfigError(

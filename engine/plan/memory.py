@@ -281,6 +281,21 @@ class MemoryPlan:
         both = tuple(group.num_gpu_blocks + group.num_host_blocks for group in self.kv.groups)
         return self.kv.sequences(both, self.max_model_len)
 
+    def where(self) -> str:
+        """Say how many bytes of weights left the GPU and by which way, and the KV tokens held."""
+        placed = self.placed_bytes()
+        off = {name: size for name, size in placed.items() if size and name != RESIDENT.name}
+        ways = ", ".join(f"{name} {size / GIB:.3g}" for name, size in off.items())
+        kv = f"{self.kv_tokens:,} tokens of KV on the GPU"
+        if self.host_kv is not None:
+            kv += f" and {self.kv.host_blocks[0] * self.block_size:,} in host memory"
+        moved, total = sum(off.values()) / GIB, sum(placed.values()) / GIB
+        weights = f"{moved:.3g} of {total:.3g} GiB of weights off the GPU"
+        return f"{weights}{f' ({ways})' if ways else ''}; {kv}"
+
+    def __repr__(self) -> str:
+        return f"MemoryPlan({self.facts.name}, {self.dtype}: {self.where()})"
+
     def _repr_html_(self) -> str:
         return plan_html(f"Plan for {self.facts.name}, {self.dtype}", self.to_dict())
 

@@ -4,10 +4,10 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Final, NamedTuple
 
-from engine.asked.config import GPUConfig
+from engine.asked.config import ANY_CARD, GPUConfig
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
@@ -251,13 +251,13 @@ def rates_for(
     given = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
     if facts.emulated:
         if any(given):
-            card = sheet_rates(_sheet(gpu), f"sheet of {gpu.name}, which a CPU stands in for")
+            card = sheet_rates(_sheet(gpu), f"{_stated(gpu)}, which a CPU stands in for")
             return replace(card, eager_layer_overhead_s=0.0)
         return cpu_rates().measured(probe) if probe else cpu_rates()
     if facts.name in CARDS:
         rates = sheet_rates(CARDS[facts.name], f"sheet of {facts.name}")
     elif any(given):
-        rates = sheet_rates(_sheet(gpu), f"sheet of {gpu.name}")
+        rates = sheet_rates(_sheet(gpu), _stated(gpu))
     else:
         rates = sheet_rates(UNKNOWN_CARD, f"assumed: no sheet of {facts.name} is known")
     return rates.measured(probe) if probe else rates
@@ -266,6 +266,19 @@ def rates_for(
 def asked_rates(asked: Asked) -> Rates:
     """Return the rates of the machine that is asked about."""
     return rates_for(asked.config.gpu, asked.facts, asked.config.measured_rates)
+
+
+def _stated(gpu: GPUConfig) -> str:
+    """Say where the rates of a configuration come from."""
+    if gpu.name != ANY_CARD:
+        return f"sheet of {gpu.name}"
+    used = _sheet(gpu)
+    assumed = [
+        f"gpu.{key}={getattr(used, key):g}"
+        for key in ("link_gb_s", "hbm_gb_s", "bf16_tflops")
+        if getattr(gpu, key) is None
+    ]
+    return "the card as described" + (f" ({', '.join(assumed)} assumed)" if assumed else "")
 
 
 def _sheet(gpu: GPUConfig) -> Sheet:
@@ -353,11 +366,6 @@ class Shape:
     def resident_bytes(self) -> list[int]:
         """Bytes of each layer in GPU memory."""
         return [layer.resident.num_bytes for layer in self.plan.layers]
-
-    @cached_property
-    def known_reads(self) -> "dict[bool, list[tuple[Read, Read]]]":
-        """What `_read_bytes` found before, for steps that are staged and that are not."""
-        return {}
 
     def concurrency(self, tokens: float) -> int:
         """Sequences of that many tokens that run at once, at least 1."""
@@ -469,8 +477,8 @@ def step_s(
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         return seconds, far_s + staged_s
 
-    kinds = zip(_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
-    times = [layer_s(*kind, limit, index in first) for index, (kind, limit) in enumerate(kinds)]
+    kinds = zip(*_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
+    times = [layer_s(*kind, index in first) for index, kind in enumerate(kinds)]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
     launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
@@ -526,10 +534,8 @@ class Read(NamedTuple):
     packed: Packed
 
 
-def _read_bytes(shape: Shape, *, is_staged: bool) -> list[tuple[Read, Read]]:
+def _read_bytes(shape: Shape, *, is_staged: bool) -> tuple[list[Read], list[Read]]:
     """Return the bytes of each layer that products read from GPU memory, and in place."""
-    if is_staged in shape.known_reads:
-        return shape.known_reads[is_staged]
     from_gpu, packed = shape.resident_bytes, list(shape.packed)
     in_place, packed_there = [0] * len(from_gpu), [NONE_PACKED] * len(from_gpu)
     for found in shape.moved:
@@ -542,8 +548,7 @@ def _read_bytes(shape: Shape, *, is_staged: bool) -> list[tuple[Read, Read]]:
         [Read(size - held.stored, held) for size, held in zip(sizes, each, strict=True)]
         for sizes, each in ((from_gpu, packed), (in_place, packed_there))
     )
-    found_reads = shape.known_reads[is_staged] = list(zip(here, there, strict=True))
-    return found_reads
+    return here, there
 
 
 def _packed_s(

@@ -1,7 +1,8 @@
 """What a model needs on every card of conf/gpu, where no GPU is here and no card is chosen."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
 from catalogue.cards import card_names, card_sheet, size_gb
 from engine.asked.config import EngineConfig, GPUConfig
@@ -15,7 +16,24 @@ from engine.sealed import GIB
 from harness.console import columns
 from harness.forecast.rows import Forecast
 
-HEADER = ("card", "GiB", "needs", "tok/s", "GiB in host memory")
+AUTO_WORDS: Final = "offload=auto"
+HEADER: Final = ("card", "GiB", "as set", "fastest", "tok/s", "GiB in host memory")
+LEGEND: Final = (
+    "as set: tok/s with the settings as given; no: the card is too small. fastest: as set, "
+    f"lossless ({LOSSLESS_WORDS}, same tokens), or where neither fits auto (offload=auto)."
+)
+_SHORT: Final = {(): "as set", (LOSSLESS_WORDS,): "lossless", (AUTO_WORDS,): "auto"}
+
+
+@dataclass(frozen=True)
+class OnCard:
+    """How a model fits a card."""
+
+    gpu: GPUConfig
+    as_set: Way | None
+    """None: the settings as given do not fit."""
+    best: Way | None
+    """The fastest of those that are looked at; None: it does not fit."""
 
 
 def card_lines(found: Forecast) -> list[str]:
@@ -24,11 +42,21 @@ def card_lines(found: Forecast) -> list[str]:
         "No GPU is here and no card is chosen. gpu=NAME plans one of those below, in the dtype of "
         "the checkpoint; gpu=cpu plans this CPU."
     )
-    rows = [HEADER, *map(_row, ways_by_card(found))]
-    lines = ["", *wrapped(text), *labelled("Here", _cpu(found)), *columns(rows, left={0, 2})]
+    lines = ["", *wrapped(text), *labelled("Here", _cpu(found))]
+    most = found.config.gpu.memory_gib
+    if most is not None:
+        part = f"gpu.memory_gib={most:g} uses no more than that of each card; with gpu.link_gb_s it"
+        lines += labelled("Note", f"{part} describes a card of its own.")
     length = found.config.engine.max_model_len or found.spec.max_position_embeddings
     least = f"room for {min(length, DEFAULT_TOKENS):,} tokens at least"
-    return [*lines, *wrapped(f"tok/s of one sequence, with {least}; predicted from data sheets.")]
+    on_cards = dict(ways_by_card(found))
+    if all(each.best is None for each in on_cards.values()):
+        part = "any card of conf/gpu" if most is None else f"{most:g} GiB of any card of conf/gpu"
+        fewer = "A smaller engine.max_model_len needs less."
+        return [*lines, *wrapped(f"It does not fit {part}, with {least}. {fewer}")]
+    lines += columns([HEADER, *map(_row, on_cards.items())], left={0, 3})
+    end = f"tok/s of one sequence, with {least}; predicted from data sheets."
+    return [*lines, *wrapped(f"{LEGEND} {end}")]
 
 
 def _cpu(found: Forecast) -> str:
@@ -36,16 +64,17 @@ def _cpu(found: Forecast) -> str:
     return f"a run lets the CPU stand in for a GPU: {found.lines[0]}"
 
 
-def _row(item: tuple[str, Way | None]) -> Sequence[str]:
-    name, way = item
-    gib = f"{card_sheet(name)['memory_gib']:.2f}"
+def _row(item: tuple[str, OnCard]) -> Sequence[str]:
+    name, found = item
+    way, gib = found.best, f"{found.gpu.memory_gib or 0:.2f}"
+    as_set = "no" if found.as_set is None else rate(found.as_set.tokens_s())
     if way is None:
-        return (name, gib, "does not fit", "-", "-")
+        return (name, gib, as_set, "does not fit", "-", "-")
     moved = f"{way.moved_bytes / GIB:.2f}" if way.moved_bytes else "none"
-    return (name, gib, " ".join(way.settings) or "nothing", rate(way.tokens_s()), moved)
+    return (name, gib, as_set, _SHORT[tuple(way.settings)], rate(way.tokens_s()), moved)
 
 
-def ways_by_card(found: Forecast) -> Iterator[tuple[str, Way | None]]:
+def ways_by_card(found: Forecast) -> Iterator[tuple[str, OnCard]]:
     """Yield each card, smallest first, and how the model fits it: as set, lossless, or chosen.
 
     Cards of one size share the placement that is chosen for the one with the least memory, and
@@ -55,7 +84,8 @@ def ways_by_card(found: Forecast) -> Iterator[tuple[str, Way | None]]:
     cards = {name: _gpu(found, name) for name in card_names()}
     for name, gpu in cards.items():
         base = replace(found.base, gpu=gpu, measured_rates={})
-        way = _as_set(base, found) or _lossless(base, found)
+        as_set = _as_set(base, found)
+        way = _faster(as_set, _lossless(base, found))
         if way is None:
             key = _size(name, gpu)
             if key not in chosen:
@@ -65,8 +95,8 @@ def ways_by_card(found: Forecast) -> Iterator[tuple[str, Way | None]]:
             plan = chosen[key]
             asked = asked_of(base, found.spec, DeviceFacts.of_card(gpu))
             if plan is not None:
-                way = Way(settings=("offload=auto",), asked=asked, plan=plan)
-        yield name, way
+                way = Way(settings=(AUTO_WORDS,), asked=asked, plan=plan)
+        yield name, OnCard(gpu=gpu, as_set=as_set, best=way)
 
 
 def _gpu(found: Forecast, name: str) -> GPUConfig:
@@ -94,14 +124,17 @@ def _plan(config: EngineConfig, found: Forecast) -> MemoryPlan | None:
 
 
 def _as_set(base: EngineConfig, found: Forecast) -> Way | None:
-    """Return the settings as they are, or lossless weights where those are faster."""
+    """Return the settings as they are; None: they do not fit."""
     plan = _plan(base, found)
-    if plan is None:
-        return None
     asked = asked_of(base, found.spec, DeviceFacts.of_card(base.gpu))
-    way, coded = Way(settings=(), asked=asked, plan=plan), _lossless(base, found)
-    is_faster = coded is not None and coded.tokens_s() > WORTH * way.tokens_s()
-    return coded if is_faster else way
+    return None if plan is None else Way(settings=(), asked=asked, plan=plan)
+
+
+def _faster(as_set: Way | None, coded: Way | None) -> Way | None:
+    """Return lossless weights where the settings as they are do not fit, or are slower."""
+    if as_set is None or coded is None:
+        return as_set or coded
+    return coded if coded.tokens_s() > WORTH * as_set.tokens_s() else as_set
 
 
 def _lossless(base: EngineConfig, found: Forecast) -> Way | None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from catalogue.models import describe, state
-from engine.asked.config import EngineConfig, GPUConfig, ModelConfig, PlannerConfig
+from engine.asked.config import ANY_CARD, EngineConfig, GPUConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.device.facts import available_bytes, gpu_holders, num_threads
 from engine.errors import CapacityError
@@ -43,9 +43,6 @@ from harness.config.serve import Lengths, ServeScenario
 from harness.observe.gpu import Gpu, open_gpu
 from harness.observe.machine_rates import Probed, read_rates
 
-ANY_CARD = "auto"
-"""Name in conf/gpu of whatever card is here."""
-
 
 def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
     """Return what a plan must know of the machine, and what was probed on it.
@@ -61,21 +58,15 @@ def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
         found = _facts_here(here)
         if found is not None:
             return found, read_rates(here)
-    if gpu.memory_gib is not None and (here is not None or is_described(gpu)):
+    if gpu.memory_gib is not None and (here is not None or gpu.is_described):
         return DeviceFacts.of_card(gpu), None
     return _cpu_facts(), read_rates(None)
-
-
-def is_described(gpu: GPUConfig) -> bool:
-    """Whether the settings describe a card, by more than a part of whatever is here."""
-    rates = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops, gpu.compute_capability)
-    return gpu.device != "cpu" and (gpu.name != ANY_CARD or gpu.device == "cuda" or any(rates))
 
 
 def lacks_card(config: RunConfig) -> bool:
     """Whether no GPU is here, no card is described, and the CPU was not asked for."""
     gpu = config.gpu
-    return gpu.device != "cpu" and not is_described(gpu) and open_gpu() is None
+    return gpu.device != "cpu" and not gpu.is_described and open_gpu() is None
 
 
 def running_facts(config: RunConfig) -> DeviceFacts:

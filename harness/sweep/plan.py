@@ -281,11 +281,14 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
         lines = ["", *columns(rows, left={0, 1, 3})]
     refused = sum(item.plan is None for item in found)
     total = sum(item.minutes(item.plan) for item in found)
-    takes = f"takes about {total:.0f} minutes"
+    takes = f"takes about {total:.1f} min"
     what = f"all fit; running them {takes}"
     if refused:
         others = "" if refused == len(found) else f"; running the others {takes}"
-        what = f"{refused} do not fit with their settings{others}"
+        verb = "does" if refused == 1 else "do"
+        what = (
+            f"{refused} {verb} not fit with {'its' if refused == 1 else 'their'} settings{others}"
+        )
     points = f"{len(found)} point{'s'[: len(found) != 1]}"
     return [*lines, f"  {points}, {what}."]
 

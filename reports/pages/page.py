@@ -117,6 +117,8 @@ class Verdict:
     answer: str
     label: str = ""
     lines: tuple[str, ...] = ()
+    rest: str = ""
+    """Further lines of the error, whose columns stay where they are."""
     advice: tuple[str, ...] = ()
     traceback: str | None = None
 

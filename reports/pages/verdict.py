@@ -1,8 +1,10 @@
 """Words for how a run ended: its status, its error, whether it counts, and what to change."""
 
 import re
+import textwrap
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from reports import facts
 from reports.pages.page import Kind, Verdict
@@ -34,6 +36,7 @@ def verdict(record: RunRecord) -> Verdict:
         answer=answer(record),
         label=_label(record),
         lines=tuple(lines),
+        rest=_error_rest(record),
         advice=tuple(_advice(record)),
         traceback=leaf(traceback) if traceback else None,
     )
@@ -130,10 +133,21 @@ def state(record: RunRecord) -> str:
 
 
 def error_line(record: RunRecord) -> str:
-    """Return the error as one line, empty where there is none."""
+    """Return the first line of the error, empty where there is none."""
     if record.error is None:
         return ""
-    return " ".join(f"{record.error.get('type')}: {record.error.get('message')}".split())
+    first, _ = _message(record.error)
+    return " ".join(f"{record.error.get('type')}: {first}".split())
+
+
+def _error_rest(record: RunRecord) -> str:
+    """Return what the error says behind its first line: rows of settings that fit, as columns."""
+    return "" if record.error is None else _message(record.error)[1]
+
+
+def _message(error: Mapping[str, Any]) -> tuple[str, str]:
+    first, _, rest = str(error.get("message") or "").strip().partition("\n")
+    return first, textwrap.dedent(rest)
 
 
 def _label(record: RunRecord) -> str:

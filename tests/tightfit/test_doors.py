@@ -160,6 +160,19 @@ def test_a_card_that_is_not_here_is_planned(away: Path, monkeypatch: pytest.Monk
         tightfit.plan("llama31_8b", gpu="rtx3060_12gb", max_model_len=4096)
     with pytest.raises(ConfigError, match=r"got 'rtx4090'\. Did you mean rtx4090_24gb or "):
         tightfit.plan("glass", gpu="rtx4090")
+    with pytest.raises(ConfigError, match=r"leave gpu out and give gpu_memory_gib=12, link_gb_s="):
+        tightfit.plan("glass", gpu="rtx4090")
+
+
+def test_a_plan_without_a_card_is_this_machine_s_or_of_one_that_is_described(away: Path) -> None:
+    here = tightfit.plan("smollm2_135m", **SMALL | {"gpu_memory_gib": 1}, max_model_len=64)
+    assert here.facts.kind == "cpu"
+    own = tightfit.plan("llama31_8b", gpu_memory_gib=24, link_gb_s=16, max_model_len=4096)
+    assert (own.facts.name, own.dtype) == ("a card of 24 GiB", "bfloat16")
+    assert repr(own) == (
+        "MemoryPlan(a card of 24 GiB, bfloat16: 0 of 15 GiB of weights off the GPU; "
+        f"{own.kv_tokens:,} tokens of KV on the GPU)"
+    )
 
 
 def test_a_plan_is_the_one_that_is_built(away: Path) -> None:

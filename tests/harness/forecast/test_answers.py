@@ -46,7 +46,8 @@ def test_without_a_card_every_card_is_shown_and_what_a_run_does_here(composer: C
     assert "Here a run lets the CPU stand in for a GPU: smollm2_135m fits CPU: " in said(found)
     shown = {line.split()[0] for line in lines if line}
     assert set(card_names()) <= shown
-    dtypes = {name: way.plan.dtype for name, way in ways_by_card(found) if way is not None}
+    fits = [(name, card.best) for name, card in ways_by_card(found)]
+    dtypes = {name: way.plan.dtype for name, way in fits if way is not None}
     assert {dtypes["rtx2060_6gb"], dtypes["v100_16gb"]} == {"float16"}
     assert dtypes["rtx4090_24gb"] == "bfloat16"
 
@@ -57,7 +58,9 @@ def test_cards_of_one_size_share_a_placement_and_have_their_own_rates(
     names = ["rtx4060_8gb", "rtx5060_8gb", "rtx4080_16gb", "a100_80gb"]
     monkeypatch.setattr("harness.forecast.cards.card_names", lambda: names)
     found = found_of(composer, "+model=olmo7b", "scenario=latency")
-    ways = dict(ways_by_card(found))
+    cards = dict(ways_by_card(found))
+    assert [cards[name].as_set is None for name in names] == [True, True, True, False]
+    ways = {name: card.best for name, card in cards.items()}
     slow, fast, coded, roomy = (ways[name] for name in names)
     assert slow is not None
     assert fast is not None
@@ -69,6 +72,35 @@ def test_cards_of_one_size_share_a_placement_and_have_their_own_rates(
         assert way is not None
         assert alone.best is not None
         assert way.tokens_s() == pytest.approx(alone.best["tokens_s"])
+
+
+def test_plain_weights_that_fit_are_shown_beside_faster_ones(
+    composer: Composer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["rtx4080_16gb", "rtx4090_24gb", "v100_32gb"]
+    monkeypatch.setattr("harness.forecast.cards.card_names", lambda: names)
+    lines = point_lines(found_of(composer, "+model=olmo7b", "scenario=latency"))
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
+    assert rows["rtx4080_16gb"][1:3] == ["no", "lossless"]
+    assert float(rows["rtx4090_24gb"][1]) < float(rows["rtx4090_24gb"][3])
+    assert rows["rtx4090_24gb"][2] == "lossless"
+    assert rows["v100_32gb"][2:4] == ["as", "set"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_memory_alone_is_a_part_of_every_card_and_no_card_of_its_own(
+    composer: Composer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.forecast.cards.card_names", lambda: ["rtx4080_16gb"])
+    none = said(found_of(composer, "+model=olmo7b", "gpu.memory_gib=2", "scenario=latency"))
+    assert "It does not fit 2 GiB of any card of conf/gpu, with room for 4,096 tokens" in none
+    assert "with gpu.link_gb_s it describes a card of its own" in none
+    short = ("engine.max_model_len=1024", "scenario=latency")
+    some = said(found_of(composer, "+model=smollm2_135m", "gpu.memory_gib=2", *short))
+    assert "rtx4080_16gb 2.00 " in some
+    own = ("+model=olmo7b", "gpu.memory_gib=12", "gpu.link_gb_s=16", "scenario=latency")
+    rates = "Predicted from: the card as described (gpu.hbm_gb_s=500, gpu.bf16_tflops=60 assumed)."
+    assert rates in said(found_of(composer, *own))
 
 
 def test_a_plan_and_a_run_of_the_same_words_mean_the_same(composer: Composer) -> None:
@@ -187,4 +219,4 @@ def test_a_sweep_shows_what_is_best_for_each_point(composer: Composer) -> None:
     assert header.split() == ["point", "fits", "tok/s", "best", "settings", "tok/s"]
     assert first.split()[3:6] == ["no", "-", "engine.weight_format=lossless"]
     assert second.split()[1] == "yes"
-    assert "1 do not fit with their settings; running the others takes" in end
+    assert "1 does not fit with its settings; running the others takes" in end

@@ -461,7 +461,7 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     assert main([*command, "mode=plan"]) == 0
     out = capsys.readouterr().out
     assert "gpu=rtx3060_12gb offload=none" in out
-    assert "4 points, 1 do not fit with their settings; running the others takes about" in out
+    assert "4 points, 1 does not fit with its settings; running the others takes about" in out
     assert re.search(r"gpu=rtx3060_12gb offload=none +no +- +offload=auto +\d", out)
     [path] = (home / "runs").glob("*/plan.csv")
     figure = path.with_suffix(".png")

@@ -6,6 +6,7 @@ from reports import facts
 from reports.pages.page import tree_table
 from reports.pages.run import asked_section, failed_section, run_page
 from reports.pages.verdict import error_line, status_kind, verdict
+from reports.pages.write import render
 from tests.reports.examples import config, gib, no_fit_record, ok_record
 from tests.reports.figures.test_run import served
 
@@ -290,9 +291,14 @@ def test_every_bad_end_says_what_to_change(status, words):
     assert words in " ".join(verdict(record).advice)
 
 
-def test_error_line_is_one_line():
-    record = ok_record(error={"type": "X", "message": "a\n  b"})
-    assert error_line(record) == "X: a b"
+def test_an_error_s_first_line_stands_alone_and_columns_of_others_stay():
+    rows = "Best fix   offload=auto  9 tok/s  2 GiB in\n                                  host"
+    record = no_fit_record(error={"type": "X", "message": f"does not\t fit.\n{rows}"})
+    assert error_line(record) == "X: does not fit."
+    page = run_page(record)
+    assert page.verdict.rest == rows
+    assert f"<pre>{rows}</pre>" in render(page, "html")
+    assert f"```\n{rows}\n```" in render(page, "md")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_csv_values_are_exact_and_absent_ones_empty(sweep_dir):
     assert not rows[1]["energy/j_per_token"]
     assert not rows[0]["throughput/output_tok_s"]
     assert rows[0]["error"].startswith("CapacityError: GPU: need 15.5 GiB")
-    assert rows[3]["error"] == "RuntimeError: first line second line"
+    assert rows[3]["error"] == "RuntimeError: first line"
     assert "not valid JSON" in rows[4]["error"]
     assert rows[2]["config.offload.offload_backend"] == "prefetch"
     assert "config.model.name" not in rows[0]
@@ -68,7 +68,7 @@ def test_sweep_page_shows_every_point_and_its_reason(sweep_dir):
     assert table["11. 11"][1] == "unreadable"
     reasons = {row[0]: row[2] for row in page.rows if len(row) == 3 and row[1] != "ok"}
     assert reasons["0. offload=none"].startswith("CapacityError: GPU: need 15.5 GiB")
-    assert reasons["10. offload=uva engine.seed=1"] == "RuntimeError: first line second line"
+    assert reasons["10. offload=uva engine.seed=1"] == "RuntimeError: first line"
     assert "the run has not ended" in reasons["12. 12"]
 
 
