@@ -20,7 +20,7 @@ from harness.tracking.mlflow import ENVIRONMENT, artifact_root, experiment_page,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the pages until Ctrl-C; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m harness.ui", description="Show all runs in MLflow, in the browser."
+        prog="tightfit ui", description="Show all runs in MLflow, in the browser."
     )
     parser.add_argument("--port", type=int, default=5000, help="where it listens (default: 5000)")
     parser.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")

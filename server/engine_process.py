@@ -10,11 +10,10 @@ import os
 import signal
 import socket
 import sys
-import time
 from asyncio import StreamReader, StreamWriter
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,14 +58,11 @@ from server.wire import (
 if TYPE_CHECKING:
     from engine.async_llm import AsyncLLM
     from engine.llm import LLM
+    from engine.snapshot import Snapshot
     from server.text import Text
 
 BEAT_S: Final = 0.25
 """Seconds between two signs of life."""
-SAMPLE_S: Final = 0.2
-"""Seconds between two looks at the engine's counts while it runs."""
-WINDOW_STEPS: Final = 64
-"""Steps whose share of the link is told."""
 TOKENIZER_THREADS: Final = 2
 """A long prompt keeps one; the other goes on with short ones."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -90,7 +86,6 @@ class EngineProcess:
         """For /tokenize and /detokenize, whose texts have no bound but the body's."""
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[tuple[str, list[Token]]] = []
-        self._counts: Counts | None = None
         self._engine: AsyncLLM | None = None
         self._text: Text | None = None
 
@@ -137,8 +132,7 @@ class EngineProcess:
         from engine.async_llm import AsyncLLM  # noqa: PLC0415  brings torch
 
         self._text = text
-        self._counts = counts = Counts(llm)
-        self._engine = AsyncLLM(llm, max_pending=load.max_pending, on_step=counts.note)
+        self._engine = AsyncLLM(llm, max_pending=load.max_pending)
         ready = Ready(
             max_model_len=llm.max_model_len,
             max_num_seqs=llm.plan.max_num_seqs,
@@ -157,10 +151,7 @@ class EngineProcess:
             if engine is not None and engine.failure is not None:
                 self._fail(engine.failure)
                 return
-            counts = self._counts
-            if counts is not None and engine is not None and not engine.num_pending:
-                counts.take()
-            send(self._writer, Beat({} if counts is None else counts.now()))
+            send(self._writer, Beat({} if engine is None else counts_of(engine.snapshot())))
             await asyncio.sleep(BEAT_S)
 
     def _fail(self, error: BaseException) -> None:
@@ -270,67 +261,11 @@ class EngineProcess:
         send(self._writer, Answered(request_id=asked.request_id, value=value))
 
 
-class Counts:
-    """The engine's counts for /metrics.
-
-    Its thread takes them behind steps; where it has nothing to do, whoever asks does.
-    """
-
-    def __init__(self, llm: "LLM") -> None:
-        self._llm = llm
-        self._steps: deque[tuple[float, int]] = deque(maxlen=WINDOW_STEPS)
-        """Seconds, and bytes over the link, of the last steps."""
-        self._step_s = 0.0
-        self._weight_bytes = self._kv_bytes = 0
-        rates = (llm.plan.predicted or {}).get("rates") or {}
-        self._link_bytes_s = (rates.get("h2d_gb_s") or 0.0) * 1e9
-        self._found: dict[str, float] = {}
-        self._taken_s = 0.0
-        self.take()
-
-    def note(self, step: Any, seconds: float) -> None:
-        """Take in a step; called on the engine's thread behind it."""
-        weight_bytes = step.h2d_bytes + step.in_place_bytes
-        self._weight_bytes += weight_bytes
-        self._kv_bytes += step.kv_in_place_bytes
-        self._step_s += seconds
-        self._steps.append((seconds, weight_bytes + step.kv_in_place_bytes))
-        if time.monotonic() - self._taken_s >= SAMPLE_S:
-            self.take()
-
-    def take(self) -> None:
-        """Take the engine's counts, on its thread or while it is idle."""
-        self._taken_s = time.monotonic()
-        scheduler, stats = self._llm.engine.core.scheduler, self._llm.stats()
-        kv = stats["kv"]
-        prefix = kv["prefix"]
-        moved_bytes = kv["moved"]["stored_bytes"] + kv["moved"]["loaded_bytes"]
-        hits = prefix["hits_gpu_tokens"] + prefix["hits_cpu_tokens"]
-        seconds = sum(each[0] for each in self._steps)
-        num_bytes = sum(each[1] for each in self._steps)
-        found = {
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "kv_usage": 1 - stats["free_blocks"] / max(1, stats["num_blocks"]),
-            "preemptions": stats["preemptions"],
-            "prefix_queries": hits + prefix["missed_tokens"],
-            "prefix_hits": hits,
-            "steps": stats["steps"],
-            "step_s": self._step_s,
-            "link_weight_bytes": self._weight_bytes,
-            "link_kv_bytes": self._kv_bytes + moved_bytes,
-            "link_bytes_per_step": num_bytes / max(1, len(self._steps)),
-            "kv_host_blocks": kv["cpu"]["blocks"],
-            "swaps_out": stats["swaps_out"],
-            "swaps_in": stats["swaps_in"],
-        }
-        if self._link_bytes_s and seconds:
-            found["link_share"] = num_bytes / seconds / self._link_bytes_s
-        self._found = found
-
-    def now(self) -> dict[str, float]:
-        """Return the newest counts."""
-        return self._found
+def counts_of(snapshot: "Snapshot") -> dict[str, float]:
+    """Return what is known of an engine's counts, by name."""
+    found = asdict(snapshot) | {"gpu_kv_usage": snapshot.gpu_kv_usage}
+    found["prefix_hit_tokens"] = snapshot.prefix_hit_gpu_tokens + snapshot.prefix_hit_host_tokens
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text]":

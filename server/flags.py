@@ -15,7 +15,13 @@ from typing import Any, Final, NoReturn, get_args, get_origin
 import yaml
 
 from catalogue.files import load_yaml
-from engine.asked.keywords import COMBINED, in_columns, keywords_of
+from engine.asked.keywords import (
+    COMBINED,
+    NOT_SUPPORTED,
+    config_from_keywords,
+    in_columns,
+    keywords_of,
+)
 from engine.errors import ConfigError, did_you_mean
 from engine.sealed import Setting, describe_type, from_plain, settings, without_null
 from server.settings import ServerSettings
@@ -110,7 +116,8 @@ def _spoken() -> dict[str, str]:
     engine, server = _settings()
     found = {setting.path: name for name, setting in engine.items() if "." in setting.path}
     found |= {f"server.{name}": name for name in server}
-    found |= {name: name for name in (*engine, *server, *COMBINED) if "_" in name}
+    found |= {name: name for name in _names() if "_" in name}
+    found |= {name: name for name in NOT_SUPPORTED if "_" in name}
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
@@ -125,7 +132,9 @@ def _asked(values: Mapping[str, Any]) -> Asked:
         )
     offload = texts.pop("offload", None)
     keywords = {
-        name: _value(name, value, engine[name].hint if name in engine else _hint(name))
+        name: _foreign(value)
+        if name in NOT_SUPPORTED
+        else _value(name, value, engine[name].hint if name in engine else _hint(name))
         for name, value in texts.items()
         if name not in server
     }
@@ -134,9 +143,11 @@ def _asked(values: Mapping[str, Any]) -> Asked:
         for name, value in texts.items()
         if name in server
     }
+    keywords |= _offload(offload, keywords)
+    config_from_keywords(model, keywords)  # what is wrong is refused before a model is fetched
     return Asked(
         model=model,
-        keywords=keywords | _offload(offload, keywords),
+        keywords=keywords,
         server=from_plain(ServerSettings, asked, "server"),
     )
 
@@ -159,6 +170,16 @@ def _hint(name: str) -> Any:
     return int if name == "tensor_parallel_size" else dict
 
 
+def _foreign(value: Any) -> Any:
+    """Return the value of another engine's flag, which that of one here may be: 1, text, JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
 def _read(file: Path) -> dict[str, Any]:
     """Return the settings of a YAML file with flat keys, named as the flags are."""
     try:
@@ -174,7 +195,7 @@ def _read(file: Path) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = ALIASES.get(name.replace("_", "-"), name)
-        if name not in names:
+        if name not in names and name not in NOT_SUPPORTED:
             hint = did_you_mean(name, names)
             raise ConfigError(f"config: {file}: there is no setting {key!r}.{hint}")
         found[name] = value
@@ -236,6 +257,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for name, text in COMBINED.items():
         metavar = "N" if name == "tensor_parallel_size" else "JSON"
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    for name, (inert, _) in NOT_SUPPORTED.items():
+        if name not in server:  # taken where its value changes nothing; else the reason is told
+            action = argparse.BooleanOptionalAction if bool in map(type, inert) else "store"
+            flag = f"--{name.replace('_', '-')}"
+            group.add_argument(flag, dest=name, action=action, help=argparse.SUPPRESS)
     return parser
 
 

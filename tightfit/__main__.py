@@ -1,5 +1,6 @@
 """`python -m tightfit`, and the command `tightfit`. Any Python 3.6 reads this."""
 
+import os
 import sys
 
 from harness.needs import require_environment
@@ -13,6 +14,8 @@ def main(argv: "list[str] | None" = None) -> int:
 
     if argv is None:
         outlive_readers()
+        # GPUs are counted as nvidia-smi counts them, also by what this process starts.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return run(sys.argv[1:] if argv is None else argv)
 
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from engine.plan.memory import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
 from engine.sealed import GIB
 from harness.console import EXIT_OK, columns, show
 from harness.needs import PYTHONS
@@ -27,9 +28,6 @@ GOOD_DISK_BYTES: Final = 20 * GIB
 """A 7B model in bf16 takes 14 GiB."""
 LEAST_FREE_SHARE: Final = 0.9
 """Of the GPU's memory; gpu_memory_utilization has it by default."""
-LEAST_CAPABILITY: Final = (7, 5)
-"""Compute capability below which torch's builds have no kernels."""
-BF16_CAPABILITY: Final = (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +167,12 @@ def _card(facts: Facts, gpu: dict[str, Any]) -> Line:
     if capability is None:
         return Line("GPU", "warn", str(gpu["name"]), "The driver does not say what it can do.")
     found = f"{gpu['name']}, compute capability {capability[0]}.{capability[1]}"
-    if capability < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
+    if capability < TORCH_CAPABILITY:
+        least = ".".join(map(str, TORCH_CAPABILITY))
         return Line("GPU", "bad", found, f"{least} is the least that torch has kernels for.")
-    if capability < BF16_CAPABILITY:
-        return Line("GPU", "warn", found, "It has no bfloat16: set engine.dtype=float16.")
+    if capability < BFLOAT16_CAPABILITY:
+        remedy = "It has no bfloat16: such weights become float16, and codes have no use here."
+        return Line("GPU", "warn", found, remedy)
     return Line("GPU", "ok", found)
 
 

@@ -7,7 +7,7 @@ from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
-from engine.sealed import Sealed, check_choice, number
+from engine.sealed import Sealed, check_choice, check_number, number
 
 OBJECTIVES = ("latency", "throughput", "context")
 WEIGHT_FORMATS = ("checkpoint", "lossless", "auto")
@@ -233,7 +233,7 @@ class EngineConfig(Sealed):
     advised, or taken where none is set, is shorter. null: none is known."""
     measured_rates: dict[str, float | None] = field(default_factory=dict)
     """Rates that a probe found on this machine, for predicted times; empty: unknown."""
-    emulated_kv_tokens: int | None = number(None, low=1)
+    emulated_kv_tokens: int | None = None
     """Most tokens of KV on an emulated GPU, whose memory is RAM; null: what the budget leaves."""
     facts_folder: str | None = None
     """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
@@ -243,7 +243,10 @@ class EngineConfig(Sealed):
     """
 
     def check(self) -> None:
-        """Raise ConfigError when parts contradict each other."""
+        """Raise ConfigError when parts contradict each other, or a number is out of bounds."""
+        for name in ("request_tokens", "emulated_kv_tokens"):
+            if (tokens := getattr(self, name)) is not None:
+                check_number(name, tokens, low=1, integer=True, hint="In tokens.")
         self.planner.check_against(self.offload)
         if self.model.keep_lossless and self.weight_format == "checkpoint":
             raise ConfigError(

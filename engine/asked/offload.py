@@ -162,13 +162,13 @@ class OffloadConfig(Sealed):
         return []
 
     def compute_hash(self) -> str:
-        """Hash every field; the same in every process (SHA-256, hexadecimal)."""
+        """Hash every field, selectors as sets; the same in every process (SHA-256, hexadecimal)."""
         data = asdict(self)
         for node in data.values():
             if isinstance(node, dict):
                 for key, value in node.items():
                     if isinstance(value, (list, tuple, set, frozenset)):
-                        node[key] = sorted(value)
+                        node[key] = sorted(set(value))
         data["uva"]["cpu_offload_gb"] = float(data["uva"]["cpu_offload_gb"])
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

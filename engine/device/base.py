@@ -26,17 +26,22 @@ TORCH_DTYPES = {
 }
 
 
-def disabled(switch: str) -> bool:
-    """Whether TIGHTFIT_DISABLE_<switch> is set to something other than 0."""
-    return os.environ.get(f"TIGHTFIT_DISABLE_{switch}", "0") not in {"", "0"}
+PREFIXES = ("TIGHTFIT_DISABLE_", "VLLM_WEIGHT_OFFLOADING_DISABLE_")
+"""What the switches UVA and PIN_MEMORY are called in the environment: our names, vLLM's."""
+
+
+def disabled_by(switch: str) -> str | None:
+    """Return the variable that turns a capability off: set to something other than 0."""
+    names = (prefix + switch for prefix in PREFIXES)
+    return next((name for name in names if os.environ.get(name, "0") not in {"", "0"}), None)
 
 
 def capabilities() -> tuple[bool, bool, str]:
     """Return whether pinning and in-place reads are allowed here, and why not."""
-    if disabled("PIN_MEMORY"):
-        return False, False, "TIGHTFIT_DISABLE_PIN_MEMORY is set"
-    if disabled("UVA"):
-        return True, False, "TIGHTFIT_DISABLE_UVA is set"
+    if name := disabled_by("PIN_MEMORY"):
+        return False, False, f"{name} is set"
+    if name := disabled_by("UVA"):
+        return True, False, f"{name} is set"
     return True, True, ""
 
 

@@ -58,7 +58,7 @@ class TensorSpec:
     name: str
     parts: tuple[ParamSpec, ...]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the joined tensor."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
 
-from engine.asked.config import EngineConfig
+from engine.asked.config import EngineConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig
 from engine.errors import CapacityError
 from engine.plan.advise import (
@@ -484,11 +484,11 @@ def auto_settings(asked: Asked) -> tuple[str, ...]:
     undone = [words for words, given in zip(selectors, is_set, strict=True) if given]
     if "cpu_offload_gb" in planner.auto_fields:
         undone.insert(0, "planner.auto_fields=[]")
-    asks = {"objective": "latency", "referee": False, "kv_tokens": None}
+    default = PlannerConfig()
     kept = [
         f"planner.{name}={yaml_text(getattr(planner, name))}"
-        for name, default in asks.items()
-        if getattr(planner, name) != default
+        for name in ("objective", "referee", "kv_tokens")
+        if getattr(planner, name) != getattr(default, name)
     ]
     return ("offload=auto", *undone, *kept)
 

@@ -322,7 +322,7 @@ def answer(
         CapacityError: It does not fit; the message says what would, in the same form.
     """
     plan = plan_memory(config, spec, facts, unpackable=unpackable)
-    asked = replace(asked_of(config, spec, facts), unpackable=unpackable)
+    asked = asked_of(config, spec, facts, unpackable)
     return answer_of(asked, plan, _planned(asked))
 
 
@@ -339,15 +339,20 @@ def _planned(asked: Asked) -> Planned:
     return planned
 
 
-def asked_of(config: EngineConfig, spec: ModelSpec, facts: DeviceFacts) -> Asked:
+def asked_of(
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    unpackable: Mapping[str, str] = NOTHING_KNOWN,
+) -> Asked:
     """Return what a plan is made from, in the weight format that takes the least room.
 
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
     """
     dtype = resolve_dtype(config, spec, facts.kind, facts.compute_capability)
-    *_, formats = ways(config.weight_format, spec, dtype, facts, NOTHING_KNOWN).values()
-    return _ask(config, spec, facts, formats, reference=False)[0]
+    *_, formats = ways(config.weight_format, spec, dtype, facts, unpackable).values()
+    return _ask(config, spec, facts, formats, reference=False, unpackable=unpackable)[0]
 
 
 def _ask(

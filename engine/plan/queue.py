@@ -95,6 +95,9 @@ class _Queue:
         self._lacking = 0
         """Tokens of it that are not."""
         self._needs: dict[int, tuple[int, ...]] = {}
+        need = self._need(self._longest)
+        self._most_whole = min(n // each for each, n in zip(need, self._pools, strict=True) if each)
+        """Sequences that have blocks to their end at once."""
 
     def steps(self) -> Iterator[Stretch]:
         """Yield stretches until nothing waits or runs."""
@@ -134,10 +137,7 @@ class _Queue:
 
     def _has_room(self, count: int) -> bool:
         """Whether so many sequences have blocks to their end; one alone is given what it lacks."""
-        need = self._need(self._longest)
-        return count <= 1 or all(
-            count * each <= n for each, n in zip(need, self._pools, strict=True)
-        )
+        return count <= max(1, self._most_whole)
 
     def _give_way(self) -> None:
         """Preempt those begun last until all others have blocks for their next token."""

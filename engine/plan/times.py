@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Final, NamedTuple
 
 from engine.asked.config import ANY_CARD, GPUConfig
@@ -367,6 +367,11 @@ class Shape:
         """Bytes of each layer in GPU memory."""
         return [layer.resident.num_bytes for layer in self.plan.layers]
 
+    @cached_property
+    def known_reads(self) -> "dict[bool, list[tuple[Read, Read]]]":
+        """What `_read_bytes` found before, for steps that are staged and that are not."""
+        return {}
+
     def concurrency(self, tokens: float) -> int:
         """Sequences of that many tokens that run at once, at least 1."""
         kv = self.plan.kv
@@ -477,8 +482,8 @@ def step_s(
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         return seconds, far_s + staged_s
 
-    kinds = zip(*_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
-    times = [layer_s(*kind, index in first) for index, kind in enumerate(kinds)]
+    kinds = zip(_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
+    times = [layer_s(*kind, limit, index in first) for index, (kind, limit) in enumerate(kinds)]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
     launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
@@ -534,8 +539,10 @@ class Read(NamedTuple):
     packed: Packed
 
 
-def _read_bytes(shape: Shape, *, is_staged: bool) -> tuple[list[Read], list[Read]]:
+def _read_bytes(shape: Shape, *, is_staged: bool) -> list[tuple[Read, Read]]:
     """Return the bytes of each layer that products read from GPU memory, and in place."""
+    if is_staged in shape.known_reads:
+        return shape.known_reads[is_staged]
     from_gpu, packed = shape.resident_bytes, list(shape.packed)
     in_place, packed_there = [0] * len(from_gpu), [NONE_PACKED] * len(from_gpu)
     for found in shape.moved:
@@ -548,7 +555,8 @@ def _read_bytes(shape: Shape, *, is_staged: bool) -> tuple[list[Read], list[Read
         [Read(size - held.stored, held) for size, held in zip(sizes, each, strict=True)]
         for sizes, each in ((from_gpu, packed), (in_place, packed_there))
     )
-    return here, there
+    found_reads = shape.known_reads[is_staged] = list(zip(here, there, strict=True))
+    return found_reads
 
 
 def _packed_s(

@@ -20,7 +20,7 @@ from engine.asked.sampling import PENALTY_PAGE_TOKENS as PAGE
 from engine.run.sample_row import SampleRow, send
 
 SENT_TOKENS = 4096
-"""Tokens that go to the device in one copy of 64 KiB, which does not wait."""
+"""Tokens that are written at once."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from engine.asked.request import Sequence
 from engine.asked.sampling import SamplingParams
 
 NO_ROWS = range(0)
+SENT_BYTES: Final = 2**16
+"""Most bytes that CUDA takes from pageable memory without waiting for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,15 @@ class SampleRow:
 
 
 def send(values: Any, dtype: type[np.generic], device: torch.device) -> Tensor:
-    """Copy host numbers to a device without waiting for it; at most 64 KiB of them.
+    """Copy host numbers to a device without waiting for it, SENT_BYTES at a time.
 
     Stream: enqueued on the current stream.
     """
-    return torch.from_numpy(np.array(values, dtype=dtype)).to(device, non_blocking=True)
+    host = torch.from_numpy(np.array(values, dtype=dtype))
+    if host.nbytes <= SENT_BYTES:
+        return host.to(device, non_blocking=True)
+    sent, size = torch.empty_like(host, device=device), SENT_BYTES // host.itemsize
+    for first in range(0, host.numel(), size):
+        part = slice(first, first + size)
+        sent.view(-1)[part].copy_(host.view(-1)[part], non_blocking=True)
+    return sent

@@ -30,8 +30,8 @@ from engine.run.penalties import Penalties
 from engine.run.sample_row import SampleRow, send
 
 WEIGHT_BITS = 40
-SENT_WORDS = 2**14
-"""Words of masks that go to the device in one copy of 64 KiB, which does not wait."""
+MASK_WORDS = 2**14
+"""Words of masks, of 32 tokens each, that are taken apart at once."""
 MAX_SELECT = 1024
 """Up to this many largest logits are selected rather than sorted out."""
 
@@ -97,7 +97,9 @@ class Sampler:
         """Allocate for more rows; never within a step, where max_rows is kept to."""
         if num_rows <= self._tokens.shape[0]:
             return
-        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        tokens[: len(self._tokens)].copy_(self._tokens)  # the step at hand may count them
+        self._tokens = tokens
         shape = (num_rows * (3 + 2 * MAX_LOGPROBS),)
         self._hosts = [self._host_tensor(shape, torch.float64) for _ in range(2)]
         self._targets = self._hosts
@@ -115,8 +117,7 @@ class Sampler:
             EngineError: Every token of a row is masked.
 
         Stream: Enqueued on the current stream, with one copy to the host at the end; waits for
-            nothing: parameters go to the device from pageable memory, which does not wait up to
-            64 KiB. Rows run in portions, so that the temporary memory stays within
+            nothing, see `send`. Rows run in portions, so that the temporary memory stays within
             `sampler_workspace_bytes(V)`.
         """
         assert logits_SV.shape == (len(rows), self.vocab_size)
@@ -240,7 +241,7 @@ class Sampler:
     def _mask_(self, work_SV: Tensor, at: list[int], rows: Sequence[SampleRow]) -> None:
         """Take away what the constraints of rows at places do not allow."""
         words = [row.mask for row in rows if row.mask is not None]
-        each = max(1, SENT_WORDS // len(words[0]))
+        each = max(1, MASK_WORDS // len(words[0]))
         bits = torch.arange(32, dtype=torch.int32, device=self.device)
         for first in range(0, len(at), each):
             at_P = self._send(at[first : first + each], np.int64)

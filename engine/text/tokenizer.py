@@ -24,13 +24,32 @@ def load_tokenizer(folder: Path | str | None) -> Any | None:
     except ImportError as error:
         raise _clash(error) from error
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        config = _classless_config(Path(folder))
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, config=config)
     except Exception as error:  # the tokenizers library raises nothing narrower
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}). Fetch "
             "its files again, or remove them and send token ids."
         ) from error
+
+
+def _classless_config(folder: Path) -> Any | None:
+    """Return config.json without its model's class, whose import takes seconds.
+
+    None where transformers needs the class: tokenizer_config.json names no tokenizer.
+    """
+    from transformers import PreTrainedConfig
+
+    files = [folder / name for name in ("config.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return None
+    config, asked = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    if not isinstance(config, dict) or not isinstance(asked, dict):
+        return None
+    if not asked.get("tokenizer_class"):
+        return None
+    return PreTrainedConfig.from_dict(config | {"_name_or_path": str(folder)})
 
 
 def encode(tokenizer: Any | None, text: str) -> list[int]:

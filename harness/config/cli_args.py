@@ -87,7 +87,7 @@ usage: tightfit run|plan|sweep|ab [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
 
 Composes one configuration, builds the engine from it, runs the scenario in a process of its own
 and records what was measured. `plan` is mode=plan, `ab` is scenario=ab, and `sweep` is -m, which
-runs every combination of several values, one after another; `python -m harness` is `run`.
+runs every combination of several values, one after another.
 model=x, +model=x and ++model=x are the same; of one key given twice, the later one holds.
 """
 _WIDTH: Final = 100

@@ -58,7 +58,7 @@ NAMED: Final = {
 """Options whose name says what a run is. kv=cpu is none: a size of 0 is a point of its sweeps."""
 
 
-def check_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
+def check_chosen(config: RunConfig, overrides: Sequence[str], *, in_sweep: bool = False) -> None:
     """Raise ConfigError where settings make of an option that was typed what another one is.
 
     Where no option was typed nothing is contradicted: offload.uva.cpu_offload_gb alone means
@@ -77,10 +77,14 @@ def check_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
         settings = _settings(config, group, name)
         given = " and ".join(f"{key}={value}" for key, (value, _) in settings.items())
         undone = " ".join(f"{key}={value}" for key, (_, value) in settings.items())
-        key, (value, other) = next(reversed(settings.items()))
+        typed = {text.lstrip("+").partition("=")[0] for text in overrides}
+        is_typed = settings.keys() <= typed
+        other = "drop one" if is_typed else f"set {undone}"  # an experiment set it
+        if in_sweep and is_typed:
+            key, (value, off) = next(reversed(settings.items()))
+            other += f", or sweep {key}={off},{value} instead of {group}"
         raise ConfigError(
-            f"{group}={name} conflicts with {given}. Choose {group}={is_now[group]}, or remove "
-            f"{group}={name} (in a sweep: {key}={other},{value}), or set {undone}."
+            f"{group}={name} conflicts with {given}. Use {group}={is_now[group]}, or {other}."
         )
 
 
@@ -715,7 +719,7 @@ class Composer:
         for own, config in composed:
             try:
                 run, messages = to_run_config(config)
-                check_chosen(run, own)
+                check_chosen(run, own, in_sweep=multirun)
             except ConfigError as error:
                 where = f" (point {len(points)} of the sweep: {' '.join(own)})" if multirun else ""
                 raise ConfigError(f"{error}{where}") from error

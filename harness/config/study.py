@@ -212,8 +212,8 @@ class StudyConfig(Sealed):
     name: str
     """Name of the study in reports."""
     judge: str
-    """Which judge makes rows from the records: bench | bench_kv | bench_lossless | overhead |
-    validate | validate_grid."""
+    """Which judge makes rows from the records: bench | bench_kv | bench_lossless | bench_serve |
+    overhead | validate | validate_grid."""
     points: dict[str, StudyPoint] = field(default_factory=dict)
     """The points by name, in the order in which they run."""
     rows: list[str] = field(default_factory=list)

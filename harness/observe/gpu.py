@@ -5,7 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from engine.errors import ConfigError
+
 GpuFacts = dict[str, Any]
+ORDER_VARIABLE: Final = "CUDA_DEVICE_ORDER"
+PCI_ORDER: Final = "PCI_BUS_ID"
 PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
@@ -152,8 +156,15 @@ def open_gpu(uuid: str | None = None, environ: Mapping[str, str] = os.environ) -
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """Return the GPUs that CUDA would show, in its order: as CUDA_VISIBLE_DEVICES lists them."""
+    """Return the GPUs that CUDA would show, in its order: as CUDA_VISIBLE_DEVICES lists them.
+
+    Numbers count in the order of the PCI bus, as NVML and nvidia-smi count.
+
+    Raises:
+        ConfigError: CUDA_DEVICE_ORDER asks for another order, which would show other GPUs.
+    """
     gpus, visible = _all_gpus(), environ.get("CUDA_VISIBLE_DEVICES")
+    _check_order(environ.get(ORDER_VARIABLE, PCI_ORDER), visible, gpus)
     if visible is None:
         return gpus
     found: list[Gpu] = []
@@ -170,6 +181,17 @@ def like_the_first(gpus: list[Gpu]) -> list[Gpu]:
     kinds = [(facts["name"], facts["memory_bytes"]) for facts in map(Gpu.facts, gpus)]
     others = zip(gpus[1:], kinds[1:], strict=True)
     return gpus[:1] + [gpu for gpu, kind in others if kind == kinds[0] and gpu.uuid is not None]
+
+
+def _check_order(order: str, visible: str | None, gpus: list[Gpu]) -> None:
+    """Raise ConfigError where numbers of unlike GPUs mean to CUDA what they don't mean here."""
+    by_number = visible is None or any(item.strip().isdecimal() for item in visible.split(","))
+    if order != PCI_ORDER and by_number and len(like_the_first(gpus)) < len(gpus):
+        raise ConfigError(
+            f"{ORDER_VARIABLE}: expected {PCI_ORDER}, the order of nvidia-smi, because the GPUs of "
+            f"this machine differ, got {order}. Unset it, or name a GPU by its UUID in "
+            "CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them)."
+        )
 
 
 def _all_gpus() -> list[Gpu]:

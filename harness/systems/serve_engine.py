@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -17,7 +16,7 @@ from engine.asked.config import EngineConfig
 from engine.asked.keywords import keywords_of
 from engine.errors import EngineError
 from harness.config.schema import SystemConfig
-from harness.folders import IMPORT_ROOT, module_name
+from harness.folders import module_command, python_path
 from harness.systems.base import nothing
 from harness.systems.door import EngineDoor, Progress
 from harness.systems.http_engine import HTTPDoor, HTTPEngine
@@ -82,18 +81,17 @@ class _Server:
     """A server's process, in the worker's process group: it ends with that."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        paths = [str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._file = tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8")  # noqa: SIM115
         yaml.safe_dump(settings, self._file)
         self._file.flush()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module_name("server"), "--config", self._file.name],
+            [*module_command("server"), "--config", self._file.name],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
         )
         self._reader: threading.Thread | None = None
 

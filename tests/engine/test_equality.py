@@ -29,7 +29,7 @@ def test_every_placement_equals_resident(residents: Residents, name: str) -> Non
     llm.close()
 
 
-@pytest.mark.parametrize("family", [slow("qwen2"), "olmo2", slow("mistral"), "qwen3"])
+@pytest.mark.parametrize("family", [slow("qwen2"), "olmo2", slow("mistral"), slow("qwen3")])
 def test_placements_of_other_families(residents: Residents, family: str) -> None:
     for name in ("uva of some, staged", "uva of products", "prefetch", "prefetch of products"):
         llm = residents.open(3, family, **OFFLOADS[name])

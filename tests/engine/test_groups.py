@@ -44,7 +44,7 @@ def open_three(tiny: TinyModels, **keywords: Any) -> LLM:
     return open_llm(tiny.folder("qwen3", **SIX), **given)
 
 
-@pytest.mark.parametrize("sizes", [(8, 48, 8), (16, 11, 3), (128, 256, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 48, 8), (16, 11, 3), slow((128, 256, 1))], ids=str)
 def test_tokens_do_not_depend_on_blocks_chunks_or_batch(
     tiny: TinyModels, masked: Masked, sizes: tuple[int, int, int]
 ) -> None:

@@ -176,6 +176,13 @@ def test_the_harness_has_the_engine_s_classes_as_its_schema() -> None:
     assert own - given <= set(keys)
 
 
+@pytest.mark.parametrize("name", ["request_tokens", "emulated_kv_tokens"])
+@pytest.mark.parametrize("value", [0, -3, 1.5, "many", True])
+def test_numbers_of_no_section_have_bounds_too(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: expected an integer >= 1, got {value!r}"):
+        config_from_keywords("folder", {name: value})
+
+
 def test_a_model_s_fields_are_replaced_by_keywords() -> None:
     model = ModelConfig(name="a", load_format="dummy", spec=small_spec())
     found = config_from_keywords(model, {"model_name": "b"})

@@ -113,6 +113,8 @@ def test_chosen_placements_give_the_same_tokens(
 ) -> None:
     if switch:
         monkeypatch.setenv(switch, "1")
+    if objective == "context":
+        tight = tight | {"auto_fields": ["max_model_len"]}
     llm = residents.open(LAYERS, choose=True, objective=objective, **tight)
     plan = llm.plan
     assert sum(plan.placed_bytes().values()) > plan.placed_bytes()["resident"]

@@ -24,7 +24,7 @@ from tests.engine.groups import with_blocks
 from tests.engine.placements import MAX_TOKENS, OFFLOADS, PROMPTS, Residents, check_decode_bytes
 from tests.engine.test_mixed_placements import EMBED, HEAD, mixed
 from tests.engine.two_streams import POLICIES, TwoStreams, on_two_streams
-from tests.slow import mostly_slow
+from tests.slow import mostly_slow, slow
 from tests.tiny import greedy, greedy_params, make_prompt
 
 LAYERS = 5
@@ -146,7 +146,7 @@ def test_layers_of_different_sizes_share_slots(residents: Residents) -> None:
         llm.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo2", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", [slow("qwen2"), "olmo2", slow("mistral"), "qwen3"])
 def test_other_families_in_any_order(residents: Residents, family: str) -> None:
     for name in ("uva of all, staged", "prefetch of products"):
         llm = residents.open(3, family, **OFFLOADS[name])

@@ -128,7 +128,7 @@ def validates(value: Any, schema: dict[str, Any]) -> bool:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 99), as_text=st.booleans(), greedy=st.booleans())
 def test_outputs_parse_and_validate(
     writer: LLM, schema: dict[str, Any], seed: int, as_text: bool, greedy: bool

@@ -14,6 +14,7 @@ from engine.asked.config import EngineConfig
 from engine.asked.offload import OffloadWarning
 from engine.build import build_engine
 from engine.model.facts import checkpoint_identity, read_unpackable, write_unpackable
+from tests.slow import slow
 from tests.tiny import greedy, hf_model, make_config, make_prompt, open_llm, save
 
 SIZES = {"vocab_size": 160, "intermediate_size": 128}
@@ -49,7 +50,7 @@ def open_noting(folder: Path, facts: Path, **keywords: Any) -> tuple[LLM, list[s
     return llm, [str(found.message) for found in caught]
 
 
-@pytest.mark.parametrize("place", [{}, {"cpu_offload_gb": 1}])
+@pytest.mark.parametrize("place", [slow({}), {"cpu_offload_gb": 1}])
 def test_a_matrix_that_codes_cannot_hold_is_loaded_again_as_it_is(
     folder: Path, tmp_path: Path, place: dict[str, Any]
 ) -> None:

@@ -23,6 +23,7 @@ def public(module):
         name: value
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+        if name != "kernels_of"  # says what operators launch, and takes no tensor
     }
 
 

@@ -6,9 +6,9 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from engine.asked.config import EngineConfig, ModelConfig
@@ -21,13 +21,21 @@ GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 8}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """The client's package, which takes a second to import, where it is used alone."""
+    import openai
+
+    return openai
+
+
 @pytest.fixture
-def client(served: Served):
+def client(served: Served, openai: Any):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
-def test_openai_python_sync(client: openai.OpenAI) -> None:
+def test_openai_python_sync(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "org/tiny"]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
     whole = client.completions.create(prompt="hello", logprobs=2, **GREEDY)
@@ -46,7 +54,7 @@ def test_openai_python_sync(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == chat.usage
 
 
-def test_openai_python_async(served: Served) -> None:
+def test_openai_python_async(served: Served, openai: Any) -> None:
     async def ask() -> list[str]:
         client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         async with client:
@@ -64,7 +72,7 @@ def test_openai_python_async(served: Served) -> None:
     assert all(asyncio.run(ask()))
 
 
-def test_openai_python_raises_the_class_of_each_error(client: openai.OpenAI) -> None:
+def test_openai_python_raises_the_class_of_each_error(client: Any, openai: Any) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(prompt="x", **(GREEDY | {"max_tokens": 10_000}))
     assert bad.value.code == "context_length_exceeded"

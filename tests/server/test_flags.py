@@ -120,3 +120,21 @@ def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_messages_speak_of_flags(told: str, flags: str) -> None:
     assert as_flags(told) == flags
+
+
+def test_flags_of_other_engines_are_taken_where_they_change_nothing() -> None:
+    line = ["--trust-remote-code", "--no-enable-chunked-prefill", "--quantization", "awq"]
+    for flags, told in zip((line[:1], line[1:2], line[2:]), REASONS, strict=True):
+        with pytest.raises(ConfigError) as caught:
+            parse(["model", *flags])
+        assert as_flags(str(caught.value)).startswith(told)
+    inert = "--pipeline-parallel-size 1 --kv-cache-dtype auto --enable-chunked-prefill"
+    asked = parse(["model", *inert.split(), "--disable-log-stats", "--tokenizer-mode", "auto"])
+    assert config_from_keywords("model", asked.keywords) == config_from_keywords("model", {})
+
+
+REASONS = (
+    "--trust-remote-code: not supported: no code",
+    "--no-enable-chunked-prefill: not supported: prompts",
+    "quantization='awq': not supported: weights keep",
+)

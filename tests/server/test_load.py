@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.server.launch import Served, last_events, open_stream, serving, wait_for
+from tests.slow import slow
 
 PROMPT = "the same beginning for all of them, "
 LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0}
@@ -22,10 +23,9 @@ LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 @pytest.fixture(scope="module")
 def busy(tiny_model: Path) -> Iterator[Served]:
     """A server with room for two long sequences, which finds prefixes, and a short queue."""
-    flags = ("--num-gpu-blocks", "160") if False else ()
     small = ("--max-num-seqs", "4", "--max-num-queued-reqs", "8", "--enable-prefix-caching")
     times = ("--header-timeout-s", "1", "--body-timeout-s", "1", "--write-timeout-s", "2")
-    with serving(tiny_model, *small, *times, *flags) as found:
+    with serving(tiny_model, *small, *times) as found:
         yield found
 
 
@@ -45,8 +45,7 @@ def stops_generating(served: Served) -> None:
     assert served.metric("tightfit:steps_total") == steps
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(("stream", "n"), [(False, 1), (True, 4), slow(True, 1), slow(False, 4)])
 def test_generation_goes_on_after_the_client_left(busy: Served, stream: bool, n: int) -> None:
     body = LONG | {"prompt": PROMPT, "stream": stream, "n": n}
     before = busy.metric("tightfit:steps_total")

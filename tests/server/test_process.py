@@ -17,6 +17,7 @@ from server.settings import ServerSettings
 from tests.server.launch import last_events, open_stream, serving, wait_for
 
 
+@pytest.mark.slow
 def test_sigterm_drains_new_requests_are_refused_and_streams_end_whole(tiny_model: Path) -> None:
     with serving(tiny_model, is_ready=False) as served, httpx.Client(timeout=60) as client:
         # The port answers before there is an engine.

@@ -74,7 +74,7 @@ def test_a_good_machine_is_ok_throughout() -> None:
         ("driver", NO_GPU, "warn", "emulated on the CPU"),
         ("GPU", NO_GPU, "warn", "tightfit plan gpu=NAME"),
         ("GPU", {"capability": None}, "warn", "does not say"),
-        ("GPU", {"capability": (7, 5)}, "warn", "engine.dtype=float16"),
+        ("GPU", {"capability": (7, 5)}, "warn", "become float16"),
         ("GPU", {"capability": (7, 0)}, "bad", "7.5 is the least"),
         ("GPU memory", {"gpu_free_bytes": None}, "warn", "does not say"),
         ("GPU memory", {"gpu_free_bytes": 9 * GIB, "gpu_holders": ("pid 7",)}, "warn", "(pid 7)"),

@@ -199,6 +199,14 @@ def test_hash_is_the_same_for_equal_settings() -> None:
         one.compute_hash()
         == build(cpu_offload_gb=2.0, cpu_offload_params=["a", "b"]).compute_hash()
     )
+    assert (
+        one.compute_hash()
+        == build(cpu_offload_gb=2, cpu_offload_params=["a", "b", "a"]).compute_hash()
+    )
+    assert (
+        build(offload_group_size=2, offload_params=["a", "a"]).compute_hash()
+        == build(offload_group_size=2, offload_params=["a"]).compute_hash()
+    )
     assert one.compute_hash() == pickle.loads(pickle.dumps(one)).compute_hash()
 
 

@@ -12,6 +12,7 @@ import torch
 from engine.clock import PhaseClock
 from engine.device import base as host
 from engine.device import facts as host_limits
+from engine.device.base import PREFIXES
 from engine.device.cpu import CPUDevice
 from engine.device.cuda import open_device
 from engine.errors import CapacityError, ConfigError
@@ -90,15 +91,21 @@ def test_pageable_memory_is_never_read_in_place() -> None:
         ({"PIN_MEMORY": "0", "UVA": ""}, (True, True)),
     ],
 )
+@pytest.mark.parametrize("prefix", ["TIGHTFIT_DISABLE_", "VLLM_WEIGHT_OFFLOADING_DISABLE_"])
 def test_switches_disable_pinning_and_in_place_reads(
-    monkeypatch: pytest.MonkeyPatch, switches: dict[str, str], expected: tuple[bool, bool]
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: str,
+    switches: dict[str, str],
+    expected: tuple[bool, bool],
 ) -> None:
     for name in ("UVA", "PIN_MEMORY"):
-        monkeypatch.delenv(f"TIGHTFIT_DISABLE_{name}", raising=False)
+        for each in PREFIXES:
+            monkeypatch.delenv(each + name, raising=False)
     for name, value in switches.items():
-        monkeypatch.setenv(f"TIGHTFIT_DISABLE_{name}", value)
+        monkeypatch.setenv(prefix + name, value)
     facts = CPUDevice().facts()
     assert (facts.can_pin, facts.can_uva) == expected
+    assert facts.reason.startswith("" if all(expected) else prefix)
     assert bool(facts.reason) is not all(expected)
 
 

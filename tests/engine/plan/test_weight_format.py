@@ -35,6 +35,7 @@ from engine.plan.weight_format import MIXED, WORTH, best_mix
 from engine.sealed import GIB
 from tests.engine.plan.test_choose import conf_spec
 from tests.engine.specs import CPU, H200, OLMO_7B, advised, configuration, prefetch, small_spec, uva
+from tests.slow import slow
 
 AUTO = PlannerConfig(choose=True)
 LIMITS: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 32}
@@ -180,7 +181,7 @@ def test_olmo_7b_stays_on_a_16_gb_card_in_codes() -> None:
     assert f"{step_ms(plain):.3g} ms plain" in (plan.weight_format or {})["why"]
 
 
-@pytest.mark.parametrize("name", ["a100_80gb", "h100_80gb"])
+@pytest.mark.parametrize("name", [slow("a100_80gb"), "h100_80gb"])
 def test_where_both_fit_the_faster_one_is_chosen(name: str) -> None:
     plan, plain = on_card(name, AUTO), on_card(name, AUTO, weight_format="checkpoint")
     assert chosen(plan) == "lossless"

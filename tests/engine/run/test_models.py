@@ -75,8 +75,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 BY_HAND: list[tuple[str, dict[str, Any]]] = [
-    *((family, {"rope_scaling": LINEAR}) for family in ("olmo2", "gemma3")),
-    *((family, {"rope_scaling": YARN}) for family in ("llama", "gemma3")),
+    ("olmo2", {"rope_scaling": LINEAR}),
+    ("llama", {"rope_scaling": YARN}),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4}}),
     ("llama", {"rope_scaling": LLAMA3}),
     ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 100}),

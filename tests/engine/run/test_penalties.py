@@ -122,6 +122,13 @@ def test_a_long_prompt_is_sent_in_parts():
     assert written == world.sequences[0].token_ids[:-1]
 
 
+def test_tokens_that_nobody_knows_count_where_the_sampler_grows():
+    world = Steps(make_sequences(5, [3, 3, 3, 3, 3], [4, 5, 6, 7, 8]), 16 * PAGE)
+    world.run([0, 1])
+    found, slow = world.run([0, 1, 2, 3, 4])  # max_rows is 3
+    assert found == slow
+
+
 def test_rows_without_penalties_keep_nothing_on_the_device(monkeypatch):
     world = Steps(make_sequences(3, [0, 0, 0], [3, 4, 5]), PAGE)
     penalties = world.sampler._penalties

@@ -12,7 +12,7 @@ import engine.run.sampler as module
 from engine.asked.request import Request, Sequence
 from engine.asked.sampling import SamplingParams, sampler_workspace_bytes
 from engine.errors import EngineError
-from engine.run.sample_row import SampleRow
+from engine.run.sample_row import SENT_BYTES, SampleRow, send
 from engine.run.sampler import Sampler
 
 V = 40
@@ -466,3 +466,10 @@ def test_cuda_memory_stays_within_the_stated_bytes(size, plain):
     before = torch.cuda.memory_allocated()
     sample(sampler, logits, rows)
     assert torch.cuda.max_memory_allocated() - before <= sampler_workspace_bytes(size)
+
+
+def test_numbers_beyond_one_copy_are_sent_whole():
+    values = np.arange(SENT_BYTES // 4 + 6).reshape(2, -1)
+    sent = send(values, np.int64, torch.device("cpu"))
+    assert sent.nbytes > 2 * SENT_BYTES
+    assert torch.equal(sent, torch.from_numpy(values))

@@ -1,6 +1,7 @@
 """Which tokenizer and end tokens a folder has, and the clash of package names."""
 
 import json
+import shutil
 import sys
 from importlib.metadata import PackageNotFoundError
 
@@ -64,3 +65,23 @@ def test_end_tokens_that_are_none_are_refused(tmp_path, content):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(CheckpointError, match="eos_token_id: expected a token id"):
             tokenizer.eos_token_ids(tmp_path, 9)
+
+
+@pytest.mark.parametrize("names_its_class", [True, False])
+def test_the_tokenizer_is_the_one_that_transformers_finds_by_the_model_s_class(
+    glass_model_dir, tmp_path, names_its_class
+):
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(glass_model_dir, tmp_path / "glass")
+    file = folder / "tokenizer_config.json"
+    if not names_its_class:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        del found["tokenizer_class"]
+        file.write_text(json.dumps(found), encoding="utf-8")
+    ours = tokenizer.load_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    assert ours is not None
+    assert type(ours) is type(theirs)
+    assert ours.init_kwargs == theirs.init_kwargs
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()

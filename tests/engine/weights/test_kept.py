@@ -27,6 +27,7 @@ from engine.weights import kept, reader
 from engine.weights.kept import BusyError, KeptCopy, alone, copy_folder, source_identity
 from kernels.arguments import Codes
 from kernels.ops import codes
+from tests.slow import slow
 from tests.tiny import greedy, hf_model, make_config, make_prompt, open_llm, save
 
 PROMPTS = [make_prompt(length) for length in (3, 40)]
@@ -128,7 +129,7 @@ def run(folder: Path, **keywords: Any) -> tuple[list[list[int]], list[str], dict
     return found
 
 
-@pytest.mark.parametrize("place", [{}, {"cpu_offload_gb": 1}, {"offload_group_size": 2}])
+@pytest.mark.parametrize("place", [{}, slow({"cpu_offload_gb": 1}), {"offload_group_size": 2}])
 def test_the_second_load_reads_no_packed_tensor_of_the_checkpoint(
     folder: Path, expected: list[list[int]], reads: Reads, place: dict[str, Any]
 ) -> None:
@@ -244,6 +245,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "touched": (touched, "is of another state of the checkpoint"),
     "retrained": (retrained, "is of another state of the checkpoint"),
 }
+QUICK = ("bit", "cut", "version", "touched")
+"""One of each reason."""
 
 
 def first_byte(folder: Path) -> int:
@@ -253,7 +256,13 @@ def first_byte(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fault", "asked"), [*((fault, True) for fault in FAULTS), ("bit", False), ("touched", False)]
+    ("fault", "asked"),
+    [
+        *((fault, True) for fault in QUICK),
+        *(slow(fault, True) for fault in FAULTS if fault not in QUICK),
+        ("touched", False),
+        slow("bit", False),
+    ],
 )
 def test_a_bad_copy_is_noticed_and_made_anew(
     folder: Path, expected: list[list[int]], fault: str, asked: bool, reads: Reads
@@ -464,7 +473,7 @@ def pack(folder: Path, told: Any = None, **keywords: Any) -> PackedCheckpoint:
     return pack_checkpoint(folder, copies(folder), facts, device="cpu", **keywords)
 
 
-@pytest.mark.parametrize("group_bytes", [1, 2**30])
+@pytest.mark.parametrize("group_bytes", [1, slow(2**30)])
 def test_packing_ahead_makes_what_a_load_reads(
     folder: Path,
     expected: list[list[int]],

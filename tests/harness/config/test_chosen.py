@@ -19,35 +19,44 @@ def composer() -> Composer:
     [
         (
             "offload=none offload.uva.cpu_offload_gb=8",
-            ["with offload.uva.cpu_offload_gb=8. Choose offload=uva,", "cpu_offload_gb=0,8"],
+            [
+                "offload=none conflicts with offload.uva.cpu_offload_gb=8. "
+                "Use offload=uva, or drop one."
+            ],
         ),
         (
             "offload=none offload.prefetch.offload_group_size=8",
-            ["Choose offload=prefetch,", "set offload.prefetch.offload_group_size=0"],
+            ["Use offload=prefetch, or drop one."],
         ),
-        ("offload=none planner.choose=true", ["Choose offload=auto,", "planner.choose=false"]),
+        ("offload=none planner.choose=true", ["Use offload=auto, or drop one."]),
         (
             "offload=uva offload.offload_backend=auto offload.prefetch.offload_group_size=4",
             [
                 "offload=uva conflicts with",
-                "Choose offload=prefetch,",
-                "offload.offload_backend=uva",
+                "Use offload=prefetch, or drop one.",
             ],
         ),
-        ("+experiment=peers offload=none system=native", ["cpu_offload_gb=6", "offload=uva"]),
+        (
+            "+experiment=peers offload=none system=native",
+            ["=6. Use offload=uva, or set offload.uva.cpu_offload_gb=0."],
+        ),
         (
             "kv=gpu kv.cpu_gib=4",
-            ["conflicts with kv.cpu_gib=4. Choose kv=cpu,", "set kv.cpu_gib=0"],
+            ["conflicts with kv.cpu_gib=4. Use kv=cpu, or drop one."],
         ),
         ("kv=gpu kv.num_cpu_blocks=64", ["kv.num_cpu_blocks=64"]),
-        ("system=http system.kind=native", ["system=http conflicts with", "system.kind=http"]),
+        ("system=http system.kind=native", ["system=http conflicts with", "or drop one."]),
         (
             "tracking=none tracking.backend=mlflow",
-            ["tracking=none conflicts with", "tracking.backend=none"],
+            ["tracking=none conflicts with", "or drop one."],
         ),
         (
             "offload=none,uva offload.uva.cpu_offload_gb=8",
-            ["offload=none conflicts with", "(point 0 of the sweep"],
+            [
+                "offload=none conflicts with offload.uva.cpu_offload_gb=8. Use offload=uva, "
+                "or drop one, or sweep offload.uva.cpu_offload_gb=0,8 instead of offload.",
+                "(point 0 of the sweep",
+            ],
         ),
     ],
 )

@@ -120,7 +120,7 @@ def traced(path: str) -> ScenarioConfig:
         (SystemConfig, {**HTTP, "base_url": "localhost:1"}, ["system.base_url", "'localhost:1'"]),
         (SystemConfig, {**HTTP, "prompts": "x"}, ["system.prompts", "text", "'x'"]),
         (SystemConfig, {**HTTP, "request_timeout_s": 0}, ["system.request_timeout_s", "> 0"]),
-        (run_config, {"rerun": "never"}, ["rerun", "all, failed, none", "'never'"]),
+        (run_config, {"rerun": "never"}, ["rerun", "all, invalid, failed, none", "'never'"]),
         (run_config, {"timeout_s": 0}, ["timeout_s", "> 0"]),
         (run_config, {"scenario": latency(prompt_tokens=128)}, ["scenario.latency", "128", "192"]),
         (

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.asked.config import GPUConfig
+from engine.errors import ConfigError
 from harness.config.schema import SweepContext, SystemConfig
 from harness.observe import gpu as nvml
 from harness.point import devices, point
@@ -43,6 +44,7 @@ class Several(FakeNvml):
 def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(nvml, "_load_nvml", Several)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -91,6 +93,29 @@ def test_only_gpus_that_cuda_shows_are_taken(tmp_path, monkeypatch, no_wait):
         assert first.gpu.uuid == "GPU-2"
         with pytest.raises(WaitingError), hold(tmp_path):
             pass
+
+
+@pytest.mark.parametrize("visible", [None, "2", "GPU-2,0"])
+def test_numbers_of_unlike_gpus_in_an_order_of_cuda_s_own_are_refused(visible, monkeypatch):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environ["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"
+    with pytest.raises(ConfigError, match=r"expected PCI_BUS_ID, .* got FASTEST_FIRST\. Unset it"):
+        nvml.visible_gpus(environ)
+    monkeypatch.setattr(nvml, "_load_nvml", lambda: FakeNvml(("GPU-0",)))
+    nvml.visible_gpus(environ)  # one alone has no order
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "uuids"),
+    [
+        ("GPU-2,GPU-1", "FASTEST_FIRST", ["GPU-2", "GPU-1"]),
+        ("2,1", "PCI_BUS_ID", ["GPU-2", "GPU-1"]),
+        ("2,1", None, ["GPU-2", "GPU-1"]),
+    ],
+)
+def test_gpus_are_named_by_uuid_or_counted_on_the_pci_bus(visible, order, uuids):
+    environ = {"CUDA_VISIBLE_DEVICES": visible} | ({"CUDA_DEVICE_ORDER": order} if order else {})
+    assert [gpu.uuid for gpu in nvml.visible_gpus(environ)] == uuids
 
 
 def test_runs_of_a_comparison_stay_on_one_gpu(tmp_path, no_wait):

@@ -26,6 +26,7 @@ from harness.tracking.base import GuardedTracker, Tracker
 from reports.record.record import RunRecord
 from tests.harness.cases import SPEC, attempt, fake_command, load_only, run_config, scenario
 from tests.harness.fakes import PLAN, Script
+from tests.slow import slow
 
 UNCHECKED = CorrectnessConfig(enabled=False)
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -151,12 +152,12 @@ def test_failed_requests_make_the_point_invalid(tmp_path):
     [
         ("no_fit", "build", "no_fit", "CapacityError"),
         ("oom", "step", "oom", "OutOfMemoryError"),
-        ("memory_error", "build", "oom", "MemoryError"),
+        slow("memory_error", "build", "oom", "MemoryError"),
         ("crash", "step", "failed", "ValueError"),
-        ("checkpoint", "build", "failed", "CheckpointError"),
+        slow("checkpoint", "build", "failed", "CheckpointError"),
         ("exit", "step", "failed", "WorkerExit"),
         ("sigkill", "step", "killed", "SIGKILL"),
-        ("sigsegv", "build", "killed", "SIGSEGV"),
+        slow("sigsegv", "build", "killed", "SIGSEGV"),
     ],
 )
 def test_what_ends_a_worker_becomes_a_status(tmp_path, failure, fail_at, status, kind):
@@ -196,7 +197,7 @@ def test_a_killed_worker_leaves_the_parts_that_it_ended(tmp_path):
     assert "throughput/output_tok_s" not in record.metrics
 
 
-@pytest.mark.parametrize("failure", ["oom", "crash"])
+@pytest.mark.parametrize("failure", ["oom", slow("crash")])
 def test_a_part_that_fails_costs_no_figure_of_the_others(tmp_path, capsys, failure):
     parts = scenario(load=LoadScenario())
     script = {"fail_at": "step", "failure": failure, "after_steps": 94}
@@ -264,7 +265,7 @@ def test_one_bad_point_does_not_change_the_next(tmp_path):
     assert run(tmp_path, name="1").status == "ok"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_ctrl_c_ends_the_worker_and_writes_the_record(tmp_path, number):
     mark = tmp_path / "hanging"
     script = Script(fail_at="step", failure="hang", touch=str(mark))

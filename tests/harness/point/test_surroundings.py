@@ -322,8 +322,8 @@ def test_the_summary_of_a_bad_point_is_short(tmp_path):
     bad = record(status="no_fit", valid=None, error=error, metrics={})
     lines = summary_lines(bad, tmp_path, view_command=None)
     assert lines[1] == "tiny: no_fit"
-    assert "  CapacityError: need 3 GiB, have 2 GiB." in lines
-    assert "  CapacityError: Set offload=uva." in lines
+    assert "  need 3 GiB, have 2 GiB." in lines
+    assert "  Set offload=uva." in lines
     assert not any("long" in line for line in lines)
 
 

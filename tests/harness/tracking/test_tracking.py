@@ -29,7 +29,7 @@ from tests.harness.fakes import Script
 # MLflow and SQLAlchemy warn about each other's deprecations.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("forked_workers")]
 ROOT = Path(__file__).resolve().parents[3]
-SEVERAL = 3
+SEVERAL = 2
 """Processes that meet a home without a database."""
 
 

@@ -18,6 +18,7 @@ from reports.figures.theme import (
 )
 from tests.reports.examples import ok_record
 from tests.reports.figures.pictures import drawn
+from tests.slow import mostly_slow
 
 HOST = ("pinned_weights", "pinned_kv", "pageable_kv", "kv_staging", "load_staging", "tokenizer")
 
@@ -65,7 +66,9 @@ def test_no_colour_that_stays_is_one_of_the_light_theme():
     assert len(light) == len(fields(Theme))
 
 
-@pytest.mark.parametrize("name", sorted(FIGURES))
+@pytest.mark.parametrize(
+    "name", mostly_slow(sorted(FIGURES), {"kv", "latency", "memory"}.__contains__)
+)
 def test_a_narrow_figure_has_the_width_of_a_phone_and_nothing_beyond(name):
     drawing = FIGURES[name](ok_record(), THEMES["light"].narrow)
     drawing.png()
