@@ -182,6 +182,7 @@ class AsyncLLM:
             EngineError: The engine was closed or failed while the request ran.
         """
         answers: list[CompletionOutput] = []
+        num_cached_tokens: int | None = None
         await self._prepare(params)
         stream = self._submit(prompt, params, request_id, priority)
         async with contextlib.aclosing(self._follow(stream)) as parts:
@@ -192,6 +193,8 @@ class AsyncLLM:
                     answers += [nothing(index=index) for index in range(num)]
                 for event in events:
                     _extend(answers[event.index], event)
+                    if event.index == 0 and event.num_cached_tokens is not None:
+                        num_cached_tokens = event.num_cached_tokens
                 yield RequestOutput(
                     request_id=stream.request_id,
                     prompt=prompt if isinstance(prompt, str) else None,
@@ -206,6 +209,7 @@ class AsyncLLM:
                         for x in answers
                     ],
                     finished=is_last,
+                    num_cached_tokens=num_cached_tokens,
                 )
 
     async def tokens(

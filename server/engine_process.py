@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from catalogue.checkpoint import ModelUnavailableError
@@ -209,6 +210,7 @@ class EngineProcess:
         engine, text = self._engine, self._text
         assert engine is not None
         assert text is not None
+        arrival_s = perf_counter()
         text.check_length(asked.prompt)
         encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
         ids = asked.prompt if isinstance(asked.prompt, list) else await self._in_thread(encode)
@@ -231,7 +233,10 @@ class EngineProcess:
                     send(self._writer, accepted)
                     is_first = False
                 if events:
-                    tokens = [text.token(event, with_logprobs=with_logprobs) for event in events]
+                    tokens = [
+                        text.token(event, arrival_s, with_logprobs=with_logprobs)
+                        for event in events
+                    ]
                     self._put(asked.request_id, tokens)
 
     def _put(self, name: str, tokens: list[Token]) -> None:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from server.shapes import Shape
+from server.wire import Start, Token
 
 _SECONDS: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
@@ -28,18 +29,22 @@ class RequestTimes:
     end_s: float = 0.0
     gaps_s: list[tuple[float, int]] = field(default_factory=list)
     """Between parts, each with the tokens of the later one."""
+    start: Start | None = None
+    """Of the prompt that was first to have a token."""
 
     @property
     def ttft_s(self) -> float | None:
         """To the first token; None where none came."""
         return None if self.first_s is None else self.first_s - self.arrival_s
 
-    def note(self, now_s: float, num_tokens: int) -> None:
+    def note(self, now_s: float, tokens: Sequence[Token]) -> None:
         """Take in tokens that came together."""
+        if self.start is None:
+            self.start = next((token.start for token in tokens if token.start is not None), None)
         if self.last_s is None:
             self.first_s = now_s
         else:
-            self.gaps_s.append((now_s - self.last_s, num_tokens))
+            self.gaps_s.append((now_s - self.last_s, len(tokens)))
         self.last_s = now_s
 
 
@@ -106,6 +111,10 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "To the first token.", _SECONDS)
         self._gap = histogram("inter_token_latency_seconds", "Between two tokens.", _SECONDS)
         self._e2e = histogram("e2e_request_latency_seconds", "To the end.", _SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "To the first step.", _SECONDS)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "First step to first token.", _SECONDS
+        )
         self._decode = histogram("request_decode_time_seconds", "First to last token.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self._output = histogram("request_generation_tokens", "Tokens of answers.", _TOKENS)
@@ -130,6 +139,9 @@ class Metrics:
         if times.first_s is not None and times.last_s is not None:
             self._ttft.observe(times.first_s - times.arrival_s)
             self._decode.observe(times.last_s - times.first_s)
+        if times.start is not None:
+            self._queue.observe(times.start.queue_s)
+            self._prefill.observe(times.start.prefill_s)
         for gap_s, num_tokens in times.gaps_s:
             for _ in range(num_tokens):
                 self._gap.observe(gap_s / num_tokens)

@@ -130,9 +130,9 @@ class Generated(Response):
         await line.send(b"data: [DONE]\n\n", more=False)
 
     def _note(self, times: RequestTimes, found: list[tuple[int, list[Token]]]) -> None:
-        num_tokens = sum(len(tokens) for _, tokens in found)
-        times.note(monotonic(), num_tokens)
-        self._metrics.note_tokens(num_tokens)
+        tokens = [token for _, mine in found for token in mine]
+        times.note(monotonic(), tokens)
+        self._metrics.note_tokens(len(tokens))
 
 
 class _Line:

@@ -79,7 +79,7 @@ class _Collected:
         self._with_usage, self._running_usage = with_usage, running_usage
         self._with_ids, self._with_logprobs = with_ids, with_logprobs
         self._n = n
-        self.num_prompt_tokens = self.num_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_tokens = 0
         self._base: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid4().hex}",
             "object": self.chunk_kind,
@@ -103,6 +103,7 @@ class _Collected:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
     def usage_chunk(self) -> Chunk:
@@ -127,6 +128,8 @@ class _Collected:
             choice = self.choices[index]
             choice.num_tokens += 1
             choice.logprob += token.logprob
+            if token.start is not None:
+                self.num_cached_tokens += token.start.num_cached_tokens
             if self._with_ids or self._with_logprobs:
                 choice.tokens.append(token)
             if token.finish_reason is not None:

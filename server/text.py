@@ -8,7 +8,7 @@ from engine.asked.request import NO_TOKEN, TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, RequestError
 from engine.text.chat import chat_tokens
-from server.wire import Chat, Prompt, Token, TokenText
+from server.wire import Chat, Prompt, Start, Token, TokenText
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -176,8 +176,8 @@ class Text:
                 param="tokens",
             )
 
-    def token(self, event: TokenEvent, *, with_logprobs: bool) -> Token:
-        """Return an event as clients see it."""
+    def token(self, event: TokenEvent, arrival_s: float, *, with_logprobs: bool) -> Token:
+        """Return an event, of a prompt that arrived then on the engine's clock, for clients."""
         own: TokenText | None = None
         top: tuple[TokenText, ...] = ()
         if with_logprobs and event.token_id != NO_TOKEN:
@@ -193,6 +193,7 @@ class Text:
             top,
             event.finish_reason,
             event.stop_reason,
+            _start(event, arrival_s) if event.index == 0 else None,
         )
 
     def _token_text(self, token_id: int, logprob: float) -> TokenText:
@@ -219,3 +220,10 @@ class Text:
         return {chr(byte): byte for byte in shown} | {
             chr(256 + place): byte for place, byte in enumerate(hidden)
         }
+
+
+def _start(event: TokenEvent, arrival_s: float) -> Start | None:
+    begin_s, num_cached_tokens = event.begin_s, event.num_cached_tokens
+    if begin_s is None or num_cached_tokens is None:
+        return None
+    return Start(num_cached_tokens, begin_s - arrival_s, event.time_s - begin_s)

@@ -164,6 +164,17 @@ class TokenText(NamedTuple):
     logprob: float
 
 
+class Start(NamedTuple):
+    """How a prompt's first answer came to its first token."""
+
+    num_cached_tokens: int
+    """Tokens of the prompt that the KV cache gave."""
+    queue_s: float
+    """From its arrival at the engine's process to the first step that ran it."""
+    prefill_s: float
+    """From then to its first token."""
+
+
 class Token(NamedTuple):
     """One token of one answer; a tuple, because it crosses for every token."""
 
@@ -179,6 +190,8 @@ class Token(NamedTuple):
     """The most probable tokens, the first ones of which were asked for, and itself."""
     finish_reason: str | None
     stop_reason: int | str | None
+    start: Start | None
+    """With the first token of a prompt's first answer."""
 
 
 @dataclass(frozen=True, slots=True)

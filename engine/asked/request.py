@@ -81,6 +81,10 @@ class Sequence:
     """Tokens generated so far; kept over a preemption."""
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
+    begin_s: float | None = None
+    """When the first step that ran it began, seconds of the engine's clock; None before."""
+    num_cached_tokens: int = 0
+    """Tokens of its prompt that the KV cache gave when it first began."""
     num_computed_peak: int = 0
     """The largest num_computed so far; tokens below it that run again were recomputed."""
     block_tables: list[list[int]] = field(default_factory=list)
@@ -260,6 +264,10 @@ class TokenEvent:
     """When the token was on the host, seconds of the engine's clock; set by the core."""
     text: str = ""
     """Text of the output that became final with it; none without a tokenizer."""
+    begin_s: float | None = None
+    """When the first step that ran the sequence began, with its first token; None with others."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the KV cache gave, with the sequence's first token."""
 
 
 @dataclass(kw_only=True)
@@ -295,6 +303,9 @@ class RequestOutput:
     """The n answers; one with finish_reason error if the request was refused."""
     finished: bool
     error: str | None = None
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the KV cache gave its first answer; None before that has a token.
+    """
 
 
 def finish_reason(

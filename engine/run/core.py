@@ -276,6 +276,9 @@ class EngineCore:
             while not flight.is_done() and self.scheduler.prepare():
                 pass
             end_s = flight.wait()
+            for item in plan.prefills:
+                if item.sequence.begin_s is None:
+                    item.sequence.begin_s = step.begin_s
             events = self.scheduler.commit(plan, flight.collect(), self.eos_token_ids)
         except BaseException:
             self._flight = None

@@ -379,6 +379,8 @@ class Scheduler:
         if sequence.seq_id in self._swapped:
             self._swapped.remove(sequence.seq_id)
             self.stats.num_swaps_in += sequence.num_computed > 0
+        if sequence.begin_s is None:
+            sequence.num_cached_tokens = sequence.num_computed
         is_pending = self.groups.is_pending(sequence)
         sequence.status = SequenceStatus.LOADING if is_pending else SequenceStatus.RUNNING
         return sequence
@@ -604,6 +606,7 @@ def _event(
     reason: FinishReason | None,
     stop_reason: int | str | None,
 ) -> TokenEvent:
+    is_first = position == sequence.num_prompt_tokens and token.token_id != NO_TOKEN
     return TokenEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
@@ -614,4 +617,6 @@ def _event(
         logprob=token.logprob,
         top_logprobs=token.top_logprobs,
         rank=token.rank,
+        begin_s=sequence.begin_s if is_first else None,
+        num_cached_tokens=sequence.num_cached_tokens if is_first else None,
     )

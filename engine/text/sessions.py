@@ -313,6 +313,7 @@ class Session:
 
     def output(self) -> RequestOutput:
         """Return what the user sees of it."""
+        first = self.sequences[0]
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
@@ -323,6 +324,7 @@ class Session:
             ],
             finished=all(sequence.is_finished for sequence in self.sequences),
             error=self.error,
+            num_cached_tokens=first.num_cached_tokens if first.num_output_tokens else None,
         )
 
 

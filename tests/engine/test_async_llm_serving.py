@@ -186,3 +186,29 @@ def test_use_of_the_link() -> None:
     use = LinkUse.of([(100, 1.0), (300, 3.0)])
     assert (use.bytes_per_step, use.bytes_per_s) == (200.0, 100.0)
     assert (LinkUse.of([]), LinkUse.of([(5, 0.0)])) == (LinkUse(0.0, 0.0), LinkUse(5.0, 0.0))
+
+
+def test_the_first_token_tells_what_the_cache_gave_and_when_its_step_began(
+    text_folder: Path,
+) -> None:
+    llm = open_llm(text_folder, offload_group_size=1, enable_prefix_caching=True, block_size=8)
+    [cold] = llm.generate([make_prompt(20)], greedy_params(3))
+    [warm] = llm.generate([make_prompt(20)], greedy_params(3))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 16)
+    assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
+    llm.add_request(make_prompt(20), greedy_params(3), "stepped")
+    found = []
+    while llm.has_unfinished():
+        found += llm.step()
+    assert [event.num_cached_tokens for event in found] == [16, None, None]
+    first, *others = found
+    assert first.begin_s is not None
+    assert first.begin_s < first.time_s
+    assert [event.begin_s for event in others] == [None, None]
+
+    async def stream() -> list[int | None]:
+        async with AsyncLLM(llm) as door:
+            outputs = door.generate(make_prompt(20), greedy_params(3))
+            return [output.num_cached_tokens async for output in outputs]
+
+    assert set(asyncio.run(stream())) == {16}

@@ -91,6 +91,7 @@ def test_a_chat_streams_its_role_once_and_each_end_once(served: Served) -> None:
         "prompt_tokens": count,
         "completion_tokens": 20,
         "total_tokens": count + 20,
+        "prompt_tokens_details": whole["usage"]["prompt_tokens_details"],
     }
 
 

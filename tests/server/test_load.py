@@ -45,6 +45,26 @@ def stops_generating(served: Served) -> None:
     assert served.metric("tightfit:steps_total") == steps
 
 
+def test_usage_tells_what_the_prefix_cache_gave_and_metrics_how_long_it_waited(
+    busy: Served,
+) -> None:
+    def usage(**more: Any) -> dict[str, Any]:
+        text = busy.post("/v1/completions", **body, **more).text
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if "usage" in line]
+        return json.loads(lines[-1])["usage"]
+
+    names = [f"vllm:request_{name}_time_seconds_count" for name in ("queue", "prefill")]
+    before = [busy.metric(name) for name in names]
+    body = {"prompt": "a prompt of its own " * 10, "n": 2, "max_tokens": 3, "ignore_eos": True}
+    assert usage()["prompt_tokens_details"] == {"cached_tokens": 0}
+    again = usage()
+    found = again["prompt_tokens_details"]["cached_tokens"]
+    assert again["prompt_tokens"] - 32 <= found < again["prompt_tokens"]
+    assert usage(stream=True, stream_options={"include_usage": True}) == again
+    wait_for(lambda: [busy.metric(name) for name in names] == [x + 3 for x in before])
+    assert busy.metric("vllm:request_queue_time_seconds_sum") > 0
+
+
 @pytest.mark.parametrize(("stream", "n"), [(False, 1), (True, 4), slow(True, 1), slow(False, 4)])
 def test_generation_goes_on_after_the_client_left(busy: Served, stream: bool, n: int) -> None:
     body = LONG | {"prompt": PROMPT, "stream": stream, "n": n}
