@@ -233,7 +233,7 @@ class Server:
             )
 
     async def _complete(self, asked: CompletionRequest, ready: Ready) -> Response:
-        params = asked.to_params()
+        params = asked.to_params(ready.sampling_defaults)
         self._check_room(ready, len(asked.prompts) * params.n)
         common = {
             "with_usage": asked.wants_usage,
@@ -266,7 +266,8 @@ class Server:
 
     async def _chat(self, asked: ChatRequest, ready: Ready) -> Response:
         chat = self._rendered(asked, ready)
-        params, is_forced = asked.to_params(), asked.forced_tools() is not None
+        params = asked.to_params(ready.sampling_defaults)
+        is_forced = asked.forced_tools() is not None
         self._check_room(ready, params.n)
         parser = self._settings.tool_call_parser
         parser = ready.tool_parser if parser == "auto" else parser
@@ -290,10 +291,10 @@ class Server:
                 params=params,
                 priority=asked.priority or 0,
                 form_name=asked.form_name,
+                room=asked.limit is None,
             )
 
-        limit = asked.max_completion_tokens or asked.max_tokens
-        return self._generated(asked, shape, [make], params.n, limit)
+        return self._generated(asked, shape, [make], params.n, asked.limit)
 
     def _rendered(self, asked: ChatRequest | TokenizeRequest, ready: Ready) -> Chat:
         if not ready.has_chat_template:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,7 @@ from engine.errors import (
     FailedRequestError,
     RequestError,
 )
+from engine.text.tokenizer import sampling_defaults
 from server.errors import about_form
 from server.flags import as_flags
 from server.plan_lines import plan_lines
@@ -116,7 +118,7 @@ class EngineProcess:
             loop.call_soon_threadsafe(send, self._writer, message)
 
         try:
-            llm, text = await asyncio.to_thread(build, load, tell)
+            llm, text, defaults = await asyncio.to_thread(build, load, tell)
         except (
             ConfigError,
             CapacityError,
@@ -143,6 +145,7 @@ class EngineProcess:
             takes_tools=text.takes_tools,
             tool_parser=text.tool_parser,
             facts=llm.effective() | {"memory": llm.memory()},
+            sampling_defaults=defaults,
         )
         send(self._writer, ready)
 
@@ -273,8 +276,10 @@ def counts_of(snapshot: "Snapshot") -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text]":
+def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text, dict[str, Any]]":
     """Find the model, plan, and build the engine; blocks for as long as that takes.
+
+    Returns the engine, its text, and its sampling defaults.
 
     Args:
         load: What is asked.
@@ -290,6 +295,8 @@ def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text]":
     tell(Loading("fetch"))
     model = ModelConfig(**located(load.model, load.keywords.get("load_format")))
     config = config_from_keywords(model, note_folders() | load.keywords)
+    folder = model.path if load.generation_config == "auto" else None
+    defaults = sampling_defaults(None if folder is None else Path(folder))
     tell(Loading("plan"))
     tell(Planned([as_flags(line) for line in plan_lines(LLM.plan_for(config))]))
     tell(Loading("load"))
@@ -298,7 +305,7 @@ def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text]":
         tell(Loading(phase, bytes_done, bytes_total))
 
     llm = LLM.from_config(config, progress)
-    return llm, Text(llm, load.chat_template)
+    return llm, Text(llm, load.chat_template), defaults
 
 
 async def _serve(end: socket.socket) -> None:

@@ -202,6 +202,7 @@ class Life:
             keywords=self._asked.keywords,
             max_pending=2**20,  # the front bounds the queue
             chat_template=self._template,
+            generation_config=settings.generation_config,
         )
         await self._link.open(load)
         try:

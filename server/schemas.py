@@ -3,6 +3,7 @@
 null means that a value is not given; unknown fields are ignored, as OpenAI's clients expect.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -123,12 +124,13 @@ class Sampling(_Lenient):
     def params(
         self,
         *,
+        defaults: Mapping[str, Any],
         n: int,
         max_tokens: int | None,
         logprobs: int | None,
         form: StructuredOutput | None,
     ) -> SamplingParams:
-        """Return the engine's parameters.
+        """Return the engine's parameters; those left out are of `defaults`, but for max_tokens.
 
         Raises:
             APIError: A value is out of bounds or not supported.
@@ -146,6 +148,7 @@ class Sampling(_Lenient):
             )
             if (value := getattr(self, name)) is not None
         }
+        given = {name: x for name, x in defaults.items() if name != "max_tokens"} | given
         if given.get("stop") == []:
             del given["stop"]
         if "logit_bias" in given:
@@ -197,7 +200,7 @@ class CompletionRequest(Sampling):
             return [self.prompt]
         return list(self.prompt)
 
-    def to_params(self) -> SamplingParams:
+    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the engine's parameters of each prompt.
 
         Raises:
@@ -217,6 +220,7 @@ class CompletionRequest(Sampling):
                 "best_of", "best_of: expected stream=false: answers are compared at their end."
             )
         return self.params(
+            defaults=defaults,
             n=best_of or num,
             max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
             logprobs=self.logprobs,
@@ -246,7 +250,7 @@ class ChatRequest(Sampling):
             )
         return self
 
-    def to_params(self) -> SamplingParams:
+    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
@@ -261,8 +265,9 @@ class ChatRequest(Sampling):
         if forced is not None:
             form = StructuredOutput(json_schema=calls_schema(forced))
         return self.params(
+            defaults=defaults,
             n=self.n or 1,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=self.limit or defaults.get("max_tokens"),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             form=form,
         )
@@ -271,6 +276,11 @@ class ChatRequest(Sampling):
     def form_name(self) -> str:
         """The field that gives the answer its form."""
         return "response_format" if self.forced_tools() is None else "tools"
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer, where the client says it."""
+        return self.max_completion_tokens or self.max_tokens
 
     def forced_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools of which the answer must call one; None: it may do as it likes.

@@ -35,6 +35,9 @@ class ServerSettings(Sealed):
     """File with a Jinja template of chats; null: the checkpoint's."""
     tool_call_parser: str = "auto"
     """hermes (Qwen) | llama3_json | none | auto (by the chat template)."""
+    generation_config: str = "auto"
+    """auto (sampling parameters that a request leaves out are those of the checkpoint's
+    generation_config.json) | vllm (they are the API's own defaults)."""
     max_num_queued_reqs: int = number(256, low=1)
     """Answers that may wait beside those that run; one more is refused with status 429."""
     max_body_mib: float = number(32.0, low=0, low_open=True, high=1024)
@@ -62,6 +65,7 @@ class ServerSettings(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a value is unusable or would have no effect."""
         check_choice("server.tool_call_parser", self.tool_call_parser, PARSERS)
+        check_choice("server.generation_config", self.generation_config, ("auto", "vllm"))
         for name in ("api_key", "served_model_name", "allowed_hosts", "cors_origins"):
             _check_texts(f"server.{name}", getattr(self, name))
         if self.log_prompts and not self.access_log:

@@ -26,6 +26,8 @@ class Load:
     max_pending: int
     chat_template: str | None
     """The template itself, not its file."""
+    generation_config: str
+    """auto | vllm: whether the checkpoint's sampling defaults count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,8 @@ class Ready:
     """The parser of tool calls that goes with the chat template, or none."""
     facts: dict[str, Any]
     """Sizes and placements in force."""
+    sampling_defaults: dict[str, Any]
+    """Parameters of requests that leave them out."""
 
 
 @dataclass(frozen=True, slots=True)

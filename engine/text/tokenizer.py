@@ -1,13 +1,19 @@
-"""The tokenizer and the end-of-sequence tokens of a model folder."""
+"""The tokenizer, the end-of-sequence tokens and the sampling defaults of a model folder."""
 
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from engine.asked.sampling import SamplingParams
 from engine.errors import CheckpointError, EngineError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+SAMPLING_DEFAULTS: Final = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json -> parameters of sampling."""
 
 
 def load_tokenizer(folder: Path | str | None) -> Any | None:
@@ -112,14 +118,40 @@ def eos_token_ids(folder: Path | None, vocab_size: int) -> frozenset[int]:
     return frozenset()
 
 
-def _eos_of(file: Path) -> frozenset[int] | None:
+def sampling_defaults(folder: Path | None) -> dict[str, Any]:
+    """Return the sampling parameters that generation_config.json names; null names none.
+
+    Raises:
+        CheckpointError: It is not an object in JSON, or a value is out of bounds.
+    """
+    file = None if folder is None else folder / "generation_config.json"
+    if file is None or not file.is_file():
+        return {}
+    content = _object_of(file)
+    found = {
+        name: content[key]
+        for key, name in SAMPLING_DEFAULTS.items()
+        if content.get(key) is not None
+    }
+    try:
+        SamplingParams(**found).check()
+    except RequestError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return found
+
+
+def _object_of(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # bytes that are no text, too
         raise CheckpointError(f"{file}: not JSON ({error}).") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected an object, got {type(content).__name__}.")
-    value = content.get("eos_token_id")
+    return content
+
+
+def _eos_of(file: Path) -> frozenset[int] | None:
+    value = _object_of(file).get("eos_token_id")
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]

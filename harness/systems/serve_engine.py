@@ -48,6 +48,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in ({}, None)} | {
         "model": model.path or model.name,
         "served_model_name": [model.name],
+        "generation_config": "vllm",  # requests sample as the engine alone would
         "port": 0,
         "access_log": False,
         "max_num_queued_reqs": PENDING,

@@ -59,6 +59,7 @@ def write_model(folder: Path, **changes: Any) -> Path:
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 33}', encoding="utf-8")
     return folder
 
 

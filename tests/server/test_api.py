@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.schemas import ChatRequest, CompletionRequest
 from tests.server.launch import MAX_LEN, Served, wait_for
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -348,6 +349,27 @@ def test_counters_move_by_exactly_what_was_asked(served: Served) -> None:
     assert [served.metric(name) for name in names] == [before[0] + 15, before[1] + 21]
     assert served.metric("vllm:e2e_request_latency_seconds_count") > 0
     assert served.get("/load").json() == {"server_load": 0}
+
+
+def test_what_a_chat_leaves_out_is_of_the_generation_config(served: Served) -> None:
+    def length(**body: Any) -> int:
+        body |= {"messages": HELLO, "ignore_eos": True}
+        whole = served.post("/v1/chat/completions", **body).json()
+        return int(whole["usage"]["completion_tokens"])
+
+    assert [length(), length(max_tokens=None), length(max_tokens=40)] == [33, 33, 40]
+    long = [{"role": "user", "content": "a" * (MAX_LEN - 40)}]
+    body = {"messages": long, "ignore_eos": True}
+    whole = served.post("/v1/chat/completions", **body).json()
+    assert whole["usage"]["total_tokens"] == MAX_LEN
+
+
+def test_sampling_parameters_that_a_request_has_win_over_defaults() -> None:
+    defaults = {"temperature": 0.7, "top_k": 20, "max_tokens": 5}
+    params = CompletionRequest(prompt="x", temperature=0).to_params(defaults)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0, 20, 16)
+    params = ChatRequest(messages=HELLO, top_k=None).to_params(defaults)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.7, 20, 5)
 
 
 def test_the_log_has_a_line_for_each_request_with_its_id(served: Served) -> None:

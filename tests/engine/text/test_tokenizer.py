@@ -37,6 +37,18 @@ def test_end_tokens_outside_the_vocabulary_are_left_out(tmp_path, value, found):
     assert tokenizer.eos_token_ids(tmp_path, 9) == found
 
 
+def test_sampling_defaults_are_those_of_the_generation_config(tmp_path):
+    assert tokenizer.sampling_defaults(None) == {}
+    assert tokenizer.sampling_defaults(tmp_path) == {}
+    content = {"do_sample": False, "top_k": 20, "top_p": 0.8, "min_p": None, "max_new_tokens": 7}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content | {"temperature": 0.7}))
+    expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 7}
+    assert tokenizer.sampling_defaults(tmp_path) == expected
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 2}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p"):
+        tokenizer.sampling_defaults(tmp_path)
+
+
 def test_an_installed_package_of_our_folder_name_is_named(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
