@@ -14,17 +14,18 @@ from itertools import combinations
 from typing import Any, Final
 
 from engine.model.formats import EMBEDDING, HEAD, align
+from engine.model.spec import DTYPE_BYTES
 from engine.plan.memory import (
     Asked,
     MemoryPlan,
     asked_tier,
     build_plan,
     plan_fits,
-    prefill_graph_bytes,
     step_blocks,
 )
 from engine.plan.policy import Assignment, assign_resident, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
+from engine.plan.sizes import captured_bytes
 from engine.plan.times import (
     CONTEXT_TOKENS,
     Rates,
@@ -165,7 +166,7 @@ class Chooser:
         self._outer = {tensor.name: align(asked.formats.num_bytes(tensor)) for tensor in outer}
         self.resident = build_plan(asked, assign_resident(asked.spec))
         self._tier = asked_tier(asked, 0)
-        self._prefill_graphs = prefill_graph_bytes(asked, self.resident)
+        self._prefill_graphs = _prefill_graph_bytes(asked, self.resident)
 
     @cached_property
     def _least_blocks(self) -> int:
@@ -435,3 +436,14 @@ class Chooser:
                 "the layers stays in GPU memory."
             )
         return Assignment(placements, lookahead, notes)
+
+
+def _prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
+    """GPU bytes that a plan without offloaded layers takes to capture steps with prompts."""
+    sizes = plan.graph_sizes if plan.use_graphs else ()
+    size, kind = DTYPE_BYTES[asked.dtype], asked.facts.kind
+    with_prompts, without = (
+        sum(captured_bytes(asked.spec, kind, sizes, prefills, size))
+        for prefills in (plan.captured_prefills, ())
+    )
+    return with_prompts - without

@@ -659,17 +659,6 @@ def _packing(asked: Asked, items: Mapping[str, int], budget: int) -> dict[str, i
     return {"packing": more} if more > max(0, room) else {}
 
 
-def prefill_graph_bytes(asked: Asked, plan: MemoryPlan) -> int:
-    """GPU bytes that a plan without offloaded layers takes to capture steps with prompts."""
-    sizes = plan.graph_sizes if plan.use_graphs else ()
-    size, kind = DTYPE_BYTES[asked.dtype], asked.facts.kind
-    with_prompts, without = (
-        sum(captured_bytes(asked.spec, kind, sizes, prefills, size))
-        for prefills in (plan.captured_prefills, ())
-    )
-    return with_prompts - without
-
-
 def asked_tier(asked: Asked, offloaded_bytes: int) -> HostTierSizes:
     """Return the host tier that is asked for, beside so many bytes of weights in host memory."""
     facts, size = asked.facts, DTYPE_BYTES[asked.dtype]

@@ -1,6 +1,7 @@
 """Who prints goes on where nobody reads any more."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,5 +51,5 @@ def test_a_command_whose_reader_is_gone_ends_as_it_would() -> None:
 
 
 def test_a_command_without_streams_ends_as_it_would() -> None:
-    closed = f"exec {' '.join(HELP)} 0<&- 1>&- 2>&-"
+    closed = f"exec {shlex.join(HELP)} 0<&- 1>&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", closed], check=False).returncode == 0

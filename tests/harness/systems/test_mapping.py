@@ -208,7 +208,7 @@ def test_nothing_in_common_is_a_reason_and_unknown_ids_are_not_compared():
     assert "none begins with" in agree([[1, 2], [3]], [[5, 2], [4]]).reasons[0]
     unknown = agree([[1, 2]], [[-1, -1]])
     assert unknown.facts["checked"] is False
-    assert "no token ids" in unknown.notes[0]
+    assert "does not report token ids" in unknown.notes[0]
 
 
 @pytest.mark.parametrize("kind", SYSTEMS)
