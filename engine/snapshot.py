@@ -65,11 +65,6 @@ class Snapshot:
         """Share of the GPU's blocks that sequences have, 0 to 1."""
         return self.gpu_kv_blocks_used / self.gpu_kv_blocks if self.gpu_kv_blocks else 0.0
 
-    @property
-    def host_kv_usage(self) -> float:
-        """Share of the host tier's blocks that sequences have, 0 to 1."""
-        return self.host_kv_blocks_used / self.host_kv_blocks if self.host_kv_blocks else 0.0
-
 
 def take_snapshot(engine: "Engine") -> Snapshot:
     """Return an engine's counts.

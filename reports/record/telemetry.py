@@ -112,11 +112,6 @@ COSTLY_COLUMNS: Final = frozenset({"gpu_energy_j", "pcie_rx_gb_s", "pcie_tx_gb_s
 """Read every few seconds, in rows whose clock_s is costly_clock_s; others repeat the value."""
 
 
-def is_counter(name: str) -> bool:
-    """Return whether a column only grows, so that differences of it mean something."""
-    return COLUMNS[name].meaning.startswith("counter: ")
-
-
 def line_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the row of each line of JSON; lines that a kill cut short are passed over."""
     for line in lines:

@@ -176,7 +176,7 @@ def test_a_snapshot_counts_what_was_done(text_folder: Path) -> None:
     assert after.link_share is not None
     assert after.link_share > 0
     assert after.step_s > 0
-    assert (after.host_kv_blocks, after.host_kv_usage, after.link_kv_bytes) == (0, 0.0, 0)
+    assert (after.host_kv_blocks, after.host_kv_blocks_used, after.link_kv_bytes) == (0, 0, 0)
     llm.close()
     with pytest.raises(EngineError, match="it was closed"):
         llm.snapshot()

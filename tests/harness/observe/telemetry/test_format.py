@@ -16,7 +16,6 @@ from reports.record.telemetry import (
     PARQUET_NAME,
     SLOW_COLUMNS,
     SPOOL_NAME,
-    is_counter,
     read_spool,
     read_telemetry,
 )
@@ -105,12 +104,6 @@ def test_the_columns_are_documented_in_their_order():
     assert [(n, kind, re.sub(r" \([sc]\)$", "", text)) for n, kind, text in rows] == wanted
     assert slow == SLOW_COLUMNS
     assert costly == COSTLY_COLUMNS
-
-
-def test_counters_are_named_as_such():
-    assert is_counter("gpu_energy_j")
-    assert is_counter("cpu_s")
-    assert not is_counter("gpu_power_w")
 
 
 @pytest.mark.parametrize("pieces", [('{"time": 1}\n{"ti', 'me": 2}\n'), ('{"time": 1}\n',)])
