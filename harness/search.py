@@ -25,7 +25,6 @@ from engine.errors import ConfigError
 from harness.config.compose import Composer
 from harness.config.engine import require_package
 from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
-from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, say, show
 from harness.folders import install_extra
 from harness.forecast.skip import planned_shortage
 from harness.point.full_disk import exit_code, is_full, require_room, require_writable
@@ -40,6 +39,7 @@ from harness.studies.search_request import (
     overrides_of,
     parse_request,
 )
+from harness.terminal import EXIT_NOT_ALL_OK, EXIT_OK, say, show
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
 from reports.record.text import GIB, number
 

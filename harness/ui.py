@@ -13,7 +13,7 @@ from typing import Any
 
 from catalogue.files import tightfit_home
 from harness.config.schema import TrackingConfig
-from harness.console import EXIT_OK, say
+from harness.terminal import EXIT_OK, say
 from harness.tracking.mlflow import ENVIRONMENT, artifact_root, experiment_page, store_uri
 
 

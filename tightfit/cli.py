@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.errors import closest
-from harness.console import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
+from harness.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
 
 
 @dataclass(frozen=True)

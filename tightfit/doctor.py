@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 
 from engine.plan.memory import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
 from engine.sealed import GIB
-from harness.console import EXIT_OK, columns, show
 from harness.needs import PYTHONS
+from harness.terminal import EXIT_OK, columns, show
 
 EXIT_BAD: Final = 1
 """At least one line is bad."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from catalogue.files import expanded, tightfit_home
 from engine.errors import ConfigError, did_you_mean
-from harness.console import EXIT_BAD_CONFIG, EXIT_OK, say, show
+from harness.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, show
 
 LATEST: Final = "latest"
 PAGES: Final = ("report.html", "sweep.html", "compare.html")

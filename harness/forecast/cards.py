@@ -13,8 +13,8 @@ from engine.plan.answer import WORTH, Way, labelled, rate, wrapped
 from engine.plan.memory import BFLOAT16_CAPABILITY, DeviceFacts, MemoryPlan
 from engine.plan.planner import asked_of, plan_memory
 from engine.sealed import GIB
-from harness.console import columns
 from harness.forecast.rows import Forecast
+from harness.terminal import columns
 
 AUTO_WORDS: Final = "offload=auto"
 HEADER: Final = ("card", "GiB", "as set", "fastest", "tok/s", "GiB in host memory")

@@ -12,7 +12,7 @@ from typing import Final
 from catalogue.files import tightfit_home
 from engine.errors import ConfigError
 from harness.config.schema import TrackingConfig
-from harness.console import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, say
+from harness.terminal import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, say
 from harness.tracking.mlflow import DATABASE_NAME, sqlite_path
 
 ROOM_BYTES: Final = 16 << 20

@@ -11,8 +11,8 @@ from engine.plan.answer import labelled, wrapped
 from engine.sealed import GIB
 from harness.config.command import command_with
 from harness.config.schema import SweepContext
-from harness.console import columns
 from harness.folders import module_command, python_path
+from harness.terminal import columns
 from reports.record.metrics import (
     PREDICTED,
     found,

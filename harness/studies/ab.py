@@ -10,11 +10,11 @@ from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan, Point
 from harness.config.engine import require_package
 from harness.config.schema import SIDES, AbConfig, RunConfig
-from harness.console import columns, error_facts
 from harness.observe.statistics import CONFIDENCE, interval
 from harness.observe.student import student_t
 from harness.point.show import build_report, verdict_text
 from harness.studies.series import RunOne, Series, key_of
+from harness.terminal import columns, error_facts
 from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
 from reports.record.sides import UNRESOLVED, answer_of

@@ -13,10 +13,10 @@ from harness.config.compose import Composer, Plan, Point, with_values
 from harness.config.engine import require_package
 from harness.config.schema import RunConfig
 from harness.config.study import StudyConfig, StudyPoint
-from harness.console import error_facts, say
 from harness.studies import bench, bench_kv, bench_lossless, bench_serve, validate
 from harness.studies.series import RunOne, Series, key_of
 from harness.studies.table import BEFORE, Found, Judged, Result
+from harness.terminal import error_facts, say
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
 

@@ -23,7 +23,6 @@ from harness.config.compose import DEMO_MODEL, Composer, Plan, Point, explain, u
 from harness.config.engine import require_package
 from harness.config.launchers import BASIC, keep_gpus_visible, make_importable
 from harness.config.schema import RunConfig, SweepContext
-from harness.console import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
 from harness.point.describe import point_name, sweep_title
 from harness.point.full_disk import (
     DiskFullError,
@@ -41,6 +40,7 @@ from harness.sweep.document import Document, of_plans, of_runs
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
+from harness.terminal import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
 from reports.record.record import RESULT_NAME, RecordError, RunRecord
 
 

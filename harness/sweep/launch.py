@@ -24,8 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from catalogue.files import read_json
 from harness.config.compose import Plan, Point, register
 from harness.config.launchers import default_settings
-from harness.console import EXIT_INTERRUPTED
 from harness.observe.host import start_ticks
+from harness.terminal import EXIT_INTERRUPTED
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
 FOLDER: Final = ".points"

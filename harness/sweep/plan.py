@@ -14,7 +14,6 @@ from engine.sealed import GIB
 from harness.config.command import command_line, command_with
 from harness.config.compose import Plan, Point
 from harness.config.schema import SIDES, RunConfig
-from harness.console import EXIT_OK, columns, show
 from harness.forecast.cards import card_lines
 from harness.forecast.other import other_lines
 from harness.forecast.rows import (
@@ -29,6 +28,7 @@ from harness.observe.gpu import open_gpu
 from harness.point.describe import what_varies
 from harness.point.show import build_report, capacity_lines, weight_lines
 from harness.studies.ab import Sides, steps
+from harness.terminal import EXIT_OK, columns, show
 from reports.record.text import number
 
 _BAR: Final = 50

@@ -12,12 +12,12 @@ from harness.__main__ import main
 from harness.config.compose import Composer
 from harness.config.engine import check_system
 from harness.config.schema import SystemConfig
-from harness.console import EXIT_BAD_CONFIG
 from harness.point.point import prepare
 from harness.search import TrialRunner
 from harness.systems.accelerate_engine import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import agree, config_json
 from harness.systems.vllm_engine import check_arguments, vllm_arguments
+from harness.terminal import EXIT_BAD_CONFIG
 from tests.harness.cases import SPEC, load_only, run_config
 
 SYSTEMS = {

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from harness.console import columns
+from harness.terminal import columns
 
 ROWS = [("point", "GiB", "folder"), ("gpu[red]:smile:", "1.5", "a b"), ("", "12.25", "")]
 LINES = [
