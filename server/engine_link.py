@@ -142,6 +142,8 @@ class EngineLink:
         """Facts of the engine; None until it is loaded."""
         self.counts: dict[str, float] = {}
         """The engine's own, as of the last sign of life."""
+        self.num_live_beats = 0
+        """Signs of life of an engine that has no work, or made a step since the one before."""
         self.failure: Failed | None = None
         """What the engine's process said before it ended."""
         self._answers: dict[str, Answer] = {}
@@ -279,7 +281,10 @@ class EngineLink:
             future.set_result(message.value)
 
     def _take_beat(self, message: Beat) -> None:
-        self.counts = message.counts
+        before, self.counts = self.counts, message.counts
+        has_work = self.counts.get("running", 0) + self.counts.get("waiting", 0) > 0
+        if not has_work or self.counts["steps"] != before.get("steps"):
+            self.num_live_beats += 1
 
     def _take_progress(self, message: Loading) -> None:
         self._lifecycle.note_load(message.phase, message.bytes_done, message.bytes_total)

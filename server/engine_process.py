@@ -11,17 +11,18 @@ import signal
 import socket
 import sys
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import note_folders
-from catalogue.models import located
+from catalogue.models import find, located, state
 from engine.asked.config import ModelConfig
 from engine.asked.keywords import config_from_keywords
 from engine.errors import (
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 
 BEAT_S: Final = 0.25
 """Seconds between two signs of life."""
+FETCH_LOOK_S: Final = 1.0
+"""Seconds between two looks at how much of a model was fetched."""
 TOKENIZER_THREADS: Final = 2
 """A long prompt keeps one; the other goes on with short ones."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -292,8 +295,8 @@ def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text, dict[
     from engine.llm import LLM  # noqa: PLC0415  brings torch
     from server.text import Text  # noqa: PLC0415
 
-    tell(Loading("fetch"))
-    model = ModelConfig(**located(load.model, load.keywords.get("load_format")))
+    with _telling_fetch(load.model, tell):
+        model = ModelConfig(**located(load.model, load.keywords.get("load_format")))
     config = config_from_keywords(model, note_folders() | load.keywords)
     folder = model.path if load.generation_config == "auto" else None
     defaults = sampling_defaults(None if folder is None else Path(folder))
@@ -306,6 +309,26 @@ def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text, dict[
 
     llm = LLM.from_config(config, progress)
     return llm, Text(llm, load.chat_template), defaults
+
+
+@contextlib.contextmanager
+def _telling_fetch(name: str, tell: Callable[[object], None]) -> Iterator[None]:
+    """Tell once a second how many bytes of a model are on this machine, while it is fetched."""
+    over = Event()
+
+    def look() -> None:
+        while not over.wait(FETCH_LOOK_S):
+            with contextlib.suppress(OSError):  # files get their last names meanwhile
+                tell(Loading("fetch", state(find(name)).num_bytes))
+
+    tell(Loading("fetch"))
+    looking = Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
 
 
 async def _serve(end: socket.socket) -> None:

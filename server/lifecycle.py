@@ -6,6 +6,8 @@ from time import monotonic
 from typing import Any, Final, Literal
 
 State = Literal["not_loaded", "loading", "ready", "draining", "failed"]
+Load = tuple[str | None, int, int]
+"""What a load does now, its bytes done, and those in all; 0 where they are not known."""
 _NEXT: Final[dict[State, tuple[State, ...]]] = {
     "not_loaded": ("loading", "draining", "failed"),
     "loading": ("ready", "draining", "failed"),
@@ -52,6 +54,11 @@ class Lifecycle:
             self._bytes_since_s = self._clock()
         self.phase, self._bytes_done, self._bytes_total = phase, bytes_done, bytes_total
 
+    @property
+    def load(self) -> Load:
+        """How far a load is."""
+        return self.phase, self._bytes_done, self._bytes_total
+
     def to_dict(self) -> dict[str, Any]:
         """Return what /health tells."""
         found: dict[str, Any] = {"state": self.state, "since_s": self._clock() - self._since_s}
@@ -64,6 +71,8 @@ class Lifecycle:
                     "bytes_total": self._bytes_total,
                     "bytes_per_s": self._bytes_done / spent_s if spent_s > 0 else 0.0,
                 }
+            elif self._bytes_done:
+                found["bytes_done"] = self._bytes_done
         if self.reason is not None:
             found["reason"] = self.reason
         return found

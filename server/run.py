@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -22,6 +23,7 @@ from server.errors import APIError
 from server.flags import Asked, UsageError, as_flags, parse
 from server.guard import ACCESS, Guard
 from server.lifecycle import Lifecycle
+from server.notify import Notifier, Reporter, reporting
 from server.protocol import protocol_of
 from server.settings import ServerSettings
 from server.wire import Load
@@ -54,20 +56,25 @@ class _Front(uvicorn.Server):
 def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
     """Serve what a command line asks for; return the exit code."""
     _log_to_stderr()
+    notifier = None
     try:
+        notifier = Notifier.from_environment(os.environ)
         asked = parse(arguments, prog)
         keys = asked.server.keys()
         template = _template(asked.server.chat_template)
         listening = listen(asked.server)
     except EngineError as error:
-        return _refused(error)
+        return _refused(error, notifier)
     _raise_file_limit()
     with listening:
-        return asyncio.run(Life(asked, keys, template, listening).run())
+        return asyncio.run(Life(asked, keys, template, listening, notifier).run())
 
 
-def _refused(error: EngineError) -> int:
-    logger.error("%s", as_flags(str(error)))
+def _refused(error: EngineError, notifier: Notifier | None) -> int:
+    message = as_flags(str(error))
+    logger.error("%s", message)
+    if notifier is not None:
+        notifier.tell(STATUS=f"refused: {message}")
     match error:
         case UsageError():
             return EXIT_USAGE
@@ -161,12 +168,22 @@ class Life:
     """One server from its first second to its exit code."""
 
     def __init__(
-        self, asked: Asked, keys: Sequence[str], template: str | None, listening: socket.socket
+        self,
+        asked: Asked,
+        keys: Sequence[str],
+        template: str | None,
+        listening: socket.socket,
+        notifier: Notifier | None,
     ) -> None:
         self._asked, self._template, self._listening = asked, template, listening
         settings = asked.server
         self._lifecycle = Lifecycle()
-        self._link = EngineLink(self._lifecycle, on_plan=_log_plan)
+        self._link = link = EngineLink(self._lifecycle, on_plan=_log_plan)
+        self._reporter = (
+            None
+            if notifier is None
+            else Reporter(notifier, self._lifecycle, lambda: link.num_live_beats)
+        )
         names = list(settings.served_model_name) or [asked.model]
         server = Server(settings, names, self._link, self._lifecycle)
         self._guard: Guard = make_app(server, settings, keys)
@@ -206,9 +223,10 @@ class Life:
         )
         await self._link.open(load)
         try:
-            code = await self._live(url)
-            if code == 0 or self._num_signals:
-                await self._drain(settings.drain_s)
+            async with reporting(self._reporter):
+                code = await self._live(url)
+                if code == 0 or self._num_signals:
+                    await self._drain(settings.drain_s)
         finally:
             await self._link.close(CLOSE_S)
             self._front.should_exit = True
