@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("catalogue", "engine", "harness", "kernels", "reports", "server", "tightfit")
+PACKAGES = ("catalogue", "console", "engine", "harness", "kernels", "reports", "server", "tightfit")
 
 
 def python_files(*folders: str) -> list[Path]:

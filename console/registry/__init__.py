@@ -1,0 +1,1 @@
+"""Models, their settings and what was measured of them, in a database of TIGHTFIT_HOME."""

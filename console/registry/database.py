@@ -1,0 +1,128 @@
+"""Database: the registry's SQLite file; many processes may read and write it at once."""
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Self
+
+from filelock import FileLock
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import URL
+from sqlalchemy.orm import Session
+
+from catalogue.files import tightfit_home
+from console.registry.tables import REVISION
+from engine.errors import ConfigError
+
+MIGRATIONS: Final = Path(__file__).resolve().parent / "migrations"
+BUSY_TIMEOUT_S: Final = 60
+"""How long a transaction waits for those of other processes."""
+
+
+class Database:
+    """A file of SQLite in WAL mode, where readers and one writer do not wait for each other.
+
+    Objects may be shared by threads. A commit is on the disk when it returns.
+    """
+
+    def __init__(self, path: Path, engine: Engine) -> None:
+        self.path = path
+        self._engine = engine
+        self._write = engine.execution_options(begin="BEGIN IMMEDIATE")
+        self._watch = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+        self._watching = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path | None = None) -> Self:
+        """Open the registry; it is made, or brought to the newest form, where it is not.
+
+        Args:
+            path: of the file; None: registry.db in TIGHTFIT_HOME.
+
+        Raises:
+            ConfigError: it cannot be written, is no database, or is of a newer version.
+        """
+        path = path or tightfit_home() / "registry.db"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_name(f".{path.name}.lock")):
+                engine = _engine(path)
+                _bring_up(path, engine)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"{path}: expected the registry's database, or room to make it, got {error}. Move "
+                "the file away, or set TIGHTFIT_HOME to another folder."
+            ) from error
+        return cls(path, engine)
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """Give a session that sees one moment of the database; objects stay usable behind it."""
+        with Session(self._engine, expire_on_commit=False, autoflush=False) as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """Give a session whose changes are committed at its end, and undone after an exception.
+
+        No other process writes meanwhile: compute first, and keep it short.
+        """
+        with Session(self._write, expire_on_commit=False) as session, session.begin():
+            session.connection()  # begins now: what is read here stays true until it is written
+            yield session
+
+    def version(self) -> int:
+        """Return a number that is another one after a commit of any process, this one too."""
+        with self._watching:
+            row = self._watch.execute("PRAGMA data_version").fetchone()
+        return int(row[0])
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._watch.close()
+        self._engine.dispose()
+
+
+def _engine(path: Path) -> Engine:
+    url = URL.create("sqlite", database=str(path))
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+
+    @event.listens_for(engine, "connect")
+    def _(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # `begin` below says how transactions begin
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _(connection: Connection) -> None:
+        connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN"))
+
+    return engine
+
+
+def _bring_up(path: Path, engine: Engine) -> None:
+    """Migrate the database where it is older; the caller holds the lock."""
+    with engine.connect() as connection:
+        tables = connection.exec_driver_sql(
+            "SELECT count(*) FROM sqlite_master WHERE name = 'alembic_version'"
+        )
+        found = None
+        if tables.scalar():
+            found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    if found == REVISION:
+        return
+    if found is not None and found > REVISION:
+        raise ConfigError(
+            f"{path}: expected the form {REVISION} of the registry or an older one, got {found}, "
+            "which a newer Tightfit made. Install that one, or set TIGHTFIT_HOME to another folder."
+        )
+    from alembic import command  # noqa: PLC0415  only when it is needed: it takes long to load
+    from alembic.config import Config  # noqa: PLC0415
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    with engine.execution_options(begin="BEGIN IMMEDIATE").begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, REVISION)
