@@ -73,8 +73,7 @@ def parse(arguments: Sequence[str], prog: str = "python -m server") -> Asked:
     parser = _parser(prog)
     known, unknown = parser.parse_known_args(list(arguments))
     if unknown:
-        flags = [f"--{name.replace('_', '-')}" for name in _names()]
-        hint = did_you_mean(unknown[0].partition("=")[0], flags)
+        hint = did_you_mean(unknown[0].partition("=")[0], flags())
         raise UsageError(f"{prog}: expected flags of {prog} --help, got {' '.join(unknown)}.{hint}")
     given = dict(vars(known))
     file = given.pop("config", None)
@@ -200,6 +199,11 @@ def _read(file: Path) -> dict[str, Any]:
             raise ConfigError(f"config: {file}: there is no setting {key!r}.{hint}")
         found[name] = value
     return found
+
+
+def flags() -> list[str]:
+    """Return every flag of the command line."""
+    return [f"--{name.replace('_', '-')}" for name in [*dict.fromkeys(_names()), *ALIASES]]
 
 
 def _names() -> list[str]:

@@ -10,26 +10,37 @@ from harness.terminal import EXIT_OK
 SCRIPTS: Final[Mapping[str, str]] = {
     "bash": """\
 _tightfit() {
-  local IFS=$'\\n'
-  COMPREPLY=($(tightfit completion --line "${COMP_LINE:0:COMP_POINT}" bash 2>/dev/null))
+  mapfile -t COMPREPLY < <(tightfit completion --line "${COMP_LINE:0:COMP_POINT}" bash 2>/dev/null)
+  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace
 }
-complete -o nospace -o default -F _tightfit tightfit
+complete -o default -F _tightfit tightfit
 """,
     "zsh": """\
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
 _tightfit() {
   local -a found
-  found=("${(@f)$(tightfit completion --line "${(j: :)words[1,CURRENT]}" zsh 2>/dev/null)}")
-  compadd -Q -S '' -- $found
+  local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+  found=("${(@f)$(tightfit completion --line "$line" zsh 2>/dev/null)}")
+  found=(${found:#})
+  (( $#found )) || { _files; return }
+  compadd -S '' -- ${(M)found:#*[=./]}
+  compadd -- ${found:#*[=./]}
 }
 compdef _tightfit tightfit
 """,
     "fish": """\
-complete -c tightfit -f -a '(tightfit completion --line (commandline -cp) fish 2>/dev/null)'
+function __tightfit_complete
+  set -l found (tightfit completion --line (commandline -cp) fish 2>/dev/null)
+  set -q found[1]; or set found (__fish_complete_path (commandline -ct))
+  printf '%s\\n' $found
+end
+complete -c tightfit -f -a '(__tightfit_complete)'
 """,
 }
+"""A name that ends in = . or / is followed by no space. Where nothing fits, files are offered."""
 HOW: Final[Mapping[str, str]] = {
     "bash": 'eval "$(tightfit completion bash)"    # in ~/.bashrc',
-    "zsh": 'eval "$(tightfit completion zsh)"    # in ~/.zshrc, behind compinit',
+    "zsh": 'eval "$(tightfit completion zsh)"    # in ~/.zshrc, after compinit',
     "fish": "tightfit completion fish | source    # in ~/.config/fish/config.fish",
 }
 
@@ -74,6 +85,8 @@ def candidates(line: str, commands: Sequence[str]) -> list[str]:
             return _settings(" ".join([*typed, last]))
         case ["models"]:
             found = list(_model_verbs())
+        case ["serve", *_] if last.startswith("-"):
+            found = _flags()
         case ["models" | "serve" | "chat", *_]:
             found = _model_names()
         case ["open" | "compare", *_]:
@@ -103,6 +116,12 @@ def _model_names() -> list[str]:
     from catalogue.models import names  # noqa: PLC0415  when it is asked
 
     return names()
+
+
+def _flags() -> list[str]:
+    from server.flags import flags  # noqa: PLC0415  when it is asked
+
+    return flags()
 
 
 def _runs() -> list[str]:
