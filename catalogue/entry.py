@@ -14,6 +14,10 @@ SOURCE_FIELDS: Final = {
     "folder": (),
 }
 """Fields of a source by its kind."""
+_HUB_ID: Final = re.compile(
+    r"(?!.*(?:--|\.\.|\.git$))\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", flags=re.ASCII
+)
+"""As the hub's own client takes them."""
 
 
 @dataclass(kw_only=True)
@@ -90,4 +94,4 @@ class Model(Sealed):
 
 def is_hub_id(text: str) -> bool:
     """Return whether a text may be the OWNER/NAME of a repository on a model hub."""
-    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) is not None
+    return _HUB_ID.fullmatch(text) is not None

@@ -60,6 +60,15 @@ def find(model: str, config_dir: Path | None = None) -> Model:
     """
     if (path := expanded(model)).exists():
         return Model(name=_short(path.resolve().name), path=str(path))
+    return named(model, config_dir)
+
+
+def named(model: str, config_dir: Path | None = None) -> Model:
+    """Return a model by a name of the catalogue or a hub's OWNER/NAME, whatever folders there are.
+
+    Raises:
+        ConfigError: there is no such model, or its file is unusable.
+    """
     files = _files(config_dir)
     if model in files:
         return _to_model(model, files[model])

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn, get_args, get_origin
 import yaml
 
 from catalogue.files import load_yaml
+from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.keywords import (
     COMBINED,
     NOT_SUPPORTED,
@@ -121,7 +122,7 @@ def _spoken() -> dict[str, str]:
 
 
 def _asked(values: Mapping[str, Any]) -> Asked:
-    engine, server = _settings()
+    _, server = _settings()
     texts = {name: value for name, value in values.items() if value is not None}
     model = texts.pop("model", None)
     if not isinstance(model, str) or not model:
@@ -131,9 +132,7 @@ def _asked(values: Mapping[str, Any]) -> Asked:
         )
     offload = texts.pop("offload", None)
     keywords = {
-        name: _foreign(value)
-        if name in NOT_SUPPORTED
-        else _value(name, value, engine[name].hint if name in engine else _hint(name))
+        name: _foreign(value) if name in NOT_SUPPORTED else _typed(name, value)
         for name, value in texts.items()
         if name not in server
     }
@@ -153,10 +152,22 @@ def _asked(values: Mapping[str, Any]) -> Asked:
 
 def _offload(word: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that --offload stands for."""
-    if word is None or word == "none":
+    if word is None:
         return {}
     if word not in OFFLOAD:
         raise ConfigError(f"offload: expected one of {', '.join(OFFLOAD)}, got {word!r}.")
+    if word == "none":
+        engine, _ = _settings()
+        is_set = (
+            name in engine and engine[name].path.startswith("offload.") and value
+            for name, value in keywords.items()
+        )
+        if name := next((name for name, given in zip(keywords, is_set, strict=True) if given), ""):
+            raise ConfigError(
+                f"offload: expected no {name} beside offload=none, got {keywords[name]!r}. Remove "
+                "one of them."
+            )
+        return {}
     name = "choose" if word == "auto" else "offload_backend"
     if name in keywords:
         raise ConfigError(
@@ -189,14 +200,14 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"config: {file}: expected a mapping of settings, got {content!r}.")
-    found: dict[str, Any] = {}
     names = _names()
+    found: dict[str, Any] = {}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
-        name = ALIASES.get(name.replace("_", "-"), name)
+        name = _keyword(key)
         if name not in names and name not in NOT_SUPPORTED:
-            hint = did_you_mean(name, names)
-            raise ConfigError(f"config: {file}: there is no setting {key!r}.{hint}")
+            raise ConfigError(
+                f"config: {file}: there is no setting {key!r}.{did_you_mean(name, names)}"
+            )
         found[name] = value
     return found
 
@@ -204,6 +215,50 @@ def _read(file: Path) -> dict[str, Any]:
 def flags() -> list[str]:
     """Return every flag of the command line."""
     return [f"--{name.replace('_', '-')}" for name in [*dict.fromkeys(_names()), *ALIASES]]
+
+
+def _keyword(name: object) -> str:
+    """Return the keyword that a flag, or its name with underscores, stands for."""
+    text = str(name).replace("-", "_")
+    return ALIASES.get(text.replace("_", "-"), text)
+
+
+def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of the engine by their flags with underscores, values of their types.
+
+    Args:
+        values: by flag, with dashes or underscores; texts as a command line has them, or values.
+
+    Raises:
+        ConfigError: There is no such setting of the engine, or a value is of another type.
+    """
+    names = ["offload", *(name for name in _settings()[0] if name != "model"), *COMBINED]
+    spoken = {keyword: alias.replace("-", "_") for alias, keyword in ALIASES.items()}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _keyword(key)
+        if name not in names:
+            raise ConfigError(
+                f"{key}: there is no such setting of the engine.{did_you_mean(name, names)}"
+            )
+        found[spoken.get(name, name)] = value if name == "offload" else _typed(name, value)
+    return found
+
+
+def engine_config(model: str | ModelConfig, values: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration that settings of the engine, by their flags, ask for.
+
+    Raises:
+        ConfigError: A value is out of bounds, contradicts another or would have no effect.
+    """
+    given = {_keyword(name): value for name, value in values.items()}
+    word = given.pop("offload", None)
+    return config_from_keywords(model, given | _offload(word, given))
+
+
+def _typed(name: str, value: Any) -> Any:
+    engine, _ = _settings()
+    return _value(name, value, engine[name].hint if name in engine else _hint(name))
 
 
 def _names() -> list[str]:
@@ -249,24 +304,33 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder, name, or OWNER/NAME")
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
     parser.add_argument("--config", metavar="FILE", help="YAML with flat keys named as the flags")
-    engine, server = _settings()
+    _, server = _settings()
     group = parser.add_argument_group("the server")
     for name, found in server.items():
         _add(group, name, found)
-    group = parser.add_argument_group("the engine (docs/settings.md)")
-    group.add_argument("--offload", metavar="|".join(OFFLOAD), help="how weights are offloaded")
-    for name, found in sorted(engine.items()):
-        if name != "model":
-            _add(group, name, found)
-    for name, text in COMBINED.items():
-        metavar = "N" if name == "tensor_parallel_size" else "JSON"
-        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    group = add_engine_flags(parser)
     for name, (inert, _) in NOT_SUPPORTED.items():
         if name not in server:  # taken where its value changes nothing; else the reason is told
             action = argparse.BooleanOptionalAction if bool in map(type, inert) else "store"
             flag = f"--{name.replace('_', '-')}"
             group.add_argument(flag, dest=name, action=action, help=argparse.SUPPRESS)
     return parser
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> Any:
+    """Give a parser a flag for each setting of the engine; return their group.
+
+    Values are texts, which `engine_settings` takes.
+    """
+    group = parser.add_argument_group("the engine (docs/settings.md)")
+    group.add_argument("--offload", metavar="|".join(OFFLOAD), help="how weights are offloaded")
+    for name, found in sorted(_settings()[0].items()):
+        if name != "model":
+            _add(group, name, found)
+    for name, text in COMBINED.items():
+        metavar = "N" if name == "tensor_parallel_size" else "JSON"
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    return group
 
 
 def _add(group: Any, name: str, found: Setting) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 from filelock import FileLock
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from catalogue.files import tightfit_home
@@ -50,10 +51,11 @@ class Database:
             with FileLock(path.with_name(f".{path.name}.lock")):
                 engine = _engine(path)
                 _bring_up(path, engine)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, DBAPIError) as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
             raise ConfigError(
-                f"{path}: expected the registry's database, or room to make it, got {error}. Move "
-                "the file away, or set TIGHTFIT_HOME to another folder."
+                f"{path}: expected the registry's database, or a folder to make it in, got an "
+                f"error ({cause}). Move the file away, or set TIGHTFIT_HOME to another folder."
             ) from error
         return cls(path, engine)
 

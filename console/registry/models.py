@@ -1,19 +1,31 @@
-"""Models: adds models to the registry, lists them and keeps their settings."""
+"""Models: adds models to the registry, lists them, keeps their settings, and removes them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session, selectinload
 
+from catalogue.checkpoint import missing_files
 from catalogue.entry import Model as Entry
-from catalogue.models import describe, find, state
+from catalogue.entry import ModelSource
+from catalogue.files import expanded
+from catalogue.models import State, describe, find, named, state
+from console.registry.checks import FieldError, check_name, check_settings, check_source, shown
 from console.registry.database import Database
 from console.registry.tables import Model, Profile
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
+from engine.model.checkpoint import FILE_DTYPES, find_tensors
+from engine.model.formats import EMBEDDING, HEAD, plain
+from engine.model.spec import ModelSpec
+from engine.sealed import from_plain
 
 DEFAULT: Final = "default"
 """The name of a model's first profile."""
+FORMATS: Final = f"config.json and safetensors in {', '.join(FILE_DTYPES.values())}"
+"""What a folder must have."""
 
 
 class Models:
@@ -32,7 +44,7 @@ class Models:
         """Return a model by its name or id, with its profiles.
 
         Raises:
-            ConfigError: there is none.
+            FieldError: there is none.
         """
         with self._database.read() as session:
             return _get(session, model)
@@ -42,6 +54,7 @@ class Models:
         source: str,
         *,
         name: str | None = None,
+        revision: str | None = None,
         profile: str = DEFAULT,
         settings: Mapping[str, Any] | None = None,
     ) -> Model:
@@ -49,48 +62,294 @@ class Models:
 
         Args:
             source: a name of the catalogue, a hub's OWNER/NAME, or a folder.
-            name: what commands call it; None: the catalogue's name for it.
+            name: what commands call it; None: the catalogue's name, or that of the folder.
+            revision: branch, tag or commit of a hub's repository; None: main.
             profile: name of the first profile, which is the default.
-            settings: flat, named as the flags of `tightfit serve`.
+            settings: by flags of `tightfit serve` with underscores.
 
         Raises:
-            ConfigError: there is no such model, or the name is taken.
-            ModelUnavailableError: its sizes are not to be had.
+            FieldError: a field is refused, or the name or the model is in the registry already.
+            ModelUnavailableError: the hub's config.json is not to be had.
         """
-        row = _described(source, find(source), name)
-        row.profiles = [Profile(name=profile, is_default=True, settings=dict(settings or {}))]
+        check_source(source)
+        check_name("profile", profile)
+        entry = _entry(source, revision)
+        found = check_name("name", entry.name if name is None else name)
+        with self._database.read() as session:
+            _check_new(session, found, _identity(entry))
+        row = _described(source, entry)
+        row.name = found
+        kept = _given(settings or {})
+        row.profiles = [
+            Profile(name=profile, is_default=True, settings=check_settings(kept, spec_of(row)))
+        ]
         with self._database.write() as session:
-            if session.scalar(select(Model.id).where(Model.name == row.name)) is not None:
-                raise ConfigError(
-                    f"name: expected one that no model of the registry has, got {row.name!r}. "
-                    "Choose another one, or change the settings of that model."
-                )
+            _check_new(session, row.name, row.identity)
             session.add(row)
         return self.get(row.id)
 
+    def set_profile(
+        self,
+        model: str | int,
+        name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        make_default: bool = False,
+    ) -> Profile:
+        """Change settings of a profile; the others keep their values. Return it.
 
-def _described(source: str, entry: Entry, name: str | None) -> Model:
-    """Return a new row of what the files or the catalogue say of a model."""
-    found, spec = state(entry), describe(entry).spec
-    is_here = found.kind == "present"
+        A profile that is not there yet begins with the settings of the default one.
+
+        Args:
+            model: its name or id.
+            name: of the profile; None: the default one.
+            settings: by flags of `tightfit serve` with underscores; None removes a setting.
+            make_default: use it where none is named.
+
+        Raises:
+            FieldError: there is no such model, or a field is refused.
+        """
+        if name is not None:
+            check_name("profile", name)
+        with self._database.write() as session:
+            row = _get(session, model)
+            default = default_of(row)
+            found = default if name is None else find_profile(row, name)
+            if found is None:
+                found = Profile(name=str(name), settings=default.settings)
+                row.profiles.append(found)
+            merged = dict(found.settings)
+            for key, value in (settings or {}).items():
+                merged[key.replace("-", "_")] = value
+            found.settings = check_settings(_given(merged), spec_of(row))
+            if make_default and not found.is_default:
+                default.is_default = False
+                session.flush()  # there is never more than one
+                found.is_default = True
+        return found
+
+    def remove_profile(self, model: str | int, name: str) -> None:
+        """Remove a profile; what was measured with it stays.
+
+        Raises:
+            FieldError: there is none, or it is the default one.
+        """
+        with self._database.write() as session:
+            row = _get(session, model)
+            found = profile_of(row, name)
+            if found.is_default:
+                raise FieldError(
+                    "profile",
+                    f"profile: expected another one than the default, got {name}. Make another "
+                    "one the default first.",
+                )
+            row.profiles.remove(found)
+
+
+def default_of(model: Model) -> Profile:
+    """Return the profile that is used where none is named."""
+    return next(profile for profile in model.profiles if profile.is_default)
+
+
+def find_profile(model: Model, name: str) -> Profile | None:
+    """Return the profile of this name; None: there is none."""
+    return next((profile for profile in model.profiles if profile.name == name), None)
+
+
+def profile_of(model: Model, name: str | None = None) -> Profile:
+    """Return the profile of this name; without a name the default one.
+
+    Raises:
+        FieldError: there is none.
+    """
+    found = default_of(model) if name is None else find_profile(model, name)
+    if found is None:
+        known = ", ".join(profile.name for profile in model.profiles)
+        raise FieldError("profile", f"profile: expected one of {known}, got {shown(name)}.")
+    return found
+
+
+def spec_of(model: Model) -> ModelSpec:
+    """Return a model's sizes."""
+    spec: ModelSpec = from_plain(ModelSpec, model.spec or {}, "model.spec")
+    return spec
+
+
+def entry_of(model: Model) -> Entry:
+    """Return a model of the registry as the catalogue has it, which finds, fetches and removes it.
+
+    Raises:
+        ConfigError: the catalogue has it no more.
+    """
+    if model.kind == "folder":
+        return Entry(name=model.name, path=model.path)
+    if "/" not in model.source:
+        return named(model.source)
+    source = ModelSource(kind="hub", repo=model.source, revision=model.revision)
+    return Entry(name=model.name, source=source)
+
+
+def _entry(source: str, revision: str | None) -> Entry:
+    """Return what the catalogue knows of a source.
+
+    Raises:
+        FieldError: it is none, or has no revisions.
+    """
+    path = expanded(source)
+    if path.is_file():
+        raise FieldError("source", f"source: {_no_folder(path)}")
+    try:
+        entry = find(source)
+    except ConfigError as error:
+        raise _about_source(error) from error
+    if revision is None:
+        return entry
+    if entry.source.kind != "hub" or entry.path is not None:
+        raise FieldError(
+            "revision",
+            f"revision: expected one of a hub's repository alone, got {shown(revision)} for "
+            f"{source}. Remove it.",
+        )
+    if not revision.isprintable() or not revision.strip() or ".." in revision:
+        raise FieldError(
+            "revision", f"revision: expected a branch, tag or commit, got {shown(revision)}."
+        )
+    if revision == entry.source.revision:
+        return entry
+    changed = ModelSource(kind="hub", repo=entry.source.repo, revision=revision)
+    return Entry(name=entry.name, source=changed)
+
+
+def _no_folder(path: Path) -> str:
+    """Return what to say of a file in the place of a folder."""
+    with path.open("rb") as stream:
+        is_gguf = stream.read(4) == b"GGUF" or path.suffix == ".gguf"
+    if is_gguf:
+        return (
+            f"GGUF files are not supported, got {path}. Supported: a folder with {FORMATS}. Take "
+            "the repository of the same model in that form."
+        )
+    return f"expected a folder, got the file {path}. Give the folder that holds it."
+
+
+def _identity(entry: Entry) -> str:
+    """Return what is the same for two names of one model."""
+    if entry.path is not None:
+        return f"folder:{expanded(entry.path).resolve()}"
+    source = entry.source
+    if source.kind == "hub":
+        return f"hub:{str(source.repo).lower()}@{source.revision}"
+    return f"package:{source.package}=={source.version}"
+
+
+def _check_new(session: Session, name: str, identity: str | None) -> None:
+    """Raise FieldError where a name, or a model, is in the registry already."""
+    if session.scalar(select(Model.id).where(Model.name.collate("NOCASE") == name)) is not None:
+        raise FieldError(
+            "name",
+            f"name: expected one that no model of the registry has, got {name}. Choose another "
+            "one, or change the settings of that model.",
+        )
+    other = session.scalar(select(Model.name).where(Model.identity == identity))
+    if other is not None:
+        raise FieldError(
+            "source",
+            f"source: expected a model that is not in the registry yet, got that of {other}. Give "
+            "it another profile.",
+        )
+
+
+def _described(source: str, entry: Entry) -> Model:
+    """Return a new row of what the files, or the catalogue, say of a model.
+
+    Raises:
+        FieldError: the folder is no whole checkpoint of a supported model.
+        ModelUnavailableError: the hub's config.json is not to be had.
+    """
+    found, is_folder = state(entry), entry.path is not None
+    if is_folder and found.kind != "present":
+        raise FieldError("source", f"source: {_lacking(expanded(str(entry.path)))}")
+    try:
+        spec = describe(entry).spec
+        weights_bytes = stored_bytes(found, spec)
+    except (CheckpointError, ConfigError) as error:
+        raise _about_source(error) from error
+    is_entry = not is_folder and entry.spec is not None
     return Model(
-        name=name or entry.name,
-        source=source,
-        kind="folder" if entry.path is not None else entry.source.kind,
-        revision=entry.source.revision,
-        path=None if found.path is None else str(found.path),
+        source=str(expanded(source).resolve()) if is_folder else _written(entry, is_entry),
+        kind="folder" if is_folder else entry.source.kind,
+        revision=None if is_folder else entry.source.revision,
+        identity=_identity(entry),
+        path=None if found.path is None else str(found.path.resolve()),
         family=spec.model_type,
         format=spec.dtype,
         num_parameters=spec.num_parameters,
-        weights_bytes=spec.weight_bytes(),
+        weights_bytes=weights_bytes,
         max_model_len=spec.max_position_embeddings,
-        state="untested" if is_here else "missing",
+        spec=asdict(spec),
+        **standing(found),
     )
+
+
+def _written(entry: Entry, is_entry: bool) -> str:
+    return entry.name if is_entry else str(entry.source.repo)
+
+
+def _lacking(folder: Path) -> str:
+    """Return what to say of a folder that is no whole checkpoint."""
+    gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    if gguf and not any(folder.glob("*.safetensors")):
+        return (
+            f"GGUF files are not supported, got {gguf[0]} in {folder}. Supported: {FORMATS}. Take "
+            "the repository of the same model in that form."
+        )
+    return (
+        f"expected a folder with {FORMATS}; {folder} lacks {', '.join(missing_files(folder))}. "
+        "Fetch what is missing, or give another folder."
+    )
+
+
+def standing(found: State) -> dict[str, Any]:
+    """Return the columns state and reason of a model that nothing was measured of."""
+    if found.kind == "present":
+        return {"state": "untested", "reason": None}
+    if found.kind == "absent":
+        return {"state": "missing", "reason": "not downloaded"}
+    lacking = [] if found.path is None else missing_files(found.path)
+    what = f"lacks {', '.join(lacking)}" if lacking else "a download was cut short"
+    return {"state": "missing", "reason": f"{what} ({found.num_bytes} bytes are here)"}
+
+
+def stored_bytes(found: State, spec: ModelSpec) -> int:
+    """Return the bytes of a model's weights: as its files' headers say, else by its sizes.
+
+    Raises:
+        CheckpointError: a file is absent, damaged or cut short, or does not belong to the model.
+    """
+    if found.kind != "present" or found.path is None:
+        return spec.weight_bytes()
+    stored, _ = find_tensors(found.path, spec, plain(spec.dtype))
+    is_twice = spec.tie_word_embeddings and {HEAD, EMBEDDING} <= stored.keys()
+    left_out = {HEAD} if is_twice else set()
+    return sum(tensor.num_bytes for name, tensor in stored.items() if name not in left_out)
+
+
+def _about_source(error: Exception) -> FieldError:
+    """Return the refusal of a source that the catalogue or the engine words with a key."""
+    text = str(error)
+    for key in ("model.path: ", "model: "):
+        text = text.removeprefix(key)
+    return FieldError("source", f"source: {text}")
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that have a value."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _get(session: Session, model: str | int) -> Model:
     by = Model.id == model if isinstance(model, int) else Model.name == model
     row = session.scalar(select(Model).options(selectinload(Model.profiles)).where(by))
     if row is None:
-        raise ConfigError(f"model: expected one of the registry, got {model!r}.")
+        raise FieldError("model", f"model: expected one of the registry, got {shown(model)}.")
     return row

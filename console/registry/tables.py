@@ -6,7 +6,7 @@ from typing import Any, Final
 from sqlalchemy import JSON, ForeignKey, Index, MetaData, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-REVISION: Final = "0001"
+REVISION: Final = "0002"
 """The last migration, which makes these tables."""
 MODEL_KINDS: Final = ("package", "hub", "folder", "gguf")
 MODEL_STATES: Final = ("missing", "downloading", "untested", "testing", "ready", "failed")
@@ -21,6 +21,8 @@ TEST_STATUSES: Final = (
     "cancelled",
     "interrupted",
 )
+OPEN: Final = ("queued", "running")
+"""Statuses of tests that have not ended."""
 PERFORMANCE_PARTS: Final = ("load", "throughput", "latency", "memory")
 SERVICE_KINDS: Final = ("own", "systemd")
 SERVICE_WISHES: Final = ("running", "stopped")
@@ -58,11 +60,13 @@ class Model(Base):
     name: Mapped[str] = mapped_column(unique=True)
     """What commands and pages call it: letters, digits, '.', '_' and '-'."""
     source: Mapped[str]
-    """As it was written: a name of the catalogue, OWNER/NAME, or a folder."""
+    """A name of the catalogue, a hub's OWNER/NAME, or a folder."""
     kind: Mapped[str]
     """One of MODEL_KINDS."""
     revision: Mapped[str | None] = mapped_column(default=None)
     """Of a hub's repository."""
+    identity: Mapped[str | None] = mapped_column(unique=True, default=None)
+    """The same for two names of one model: the folder, or the repository with its revision."""
     path: Mapped[str | None] = mapped_column(default=None)
     """The folder of the weights; None where this machine has none."""
     family: Mapped[str | None] = mapped_column(default=None)
@@ -72,6 +76,8 @@ class Model(Base):
     weights_bytes: Mapped[int | None] = mapped_column(default=None)
     max_model_len: Mapped[int | None] = mapped_column(default=None)
     """The longest sequence of the model, tokens."""
+    spec: Mapped[dict[str, Any] | None] = mapped_column(Plain, default=None)
+    """Fields of engine.model.spec.ModelSpec: a plan needs no files."""
     state: Mapped[str]
     """One of MODEL_STATES."""
     reason: Mapped[str | None] = mapped_column(default=None)
@@ -79,6 +85,9 @@ class Model(Base):
     done_bytes: Mapped[int | None] = mapped_column(default=None)
     total_bytes: Mapped[int | None] = mapped_column(default=None)
     """Of a download."""
+    pid: Mapped[int | None] = mapped_column(default=None)
+    """The process that downloads it."""
+    pid_started_s: Mapped[float | None] = mapped_column(default=None)
     created_s: Mapped[float] = mapped_column(default=time.time)
     changed_s: Mapped[float] = mapped_column(default=time.time, onupdate=time.time)
 
@@ -155,6 +164,7 @@ class Performance(Base):
     __table_args__ = (
         Index("ix_performance_model_id_created_s", "model_id", "created_s"),
         Index("ix_performance_profile_id_card_part", "profile_id", "card", "part"),
+        Index("ix_performance_model_id_profile_id_part", "model_id", "profile_id", "part"),
         _IDS,
     )
 

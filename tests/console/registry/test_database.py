@@ -1,14 +1,20 @@
 """The registry's database: made, migrated, written by many processes, killed meanwhile."""
 
+import contextlib
+import multiprocessing
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import func, select
 
 from console.registry.database import MIGRATIONS, Database
 from console.registry.models import Models
-from console.registry.tables import REVISION, Base
+from console.registry.results import Results
+from console.registry.tables import REVISION, Base, Service
 from engine.errors import ConfigError
 
 
@@ -44,3 +50,108 @@ def test_the_version_is_another_one_after_a_commit(tmp_path: Path) -> None:
     Models(database).add("glass")
     assert database.version() != before
     database.close()
+
+
+def write(count: int, pipe: Connection, may_begin: Event) -> None:
+    """Open the registry, store tests, and tell their ids once they are stored."""
+    database = Database.open()
+    results = Results(database)
+    pipe.send("ready")
+    may_begin.wait()
+    for index in range(count):
+        run = results.create(1, "test", num_requests=index)
+        assert results.change(run.id, status="running", progress={"done": index})
+        pipe.send(run.id)
+    database.close()
+
+
+class Writers:
+    """Processes that write at once."""
+
+    def __init__(self, number: int, count: int) -> None:
+        context = multiprocessing.get_context("fork")
+        may_begin = context.Event()
+        self._pipes = []
+        self.processes = []
+        for _ in range(number):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=write, args=(count, there, may_begin))
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+        assert [pipe.recv() for pipe in self._pipes] == ["ready"] * number
+        may_begin.set()
+
+    def told(self, pipe: int = 0) -> int:
+        """Return an id as it comes."""
+        return self._pipes[pipe].recv()
+
+    def join(self) -> list[int]:
+        """Return all ids that were told, when the processes have ended."""
+        found = []
+        for pipe in self._pipes:
+            with contextlib.suppress(EOFError):
+                while True:
+                    found.append(pipe.recv())
+            pipe.close()
+        for process in self.processes:
+            process.join()
+        return found
+
+
+def test_twenty_writers_and_a_reader_are_never_locked_out(
+    database: Database, models: Models
+) -> None:
+    models.add("glass")
+    results, writers = Results(database), Writers(20, 5)
+    seen, versions = 0, set()
+    while any(process.is_alive() for process in writers.processes):
+        versions.add(database.version())
+        found = len(results.runs(limit=1000))
+        assert found >= seen
+        seen = found
+    told = writers.join()
+    assert [process.exitcode for process in writers.processes] == [0] * 20
+    assert sorted(told) == sorted(run.id for run in results.runs(limit=1000))
+    assert len(told) == 100
+    assert len(versions) > 1
+
+
+def test_what_was_told_as_stored_outlives_kill_9(database: Database, models: Models) -> None:
+    models.add("glass")
+    writers = Writers(1, 100_000)
+    told = [writers.told() for _ in range(20)]
+    writers.processes[0].kill()
+    told += writers.join()
+    found = {run.id: run.progress for run in Results(database).runs(limit=100_000)}
+    assert [found[run_id] for run_id in told] == [{"done": index} for index in range(len(told))]
+    with database.read() as session:
+        assert session.connection().exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+
+
+def test_many_processes_may_make_it_at_once(home: Path) -> None:
+    writers = Writers(4, 0)
+    assert writers.join() == []
+    assert [process.exitcode for process in writers.processes] == [0] * 4
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "registry.db").write_text("nothing of the kind" * 100)
+    with pytest.raises(ConfigError, match=r"registry\.db: expected the registry's database.*Move"):
+        Database.open(tmp_path / "registry.db")
+
+
+def test_changes_of_a_transaction_that_failed_are_undone(
+    database: Database, models: Models
+) -> None:
+    def fail() -> None:
+        with database.write() as session:
+            session.add(Service(name="s", kind="own"))
+            session.flush()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    with database.read() as session:
+        assert session.scalar(select(func.count(Service.id))) == 0
