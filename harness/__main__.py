@@ -23,8 +23,8 @@ def main(argv: "Sequence[str] | None" = None) -> int:
 
 
 def _run(argv: "Sequence[str]") -> int:
+    from catalogue.terminal import EXIT_OK  # noqa: PLC0415
     from harness.config.cli_args import parse_command_line  # noqa: PLC0415  needs the environment
-    from harness.terminal import EXIT_OK  # noqa: PLC0415
 
     line = parse_command_line(argv)
     printed = _printed(line)
@@ -45,10 +45,10 @@ def _run_for_json(line: "CommandLine") -> int:
     """
     from contextlib import redirect_stdout  # noqa: PLC0415  only here
 
+    from catalogue.terminal import EXIT_BAD_CONFIG  # noqa: PLC0415
     from engine.errors import ConfigError  # noqa: PLC0415
     from harness.sweep.app import run  # noqa: PLC0415
     from harness.sweep.document import Document, print_document  # noqa: PLC0415
-    from harness.terminal import EXIT_BAD_CONFIG  # noqa: PLC0415
 
     document: Document = {}
     try:
@@ -72,7 +72,7 @@ def _printed(line: "CommandLine") -> "str | None":
 
         return page()
     if line.version:
-        from harness.terminal import version_line  # noqa: PLC0415  only here
+        from catalogue.terminal import version_line  # noqa: PLC0415  only here
 
         return version_line()
     return None

@@ -10,9 +10,9 @@ from catalogue.checkpoint import ModelUnavailableError
 from catalogue.entry import Model
 from catalogue.files import facts_folder, kept_folder, tightfit_home
 from catalogue.models import describe, fetch, find, names, remove, state
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
-from harness.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
 
 if TYPE_CHECKING:
     from engine.pack import PackedCheckpoint

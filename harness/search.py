@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from catalogue.files import read_json, tightfit_home
+from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, say, show
 from engine.errors import ConfigError
 from harness.config.compose import Composer
 from harness.config.engine import require_package
@@ -39,7 +40,6 @@ from harness.studies.search_request import (
     overrides_of,
     parse_request,
 )
-from harness.terminal import EXIT_NOT_ALL_OK, EXIT_OK, say, show
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
 from reports.record.text import GIB, number
 

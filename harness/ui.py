@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from catalogue.files import tightfit_home
+from catalogue.terminal import EXIT_OK, say
 from harness.config.schema import TrackingConfig
-from harness.terminal import EXIT_OK, say
 from harness.tracking.mlflow import ENVIRONMENT, artifact_root, experiment_page, store_uri
 
 

@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
+from engine.device.gpu import Gpu, open_gpu
 from engine.errors import RequestError
 from harness.config.schema import RequestSet
 from harness.config.serve import ServeScenario
 from harness.config.study import StepsScenario, TiersScenario
 from harness.folders import plain
-from harness.observe.gpu import Gpu, energy_metrics, open_gpu
+from harness.observe.energy import energy_metrics
 from harness.observe.host import process_memory, reset_rss_peak
 from harness.observe.link import LinkCounter
 from harness.observe.parent import die_with_parent

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
 from engine.errors import closest
-from harness.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
 
 
 @dataclass(frozen=True)

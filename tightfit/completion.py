@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from harness.terminal import EXIT_OK
+from catalogue.terminal import EXIT_OK
 
 SCRIPTS: Final[Mapping[str, str]] = {
     "bash": """\

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from catalogue.terminal import EXIT_OK, columns, show
 from engine.plan.memory import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
 from engine.sealed import GIB
 from harness.needs import PYTHONS
-from harness.terminal import EXIT_OK, columns, show
 
 EXIT_BAD: Final = 1
 """At least one line is bad."""
@@ -42,7 +42,7 @@ class Facts:
     """Whether torch can use the GPU; None: it was not asked."""
     cuda_bindings: bool
     gpu: dict[str, Any] | None
-    """As harness.observe.gpu has it."""
+    """As engine.device.gpu has it."""
     gpu_free_bytes: int | None
     gpu_holders: tuple[str, ...]
     """Processes that hold memory of the GPU."""
@@ -282,12 +282,12 @@ def collect() -> Facts:
     """Return the facts of this machine. Loads torch where there is a GPU to ask it about."""
     from catalogue.files import tightfit_home  # noqa: PLC0415  when it runs
     from engine.device.facts import available_bytes, gpu_holders, memlock_room  # noqa: PLC0415
+    from engine.device.gpu import open_gpu  # noqa: PLC0415
     from harness.observe.environment import (  # noqa: PLC0415
         huge_page_facts,
         package_version,
         torch_cuda,
     )
-    from harness.observe.gpu import open_gpu  # noqa: PLC0415
     from harness.observe.machine_rates import read_rates  # noqa: PLC0415
     from harness.tracking.mlflow import DATABASE_NAME  # noqa: PLC0415
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import expanded, tightfit_home
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, show
 from engine.errors import ConfigError, did_you_mean
-from harness.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, show
 
 LATEST: Final = "latest"
 PAGES: Final = ("report.html", "sweep.html", "compare.html")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from catalogue.cards import card_names, card_sheet, size_gb
+from catalogue.terminal import columns
 from engine.asked.config import EngineConfig, GPUConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
@@ -14,7 +15,6 @@ from engine.plan.memory import BFLOAT16_CAPABILITY, DeviceFacts, MemoryPlan
 from engine.plan.planner import asked_of, plan_memory
 from engine.sealed import GIB
 from harness.forecast.rows import Forecast
-from harness.terminal import columns
 
 AUTO_WORDS: Final = "offload=auto"
 HEADER: Final = ("card", "GiB", "as set", "fastest", "tok/s", "GiB in host memory")

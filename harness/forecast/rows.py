@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any, Final
 
 from catalogue.models import describe, state
-from engine.asked.config import ANY_CARD, EngineConfig, GPUConfig, ModelConfig, PlannerConfig
+from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
-from engine.device.facts import available_bytes, gpu_holders, num_threads
+from engine.device.machine import cpu_facts, has_gpu, machine_of
 from engine.errors import CapacityError
 from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
@@ -22,7 +22,6 @@ from engine.plan.answer import (
     least_uva,
     prefetch_way,
 )
-from engine.plan.cards import CARDS
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import answer, asked_of, plan_memory
 from engine.plan.queue import queue_s
@@ -40,33 +39,19 @@ from engine.sealed import GIB, yaml_text
 from harness.config.engine import with_model
 from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
 from harness.config.serve import Lengths, ServeScenario
-from harness.observe.gpu import Gpu, open_gpu
 from harness.observe.machine_rates import Probed, read_rates
 
 
 def machine_facts(config: RunConfig) -> tuple[DeviceFacts, Probed | None]:
-    """Return what a plan must know of the machine, and what was probed on it.
-
-    gpu.device=cpu, or auto where no GPU is here and no card is described: the CPU, as a run takes
-    it. A card that is described and not here: that card, free of others' memory, in a machine with
-    any host memory. Else the GPU that is here, of which gpu.memory_gib is the part that is used.
-    Nothing is allocated, and nothing probed now.
-    """
-    gpu = config.gpu
-    here = open_gpu() if gpu.device != "cpu" else None
-    if here is not None and (gpu.memory_gib is None or _is_here(gpu, here)):
-        found = _facts_here(here)
-        if found is not None:
-            return found, read_rates(here)
-    if gpu.memory_gib is not None and (here is not None or gpu.is_described):
-        return DeviceFacts.of_card(gpu), None
-    return _cpu_facts(), read_rates(None)
+    """Return what a plan must know of the machine, and what was probed on it."""
+    found = machine_of(config.gpu)
+    return found.facts, read_rates(found.gpu) if found.is_here else None
 
 
 def lacks_card(config: RunConfig) -> bool:
     """Whether no GPU is here, no card is described, and the CPU was not asked for."""
     gpu = config.gpu
-    return gpu.device != "cpu" and not gpu.is_described and open_gpu() is None
+    return gpu.device != "cpu" and not gpu.is_described and not has_gpu()
 
 
 def running_facts(config: RunConfig) -> DeviceFacts:
@@ -74,47 +59,7 @@ def running_facts(config: RunConfig) -> DeviceFacts:
 
     Without a GPU that is the CPU, whatever card is named: it stands in for that one.
     """
-    return _cpu_facts() if open_gpu() is None else machine_facts(config)[0]
-
-
-def _cpu_facts() -> DeviceFacts:
-    host = available_bytes()
-    return DeviceFacts(
-        kind="cpu",
-        name="CPU",
-        total_bytes=host // 2,
-        free_bytes=host,
-        host_available_bytes=host,
-        num_threads=num_threads(),
-    )
-
-
-def _is_here(gpu: GPUConfig, here: Gpu) -> bool:
-    """Whether the card that is asked for is the one in this machine, by name or by its sheet."""
-    sheet = CARDS.get(str(here.facts().get("name")))
-    asked = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
-    if gpu.name == ANY_CARD and not any(asked):
-        return True
-    return sheet is not None and asked == (sheet.link_gb_s, sheet.hbm_gb_s, sheet.bf16_tflops)
-
-
-def _facts_here(here: Gpu) -> DeviceFacts | None:
-    """Return the facts of the GPU in this machine; None where its driver does not tell."""
-    facts = here.facts()
-    memory = facts.get("memory_bytes")
-    if not memory:
-        return None
-    used = here.sample()["gpu_used_bytes"] or 0
-    return DeviceFacts(
-        kind="cuda",
-        name=str(facts["name"]),
-        total_bytes=int(memory),
-        free_bytes=int(memory) - int(used),
-        host_available_bytes=available_bytes(),
-        compute_capability=here.compute_capability(),
-        num_threads=num_threads(),
-        holders=gpu_holders(here.uuid),
-    )
+    return machine_facts(config)[0] if has_gpu() else cpu_facts()
 
 
 UNKNOWN_TOKENS = 256

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from catalogue.files import read_json, tightfit_home
 from engine.device.facts import num_threads
+from engine.device.gpu import Gpu
 from harness.folders import plain
 from harness.observe.environment import cpu_facts, package_version
-from harness.observe.gpu import Gpu
 from reports.record.record import write_text_atomic
 
 FOLDER: Final = "rates"

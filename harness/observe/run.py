@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from engine.device.gpu import Gpu
 from harness.folders import module_command
-from harness.observe.gpu import Gpu
 from harness.observe.link import payload_gb_s
 from harness.observe.parent import start_child
 from harness.observe.spool import write_parquet

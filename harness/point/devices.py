@@ -14,8 +14,8 @@ from typing import Final
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from engine.device.gpu import Gpu, like_the_first, visible_gpus
 from harness.config.schema import RunConfig
-from harness.observe.gpu import Gpu, like_the_first, visible_gpus
 
 POLL_S: Final = 0.5
 

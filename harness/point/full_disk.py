@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from catalogue.files import tightfit_home
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, say
 from engine.errors import ConfigError
 from harness.config.schema import TrackingConfig
-from harness.terminal import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, say
 from harness.tracking.mlflow import DATABASE_NAME, sqlite_path
 
 ROOM_BYTES: Final = 16 << 20

@@ -14,12 +14,13 @@ from typing import Any, Final
 from catalogue.checkpoint import identify
 from catalogue.files import expanded, read_json, tightfit_home
 from catalogue.models import fetch
+from catalogue.terminal import ErrorFacts, error_facts
 from engine.asked.config import EngineConfig
+from engine.device.gpu import Gpu
 from harness.config.engine import engine_config, reference_config, require_package
 from harness.config.schema import RunConfig, SweepContext, SystemConfig
 from harness.folders import plain, write_yaml
 from harness.observe.environment import collect
-from harness.observe.gpu import Gpu
 from harness.observe.host import cached_share, drop_page_cache, num_new_kills, oom_kills
 from harness.observe.machine_rates import read_rates
 from harness.observe.run import Report, Telemetry
@@ -46,7 +47,6 @@ from harness.point.progress import Display, LiveView, open_display, sweep_title
 from harness.point.rerun import Finished, FinishedPoints, fingerprint, input_hashes, take_over
 from harness.point.show import build_report, point_title, print_summary
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
-from harness.terminal import ErrorFacts, error_facts
 from harness.tracking.base import GuardedTracker, PointFacts, Tracker
 from harness.tracking.mlflow import open_tracker
 from harness.work.correctness import read_reference, reference_key

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.terminal import columns, error_facts
 from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan, Point
 from harness.config.engine import require_package
@@ -14,7 +15,6 @@ from harness.observe.statistics import CONFIDENCE, interval
 from harness.observe.student import student_t
 from harness.point.show import build_report, verdict_text
 from harness.studies.series import RunOne, Series, key_of
-from harness.terminal import columns, error_facts
 from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
 from reports.record.sides import UNRESOLVED, answer_of

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import CONF, expanded
+from catalogue.terminal import error_facts, say
 from engine.errors import ConfigError
 from harness.config.compose import Composer, Plan, Point, with_values
 from harness.config.engine import require_package
@@ -16,7 +17,6 @@ from harness.config.study import StudyConfig, StudyPoint
 from harness.studies import bench, bench_kv, bench_lossless, bench_serve, validate
 from harness.studies.series import RunOne, Series, key_of
 from harness.studies.table import BEFORE, Found, Judged, Result
-from harness.terminal import error_facts, say
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
 

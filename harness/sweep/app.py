@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import Container, DictConfig, OmegaConf
 
 from catalogue.files import tightfit_home
+from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
 from engine.errors import ConfigError
 from harness.config.cli_args import CommandLine
 from harness.config.compose import DEMO_MODEL, Composer, Plan, Point, explain, unknown_key
@@ -40,7 +41,6 @@ from harness.sweep.document import Document, of_plans, of_runs
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
-from harness.terminal import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
 from reports.record.record import RESULT_NAME, RecordError, RunRecord
 
 

@@ -22,10 +22,10 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from catalogue.files import read_json
+from catalogue.terminal import EXIT_INTERRUPTED
 from harness.config.compose import Plan, Point, register
 from harness.config.launchers import default_settings
 from harness.observe.host import start_ticks
-from harness.terminal import EXIT_INTERRUPTED
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
 FOLDER: Final = ".points"

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.terminal import EXIT_OK, columns, show
+from engine.device.gpu import open_gpu
 from engine.errors import ConfigError
 from engine.plan.advise import off_gpu_bytes
 from engine.plan.answer import labelled, rate, wrapped
@@ -24,11 +26,9 @@ from harness.forecast.rows import (
     forecast,
     lacks_card,
 )
-from harness.observe.gpu import open_gpu
 from harness.point.describe import what_varies
 from harness.point.show import build_report, capacity_lines, weight_lines
 from harness.studies.ab import Sides, steps
-from harness.terminal import EXIT_OK, columns, show
 from reports.record.text import number
 
 _BAR: Final = 50

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from catalogue.files import tightfit_home
+from catalogue.terminal import columns
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.point.describe import what_varies
 from harness.point.show import build_report, status_text
-from harness.terminal import columns
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
 from reports.record.best import best_of

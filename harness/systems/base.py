@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig, ModelConfig
+from engine.device.gpu import open_gpu
 from engine.errors import ConfigError
 from engine.model.checkpoint import read_folder
 from engine.model.families import FULL, WINDOW
 from engine.model.spec import ModelSpec
-from harness.observe.gpu import open_gpu
 from harness.work.kv import num_common
 
 UNKNOWN_TOKEN: Final = -1

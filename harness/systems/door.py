@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.asked.config import EngineConfig
 from engine.async_llm import AsyncLLM
+from engine.device.gpu import Gpu, open_gpu
 from harness.config.schema import ScenarioConfig
-from harness.observe.gpu import Gpu, open_gpu
 from harness.observe.link import calibrate
 from harness.observe.machine_rates import read_rates, watched, write_rates
 from harness.systems.base import nothing

@@ -14,13 +14,13 @@ from catalogue.checkpoint import check_disk, write_json
 from catalogue.files import tightfit_home
 from engine.asked.config import EngineConfig
 from engine.asked.sampling import SamplingParams
+from engine.device.gpu import Gpu
 from engine.errors import EngineError, RequestError
 from engine.model.formats import EMBEDDING
 from engine.plan.memory import resolve_dtype
 from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
 from harness.config.serve import Arrivals, Lengths, ServeScenario
 from harness.config.study import BareScenario, OverheadScenario, StepsScenario
-from harness.observe.gpu import Gpu
 from harness.observe.link import LinkCounter
 from harness.observe.machine_rates import is_disturbing, watched, write_rates
 from harness.observe.statistics import Interval, Quantile, interval

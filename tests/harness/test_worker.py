@@ -4,9 +4,9 @@ import json
 import pytest
 
 from engine.asked.config import EngineConfig, ModelConfig
+from engine.device.gpu import Gpu
 from harness.config.schema import CorrectnessConfig, LatencyScenario, LoadScenario, ScenarioConfig
 from harness.folders import plain
-from harness.observe.gpu import Gpu
 from harness.observe.student import t_table
 from harness.point.process import WorkerJob, read_job
 from harness.work.correctness import read_reference

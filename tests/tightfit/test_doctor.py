@@ -126,7 +126,7 @@ def test_the_facts_of_this_machine_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
-    monkeypatch.setattr("harness.observe.gpu._all_gpus", list)
+    monkeypatch.setattr("engine.device.gpu._all_gpus", list)
     facts = doctor.collect()
     assert (facts.gpu, facts.models, facts.store_runs, facts.home_error) == (None, (), None, "")
     assert facts.ram_free_bytes > 0

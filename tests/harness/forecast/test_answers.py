@@ -8,7 +8,6 @@ from catalogue.cards import card_names
 from engine.errors import ConfigError
 from harness.__main__ import main
 from harness.config.compose import Composer
-from harness.forecast import rows as forecast_rows
 from harness.forecast.cards import ways_by_card
 from harness.forecast.rows import Forecast, forecast, lacks_card, running_facts
 from harness.forecast.skip import planned_shortage
@@ -22,7 +21,7 @@ OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb", "scenario=latency")
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(forecast_rows, "open_gpu", lambda: None)
+    monkeypatch.setattr("engine.device.machine.open_gpu", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -433,7 +433,7 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
         def compute_capability(self) -> tuple[int, int]:
             return 8, 9
 
-    monkeypatch.setattr(forecast_rows, "open_gpu", Here)
+    monkeypatch.setattr("engine.device.machine.open_gpu", Here)
     here = facts("gpu=auto")
     assert (here.name, here.free_bytes) == ("NVIDIA L4", 23 * GIB)
     assert here.compute_capability == (8, 9)
@@ -443,7 +443,7 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
     assert facts("gpu=l4_24gb").name == "NVIDIA L4"  # by its sheet
     assert facts("gpu=rtx4080_16gb").name == "rtx4080_16gb"
     assert facts("gpu=cpu").kind == "cpu"
-    monkeypatch.setattr(forecast_rows, "open_gpu", lambda: None)
+    monkeypatch.setattr("engine.device.machine.open_gpu", lambda: None)
     assert facts("gpu=auto").kind == "cpu"
 
 

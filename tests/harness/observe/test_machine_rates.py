@@ -9,7 +9,6 @@ import pytest
 
 from harness.config.compose import Composer
 from harness.config.study import BareScenario
-from harness.forecast import rows as forecast_rows
 from harness.forecast.rows import Forecast, forecast
 from harness.observe import machine_rates
 from harness.observe.machine_rates import Probed, rates_path, read_rates, write_rates
@@ -148,7 +147,7 @@ def test_rates_that_others_disturbed_are_made_again(monkeypatch: pytest.MonkeyPa
 def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     composer = Composer()
     card: Any = Card()
-    monkeypatch.setattr(forecast_rows, "open_gpu", lambda: card)
+    monkeypatch.setattr("engine.device.machine.open_gpu", lambda: card)
 
     def found(gpu: str) -> Forecast:
         (point,) = composer.plan(["mode=plan", "+model=olmo7b", f"gpu={gpu}"]).points

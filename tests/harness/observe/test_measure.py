@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.observe import gpu as nvml
+from engine.device import gpu as nvml
 from harness.observe.environment import collect, git_state, huge_page_facts, numa_facts, torch_cuda
 from harness.observe.host import cached_share, drop_page_cache
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.observe.gpu import Gpu
+from engine.device.gpu import Gpu
 from harness.observe.link import LinkCounter, Reading, calibrate, mean_rate
 from harness.systems.door import LinkWatch
 from harness.work.drive import StepTotals

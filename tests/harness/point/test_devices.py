@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.asked.config import GPUConfig
+from engine.device import gpu as nvml
 from engine.errors import ConfigError
 from harness.config.schema import SweepContext, SystemConfig
-from harness.observe import gpu as nvml
 from harness.point import devices, point
 from harness.point.devices import first_gpu, own_device
 from tests.harness.cases import fake_command, run_config, scenario

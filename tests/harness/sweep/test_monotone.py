@@ -89,7 +89,7 @@ def test_the_engine_s_own_plan_says_what_is_short(offload_gb):
 
 
 def test_without_a_gpu_a_card_s_points_are_planned_for_the_cpu_that_stands_in(monkeypatch):
-    monkeypatch.setattr("harness.forecast.rows.open_gpu", lambda: None)
+    monkeypatch.setattr("engine.device.machine.open_gpu", lambda: None)
     tiny = ModelNode(name="tiny", load_format="dummy", spec=SPEC)
     card = replace(point(model=tiny), gpu=GPUConfig(name="card", memory_gib=0.4))
     assert planned_shortage(card) is None  # a CUDA context alone would take more

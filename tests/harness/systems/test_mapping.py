@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from catalogue.terminal import EXIT_BAD_CONFIG
 from engine.asked.config import EngineConfig, EngineSettings, ModelConfig, PlannerConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
@@ -17,7 +18,6 @@ from harness.search import TrialRunner
 from harness.systems.accelerate_engine import Sizes, device_map, host_layers, largest_batch
 from harness.systems.base import agree, config_json
 from harness.systems.vllm_engine import check_arguments, vllm_arguments
-from harness.terminal import EXIT_BAD_CONFIG
 from tests.harness.cases import SPEC, load_only, run_config
 
 SYSTEMS = {

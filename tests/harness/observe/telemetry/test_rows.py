@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from harness.observe import gpu as nvml
+from engine.device import gpu as nvml
 from harness.observe import sampler
 from harness.observe import sampler as processes
 from harness.observe.host import process_memory

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.asked.config import GPUConfig
+from engine.device import gpu as nvml
 from harness.config.schema import CorrectnessConfig, ThroughputScenario
-from harness.observe import gpu as nvml
 from harness.observe import run as telemetry
 from harness.observe.run import Telemetry
 from harness.observe.sampler import main

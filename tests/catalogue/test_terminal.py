@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from harness.terminal import columns
+from catalogue.terminal import columns
 
 ROWS = [("point", "GiB", "folder"), ("gpu[red]:smile:", "1.5", "a b"), ("", "12.25", "")]
 LINES = [

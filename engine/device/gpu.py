@@ -1,4 +1,4 @@
-"""Energy of one timed part, from the GPU's counter."""
+"""The GPUs of this machine through NVML: which there are, and what their driver tells; no torch."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -246,19 +246,3 @@ def _text(value: object) -> str | None:
 
 def _cuda_version(number: int | None) -> str | None:
     return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
-
-
-def energy_metrics(
-    before_j: float | None, after_j: float | None, num_tokens: int
-) -> dict[str, float | None]:
-    """Return the metrics of `num_tokens` output tokens from two readings of the energy counter.
-
-    None without a counter, or where it was started anew meanwhile.
-    """
-    total_j = None
-    if before_j is not None and after_j is not None and after_j >= before_j:
-        total_j = after_j - before_j
-    return {
-        "energy/total_j": total_j,
-        "energy/j_per_token": total_j / num_tokens if total_j and num_tokens else None,
-    }
