@@ -1,10 +1,14 @@
-"""The one state machine of the server: not loaded, loading, ready, draining, failed."""
+"""The one state machine of the server (not loaded, loading, ready, draining, failed), its end."""
 
 import asyncio
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final, Literal
 
+EXIT_USAGE: Final = 2
+"""The command line is wrong."""
+EXIT_CONFIG: Final = 78
+"""Another start with the same settings would fail as well (EX_CONFIG of sysexits)."""
 State = Literal["not_loaded", "loading", "ready", "draining", "failed"]
 Load = tuple[str | None, int, int]
 """What a load does now, its bytes done, and those in all; 0 where they are not known."""

@@ -22,15 +22,12 @@ from server.engine_link import EngineLink
 from server.errors import APIError
 from server.flags import Asked, UsageError, as_flags, parse
 from server.guard import ACCESS, Guard
-from server.lifecycle import Lifecycle
+from server.lifecycle import EXIT_CONFIG, EXIT_USAGE, Lifecycle
 from server.notify import Notifier, Reporter, reporting
 from server.protocol import protocol_of
 from server.settings import ServerSettings
 from server.wire import Load
 
-EXIT_USAGE: Final = 2
-EXIT_CONFIG: Final = 78
-"""Another start with the same settings would fail as well (EX_CONFIG of sysexits)."""
 CLOSE_S: Final = 5.0
 """Seconds that the engine's process has to end by itself."""
 FAILED_S: Final = 5.0

@@ -99,6 +99,12 @@ def _doctor(arguments: list[str]) -> int:
     return _guarded(lambda: main(arguments))
 
 
+def _service(arguments: list[str]) -> int:
+    from console.service.cli import main  # noqa: PLC0415  when it runs
+
+    return _guarded(lambda: main(arguments))
+
+
 def _ui(arguments: list[str]) -> int:
     from harness.ui import main  # noqa: PLC0415  when it runs
 
@@ -153,6 +159,7 @@ COMMANDS: Final = (
         "ab", "[SETTINGS]", "run two settings in turns and compare them", _harness("scenario=ab")
     ),
     Command("serve", "MODEL [FLAGS]", "answer OpenAI's clients over HTTP", _serve),
+    Command("service", "VERB ...", "run a server and the console as services of systemd", _service),
     Command("chat", "[MODEL]", "talk to a server, or to a model, in the terminal", _chat),
     Command("search", "[SETTINGS]", "look for the best settings", _search),
     Command("models", "VERB ...", "list, show, fetch, pack and remove models", _models),

@@ -1,0 +1,1 @@
+"""systemd units of servers and of the console: written, removed, started, shown."""
