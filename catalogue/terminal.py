@@ -7,6 +7,8 @@ from typing import Any, Final
 
 EXIT_OK: Final = 0
 """Every point has status ok."""
+EXIT_BUG: Final = 1
+"""An error that this code does not expect; Python prints its traceback."""
 EXIT_BAD_CONFIG: Final = 2
 """The command line or a configuration file is wrong; nothing was loaded."""
 EXIT_NOT_ALL_OK: Final = 3

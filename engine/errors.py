@@ -84,7 +84,7 @@ class FailedRequestError(RequestError):
 def closest(word: str, choices: Iterable[str]) -> list[str]:
     """Return the choice that resembles a word most, in a list that is empty if none does."""
     lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return [lower[name] for name in found]
 
 

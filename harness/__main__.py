@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from harness.config.cli_args import CommandLine
+    from harness.sweep.document import Document
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
@@ -32,33 +33,16 @@ def _run(argv: "Sequence[str]") -> int:
         sys.stdout.write(printed)
         return EXIT_OK
     if line.json:
-        return _run_for_json(line)
+        from harness.sweep.document import print_document  # noqa: PLC0415  only here
+
+        return print_document(lambda document: _compose_and_run(line, document))
+    return _compose_and_run(line)
+
+
+def _compose_and_run(line: "CommandLine", document: "Document | None" = None) -> int:
     from harness.sweep.app import run  # noqa: PLC0415  imports Hydra, which --help does not need
 
-    return run(line)
-
-
-def _run_for_json(line: "CommandLine") -> int:
-    """Run what a command line asks for, then print one document; all that is said is on stderr.
-
-    Its `kind` is run, sweep, plan or error.
-    """
-    from contextlib import redirect_stdout  # noqa: PLC0415  only here
-
-    from catalogue.terminal import EXIT_BAD_CONFIG  # noqa: PLC0415
-    from engine.errors import ConfigError  # noqa: PLC0415
-    from harness.sweep.app import run  # noqa: PLC0415
-    from harness.sweep.document import Document, print_document  # noqa: PLC0415
-
-    document: Document = {}
-    try:
-        with redirect_stdout(sys.stderr):
-            code = run(line, document)
-    except ConfigError as error:
-        print_document({"kind": "error", "exit_code": EXIT_BAD_CONFIG, "message": str(error)})
-        raise
-    print_document({**document, "exit_code": code})
-    return code
+    return run(line, document)
 
 
 def _printed(line: "CommandLine") -> "str | None":

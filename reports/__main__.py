@@ -67,7 +67,6 @@ def _index(typed: Sequence[str]) -> int:
 
 
 def _compare(typed: Sequence[str]) -> int:
-    """Write the comparison and print it as Markdown."""
     parser = argparse.ArgumentParser(
         prog="python -m reports compare",
         description="Hold runs of the same work against the first of them.",
@@ -77,13 +76,22 @@ def _compare(typed: Sequence[str]) -> int:
         "--out", type=Path, default=Path("comparison"), help="where to write (default: comparison)"
     )
     options = parser.parse_args(typed)
-    if len(options.run) < 2:
-        raise RecordError("compare: expected at least two folders of runs, got one.")
-    paths = write_compare_report(options.run, options.out)
+    compare(options.run, options.out)
+    return 0
+
+
+def compare(folders: Sequence[Path], out: Path) -> None:
+    """Write the comparison of runs and print it as Markdown.
+
+    Raises:
+        RecordError: a record cannot be read, or the runs did not do the same work.
+    """
+    if len(folders) < 2:
+        raise RecordError("compare: expected at least two runs, got one.")
+    paths = write_compare_report(folders, out)
     (text,) = [path for path in paths if path.suffix == ".md"]
     sys.stdout.write(text.read_text(encoding="utf-8"))
     _print_paths(paths)
-    return 0
 
 
 def _guarded(work: Callable[[], int]) -> int:
@@ -91,11 +99,11 @@ def _guarded(work: Callable[[], int]) -> int:
     try:
         return work()
     except (RecordError, OSError) as error:
-        sys.stderr.write(f"reports: {error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
     except ImportError as error:
         sys.stderr.write(
-            f"reports: {error}. Install the missing package, or copy the folder to a machine that "
+            f"error: {error}. Install the missing package, or copy the folder to a machine that "
             "has matplotlib and jinja2.\n"
         )
         return EXIT_NO_PACKAGE
@@ -113,7 +121,7 @@ def _sweep(folder: Path, out: Path | None, *, is_forced: bool) -> int:
             _print_paths(write_report(point.folder, target))
     _print_paths(write_sweep_report(folder, out))
     for problem in problems:
-        sys.stderr.write(f"reports: {problem}\n")
+        sys.stderr.write(f"warning: {problem}\n")
     return EXIT_BAD_INPUT if problems else 0
 
 

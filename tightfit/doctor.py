@@ -1,7 +1,6 @@
 """`tightfit doctor`: what this machine has for runs, each fact ok, warn or bad with what to do."""
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -88,17 +87,26 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
-    lines = list(judge(collect()))
-    code = EXIT_BAD if any(line.verdict == "bad" for line in lines) else EXIT_OK
     if options.json:
-        found = {"kind": "doctor", "exit_code": code, "lines": [asdict(line) for line in lines]}
-        show([json.dumps(found, indent=2)])
-        return code
+        from harness.sweep.document import print_document  # noqa: PLC0415  only here
+
+        return print_document(_fill)
+    lines = list(judge(collect()))
     show(columns([(line.verdict, line.name, line.found) for line in lines], left={0, 1, 2}))
     remedies = [line for line in lines if line.remedy]
     if remedies:
         show(["", *(f"  {line.name}: {line.remedy}" for line in remedies)])
-    return code
+    return _code(lines)
+
+
+def _fill(document: dict[str, Any]) -> int:
+    lines = list(judge(collect()))
+    document.update({"kind": "doctor", "lines": [asdict(line) for line in lines]})
+    return _code(lines)
+
+
+def _code(lines: Sequence[Line]) -> int:
+    return EXIT_BAD if any(line.verdict == "bad" for line in lines) else EXIT_OK
 
 
 def judge(facts: Facts) -> Iterator[Line]:

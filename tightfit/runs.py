@@ -1,16 +1,16 @@
 """Runs by their id: found in TIGHTFIT_HOME, opened in a browser, compared."""
 
 import argparse
-import json
 import os
 import sys
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import expanded, tightfit_home
-from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, show
+from catalogue.terminal import EXIT_OK, say, show
 from engine.errors import ConfigError, did_you_mean
 
 LATEST: Final = "latest"
@@ -115,19 +115,29 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document, no page")
     options = parser.parse_args(arguments)
     if not options.json:
-        from reports.__main__ import main  # noqa: PLC0415  draws
+        from reports.__main__ import compare as write_comparison  # noqa: PLC0415  draws
 
-        folders = [str(find_run(word)) for word in options.run]
-        return main(["compare", *folders, "--out", str(options.out)])
-    from reports.record.record import RecordError  # noqa: PLC0415
+        with _unlike_is_refused():
+            write_comparison([find_run(word) for word in options.run], options.out)
+        return EXIT_OK
+    from harness.sweep.document import print_document  # noqa: PLC0415  only here
+
+    def fill(document: dict[str, Any]) -> int:
+        with _unlike_is_refused():
+            document.update(comparison([find_run(word) for word in options.run]))
+        return EXIT_OK
+
+    return print_document(fill)
+
+
+@contextmanager
+def _unlike_is_refused() -> Iterator[None]:
+    from reports.record.record import RecordError  # noqa: PLC0415  when it runs
 
     try:
-        found = {**comparison([find_run(word) for word in options.run]), "exit_code": EXIT_OK}
-    except (ConfigError, RecordError) as error:
-        say(f"error: {error}")
-        found = {"kind": "error", "exit_code": EXIT_BAD_CONFIG, "message": str(error)}
-    show([json.dumps(found, indent=2)])
-    return int(found["exit_code"])
+        yield
+    except RecordError as error:
+        raise ConfigError(str(error)) from error
 
 
 def comparison(folders: Sequence[Path]) -> dict[str, Any]:

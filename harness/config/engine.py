@@ -65,14 +65,21 @@ WHY: Final[Mapping[str, str]] = {
 }
 
 
+def missing_package(kind: str) -> str | None:
+    """Return what to install for a system; None where it is installed."""
+    package, remedy = PACKAGES.get(kind, ("", ""))
+    if not package or find_spec(package) is not None:
+        return None
+    return (
+        f"system={kind}: expected the package {package}, found none. {remedy}, or choose "
+        "system=native."
+    )
+
+
 def require_package(kind: str) -> None:
     """Raise ConfigError unless what a system runs on is installed."""
-    package, remedy = PACKAGES.get(kind, ("", ""))
-    if package and find_spec(package) is None:
-        raise ConfigError(
-            f"system={kind}: expected the package {package}, found none. {remedy}, or choose "
-            "system=native."
-        )
+    if (message := missing_package(kind)) is not None:
+        raise ConfigError(message)
 
 
 def check_system(config: RunConfig) -> None:

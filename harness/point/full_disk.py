@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from catalogue.files import tightfit_home
-from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_NOT_ALL_OK, say
+from catalogue.terminal import (
+    EXIT_BAD_CONFIG,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_ALL_OK,
+    say,
+)
 from engine.errors import ConfigError
 from harness.config.schema import TrackingConfig
 from harness.tracking.mlflow import DATABASE_NAME, sqlite_path
@@ -73,9 +79,22 @@ def exit_code(command: Callable[[], int]) -> int:
             return command()
     except (ConfigError, DiskFullError) as error:
         say(f"error: {error}")
-        return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_NOT_ALL_OK
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return code_of(error)
+    except KeyboardInterrupt as error:
+        return code_of(error)
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a command that an error ended."""
+    match error:
+        case ConfigError():
+            return EXIT_BAD_CONFIG
+        case DiskFullError():
+            return EXIT_NOT_ALL_OK
+        case KeyboardInterrupt():
+            return EXIT_INTERRUPTED
+        case _:
+            return EXIT_BUG
 
 
 def require_writable(name: str, folder: Path) -> None:

@@ -21,7 +21,7 @@ from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
 from engine.errors import ConfigError
 from harness.config.cli_args import CommandLine
 from harness.config.compose import DEMO_MODEL, Composer, Plan, Point, explain, unknown_key
-from harness.config.engine import require_package
+from harness.config.engine import missing_package
 from harness.config.launchers import BASIC, keep_gpus_visible, make_importable
 from harness.config.schema import RunConfig, SweepContext
 from harness.point.describe import point_name, sweep_title
@@ -41,6 +41,7 @@ from harness.sweep.document import Document, of_plans, of_runs
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
+from reports.record.folders import write_planned
 from reports.record.record import RESULT_NAME, RecordError, RunRecord
 
 
@@ -113,6 +114,8 @@ class PointTask:
 
     def _reason_to_skip(self, config: RunConfig, begun: BegunPoints) -> str | None:
         """Return why this point does not run, from how the others ended; None where it does."""
+        if (missing := missing_package(config.system.kind)) is not None:
+            return missing
         ended = self._ended(begun)
         failed = [record.name for record in ended if record.status != "ok"]
         if config.fail_fast and failed:
@@ -202,18 +205,28 @@ def run(line: CommandLine, document: Document | None = None) -> int:
         if document is not None:
             document.update(of_plans(plan))
         return code
-    for point in plan.points:
-        require_package(point.config.system.kind)
+    _check_packages(plan)
     require_room(tightfit_home())
     require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
     require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
     _check_inputs(plan)
     session = _Session(plan, planned, check_comparisons(plan, line.config_dir))
-    code = session.run()
-    if document is not None:
-        document.update(of_runs(session.ended, session.sweep_folder))
-    return code
+    try:
+        return session.run()
+    finally:
+        if document is not None:
+            document.update(of_runs(session.ended, session.sweep_folder))
+
+
+def _check_packages(plan: Plan) -> None:
+    """Refuse systems that are not installed; a sweep skips their points if others can run."""
+    kinds = dict.fromkeys(point.config.system.kind for point in plan.points)
+    missing = [text for text in map(missing_package, kinds) if text is not None]
+    if len(missing) == len(kinds):
+        raise ConfigError(missing[0])
+    for text in missing:
+        say(f"warning: {text} Its points are skipped.")
 
 
 def _check_inputs(plan: Plan) -> None:
@@ -332,6 +345,8 @@ class _Session:
         sweep = self._task.sweep
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
+            with full_disk_ends():
+                write_planned(sweep.folder, sweep.total)
         records: list[tuple[Path, RunRecord]] | None = None
         interrupt: KeyboardInterrupt | None = None
         full: DiskFullError | None = None

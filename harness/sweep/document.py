@@ -2,21 +2,41 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.config.compose import Plan
+from catalogue.terminal import show
 from harness.folders import plain
+from harness.point.full_disk import code_of, full_disk_ends
 from reports.record.record import RunRecord
+
+if TYPE_CHECKING:
+    from harness.config.compose import Plan
 
 Document = dict[str, Any]
 
 
-def print_document(document: Document) -> None:
-    """Write a document to stdout."""
-    sys.stdout.write(json.dumps(plain(document), indent=2) + "\n")
-    sys.stdout.flush()
+def print_document(command: Callable[[Document], int]) -> int:
+    """Run a command and print the document that it fills, also if an error or Ctrl-C ends it.
+
+    What the command prints goes to stderr. Returns its exit code; its error is raised again.
+    """
+    document: Document = {}
+    try:
+        with full_disk_ends(), redirect_stdout(sys.stderr):
+            code = command(document)
+    except BaseException as error:
+        message = str(error) or type(error).__name__
+        _write(document | {"kind": "error", "exit_code": code_of(error), "message": message})
+        raise
+    _write(document | {"exit_code": code})
+    return code
+
+
+def _write(document: Document) -> None:
+    show([json.dumps(plain(document), indent=2)])
 
 
 def of_runs(ended: Sequence[tuple[Path, RunRecord]], sweep: Path | None) -> Document:
@@ -29,7 +49,7 @@ def of_runs(ended: Sequence[tuple[Path, RunRecord]], sweep: Path | None) -> Docu
     return {"kind": "sweep", "folder": str(sweep), "points": points}
 
 
-def of_plans(plan: Plan) -> Document:
+def of_plans(plan: "Plan") -> Document:
     """Return the document of plans: for each point every way to place the weights, as plan.csv."""
     from harness.forecast.rows import forecast  # noqa: PLC0415  not for runs
     from harness.sweep.plan import csv_row  # noqa: PLC0415

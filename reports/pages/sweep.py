@@ -70,7 +70,11 @@ def sweep_csv(rows: Sequence[Row], folder: Path) -> str:
 
 
 def sweep_page(
-    title: str, rows: Sequence[Row], links: Mapping[int, str], lines: Sequence[str] = ()
+    title: str,
+    rows: Sequence[Row],
+    links: Mapping[int, str],
+    lines: Sequence[str] = (),
+    num_planned: int | None = None,
 ) -> Page:
     """Return the page of a sweep.
 
@@ -79,9 +83,11 @@ def sweep_page(
         rows: the points.
         links: a row's place -> address of that point's own report.
         lines: what a search found.
+        num_planned: points of the sweep, also those that never began; None: those of the rows.
     """
     runs, records = runs_of(rows), records_of(rows)
     num_ok = sum(row.status == "ok" for row in rows)
+    total = max(num_planned or 0, len(rows))
     metrics = found("sweep", [run.metrics for run in runs])
     sections = (
         Section(
@@ -94,14 +100,15 @@ def sweep_page(
     )
     num_valid = num_ok - sum(r.status == "ok" and judged(r) is False for r in records)
     num_partial = sum(row.status == "partial" for row in rows)
-    kind: Kind = "good" if num_valid == len(rows) else "warn" if num_ok or num_partial else "bad"
-    label = f"{num_ok} of {len(rows)} points ok"
+    kind: Kind = "good" if num_valid == total else "warn" if num_ok or num_partial else "bad"
+    label = f"{num_ok} of {total} point{'s'[: total != 1]} ok"
     label += f", {num_partial} partial" if num_partial else ""
     label += f", {num_ok - num_valid} of them not valid" if num_valid < num_ok else ""
+    label += f", {total - len(rows)} not begun" if total > len(rows) else ""
     return Page(
         title=title,
         subtitle=", ".join(_shared_facts(records)),
-        details=_span(records, len(rows)),
+        details=_span(records, total),
         banners=banners(records, MIXED),
         cards=tuple(_best_cards(runs)),
         verdict=Verdict(kind=kind, answer=label, lines=tuple(lines)),

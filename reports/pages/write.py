@@ -22,7 +22,7 @@ from reports.pages.compare import compare_csv, compare_page
 from reports.pages.page import Link, Page, Section, metrics_csv
 from reports.pages.run import run_page
 from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
-from reports.record.folders import load_points, load_run
+from reports.record.folders import load_points, load_run, num_planned
 from reports.record.record import write_bytes_atomic, write_text_atomic
 from reports.record.telemetry import read_telemetry
 
@@ -115,7 +115,13 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     name, trials = sweep_dir.resolve().name, search_section(sweep_dir)
     title = f"Sweep {name}" if trials is None else f"Search {name}"
     folders = {row.place: [target / row.folder.relative_to(sweep_dir), row.folder] for row in rows}
-    page = sweep_page(title, rows, _links(folders, target), trials.text if trials else ())
+    page = sweep_page(
+        title,
+        rows,
+        _links(folders, target),
+        trials.text if trials else (),
+        num_planned(sweep_dir),
+    )
     page = replace(page, links=_beside(sweep_dir, target, SWEEP_FILES))
     if trials is not None:
         page = replace(page, sections=(replace(trials, text=()), *page.sections))

@@ -1,11 +1,19 @@
 """Finds and reads the records in a run's folder, or in all run folders below a sweep's folder."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from reports.record.record import RESULT_NAME, STATE_NAME, RecordError, RunRecord
+from reports.record.record import (
+    RESULT_NAME,
+    STATE_NAME,
+    RecordError,
+    RunRecord,
+    write_text_atomic,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +24,25 @@ class Point:
     record: RunRecord | None
     problem: str | None = None
     """Set exactly where record is None."""
+
+
+PLANNED_NAME: Final = "sweep.json"
+"""File in a sweep's folder with the number of its points."""
+
+
+def write_planned(sweep: Path, num_points: int) -> None:
+    """Note in a sweep's folder, before its points run, how many it has."""
+    sweep.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(sweep / PLANNED_NAME, json.dumps({"num_points": num_points}) + "\n")
+
+
+def num_planned(sweep: Path) -> int | None:
+    """Return how many points a sweep has, also those that never began; None if not noted."""
+    try:
+        found = json.loads((sweep / PLANNED_NAME).read_text(encoding="utf-8"))["num_points"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Runs by their ids, completion of command lines, JSON documents, verbs for models."""
 
+import errno
 import json
 import webbrowser
 from pathlib import Path
@@ -87,6 +88,42 @@ def test_compare_takes_ids_and_prints_json(home: Path, capsys: pytest.CaptureFix
         assert (document["kind"], document["exit_code"]) == ("error", 2)
         assert said in document["message"]
         assert document["message"] in shown.err
+
+
+def test_compare_refuses_as_the_other_commands_do(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["latest", "latest"], ["latest"]):
+        assert main(["compare", *words]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("words", [["run", "model=fake"], ["doctor"], ["compare", "latest", OLD]])
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+        (OSError(errno.ENOSPC, "No space left on device", "/full/file"), 3, "No space left on"),
+    ],
+)
+def test_an_end_from_outside_is_one_json_document_too(
+    words: list[str],
+    raised: BaseException,
+    code: int,
+    said: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    for name in ("harness.sweep.app.run", "tightfit.doctor.collect", "tightfit.runs.comparison"):
+        monkeypatch.setattr(name, fail)
+    assert main([*words, "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert (document["kind"], document["exit_code"]) == ("error", code)
+    assert said in document["message"]
 
 
 @pytest.mark.parametrize(

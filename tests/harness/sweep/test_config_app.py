@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from harness.__main__ import main
+from harness.config import engine
 from harness.config.compose import Composer
 from harness.config.schema import RunConfig, SweepContext
 from harness.point import point
@@ -316,6 +317,20 @@ def test_fail_fast_skips_what_follows(points: FakePoints) -> None:
     assert main(["+model=glass", "-m", "engine.seed=1,2,3", "fail_fast=true"]) == 3
     assert points.finished == [(["failed", "skipped", "skipped"], False)]
     assert len(points.asked) == 3
+
+
+def test_points_of_a_system_that_is_not_installed_are_skipped(
+    points: FakePoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    asked = ["+model=glass", "-m"]
+    assert main([*asked, "system=native,accelerate"]) == 3
+    assert points.finished == [(["ok", "skipped"], False)]
+    [reason] = points.reasons
+    assert "pip install" in reason
+    assert f"warning: {reason} Its points are skipped." in capsys.readouterr().err
+    assert main([*asked, "system=vllm,accelerate"]) == 2
+    assert "expected the package vllm, found none" in capsys.readouterr().err
 
 
 def test_an_interrupt_keeps_what_is_there(

@@ -8,7 +8,7 @@ from PIL import Image
 from reports.compare import differing_settings, sweep_rows
 from reports.pages.sweep import sweep_csv, sweep_page
 from reports.pages.write import write_sweep_report
-from reports.record.folders import Point, load_points
+from reports.record.folders import Point, load_points, write_planned
 from tests.reports.conftest import sweep_records, write_run
 from tests.reports.examples import no_fit_record, ok_record
 from tests.reports.pages.test_write import EVIL, evil_record, read_html
@@ -212,3 +212,14 @@ def test_rows_of_a_folder_follow_its_points(sweep_dir):
 def test_points_in_named_folders_are_counted_from_0(tmp_path):
     points = [Point(folder=tmp_path / name, record=ok_record()) for name in ("a", "7")]
     assert [row.place for row in sweep_rows(points)] == [0, 1]
+
+
+def test_points_that_never_began_count(tmp_path):
+    folder = tmp_path / "sweep"
+    write_run(ok_record(), folder / "0")
+    write_planned(folder, 6)
+    write_sweep_report(folder)
+    assert "1 of 6 points ok, 5 not begun" in (folder / "sweep.md").read_text(encoding="utf-8")
+    (folder / "sweep.json").write_text("[", encoding="utf-8")
+    write_sweep_report(folder)
+    assert "1 of 1 point ok" in (folder / "sweep.md").read_text(encoding="utf-8")
