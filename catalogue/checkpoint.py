@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Final
 
 from catalogue.files import read_json
@@ -60,6 +61,15 @@ def check_disk(name: str, folder: Path, needed_bytes: int) -> None:
 def folder_bytes(folder: Path) -> int:
     """Return the bytes of all files below a folder; 0 where there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def freed_bytes(folder: Path) -> int:
+    """Return the bytes that removing a folder frees: what its links point to stays."""
+    paths = (path.lstat() for path in folder.rglob("*") if not path.is_symlink())
+    sizes = {
+        (found.st_dev, found.st_ino): found.st_size for found in paths if S_ISREG(found.st_mode)
+    }
+    return sum(sizes.values())
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -46,7 +46,7 @@ def ensure_hub_model(
         if not missing_files(folder):
             return folder
     cache = tightfit_home() / "hub"
-    needed_bytes = _look_up(name, source)
+    needed_bytes = wanted_bytes(name, source)
     cache.mkdir(parents=True, exist_ok=True)
     check_disk(name, cache, max(0, needed_bytes - downloaded_bytes(source)))
     report(f"{name}: downloading {source.repo} ({needed_bytes / GIB:.1f} GiB) into {cache}")
@@ -98,8 +98,30 @@ def _folder_name(source: ModelSource) -> str:
     return f"models--{str(source.repo).replace('/', '--')}"
 
 
-def _look_up(name: str, source: ModelSource) -> int:
-    """Return the bytes of the wanted files, asking the hub once."""
+def cached() -> list[tuple[str, str]]:
+    """Return (repository, revision) of every snapshot of a model in our cache and the user's.
+
+    A revision is a branch or tag where one points to the snapshot, else the commit.
+    """
+    from huggingface_hub import constants, scan_cache_dir
+
+    found: dict[tuple[str, str], None] = {}
+    for cache in (tightfit_home() / "hub", Path(constants.HF_HUB_CACHE)):
+        repositories = scan_cache_dir(cache).repos if cache.is_dir() else ()
+        for repository in sorted(repositories, key=lambda each: each.repo_id):
+            for revision in repository.revisions if repository.repo_type == "model" else ():
+                names = sorted(revision.refs) or [revision.commit_hash]
+                chosen = "main" if "main" in names else names[0]
+                found[repository.repo_id, chosen] = None
+    return list(found)
+
+
+def wanted_bytes(name: str, source: ModelSource) -> int:
+    """Return the bytes of the files that a download takes, asking the hub once.
+
+    Raises:
+        ModelUnavailableError: it cannot be reached, or has no such weights.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import yaml
 
-from catalogue.checkpoint import ModelUnavailableError, folder_bytes, missing_files, unavailable
+from catalogue.checkpoint import (
+    ModelUnavailableError,
+    folder_bytes,
+    freed_bytes,
+    missing_files,
+    unavailable,
+)
 from catalogue.entry import Model, ModelSource, is_hub_id
 from catalogue.files import CONF, expanded, load_yaml, models_folder, quote_texts
 from catalogue.hub import (
@@ -151,25 +157,37 @@ def fetch(model: Model, *, report: Callable[[str], None] = logger.info) -> Path 
     return ensure_hub_model(model.name, model.source, report=report)
 
 
+def own_folder(model: Model) -> Path:
+    """Return the folder of what was fetched of a model into TIGHTFIT_HOME, which may be removed.
+
+    Raises:
+        ConfigError: there is none; a folder, a cache or a link of the user's stays as it is.
+    """
+    if model.path is not None:
+        root, folder = models_folder(), expanded(model.path)
+    elif model.source.kind == "package":
+        root, folder = models_folder(), models_folder() / model.name
+    else:
+        folder = own_repository(model.source)
+        root = folder.parent
+    is_inside = folder.parent.resolve() == root.resolve() and folder.name not in {"", ".", ".."}
+    if not is_inside or folder.is_symlink() or not folder.is_dir():
+        found = state(model)
+        where = "nothing" if found.path is None else f"files at {found.path}, which are the user's"
+        raise ConfigError(
+            f"model {model.name}: expected files that were fetched into TIGHTFIT_HOME, got {where}."
+        )
+    return folder
+
+
 def remove(model: Model) -> int:
     """Remove what was fetched of a model into TIGHTFIT_HOME; return the bytes that are free now.
 
     Raises:
         ConfigError: nothing was fetched there; a folder or a cache of the user's stays as it is.
     """
-    if model.path is None and model.source.kind == "package":
-        folder = models_folder() / model.name
-    elif model.path is None and model.source.kind == "hub":
-        folder = own_repository(model.source)
-    else:
-        folder = None
-    if folder is None or not folder.is_dir():
-        found = state(model)
-        where = "nothing" if found.path is None else f"files at {found.path}, which are the user's"
-        raise ConfigError(
-            f"model {model.name}: expected files that were fetched into TIGHTFIT_HOME, got {where}."
-        )
-    num_bytes = folder_bytes(folder)
+    folder = own_folder(model)
+    num_bytes = freed_bytes(folder)
     shutil.rmtree(folder)
     return num_bytes
 

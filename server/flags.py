@@ -98,6 +98,8 @@ def _in_flags(text: str) -> str:
     text = re.sub(r"(?<![\w.])model\.path\b", "MODEL", text)
     text = re.sub(r"(?<![\w.])offload=(?=\w)", "--offload ", text)
     for key, name in _spoken().items():
+        if key not in text:
+            continue  # patterns are many: most are never made
         flag = name.replace("_", "-")
         found = rf"(?<![\w./-]){re.escape(key)}"
         text = re.sub(rf"{found}=(?:true|True)\b", f"--{flag}", text)
@@ -203,7 +205,7 @@ def _read(file: Path) -> dict[str, Any]:
     names = _names()
     found: dict[str, Any] = {}
     for key, value in content.items():
-        name = _keyword(key)
+        name = keyword_of(key)
         if name not in names and name not in NOT_SUPPORTED:
             raise ConfigError(
                 f"config: {file}: there is no setting {key!r}.{did_you_mean(name, names)}"
@@ -217,7 +219,7 @@ def flags() -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in [*dict.fromkeys(_names()), *ALIASES]]
 
 
-def _keyword(name: object) -> str:
+def keyword_of(name: object) -> str:
     """Return the keyword that a flag, or its name with underscores, stands for."""
     text = str(name).replace("-", "_")
     return ALIASES.get(text.replace("_", "-"), text)
@@ -236,7 +238,7 @@ def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     spoken = {keyword: alias.replace("-", "_") for alias, keyword in ALIASES.items()}
     found: dict[str, Any] = {}
     for key, value in values.items():
-        name = _keyword(key)
+        name = keyword_of(key)
         if name not in names:
             raise ConfigError(
                 f"{key}: there is no such setting of the engine.{did_you_mean(name, names)}"
@@ -251,7 +253,7 @@ def engine_config(model: str | ModelConfig, values: Mapping[str, Any]) -> Engine
     Raises:
         ConfigError: A value is out of bounds, contradicts another or would have no effect.
     """
-    given = {_keyword(name): value for name, value in values.items()}
+    given = {keyword_of(name): value for name, value in values.items()}
     word = given.pop("offload", None)
     return config_from_keywords(model, given | _offload(word, given))
 

@@ -114,9 +114,4 @@ def _card(name: str, asked: GPUConfig) -> GPUConfig:
     known = ["auto", "cpu", *card_names()]
     if name not in known:
         raise ConfigError(f"{like_card(name, known)} {OF_ONE_S_OWN}")
-    sheet = card_sheet(name)
-    default = GPUConfig()
-    typed = {
-        key: value for key, value in vars(asked).items() if value != getattr(default, key, value)
-    }
-    return GPUConfig(**(sheet | typed))
+    return asked.on_card(card_sheet(name))

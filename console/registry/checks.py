@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+from console.registry.tables import Model
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.model.spec import ModelSpec
 from engine.plan.memory import resolve_max_model_len
+from engine.sealed import from_plain
 from server.flags import as_flags, engine_config, engine_settings
 
 MOST_CHARACTERS: Final = 96
@@ -27,6 +29,10 @@ class FieldError(ConfigError):
         """Make it of the field and a message, which begins with the field."""
         super().__init__(message)
         self.field = field
+
+
+class BusyError(FieldError):
+    """It cannot be done now, because something else uses what it changes."""
 
 
 def check_name(field: str, name: object) -> str:
@@ -65,7 +71,7 @@ def check_settings(settings: Mapping[str, Any], spec: ModelSpec) -> dict[str, An
     Raises:
         FieldError: the engine has no such setting, or refuses the value, alone or for this model.
     """
-    with _naming(settings):
+    with naming(settings):
         found = engine_settings(settings)
         resolve_max_model_len(config_of(found, spec), spec)
     return found
@@ -83,7 +89,7 @@ def config_of(settings: Mapping[str, Any], spec: ModelSpec, name: str = "model")
 
 
 @contextmanager
-def _naming(settings: Mapping[str, Any]) -> Iterator[None]:
+def naming(settings: Mapping[str, Any]) -> Iterator[None]:
     """Word what the engine refuses with flags, and name the setting."""
     try:
         yield
@@ -94,6 +100,12 @@ def _naming(settings: Mapping[str, Any]) -> Iterator[None]:
         named = (word.removeprefix("no-").replace("-", "_") for word in words)
         field = next((name for name in named if name in given), "settings")
         raise FieldError(field, message) from error
+
+
+def spec_of(model: Model) -> ModelSpec:
+    """Return the sizes of a model of the registry."""
+    spec: ModelSpec = from_plain(ModelSpec, model.spec or {}, "model.spec")
+    return spec
 
 
 def shown(value: object) -> str:

@@ -13,14 +13,22 @@ from catalogue.entry import Model as Entry
 from catalogue.entry import ModelSource
 from catalogue.files import expanded
 from catalogue.models import State, describe, find, named, state
-from console.registry.checks import FieldError, check_name, check_settings, check_source, shown
+from console.registry.checks import (
+    FieldError,
+    check_name,
+    check_settings,
+    check_source,
+    shown,
+    spec_of,
+)
 from console.registry.database import Database
+from console.registry.proposals import Proposal, propose
+from console.registry.results import Results
 from console.registry.tables import Model, Profile
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import FILE_DTYPES, find_tensors
 from engine.model.formats import EMBEDDING, HEAD, plain
 from engine.model.spec import ModelSpec
-from engine.sealed import from_plain
 
 DEFAULT: Final = "default"
 """The name of a model's first profile."""
@@ -47,7 +55,7 @@ class Models:
             FieldError: there is none.
         """
         with self._database.read() as session:
-            return _get(session, model)
+            return read_row(session, model)
 
     def add(
         self,
@@ -57,31 +65,85 @@ class Models:
         revision: str | None = None,
         profile: str = DEFAULT,
         settings: Mapping[str, Any] | None = None,
+        card: str | None = None,
     ) -> Model:
-        """Add a model with its first profile; nothing is downloaded but a hub's config.json.
+        """Add a model with its first profile, whose open settings are proposed (see `plan`).
 
         Args:
-            source: a name of the catalogue, a hub's OWNER/NAME, or a folder.
-            name: what commands call it; None: the catalogue's name, or that of the folder.
-            revision: branch, tag or commit of a hub's repository; None: main.
+            source: see `describe`.
+            name: see `describe`.
+            revision: see `describe`.
             profile: name of the first profile, which is the default.
             settings: by flags of `tightfit serve` with underscores.
+            card: that the settings are for; see `plan`.
 
         Raises:
             FieldError: a field is refused, or the name or the model is in the registry already.
             ModelUnavailableError: the hub's config.json is not to be had.
         """
-        check_source(source)
         check_name("profile", profile)
-        entry = _entry(source, revision)
+        row = self.describe(source, name=name, revision=revision)
+        return self.store(row, self.plan(row, settings, card=card).settings, profile=profile)
+
+    def describe(
+        self, source: str, *, name: str | None = None, revision: str | None = None
+    ) -> Model:
+        """Return the row of a model that is to be added; it is not stored.
+
+        Nothing is downloaded but a hub's config.json.
+
+        Args:
+            source: a name of the catalogue, a hub's OWNER/NAME, or a folder.
+            name: what commands call it; None: the catalogue's name, or that of the folder.
+            revision: branch, tag or commit of a hub's repository; None: main.
+
+        Raises:
+            FieldError: a field is refused, or the name or the model is in the registry already.
+            ModelUnavailableError: the hub's config.json is not to be had.
+        """
+        return self.describe_entry(_entry(check_source(source), revision), name)
+
+    def describe_entry(self, entry: Entry, name: str | None = None) -> Model:
+        """Return the row of a model of the catalogue that is to be added; it is not stored."""
         found = check_name("name", entry.name if name is None else name)
         with self._database.read() as session:
-            _check_new(session, found, _identity(entry))
-        row = _described(source, entry)
+            _check_new(session, found, identity_of(entry))
+        row = _described(entry)
         row.name = found
-        kept = _given(settings or {})
+        return row
+
+    def plan(
+        self,
+        model: Model,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        card: str | None = None,
+        explain: bool = True,
+    ) -> Proposal:
+        """Say whether a profile fits, what each way to make it fit costs, and propose settings.
+
+        Args:
+            model: a row of the registry, or of `describe`.
+            settings: by flags of `tightfit serve` with underscores; those without a value are open.
+            card: a card of conf/gpu, or cpu; None: that of this machine, or what the settings say.
+            explain: look for choices, which takes a second or more (see `propose`).
+
+        Raises:
+            FieldError: there is no such card, or a setting is refused.
+        """
+        measured = Results(self._database).throughput(model.id)
+        given = _given(settings or {})
+        return propose(model, given, card=card, measured=measured, explain=explain)
+
+    def store(self, row: Model, settings: Mapping[str, Any], *, profile: str = DEFAULT) -> Model:
+        """Store a row of `describe` with its first profile, whose settings are as given.
+
+        Raises:
+            FieldError: a setting is refused, or the name or the model is in the registry already.
+        """
+        kept = check_settings(_given(settings), spec_of(row))
         row.profiles = [
-            Profile(name=profile, is_default=True, settings=check_settings(kept, spec_of(row)))
+            Profile(name=check_name("profile", profile), is_default=True, settings=kept)
         ]
         with self._database.write() as session:
             _check_new(session, row.name, row.identity)
@@ -112,7 +174,7 @@ class Models:
         if name is not None:
             check_name("profile", name)
         with self._database.write() as session:
-            row = _get(session, model)
+            row = read_row(session, model)
             default = default_of(row)
             found = default if name is None else find_profile(row, name)
             if found is None:
@@ -135,7 +197,7 @@ class Models:
             FieldError: there is none, or it is the default one.
         """
         with self._database.write() as session:
-            row = _get(session, model)
+            row = read_row(session, model)
             found = profile_of(row, name)
             if found.is_default:
                 raise FieldError(
@@ -167,12 +229,6 @@ def profile_of(model: Model, name: str | None = None) -> Profile:
         known = ", ".join(profile.name for profile in model.profiles)
         raise FieldError("profile", f"profile: expected one of {known}, got {shown(name)}.")
     return found
-
-
-def spec_of(model: Model) -> ModelSpec:
-    """Return a model's sizes."""
-    spec: ModelSpec = from_plain(ModelSpec, model.spec or {}, "model.spec")
-    return spec
 
 
 def entry_of(model: Model) -> Entry:
@@ -232,7 +288,7 @@ def _no_folder(path: Path) -> str:
     return f"expected a folder, got the file {path}. Give the folder that holds it."
 
 
-def _identity(entry: Entry) -> str:
+def identity_of(entry: Entry) -> str:
     """Return what is the same for two names of one model."""
     if entry.path is not None:
         return f"folder:{expanded(entry.path).resolve()}"
@@ -259,40 +315,49 @@ def _check_new(session: Session, name: str, identity: str | None) -> None:
         )
 
 
-def _described(source: str, entry: Entry) -> Model:
+def _described(entry: Entry) -> Model:
     """Return a new row of what the files, or the catalogue, say of a model.
 
     Raises:
         FieldError: the folder is no whole checkpoint of a supported model.
         ModelUnavailableError: the hub's config.json is not to be had.
     """
-    found, is_folder = state(entry), entry.path is not None
-    if is_folder and found.kind != "present":
-        raise FieldError("source", f"source: {_lacking(expanded(str(entry.path)))}")
+    found, folder = state(entry), None if entry.path is None else expanded(entry.path).resolve()
+    if folder is not None and found.kind != "present":
+        raise FieldError("source", f"source: {_lacking(folder)}")
     try:
-        spec = describe(entry).spec
-        weights_bytes = stored_bytes(found, spec)
+        columns = from_files(entry, found)
     except (CheckpointError, ConfigError) as error:
         raise _about_source(error) from error
-    is_entry = not is_folder and entry.spec is not None
+    named_by = entry.name if entry.spec is not None else str(entry.source.repo)
     return Model(
-        source=str(expanded(source).resolve()) if is_folder else _written(entry, is_entry),
-        kind="folder" if is_folder else entry.source.kind,
-        revision=None if is_folder else entry.source.revision,
-        identity=_identity(entry),
-        path=None if found.path is None else str(found.path.resolve()),
-        family=spec.model_type,
-        format=spec.dtype,
-        num_parameters=spec.num_parameters,
-        weights_bytes=weights_bytes,
-        max_model_len=spec.max_position_embeddings,
-        spec=asdict(spec),
-        **standing(found),
+        source=named_by if folder is None else str(folder),
+        kind=entry.source.kind if folder is None else "folder",
+        revision=entry.source.revision if folder is None else None,
+        identity=identity_of(entry),
+        **columns,
     )
 
 
-def _written(entry: Entry, is_entry: bool) -> str:
-    return entry.name if is_entry else str(entry.source.repo)
+def from_files(entry: Entry, found: State) -> dict[str, Any]:
+    """Return the columns of a row that the files of a model, or the catalogue, tell.
+
+    Raises:
+        CheckpointError: a file is damaged, cut short, or does not belong to the model.
+        ConfigError: it is of no supported model.
+        ModelUnavailableError: the hub's config.json is not to be had.
+    """
+    spec = describe(entry).spec
+    return {
+        "path": None if found.path is None else str(found.path.resolve()),
+        "family": spec.model_type,
+        "format": spec.dtype,
+        "num_parameters": spec.num_parameters,
+        "weights_bytes": _stored_bytes(found, spec),
+        "max_model_len": spec.max_position_embeddings,
+        "spec": asdict(spec),
+        **standing(found),
+    }
 
 
 def _lacking(folder: Path) -> str:
@@ -320,7 +385,7 @@ def standing(found: State) -> dict[str, Any]:
     return {"state": "missing", "reason": f"{what} ({found.num_bytes} bytes are here)"}
 
 
-def stored_bytes(found: State, spec: ModelSpec) -> int:
+def _stored_bytes(found: State, spec: ModelSpec) -> int:
     """Return the bytes of a model's weights: as its files' headers say, else by its sizes.
 
     Raises:
@@ -347,7 +412,12 @@ def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _get(session: Session, model: str | int) -> Model:
+def read_row(session: Session, model: str | int) -> Model:
+    """Return a model by its name or id, with its profiles.
+
+    Raises:
+        FieldError: there is none.
+    """
     by = Model.id == model if isinstance(model, int) else Model.name == model
     row = session.scalar(select(Model).options(selectinload(Model.profiles)).where(by))
     if row is None:

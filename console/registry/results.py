@@ -116,6 +116,20 @@ class Results:
         with self._database.read() as session:
             return session.scalars(chosen.order_by(Performance.id.desc()).limit(limit)).all()
 
+    def throughput(
+        self, model_id: int, *, limit: int = PAGE
+    ) -> Sequence[tuple[TestRun, Performance]]:
+        """Return the tests of a model with what they measured of throughput, the last first."""
+        chosen = (
+            select(TestRun, Performance)
+            .join(Performance, Performance.test_run_id == TestRun.id)
+            .where(Performance.model_id == model_id, Performance.part == "throughput")
+            .order_by(Performance.id.desc())
+            .limit(limit)
+        )
+        with self._database.read() as session:
+            return [(run, row) for run, row in session.execute(chosen)]
+
     def latest(self) -> dict[int, list[Performance]]:
         """Return the last measurement of each part of each profile, by the model's id."""
         by = (Performance.model_id, Performance.profile_id, Performance.part)

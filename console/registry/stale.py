@@ -17,9 +17,17 @@ _SAME_S: Final = 2.0
 GONE: Final = "its process is gone"
 
 
-def own_process() -> dict[str, float]:
-    """Return the columns pid and pid_started_s of this process."""
-    return {"pid": os.getpid(), "pid_started_s": psutil.Process().create_time()}
+@dataclass(frozen=True)
+class Process:
+    """A process, told from a later one with its id."""
+
+    pid: int
+    started_s: float
+
+
+def own_process() -> Process:
+    """Return this process."""
+    return Process(os.getpid(), psutil.Process().create_time())
 
 
 def is_alive(pid: int | None, started_s: float | None) -> bool:
@@ -77,16 +85,15 @@ def interrupt_stale(database: Database) -> Interrupted:
         ).all()
         for model in models:
             model.reason = f"interrupted while {model.state}: {GONE}"
-            model.state = _state_behind(session, model)
+            was_loaded = model.state == "testing"
+            model.state = tested_state(session, model.id) if was_loaded else "missing"
             model.pid = model.pid_started_s = None
         return Interrupted(
             tests=tuple(run.id for run in tests), models=tuple(model.name for model in models)
         )
 
 
-def _state_behind(session: Session, model: Model) -> str:
-    """Return the state of a model whose download or test is over without a result."""
-    if model.state == "downloading":
-        return "missing"
-    was_tested = exists().where(TestRun.model_id == model.id, TestRun.status == "finished")
+def tested_state(session: Session, model_id: int) -> str:
+    """Return the state of a model whose files are here: ready once a test of it has finished."""
+    was_tested = exists().where(TestRun.model_id == model_id, TestRun.status == "finished")
     return "ready" if session.scalar(select(was_tested)) else "untested"

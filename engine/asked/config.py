@@ -1,5 +1,6 @@
 """What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -45,6 +46,18 @@ class GPUConfig(Sealed):
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
         check_choice("gpu.device", self.device, ("auto", "cuda", "cpu"))
+
+    def on_card(self, sheet: Mapping[str, Any]) -> "GPUConfig":
+        """Return the card of a sheet, with what is set here in the place of its values.
+
+        Args:
+            sheet: Fields of this class.
+        """
+        default = GPUConfig()
+        typed = {
+            key: value for key, value in vars(self).items() if value != getattr(default, key, value)
+        }
+        return GPUConfig(**{**sheet, **typed})
 
     @property
     def is_described(self) -> bool:

@@ -315,6 +315,8 @@ def in_columns(text: str, worded: Callable[[str], str]) -> str:
 
 def _in_keywords(text: str) -> str:
     for setting in sorted(keywords_of().values(), key=lambda found: -len(found.path)):
+        if setting.path not in text:
+            continue  # patterns are many: most are never made
         key, keyword = rf"(?<![\w./]){re.escape(setting.path)}(?![\w./]\w)", setting.keyword
         if without_null(setting.hint) is str:
             text = re.sub(rf"{key}=([a-z]\w*)", rf"{keyword}='\1'", text)

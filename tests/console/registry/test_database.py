@@ -47,7 +47,8 @@ def test_the_version_is_another_one_after_a_commit(tmp_path: Path) -> None:
     database = Database.open(tmp_path / "registry.db")
     before = database.version()
     assert database.version() == before
-    Models(database).add("glass")
+    models = Models(database)
+    models.store(models.describe("glass"), {})
     assert database.version() != before
     database.close()
 
@@ -103,7 +104,7 @@ class Writers:
 def test_twenty_writers_and_a_reader_are_never_locked_out(
     database: Database, models: Models
 ) -> None:
-    models.add("glass")
+    models.store(models.describe("glass"), {})
     results, writers = Results(database), Writers(20, 5)
     seen, versions = 0, set()
     while any(process.is_alive() for process in writers.processes):
@@ -119,7 +120,7 @@ def test_twenty_writers_and_a_reader_are_never_locked_out(
 
 
 def test_what_was_told_as_stored_outlives_kill_9(database: Database, models: Models) -> None:
-    models.add("glass")
+    models.store(models.describe("glass"), {})
     writers = Writers(1, 100_000)
     told = [writers.told() for _ in range(20)]
     writers.processes[0].kill()

@@ -12,12 +12,13 @@ from console.registry.database import Database
 from console.registry.models import Models, default_of, entry_of, profile_of
 from tests.console.registry.conftest import checkpoint
 
+CARD = "rtx4080_16gb"
 WEIGHTS_BYTES = 4 * (2 * 32 * 32 + 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32 + 2 * 32))
 
 
 def test_a_folder_is_added_with_the_sizes_of_its_headers(models: Models, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "Mixtral-8x7B", shards=3)
-    row = models.add(str(folder), settings={"max-num-seqs": "4", "cpu_offload_gb": None})
+    row = models.add(str(folder), settings={"max-num-seqs": "4", "cpu_offload_gb": None}, card=CARD)
     assert row.to_dict() | {"created_s": 0, "changed_s": 0, "spec": None} == {
         "id": 1,
         "name": "Mixtral-8x7B",
@@ -46,7 +47,7 @@ def test_a_folder_is_added_with_the_sizes_of_its_headers(models: Models, tmp_pat
 
 
 def test_a_name_of_the_catalogue_and_a_hub_s_id_are_one_model(models: Models) -> None:
-    row = models.add("allenai/OLMo-2-1124-7B-Instruct")
+    row = models.store(models.describe("allenai/OLMo-2-1124-7B-Instruct"), {})
     assert (row.name, row.source, row.kind, row.state) == ("olmo7b", "olmo7b", "hub", "missing")
     assert row.reason == "not downloaded"
     assert row.weights_bytes == find("olmo7b").spec.weight_bytes()
@@ -169,14 +170,16 @@ def test_settings_are_refused_as_by_the_engine(
     with pytest.raises(FieldError, match=message) as refused:
         models.add("glass", settings=settings)
     assert refused.value.field == (field or next(iter(settings)))
-    models.add("glass", settings={"max_num_seqs": 8})
+    models.store(models.describe("glass"), {"max_num_seqs": 8})
     with pytest.raises(FieldError, match=message):
         models.set_profile("glass", settings=settings)
     assert profile_of(models.get("glass")).settings == {"max_num_seqs": 8}
 
 
 def test_settings_change_and_the_others_keep_their_values(models: Models) -> None:
-    models.add("glass", settings={"max_num_seqs": 8, "cpu_gib": 2, "enforce_eager": "yes"})
+    models.store(
+        models.describe("glass"), {"max_num_seqs": 8, "cpu_gib": 2, "enforce_eager": "yes"}
+    )
     changed = models.set_profile("glass", settings={"max_num_seqs": None, "seed": 3})
     assert changed.settings == {"kv_cpu_gib": 2, "enforce_eager": True, "seed": 3}
     new = models.set_profile("glass", "long", {"max_model_len": 128}, make_default=True)

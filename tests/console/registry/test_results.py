@@ -16,8 +16,8 @@ from console.registry.tables import Model
 
 @pytest.fixture
 def results(database: Database, models: Models) -> Results:
-    models.add("glass")
-    models.add("olmo7b")
+    for name in ("glass", "olmo7b"):
+        models.store(models.describe(name), {})
     return Results(database)
 
 
@@ -73,7 +73,7 @@ def test_what_has_no_process_is_interrupted(results: Results, database: Database
     alive, gone, reused = (results.create(1, "test") for _ in range(3))
     queued = results.create(1, "test")
     own = own_process()
-    results.change(alive.id, status="running", **own)
+    results.change(alive.id, status="running", pid=own.pid, pid_started_s=own.started_s)
     results.change(gone.id, status="running", pid=2**22 + 1, pid_started_s=time.time())
     began = psutil.Process().create_time() - 60
     results.change(reused.id, status="running", pid=os.getpid(), pid_started_s=began)
@@ -98,6 +98,6 @@ def test_what_has_no_process_is_interrupted(results: Results, database: Database
 
 def test_a_process_is_known_by_its_start() -> None:
     own = own_process()
-    assert is_alive(own["pid"], own["pid_started_s"])
-    assert not is_alive(own["pid"], None)
+    assert is_alive(own.pid, own.started_s)
+    assert not is_alive(own.pid, None)
     assert not is_alive(None, 1.0)

@@ -9,7 +9,7 @@ down_revision = "0001"
 
 def upgrade() -> None:
     """Make the change."""
-    with op.batch_alter_table("models") as table:
+    with op.batch_alter_table("models", table_kwargs={"sqlite_autoincrement": True}) as table:
         table.add_column(sa.Column("identity", sa.String(), nullable=True))
         table.create_unique_constraint("uq_models_identity", ["identity"])
         table.add_column(sa.Column("spec", sa.JSON(), nullable=True))
