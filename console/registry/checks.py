@@ -84,8 +84,10 @@ def config_of(settings: Mapping[str, Any], spec: ModelSpec, name: str = "model")
         ConfigError: the engine refuses a value.
     """
     # Where files will be read from is of no account here, but that they will be.
-    path = None if settings.get("load_format") == "dummy" else "."
-    return engine_config(ModelConfig(name=name, path=path, spec=spec), settings)
+    load_format = settings.get("load_format", "auto")
+    path = None if load_format == "dummy" else "."
+    model = ModelConfig(name=name, path=path, load_format=load_format, spec=spec)
+    return engine_config(model, settings)
 
 
 @contextmanager
