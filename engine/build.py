@@ -34,7 +34,7 @@ from engine.run.executor import DeviceExecutor
 from engine.run.sampler import Sampler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.kept import DAMAGED, KeptCopy, Packed, copy_folder, keep, source_identity
-from engine.weights.reader import CheckpointReader, DummyWeights, pack
+from engine.weights.reader import CheckpointReader, DummyWeights, pack, unpack
 from engine.weights.store import OPERATORS, WeightStore
 from kernels.compile_time import LISTENER, Compilation, CudaError
 
@@ -406,12 +406,16 @@ def _load(
     if config.model.load_format != "dummy":
         return _load_files(config, stored, device, store, clock, told)
     parts, packed, formats = list(store.parameters()), list(store.packed()), store.plan.formats
+    unpacked = list(store.unpacked())
     total = sum(tensor.nbytes for _, tensor in parts)
+    total += sum(formats.num_bytes(tensor) for tensor, _ in unpacked)
     told.expect(total + sum(formats.default.num_bytes(tensor) for tensor, _ in packed))
     with clock.phase("convert"):
         norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
         dummy = DummyWeights(config.engine.seed, told.advance, norm, scale)
         dummy.fill(parts)
+        for tensor, views in unpacked:
+            dummy.fill_arrays(tensor.name, formats[tensor.name].dummies(tensor), views)
         pack(formats, packed, dummy.fill, device, clock)
         device.synchronize()
     clock.add_bytes("convert", told.total)
@@ -442,6 +446,8 @@ def _load_files(
     told.expect(sum(stored[part.name].num_bytes for part, _ in parts))
     told.expect(sum(source.num_bytes for _, _, source in arrays))
     rest = to_pack(lambda tensor: copy is None or not copy.holds(tensor, formats))
+    unpacked = list(store.unpacked())
+    told.expect(sum(s.num_bytes for t, _ in unpacked for s in formats[t.name].sources(t)))
     reader = CheckpointReader(device, clock, told.advance, pin=store.plan.pin)
     with contextlib.closing(reader):
         damaged = reader.read(
@@ -454,7 +460,9 @@ def _load_files(
             names = {name.rpartition(".")[0] for name in damaged}
             copy.drop(names, DAMAGED)
             rest += to_pack(lambda tensor: tensor.name in names)
-        escapes = pack(formats, rest, partial(reader.read, stored=stored), device, clock)
+        fill = partial(reader.read, stored=stored)
+        unpack(formats, unpacked, fill, device, clock)
+        escapes = pack(formats, rest, fill, device, clock)
     if copy is None:
         return [NOTHING_PACKED] if config.model.keep_lossless else []
     if not (config.model.keep_lossless or copy.faults):

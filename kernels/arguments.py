@@ -5,6 +5,7 @@ splits of a sequence, P tokens per block, N query heads, K KV heads, H head size
 results.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -184,6 +185,158 @@ class TooManyEscapesError(ValueError):
         )
         self.escapes = escapes
         self.capacity = capacity
+
+
+QUANTISED_KINDS: Final = ("uint4", "uint5", "uint6", "uint8", "float8_e4m3fn", "table4")
+"""What the values of a quantised matrix are."""
+QUANTISED_TILE: Final = 64
+"""Columns whose values lie side by side; the last ones of a row are filled up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix of N rows and K columns in small values and scales of groups of columns.
+
+    In float32, and in this order, rounded once to the dtype:
+
+        weight = (scale * subscale) * (value - zero) - low * sublow
+
+    where what is None is left out. With scales of 16 bits every product of integers is exact.
+
+    Attributes:
+        kind: one of QUANTISED_KINDS. Of table4, a value is the one that 4 bits choose in the table.
+        dtype: of the weights once they are restored, and of the tokens of products.
+        num_columns: K.
+        group: columns of one scale, zero and low: 16, 32, a multiple of 64, or all K.
+        subgroup: likewise of one subscale and sublow.
+        values: uint8 [N, bytes]. Of 8 bits: a byte for each column. Of fewer: in tiles of 64
+            columns, 32 bytes each; byte j has the low 4 bits of column j in its low half, of column
+            32 + j in its high half.
+        scale: [N, ceil(K / group)] float16, bfloat16 or float32.
+        offset: what is subtracted from every value where there is no zero.
+        high: uint8 [N, bytes], or None: of uint5 and uint6 the b = 1 or 2 bits above the low four.
+            In tiles of 64 columns, 8 * b bytes each; those of column j of half h are in byte
+            j % (8 * b), from bit 4 * h + b * (j // (8 * b)) on.
+        zero: uint8, of the shape of scale, or None.
+        low: of the shape and dtype of scale, or None.
+        subscale: int8 [N, ceil(K / subgroup)], or None.
+        sublow: uint8, of the shape of subscale, or None.
+        columns: int32 [K]: column k of the matrix is multiplied with input columns[k]; None: k.
+        table: float32 [16] of table4, else None.
+        scratch: [N, K] of the dtype, in which products of many tokens restore the matrix; others
+            may share the memory, as work on one stream does. None: each call allocates.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    num_columns: int
+    group: int
+    subgroup: int
+    values: torch.Tensor
+    scale: torch.Tensor
+    offset: int = 0
+    high: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    low: torch.Tensor | None = None
+    subscale: torch.Tensor | None = None
+    sublow: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    scratch: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.values.shape[0], self.num_columns
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return {"uint4": 4, "uint5": 5, "uint6": 6, "table4": 4}.get(self.kind, 8)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the tensors are those of one matrix; no operator looks again."""
+        if self.kind not in QUANTISED_KINDS:
+            raise ValueError(f"quantised.kind: expected one of {QUANTISED_KINDS}, got {self.kind}.")
+        num_rows, num_columns = self.shape
+        for part, size in (("group", self.group), ("subgroup", self.subgroup)):
+            if size not in {16, 32, num_columns} and size % QUANTISED_TILE:
+                raise ValueError(
+                    f"quantised.{part}: expected 16, 32, a multiple of {QUANTISED_TILE} or all "
+                    f"{num_columns} columns, got {size}."
+                )
+        tiles = -(-num_columns // QUANTISED_TILE)
+        row_bytes = tiles * QUANTISED_TILE * (8 if self.bits == 8 else 4) // 8
+        groups, subgroups = -(-num_columns // self.group), -(-num_columns // self.subgroup)
+        scale_dtype, byte = self.scale.dtype, torch.uint8
+        wanted = {
+            "values": ((num_rows, row_bytes), byte),
+            "scale": ((num_rows, groups), scale_dtype),
+            "high": ((num_rows, tiles * 8 * (self.bits - 4)), byte),
+            "zero": ((num_rows, groups), byte),
+            "low": ((num_rows, groups), scale_dtype),
+            "subscale": ((num_rows, subgroups), torch.int8),
+            "sublow": ((num_rows, subgroups), byte),
+            "columns": ((num_columns,), torch.int32),
+            "table": ((16,), torch.float32),
+            "scratch": ((num_rows, num_columns), self.dtype),
+        }
+        for part, (shape, dtype) in wanted.items():
+            found: torch.Tensor | None = getattr(self, part)
+            if found is None:
+                continue
+            if (tuple(found.shape), found.dtype, found.is_contiguous()) != (shape, dtype, True):
+                raise ValueError(
+                    f"quantised.{part}: expected a contiguous tensor of shape {shape} in {dtype}, "
+                    f"got {tuple(found.shape)} in {found.dtype}."
+                )
+        if (self.table is None) == (self.kind == "table4"):
+            raise ValueError("quantised.table: expected one for table4, and for no other kind.")
+        if (self.high is None) == (self.bits in {5, 6}):
+            raise ValueError("quantised.high: expected them for uint5 and uint6 alone.")
+
+    @classmethod
+    def of(
+        cls, arrays: Mapping[str, torch.Tensor], scratch: torch.Tensor | None, **meaning: Any
+    ) -> "Quantised":
+        """Return the matrix that arrays keep, restored into the scratch where it has room.
+
+        Args:
+            arrays: by the names of the attributes.
+            scratch: as that of with_scratch, or None.
+            meaning: the other attributes; dtype by its name.
+        """
+        dtype = getattr(torch, meaning["dtype"])
+        found = cls(**{**meaning, **arrays, "dtype": dtype})
+        return found if scratch is None else found.with_scratch(scratch)
+
+    def with_scratch(self, memory: torch.Tensor) -> "Quantised":
+        """Return the same matrix, restored into this memory by products of many tokens.
+
+        Args:
+            memory: uint8, on the device; kept only if the matrix has room in it.
+        """
+        num_rows, num_columns = self.shape
+        size = num_rows * num_columns * self.dtype.itemsize
+        if memory.numel() < size:
+            return self
+        return replace(self, scratch=memory[:size].view(self.dtype).view(num_rows, num_columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Matrices of the same columns, one below the other, each kept in its own way.
+
+    Attributes:
+        parts: a plain tensor [N, K] or a Quantised each.
+    """
+
+    parts: tuple["torch.Tensor | Quantised", ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all, and columns."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,24 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.model.families import stated_dtype, text_part_of
-from engine.model.formats import EMBEDDING, FORMATS, HEAD, ParamSpec, TensorFormats
+from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
+from engine.model.quantised import ELEMENT_BYTES, SUPPORTED
 from engine.model.spec import ModelSpec
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the text part of a model of text and images start -> how ours do."""
-FILE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+FILE_DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "I64": "int64",
+    "I32": "int32",
+    "I8": "int8",
+    "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",
+}
+FILE_BYTES = {**ELEMENT_BYTES, "int64": 8}
+"""Bytes of an element."""
 COMPARED_BYTES = 1 << 22
 """Bytes read at a time of two tables that may be equal."""
 CHECKED_BYTES = 1 << 22
@@ -70,6 +82,8 @@ def read_folder(folder: Path) -> ModelFolder:
     spec = ModelSpec.from_hf_config(config, dtype)
     if stated_dtype(text_part_of(config)) is not None:
         notes = []
+    if spec.quantization and stored:
+        spec = _as_stored(spec, stored)
     if not (spec.tie_word_embeddings and _differ(stored)):
         return ModelFolder(spec, tuple(notes))
     notes.append(
@@ -109,7 +123,8 @@ def _dtype_of(stored: Mapping[str, StoredTensor]) -> tuple[str | None, list[str]
     """The dtype of most elements, and a note where there are others."""
     sizes = Counter[str]()
     for tensor in stored.values():
-        sizes[tensor.dtype] += math.prod(tensor.shape)
+        if tensor.dtype in FORMATS:
+            sizes[tensor.dtype] += math.prod(tensor.shape)
     if not sizes:
         return None, []
     (dtype, _), *others = sizes.most_common()
@@ -120,6 +135,16 @@ def _dtype_of(stored: Mapping[str, StoredTensor]) -> tuple[str | None, list[str]
         f"checkpoint: config.json states no dtype; it counts as {dtype}, which most elements have "
         f"({rest})."
     ]
+
+
+def _as_stored(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> ModelSpec:
+    """Return the sizes with what headers say of how weights are quantised."""
+    parts = [
+        p for t in spec.tensors() if len(t.shape) == 2 and t.name != EMBEDDING for p in t.parts
+    ]
+    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    found = spec.quantisation.as_stored(dtypes, parts)
+    return replace(spec, quantization=found.to_dict())
 
 
 def _differ(stored: Mapping[str, StoredTensor]) -> bool:
@@ -209,13 +234,13 @@ def _stored(
     if entry["dtype"] not in FILE_DTYPES:
         raise CheckpointError(
             f"{file}: {name} has dtype {entry['dtype']}, expected one of {', '.join(FILE_DTYPES)}. "
-            "Quantised checkpoints are not supported."
+            f"Of quantised checkpoints these are supported: {SUPPORTED}."
         )
     dtype, shape = FILE_DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"{name}: expected whole numbers in shape and data_offsets")
-    num_bytes = FORMATS[dtype].num_bytes(ParamSpec(name, shape))
+    num_bytes = math.prod(shape) * FILE_BYTES[dtype]
     if end - begin != num_bytes:
         what = f"{name} of shape {list(shape)} in {entry['dtype']}"
         raise _damaged(file, f"{what} takes {num_bytes} bytes, the header says {begin} to {end}")
@@ -294,10 +319,16 @@ def check_checkpoint(
             "Does config.json belong to these files?"
         )
     for name, part in wanted.items():
-        if stored[name].shape != part.shape:
+        found = stored[name]
+        if found.shape != part.shape:
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(stored[name].shape)}, config.json says "
+                f"{folder}: {name} has shape {list(found.shape)}, config.json says "
                 f"{list(part.shape)}."
+            )
+        if found.dtype not in ([part.dtype] if part.dtype else FORMATS):
+            raise CheckpointError(
+                f"{folder}: {name} is stored in {found.dtype}, expected "
+                f"{part.dtype or ', '.join(FORMATS)}. Does config.json belong to these files?"
             )
     ignored = {HEAD} if spec.tie_word_embeddings else set()
     others = set(stored) - set(wanted) - ignored

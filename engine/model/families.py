@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.model.quantised import read_quantization
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +186,7 @@ def sizes_of(config: Mapping[str, Any], stored_dtype: str | None = None) -> dict
             "it again."
         )
     window, layer_types = _window(config, arch, layers)
+    dtype = (stated_dtype(config) or stored_dtype or "float32").removeprefix("torch.")
     return {
         "model_type": kind,
         "vocab_size": _size(config, "vocab_size"),
@@ -205,7 +207,8 @@ def sizes_of(config: Mapping[str, Any], stored_dtype: str | None = None) -> dict
         "mlp_bias": config.get("mlp_bias") or False,
         "sliding_window": window,
         "layer_types": layer_types,
-        "dtype": (stated_dtype(config) or stored_dtype or "float32").removeprefix("torch."),
+        "dtype": dtype,
+        "quantization": read_quantization(config, dtype),
     }
 
 
@@ -225,8 +228,9 @@ def text_part_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
     if dtype := stated_dtype(config):
         shared["dtype"] = dtype
-    if config.get("quantization_config"):
-        shared["quantization_config"] = config["quantization_config"]
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            shared[key] = config[key]
     return {"model_type": TEXT_PARTS[kind]} | text | shared
 
 
@@ -322,13 +326,6 @@ def _check_supported(
     for name in UNSUPPORTED:
         if config.get(name):
             raise _wrong(f"expected no {name}, got {config[name]!r}; not supported.")
-    # The second is the name that compressed-tensors had for it.
-    if found := config.get("quantization_config") or config.get("compression_config"):
-        method = found.get("quant_method", "unknown")
-        raise _wrong(
-            f"quantised checkpoints are not supported, got quant_method={method!r}. "
-            "Use the bfloat16, float16 or float32 checkpoint."
-        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise _wrong(f"expected rotary scaling among {', '.join(ROPE_TYPES)}, got {kind!r}.")

@@ -39,6 +39,8 @@ class ParamSpec:
     shape: tuple[int, ...]
     first: int = 0
     """The element of the checkpoint's tensor that it begins with."""
+    dtype: str | None = None
+    """The only one that it may be stored in; None: any of floating-point numbers."""
 
     @property
     def numel(self) -> int:
@@ -48,7 +50,8 @@ class ParamSpec:
     def rows(self, start: int, stop: int) -> "ParamSpec":
         """Return some of its rows."""
         size = math.prod(self.shape[1:])
-        return ParamSpec(self.name, (stop - start, *self.shape[1:]), self.first + start * size)
+        shape = stop - start, *self.shape[1:]
+        return ParamSpec(self.name, shape, self.first + start * size, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class Operators(NamedTuple):
 
     linear: Any
     codes: Any
+    quantised: Any
 
 
 class Packing(ABC):
@@ -147,6 +151,13 @@ class Format(ABC):
     name: str
     is_packed: ClassVar[bool] = False
     """Whether it is made of its rows by `packing`, else parameters are read into `targets`."""
+    is_unpacked: ClassVar[bool] = False
+    """Whether it is made of other arrays of a checkpoint, its `sources`."""
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether its products restore weights that are kept in fewer bytes."""
+        return self.is_packed or self.is_unpacked
 
     @abstractmethod
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:
@@ -178,6 +189,7 @@ class Format(ABC):
 
     def operand(
         self,
+        tensor: TensorSpec,  # noqa: ARG002
         views: Mapping[str, Any],
         ops: Operators,  # noqa: ARG002
         scratch: Any = None,  # noqa: ARG002
@@ -185,6 +197,7 @@ class Format(ABC):
         """Return what its products take as the weight.
 
         Args:
+            tensor: Which.
             views: torch tensors by the names of `views`.
             ops: Modules of kernels.ops.
             scratch: uint8 of GPU memory in which a product may make the weight anew, whose place it
@@ -197,6 +210,18 @@ class Format(ABC):
     ) -> Iterable[tuple[ParamSpec, Any]]:
         """Yield each parameter with the contiguous array that it is read into, or converted."""
         raise NotImplementedError(f"{self.name} is packed")
+
+    def token_elements(self, tensor: TensorSpec) -> int:  # noqa: ARG002
+        """Elements of each token that its products allocate beside their result."""
+        return 0
+
+    def sources(self, tensor: TensorSpec) -> Iterable[Any]:
+        """Yield what is read at a time of an unpacked tensor, engine.model.quantised.Source."""
+        raise NotImplementedError(f"{self.name} is made of no other arrays")
+
+    def dummies(self, tensor: TensorSpec) -> Iterable[tuple[str, float | str]]:
+        """Yield what the views of an unpacked tensor's random weights are."""
+        raise NotImplementedError(f"{self.name} is made of no other arrays")
 
     def block_rows(self, tensor: TensorSpec) -> int:
         """Return how many rows are packed at a time; the last block may have fewer."""
@@ -240,7 +265,13 @@ class Plain(Format):
         """Return those that read a weight once and round nothing but the result."""
         return Products.of(ops.linear)
 
-    def operand(self, views: Mapping[str, Any], ops: Operators, scratch: Any = None) -> Any:  # noqa: ARG002
+    def operand(
+        self,
+        tensor: TensorSpec,  # noqa: ARG002
+        views: Mapping[str, Any],
+        ops: Operators,  # noqa: ARG002
+        scratch: Any = None,  # noqa: ARG002
+    ) -> Any:
         """Return the tensor itself."""
         return views[""]
 
@@ -288,6 +319,41 @@ class TensorFormats:
             return []  # known at once, and asked for often
         return [tensor for tensor in tensors if self[tensor.name].is_packed]
 
+    def restored(self, tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """Return those that products restore."""
+        if not self.others and not self.default.is_restored:
+            return []
+        return [tensor for tensor in tensors if self[tensor.name].is_restored]
+
+    def token_elements(self, tensors: Iterable[TensorSpec]) -> int:
+        """Elements of each token that a product allocates at most beside its result."""
+        restored = self.restored(tensors)
+        return max((self[each.name].token_elements(each) for each in restored), default=0)
+
+    def unpacking_bytes(self, tensors: Iterable[TensorSpec]) -> tuple[int, int]:
+        """Return the GPU memory that arrays of a checkpoint are brought to, and that beside it.
+
+        Args:
+            tensors: Of the model.
+        """
+        if not self.others:
+            return 0, 0
+        sources = [
+            source
+            for tensor in tensors
+            if self[tensor.name].is_unpacked
+            for source in self[tensor.name].sources(tensor)
+        ]
+        largest = max((source.num_bytes for source in sources), default=0)
+        total = sum(source.num_bytes for source in sources)
+        scratch = max((source.scratch_bytes for source in sources), default=0)
+        return max(largest, min(PACK_BATCH_BYTES, total)), scratch
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether any tensor is packed."""
+        return any(form.is_packed for form in self.others.values())
+
     def block_bytes(self, tensor: TensorSpec) -> int:
         """Bytes of the rows of a packed tensor that are packed at a time."""
         rows = min(tensor.shape[0], self[tensor.name].block_rows(tensor))
@@ -309,9 +375,11 @@ class TensorFormats:
         Args:
             tensors: Of the model.
         """
-        packed = self.packed(tensors)
+        every = list(tensors)
+        packed = self.packed(every)
         scratch = (self[tensor.name].scratch_bytes(tensor) for tensor in packed)
-        return self.batch_bytes(packed) + max(scratch, default=0)
+        packing = self.batch_bytes(packed) + max(scratch, default=0)
+        return max(packing, sum(self.unpacking_bytes(every)))
 
     def check(self, tensors: Iterable[TensorSpec]) -> None:
         """Raise ConfigError where a tensor is unknown, or cannot be held."""

@@ -84,7 +84,13 @@ class Lossless(Format):
         """Return those that restore weights as they are read."""
         return Products.of(ops.codes)
 
-    def operand(self, views: Mapping[str, Any], ops: Operators, scratch: Any = None) -> Any:
+    def operand(
+        self,
+        tensor: TensorSpec,  # noqa: ARG002
+        views: Mapping[str, Any],
+        ops: Operators,
+        scratch: Any = None,
+    ) -> Any:
         """Return kernels.arguments.Codes, which are restored in the scratch if they fit."""
         made = ops.codes.Codes(**views)
         return made if scratch is None else made.with_scratch(scratch)
@@ -189,6 +195,8 @@ def why_plain(tensor: TensorSpec, spec: ModelSpec, dtype: str = DTYPE) -> str:
     """Return why `lossless_formats` leaves a tensor as it is; nothing where it does not."""
     if len(tensor.shape) != 2:
         return "no matrix"
+    if tensor.name in spec.formats(dtype):
+        return "quantised in the checkpoint"
     if tensor.name == EMBEDDING and not spec.tie_word_embeddings:
         return "looked up by row"
     if not LOSSLESS.holds(tensor, dtype):

@@ -17,7 +17,17 @@ from engine.model.families import (
     Architecture,
     sizes_of,
 )
-from engine.model.formats import EMBEDDING, FORMATS, HEAD, ParamSpec, TensorSpec
+from engine.model.formats import (
+    EMBEDDING,
+    FORMATS,
+    HEAD,
+    NO_FORMATS,
+    Format,
+    ParamSpec,
+    TensorFormats,
+    TensorSpec,
+)
+from engine.model.quantised import Quantisation
 from engine.sealed import Sealed, check_choice, check_flag, check_number, number
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -70,6 +80,9 @@ class ModelSpec(Sealed):
     """Attention scores are divided by its root; null: head_dim."""
     dtype: str = "bfloat16"
     """dtype of the checkpoint."""
+    quantization: dict[str, Any] = field(default_factory=dict)
+    """Empty, or how a checkpoint's weights are quantised: method, schemes (each with layout, bits
+    and more) and ignore, the modules that stay plain (docs/quantised.md)."""
 
     def check(self) -> None:
         """Raise ConfigError when the sizes contradict each other."""
@@ -89,6 +102,7 @@ class ModelSpec(Sealed):
                 f"model.spec.head_dim: expected an even number from 16 to 256, got {self.head_dim}."
             )
         check_choice("model.spec.dtype", self.dtype, DTYPES)
+        self.formats(self.dtype)
         self._check_window()
         self._check_rope_scaling()
 
@@ -231,6 +245,30 @@ class ModelSpec(Sealed):
             yield from self.layer_tensors(layer)
         yield from outer[1:]
 
+    def formats(self, dtype: str) -> Mapping[str, Format]:
+        """Return the formats of the tensors that the checkpoint keeps quantised, by name.
+
+        Args:
+            dtype: That the engine computes in.
+
+        Raises:
+            ConfigError: A matrix has sizes that its scheme cannot keep.
+        """
+        if not self.quantization:
+            return NO_FORMATS
+        if dtype not in self._formats:
+            self._formats[dtype] = self.quantisation.formats(self.tensors(), dtype)
+        return self._formats[dtype]
+
+    @cached_property
+    def _formats(self) -> dict[str, Mapping[str, Format]]:
+        return {}
+
+    @cached_property
+    def quantisation(self) -> Quantisation:
+        """What `quantization` says, which must not be empty."""
+        return Quantisation.of(self.quantization)
+
     @property
     def num_parameters(self) -> int:
         """Parameters, tied ones counted once."""
@@ -251,8 +289,11 @@ class ModelSpec(Sealed):
         return self
 
     def weight_bytes(self, dtype: str | None = None) -> int:
-        """Bytes of all parameters, were they plain, in `dtype` (default: the checkpoint's)."""
+        """Bytes of all parameters, plain ones in `dtype` (default: the checkpoint's)."""
         num_bytes = FORMATS[dtype or self.dtype].num_bytes
+        if self.quantization:
+            dtype = dtype or self.dtype
+            return TensorFormats(FORMATS[dtype], self.formats(dtype)).total_bytes(self.tensors())
         layer = sum(map(num_bytes, self.layer_tensors(0)))
         return layer * self.num_hidden_layers + sum(map(num_bytes, self.outer_tensors()))
 

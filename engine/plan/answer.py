@@ -89,7 +89,7 @@ class Way:
     @property
     def is_lossless(self) -> bool:
         """Whether weights are in codes."""
-        return bool(self.plan.formats.others)
+        return self.plan.formats.has_codes
 
     @property
     def reads_kv_in_place(self) -> bool:

@@ -408,7 +408,8 @@ class Asked:
     @cached_property
     def formats(self) -> TensorFormats:
         """The format of every tensor."""
-        return TensorFormats(FORMATS[self.dtype], self.tensor_formats)
+        own = self.spec.formats(self.dtype)
+        return TensorFormats(FORMATS[self.dtype], {**own, **self.tensor_formats})
 
     # What no placement changes is found once, for all plans that are made from this.
 
@@ -426,14 +427,14 @@ class Asked:
     def step_bytes(self) -> tuple[int, int]:
         """GPU bytes of a step's activations, and of its logits."""
         settings, size = self.config.engine, DTYPE_BYTES[self.dtype]
-        activations = activation_bytes(self.spec, settings, size, self.max_model_len)
+        beside = size * self.formats.token_elements(self.spec.tensors())
+        activations = activation_bytes(self.spec, settings, size, self.max_model_len, beside)
         return activations, logits_bytes(self.spec, settings, size, self.max_model_len)
 
     @cached_property
     def restore_items(self) -> dict[str, int]:
         """GPU bytes in which steps of many tokens restore weights, if any do."""
-        settings = self.config.engine
-        tokens, rows = settings.max_num_batched_tokens, settings.max_num_seqs
+        tokens, rows = self.config.engine.max_num_batched_tokens, self.config.engine.max_num_seqs
         size = restore_bytes(self.spec, self.formats, max_tokens=tokens, max_rows=rows)
         return {"restore": size} if size else {}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
@@ -20,10 +21,20 @@ def matches(selector: str, name: str) -> bool:
     return any(have[i : i + width] == wanted for i in range(len(have) - width + 1))
 
 
+WEIGHT_ALIASES: Final = ("qweight", "weight_packed")
+"""What quantised checkpoints call a weight."""
+
+
+def _usual(selector: str) -> str:
+    """Return a selector with the weight under its usual name."""
+    *before, last = selector.split(".")
+    return ".".join([*before, "weight" if last in WEIGHT_ALIASES else last])
+
+
 def selected(tensor: TensorSpec, selectors: Sequence[str]) -> bool:
     """Whether any selector matches the tensor's fused name or one of its parts."""
     names = [tensor.name, *(part.name for part in tensor.parts)]
-    return any(matches(selector, name) for selector in selectors for name in names)
+    return any(matches(_usual(selector), name) for selector in selectors for name in names)
 
 
 def check_selectors(setting: str, selectors: Sequence[str], tensors: Iterable[TensorSpec]) -> None:
@@ -39,7 +50,7 @@ def check_selectors(setting: str, selectors: Sequence[str], tensors: Iterable[Te
         raise ConfigError(
             f"{setting}: expected whole dotted segments of a parameter name, got {selector!r}, "
             f"which matches no parameter of this model. Segments here: {shown}; aliases: qkv_proj, "
-            "gate_up_proj."
+            f"gate_up_proj, {', '.join(WEIGHT_ALIASES)}."
         )
 
 
@@ -47,7 +58,7 @@ def widened(tensors: Iterable[TensorSpec], selectors: Sequence[str]) -> list[str
     """Name the fused products that a selector takes whole although it names only a part."""
     found = []
     for tensor in tensors:
-        if len(tensor.parts) > 1 and not any(matches(s, tensor.name) for s in selectors):
+        if len(tensor.parts) > 1 and not any(matches(_usual(s), tensor.name) for s in selectors):
             hit = [selected(TensorSpec(part.name, (part,)), selectors) for part in tensor.parts]
             if any(hit) and not all(hit):
                 found.append(tensor.name)

@@ -534,13 +534,18 @@ def padded_prefill(
 
 
 def activation_bytes(
-    spec: ModelSpec, settings: EngineSettings, dtype_bytes: int, max_model_len: int
+    spec: ModelSpec,
+    settings: EngineSettings,
+    dtype_bytes: int,
+    max_model_len: int,
+    beside_bytes: int = 0,
 ) -> int:
     """Bytes of one step of max_num_batched_tokens tokens: hidden states, products, inputs.
 
     A twentieth is added for the allocator's rounding, and the largest tensor once more: where the
     place that it left in the layer before was split for smaller ones, the allocator takes another
     (105 MiB reserved and free when 112 MiB were asked for: mistral_7b, 2048 tokens, H200).
+    `beside_bytes` are those of a token that products allocate beside their results.
     """
     tokens, rows = settings.max_num_batched_tokens, pad_batch(settings.max_num_seqs)
     step = _step_bytes(spec, settings, dtype_bytes)
@@ -554,7 +559,7 @@ def activation_bytes(
     tables = 1 if spec.rope_local_base_freq is None else 2
     rotary = tables * max_model_len * spec.head_dim * 4
     largest = tokens * 2 * spec.intermediate_size * dtype_bytes
-    return int(1.05 * step) + workspace + inputs + rotary + largest
+    return int(1.05 * step) + workspace + inputs + rotary + largest + tokens * beside_bytes
 
 
 def _step_bytes(spec: ModelSpec, settings: EngineSettings, dtype_bytes: int) -> int:
@@ -587,7 +592,7 @@ def restore_bytes(
     sizes = (
         align(formats.default.num_bytes(tensor))
         for tensor in _products(spec, with_head=max_rows > MAX_SMALL_TOKENS)
-        if formats[tensor.name].is_packed
+        if formats[tensor.name].is_restored
     )
     return max(sizes, default=0)
 

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Final, NamedTuple
 
@@ -116,6 +116,9 @@ LOSSLESS_MOST_TFLOPS: Final = 593.0
 """bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
 and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
 card with more tensor cores restores no faster (not measured on any but an H200)."""
+QUANTISED_MOST: Final = 4.0 / 3.0
+"""Plain bytes that restoring quantised weights in registers carries, over the bytes of codes that
+restoring those carries at 16 tokens: as many weights a second. Not measured."""
 RESTORE_SHARE: Final = 0.52
 """Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.18 TB/s; of each
 weight 1.5 bytes are read and 2 written."""
@@ -303,16 +306,27 @@ class Packed:
     stored: int = 0
     plain: int = 0
     """Once they are restored."""
+    quantised: int = 0
+    """Those of `stored` that a checkpoint keeps quantised."""
+    quantised_plain: int = 0
+    """Once they are restored."""
 
     def __add__(self, other: "Packed") -> "Packed":
         """Return both together."""
-        return Packed(self.stored + other.stored, self.plain + other.plain)
+        return Packed(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
     def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":
         """Return those among some tensors."""
-        packed = formats.packed(tensors)
-        return cls(formats.total_bytes(packed), sum(map(formats.default.num_bytes, packed)))
+        restored = formats.restored(tensors)
+        quantised = [tensor for tensor in restored if formats[tensor.name].is_unpacked]
+        return cls(
+            *(
+                size
+                for each in (restored, quantised)
+                for size in (formats.total_bytes(each), sum(map(formats.default.num_bytes, each)))
+            )
+        )
 
 
 NONE_PACKED: Final = Packed()
@@ -574,13 +588,25 @@ def _packed_s(
         return 0.0, 0.0
     link_s = there.stored / (rates.in_place_gb_s * 1e9)
     if rows <= MAX_SMALL_TOKENS:
-        most = next(rate for tokens, rate in LOSSLESS_MOST_GB_S if rows <= tokens)
-        scale = min(1.0, math.sqrt(rates.bf16_tflops / LOSSLESS_MOST_TFLOPS))
-        rate = min(rates.lossless_gb_s, most * scale) * 1e9
-        return 0.0, here.stored / rate + max(link_s, there.stored / rate)
+        here_s, there_s = (_restored_in_registers_s(rates, rows, each) for each in (here, there))
+        return 0.0, here_s + max(link_s, there_s)
     whole = here.plain + there.plain
     restore_s = whole / (rates.restore_gb_s * 1e9)
     return restore_s + link_s, whole / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
+
+
+def _restored_in_registers_s(rates: Rates, rows: int, packed: Packed) -> float:
+    """Return the seconds in which products of few rows read weights and restore them."""
+    scale = min(1.0, math.sqrt(rates.bf16_tflops / LOSSLESS_MOST_TFLOPS)) * 1e9
+    most = next(rate for tokens, rate in LOSSLESS_MOST_GB_S if rows <= tokens) * scale
+    read = rates.lossless_gb_s * 1e9
+    seconds = (packed.stored - packed.quantised) / min(read, most)
+    if not packed.quantised:
+        return seconds
+    if rates.is_cpu:  # which restores them whole
+        return seconds + packed.quantised_plain / (rates.restore_gb_s * 1e9)
+    restored = QUANTISED_MOST * min(most, dict(LOSSLESS_MOST_GB_S)[16] * scale)
+    return seconds + max(packed.quantised / read, packed.quantised_plain / restored)
 
 
 def _reads(shape: Shape, rates: Rates, rows: int) -> float:

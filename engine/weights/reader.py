@@ -25,8 +25,17 @@ from engine.device.base import TORCH_DTYPES, CopyStream, Device, HostBuffer, chu
 from engine.device.facts import num_threads
 from engine.errors import CheckpointError, PinningError, UnpackableError
 from engine.model.checkpoint import CHECKED_BYTES, StoredTensor
-from engine.model.formats import ALIGNMENT, Packing, ParamSpec, TensorFormats, TensorSpec
+from engine.model.formats import (
+    ALIGNMENT,
+    PACK_BATCH_BYTES,
+    Packing,
+    ParamSpec,
+    TensorFormats,
+    TensorSpec,
+    align,
+)
 from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
+from engine.weights import layouts
 from engine.weights.store import OPERATORS
 
 PROGRESS_S = 0.05
@@ -329,6 +338,71 @@ def pack(
     return escapes
 
 
+def unpack(
+    formats: TensorFormats,
+    unpacked: Iterable[tuple[TensorSpec, Mapping[str, torch.Tensor]]],
+    fill: Fill,
+    device: Device,
+    clock: PhaseClock,
+) -> None:
+    """Make tensors of other arrays of a checkpoint, which are brought to the GPU for it.
+
+    Args:
+        formats: Of the model.
+        unpacked: Which, with the arrays to write, on any device.
+        fill: Called with those arrays.
+        device: That makes them.
+        clock: Receives the phase convert.
+
+    Raises:
+        CheckpointError: The arrays of a tensor contradict each other.
+    """
+    todo = [
+        (source, views)
+        for tensor, views in unpacked
+        for source in formats[tensor.name].sources(tensor)
+    ]
+    if not todo:
+        return
+    most = max(source.num_bytes for source, _ in todo)
+    size = max(most, min(PACK_BATCH_BYTES, sum(source.num_bytes for source, _ in todo)))
+    with device.scratch(size, max(source.scratch_bytes for source, _ in todo)) as raw:
+        for batch in _source_batches(todo, size):
+            arrays, at = [], 0
+            for source, _ in batch:
+                found = {}
+                for suffix, part in source.parameters:
+                    dtype = getattr(torch, source.dtype_of(part))
+                    num_bytes = part.numel * dtype.itemsize
+                    found[suffix] = raw[at : at + num_bytes].view(dtype).view(part.shape)
+                    at += align(num_bytes)
+                arrays.append(found)
+            fill(
+                (part, found[suffix])
+                for (source, _), found in zip(batch, arrays, strict=True)
+                for suffix, part in source.parameters
+            )
+            with clock.phase("convert"):
+                for (source, views), found in zip(batch, arrays, strict=True):
+                    layouts.make(source, found, views)
+                device.synchronize()
+
+
+def _source_batches(
+    todo: Iterable[tuple[Any, Mapping[str, torch.Tensor]]], num_bytes: int
+) -> Iterator[list[tuple[Any, Mapping[str, torch.Tensor]]]]:
+    """Yield as many sources at a time as have room, in order."""
+    batch: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
+    room = num_bytes
+    for each in todo:
+        if each[0].num_bytes > room:
+            yield batch
+            batch, room = [], num_bytes
+        batch.append(each)
+        room -= each[0].num_bytes
+    yield batch
+
+
 class CheckpointReader:
     """Reads in threads, each of which converts and uploads what it has read; closed after the last.
 
@@ -492,6 +566,48 @@ class DummyWeights:
             for future, num_bytes in pending:
                 future.result()
                 self._progress(num_bytes)
+
+    def fill_arrays(
+        self,
+        name: str,
+        dummies: Iterable[tuple[str, float | str]],
+        views: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Fill the arrays of a quantised tensor.
+
+        Args:
+            name: Of the tensor.
+            dummies: What each array is, as its format says.
+            views: The arrays, on any device.
+        """
+        for view, value in dummies:
+            target = views[view]
+            if value == "bytes":
+                start = _dummy_offset(ParamSpec(f"{name}.{view}", ()), self._seed)
+                for part, values in _spread(target.view(-1), self._bytes(target.device), start):
+                    part.copy_(values)
+            elif value == "float8":
+                draws = target.view(torch.float8_e4m3fn)
+                pool, start = (
+                    self._pool(name, draws),
+                    _dummy_offset(ParamSpec(name, ()), self._seed),
+                )
+                for part, values in _spread(draws.view(-1), pool, start):
+                    part.copy_(values)
+            elif value == "order":
+                target.copy_(torch.arange(target.numel()))
+            else:
+                target.fill_(float(value))
+            self._progress(target.nbytes)
+
+    def _bytes(self, device: torch.device) -> torch.Tensor:
+        """Return random bytes on a device."""
+        key = device, torch.uint8, "bytes"
+        if key not in self._pools:
+            generator = torch.Generator().manual_seed(self._seed)
+            drawn = torch.randint(0, 256, (DUMMY_POOL_SIZE,), generator=generator)
+            self._pools[key] = drawn.to(torch.uint8).to(device)
+        return self._pools[key]
 
     def _pool(self, name: str, target: torch.Tensor) -> torch.Tensor:
         """Return the draws in the dtype and on the device of a target."""

@@ -12,9 +12,9 @@ from engine.model.formats import EMBEDDING, Operators, ParamSpec, TensorSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.units import LayerPlan, Residence, Slab, Slots, Unit
 from engine.weights.residence import Held, HeldUnits, Operands
-from kernels.ops import codes, linear
+from kernels.ops import codes, linear, quantised
 
-OPERATORS: Final = Operators(linear, codes)
+OPERATORS: Final = Operators(linear, codes, quantised)
 """What formats have products of."""
 
 
@@ -77,7 +77,7 @@ class WeightStore:
 
     def _operand(self, tensor: TensorSpec, raw: torch.Tensor) -> Any:
         views = self._views(tensor, raw)
-        return self.plan.formats[tensor.name].operand(views, OPERATORS, self._restored)
+        return self.plan.formats[tensor.name].operand(tensor, views, OPERATORS, self._restored)
 
     def _stored(self, tensor: TensorSpec) -> Any:
         """Return what products take of a tensor that lies in GPU memory."""
@@ -87,7 +87,7 @@ class WeightStore:
         """Return what products take of a tensor that is read in host memory."""
         views = self._views(tensor, self._raw[tensor.name])
         reached = {n: self._device.in_place(self._host_buffer, v) for n, v in views.items()}
-        return self.plan.formats[tensor.name].operand(reached, OPERATORS, self._restored)
+        return self.plan.formats[tensor.name].operand(tensor, reached, OPERATORS, self._restored)
 
     def _hold(self, slots: Slots, sources: Mapping[Residence, list[torch.Tensor]]) -> HeldUnits:
         """Return the units of one residence with their slots."""
@@ -167,6 +167,12 @@ class WeightStore:
         """Yield the tensors that are made of their rows, with the arrays to write."""
         for tensor in self._tensor_specs():
             if self.plan.formats[tensor.name].is_packed:
+                yield tensor, self._views(tensor, self._raw[tensor.name])
+
+    def unpacked(self) -> Iterator[tuple[TensorSpec, dict[str, torch.Tensor]]]:
+        """Yield the tensors that are made of other arrays, with those to write."""
+        for tensor in self._tensor_specs():
+            if self.plan.formats[tensor.name].is_unpacked:
                 yield tensor, self._views(tensor, self._raw[tensor.name])
 
     def _tensor_specs(self) -> Iterator[TensorSpec]:

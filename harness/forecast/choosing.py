@@ -188,7 +188,7 @@ def _tokens_s(plan: MemoryPlan) -> str:
 
 
 def _figures(plan: MemoryPlan) -> list[str]:
-    lossless = ["lossless"] if plan.formats.others else []
+    lossless = ["lossless"] if plan.formats.has_codes else []
     return [_host(plan), _tokens_s(plan), *lossless]
 
 
@@ -220,7 +220,7 @@ def _where(spec: ModelSpec, gpu: GPUConfig) -> str:
     ]
     chosen = None if found else _planned(spec, gpu, PlannerConfig(choose=True))
     if chosen is not None:
-        word = "" if chosen.formats.others else "plain, "
+        word = "" if chosen.formats.has_codes else "plain, "
         found = [f"{word}{_host(chosen)} GiB off {_tokens_s(chosen)}"]
     return ", ".join(found) or "no"
 

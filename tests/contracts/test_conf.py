@@ -25,15 +25,20 @@ PARAMETERS = {
     "gemma3_4b": 3_880_263_168,
     "glass": 852_608,
     "llama2_7b": 6_738_415_616,
+    "llama2_7b_awq": 6_738_415_616,
     "llama31_8b": 8_030_261_248,
+    "llama31_8b_awq": 8_030_261_248,
     "llama32_1b": 1_235_814_400,
     "llama32_3b": 3_212_749_824,
     "mistral_7b": 7_248_023_552,
     "olmo2_13b": 13_716_198_400,
     "olmo7b": 7_298_617_344,
     "qwen25_0_5b": 494_032_768,
+    "qwen25_7b_gptq": 7_615_616_512,
     "qwen3_14b": 14_768_307_200,
+    "qwen3_14b_awq": 14_768_307_200,
     "qwen3_4b": 4_022_468_096,
+    "qwen3_8b_awq": 8_190_735_360,
     "smollm2_135m": 134_515_008,
 }
 """As published with the checkpoints."""
@@ -141,6 +146,11 @@ def test_parameters_and_bytes_are_the_published_ones(name: str) -> None:
     file = content("model", name)
     spec = ModelSpec(**file["spec"])
     assert spec.num_parameters == PARAMETERS[name]
+    if spec.quantization:
+        quantised = sum(t.numel for t in spec.tensors() if t.name in spec.formats(spec.dtype))
+        plain = PARAMETERS[name] - quantised
+        assert 4.1 < (spec.weight_bytes() - 2 * plain) / quantised * 8 < 4.25
+        return
     assert spec.weight_bytes() == PARAMETERS[name] * (4 if name == "glass" else 2)
     comment = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
     assert f"{PARAMETERS[name]:,} parameters" in comment
@@ -167,7 +177,9 @@ def test_model_files_state_only_what_they_need(name: str) -> None:
     assert list(file) == ["name", "source", "spec"]
     source = ModelSource(**file["source"])
     assert source.kind == ("package" if name in {"glass", "smollm2_135m"} else "hub")
-    if source.kind == "hub":  # a branch would let a record name weights that it does not have
+    if "quantization" in file["spec"]:  # a record has the commit that was downloaded
+        assert source.revision == "main"
+    elif source.kind == "hub":  # a branch would let a record name weights that it does not have
         assert re.fullmatch("[0-9a-f]{40}", str(source.revision))
 
 

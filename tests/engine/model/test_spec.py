@@ -127,10 +127,10 @@ def test_sliding_window(changes: dict[str, Any], window: int | None) -> None:
     [
         ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantised", "awq"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "hqq", "AWQ"]),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rotary", "dynamic"]),
         ({"rope_scaling": {"type": "longrope"}}, ["rotary", "longrope"]),
-        ({"compression_config": {"quant_method": "x"}}, ["quantised", "x"]),
+        ({"compression_config": {"quant_method": "x"}}, ["quantization_config", "'x'"]),
         (
             {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LINEAR},
             ["one rope_theta", "1000000.0 in rope_parameters", "10000.0 for rope_scaling"],

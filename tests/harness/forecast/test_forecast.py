@@ -344,7 +344,7 @@ def test_a_local_config_is_enough(composer: Composer, tmp_path: Path) -> None:
     assert [row.fits for row in found.rows] == [row.fits for row in named.rows]
     for changes, words in (
         ({"model_type": "phi3"}, "expected model_type among llama"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq'"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))

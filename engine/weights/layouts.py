@@ -1,0 +1,129 @@
+"""From the arrays of a quantised checkpoint to those of kernels.arguments.Quantised.
+
+Shape letters: N rows, K columns, G groups of columns.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from engine.errors import CheckpointError
+from engine.model.quantised import TILE, Source
+
+Arrays = dict[str, torch.Tensor]
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column, among eight, of each nibble of a word."""
+
+
+def make(
+    source: Source, stored: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
+) -> None:
+    """Make some rows of a tensor, and copy them into place.
+
+    Args:
+        source: What they are.
+        stored: Arrays of the checkpoint by suffix, on the device that makes them.
+        views: Arrays of the tensor, on any device.
+
+    Raises:
+        CheckpointError: The arrays contradict each other.
+    """
+    made = _MAKERS[source.scheme.layout](source, stored)
+    num_rows, row = source.shape[0], source.row
+    for name, values in made.items():
+        view = views[source.prefix + name]
+        place = view if name in {"columns", "table"} else view[row : row + num_rows]
+        place.copy_(values, non_blocking=True)
+
+
+def tiled(values_NK: torch.Tensor) -> torch.Tensor:
+    """Put values of at most 4 bits two into a byte, in tiles of 64 columns.
+
+    Args:
+        values_NK: uint8.
+
+    Returns:
+        uint8 [N, K / 2], K rounded up to tiles.
+    """
+    rows, columns = values_NK.shape
+    if rest := -columns % TILE:
+        values_NK = torch.nn.functional.pad(values_NK, (0, rest))
+    halves = values_NK.reshape(rows, -1, 2, TILE // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(rows, -1)
+
+
+def filled(values_NK: torch.Tensor) -> torch.Tensor:
+    """Fill rows of bytes up to tiles with zeros."""
+    rest = -values_NK.shape[1] % TILE
+    return torch.nn.functional.pad(values_NK, (0, rest)) if rest else values_NK
+
+
+def _in_bytes(values_NK: torch.Tensor, bits: int) -> torch.Tensor:
+    return filled(values_NK) if bits == 8 else tiled(values_NK)
+
+
+def split(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Split int32 into the values in them, the lowest bits first, along a new last dimension.
+
+    Args:
+        words: int32 [..., W], contiguous.
+        bits: 4 or 8.
+
+    Returns:
+        uint8 [..., W, 32 / bits].
+    """
+    found = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    if bits == 8:
+        return found
+    return torch.stack([found & 15, found >> 4], -1).flatten(-2)
+
+
+def _awq(_: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    order = torch.tensor(_AWQ_ORDER).argsort().to(stored["qweight"].device)
+
+    def columns_of(words: torch.Tensor) -> torch.Tensor:
+        """Unpack [X, N / 8] to [N, X]."""
+        return split(words, 4).index_select(-1, order).flatten(-2).T.contiguous()
+
+    return {
+        "values": tiled(columns_of(stored["qweight"])),
+        "zero": columns_of(stored["qzeros"]),
+        "scale": stored["scales"].T,
+    }
+
+
+def _gptq(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    scheme, columns = source.scheme, source.shape[1]
+    bits = scheme.bits
+    values = split(stored["qweight"], bits)  # [K / n, N, n]
+    values = values.permute(1, 0, 2).reshape(source.shape)
+    zeros = split(stored["qzeros"], bits).flatten(-2).T  # [N, G]
+    if scheme.zeros_from_one:
+        zeros = zeros + 1 & 2**bits - 1
+    groups = stored["g_idx"].long()
+    found = {"zero": zeros, "scale": stored["scales"].T}
+    in_order = torch.arange(columns, device=groups.device) // (scheme.group or columns)
+    if not scheme.ordered:
+        if not torch.equal(groups, in_order):
+            raise _odd_groups(source, "config.json has desc_act=false: they follow each other")
+        return found | {"values": _in_bytes(values, bits)}
+    places = groups.argsort(stable=True)
+    if not torch.equal(groups[places], in_order):
+        raise _odd_groups(source, f"each of {scheme.group or columns} columns")
+    values = values.index_select(1, places)
+    return found | {"values": _in_bytes(values, bits), "columns": places.int()}
+
+
+def _odd_groups(source: Source, expected: str) -> CheckpointError:
+    name = source.parameters[0][1].name.rpartition(".")[0]
+    return CheckpointError(
+        f"{name}.g_idx: expected groups of columns as {expected}, got others. The checkpoint is "
+        "damaged, or of a kind that is not supported."
+    )
+
+
+_MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Arrays]]] = (
+    MappingProxyType({"awq": _awq, "gptq": _gptq})
+)

@@ -1,0 +1,200 @@
+"""Products with quantised weights; kernels.arguments.Quantised says what they are.
+
+Shape letters: T tokens, N rows, K columns.
+"""
+
+from typing import Any
+
+import torch
+
+from kernels.arguments import DecodeWorkspace, Joined, Quantised
+from kernels.ops import linear as plain
+from kernels.ops.checks import KernelArgumentError, check_tensor
+from kernels.ref import quantised as ref
+from kernels.sizes import MAX_SMALL_TOKENS
+
+# Triton is imported by the first call on a GPU: machines without one need not have it.
+# ruff: noqa: PLC0415
+
+
+def restore(weight: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the matrix in its dtype.
+
+    Args:
+        weight: of N rows and K columns; on a GPU also CUDA tensors over pinned host memory.
+        out: [N, K] in the dtype of the weight, contiguous; written. Allocated if None.
+
+    Returns:
+        The argument `out`, or a new tensor. Columns are in the order in which they are kept.
+    """
+    device = weight.values.device
+    if out is None:
+        out = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    check_tensor("restore.out", out, weight.shape, weight.dtype, device)
+    if not out.is_contiguous():
+        raise KernelArgumentError("restore.out", "a contiguous tensor", f"strides {out.stride()}")
+    if out.is_cuda:
+        from kernels.triton import quantised
+
+        quantised.restore(weight, out)
+        return out
+    return ref.restore(weight, out)
+
+
+def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
+    """Return rows of the matrix.
+
+    Args:
+        weight: as restore's; of pinned host memory only what these rows need is read.
+        ids_T: int64, 0 to N - 1.
+
+    Returns:
+        A new tensor [T, K] in the dtype of the weight.
+    """
+    check_tensor("rows.ids", ids_T, (None,), torch.int64, weight.values.device)
+    if ids_T.is_cuda:
+        from kernels.triton import quantised
+
+        return quantised.rows(weight, ids_T)
+    return ref.rows(weight, ids_T)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: ref.Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    On a GPU at most MAX_SMALL_TOKENS tokens in bfloat16 or float16 restore the weight in registers;
+    others restore it whole, into its scratch or a new tensor, before a product of torch. Which one
+    runs, and so the result, never depends on where the weight lies.
+
+    Args:
+        x: [..., K], in the dtype of the weight.
+        weight: of N rows and K columns; on a GPU also CUDA tensors over pinned host memory.
+        bias: [N], dtype of x, or None.
+        workspace: as that of kernels.ops.linear.
+
+    Returns:
+        A new tensor [..., N], dtype of x.
+    """
+    _check_linear("linear", x, weight, bias)
+    if isinstance(weight, Joined):
+        parts = [linear(x, part, workspace=workspace) for part in weight.parts]
+        product = torch.cat(parts, -1)
+        return product if bias is None else product.add_(bias)
+    if isinstance(weight, torch.Tensor):
+        return plain.linear(x, weight, bias, workspace=workspace)
+    if not x.is_cuda:
+        return ref.linear(x, weight, bias)
+    if weight.columns is not None:
+        x = x.index_select(-1, weight.columns)
+    if not _is_small(x):
+        return plain.linear(x, _restored(weight), bias)
+    from kernels.triton import quantised
+
+    inputs = x.reshape(-1, x.shape[-1])
+    counters = None if workspace is None else workspace.counters
+    return quantised.linear(inputs, weight, bias, counters).view(*x.shape[:-1], -1)
+
+
+def linear_silu_mul(
+    x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return silu_mul(linear(x, weight, bias)), of kernels.ops.linear and this file.
+
+    Args:
+        x: as linear's.
+        weight: N / 2 rows of gate and then as many of up, as linear's.
+        bias: [N], dtype of x, or None.
+
+    Returns:
+        A new tensor [..., N / 2], dtype of x.
+    """
+    return _gated("linear_silu_mul", x, weight, bias, is_gelu=False)
+
+
+def linear_gelu_mul(
+    x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return gelu_mul(linear(x, weight, bias)), of kernels.ops.linear and this file.
+
+    Args:
+        x: as linear's.
+        weight: N / 2 rows of gate and then as many of up, as linear's.
+        bias: [N], dtype of x, or None.
+
+    Returns:
+        A new tensor [..., N / 2], dtype of x.
+    """
+    return _gated("linear_gelu_mul", x, weight, bias, is_gelu=True)
+
+
+def embedding(ids_T: torch.Tensor, weight: Quantised, scale: float | None = None) -> torch.Tensor:
+    """Return rows of a table for these ids, times a scale if there is one.
+
+    Args:
+        ids_T: int64, 0 to N - 1.
+        weight: the table; of pinned host memory only what these rows need is read.
+        scale: rounded to the dtype of the table before it multiplies.
+
+    Returns:
+        A new tensor [T, K] in the dtype of the weight.
+    """
+    found = rows(weight, ids_T)
+    return found if scale is None else found.mul_(torch.tensor(scale, dtype=found.dtype).item())
+
+
+def kernels_of(*_: Any, **__: Any) -> set[Any]:
+    """Return the CUDA kernels to compile ahead: none, Triton compiles them when they are first run.
+
+    Signature as in kernels.ops.linear.
+    """
+    return set()
+
+
+def _gated(
+    name: str, x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None, *, is_gelu: bool
+) -> torch.Tensor:
+    _check_linear(name, x, weight, bias)
+    if weight.shape[0] % 2:
+        raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
+    if isinstance(weight, Quantised) and x.is_cuda and _is_small(x):
+        from kernels.triton import quantised
+
+        inputs = x.reshape(-1, x.shape[-1])
+        if weight.columns is not None:
+            inputs = inputs.index_select(-1, weight.columns)
+        found = quantised.linear(inputs, weight, bias, None, is_gated=True, is_gelu=is_gelu)
+        return found.view(*x.shape[:-1], -1)
+    product = linear(x, weight, bias)
+    of_rows = plain.gelu_mul if is_gelu else plain.silu_mul
+    found = of_rows(product.reshape(-1, product.shape[-1]))
+    return found.view(*x.shape[:-1], found.shape[-1])
+
+
+def _restored(weight: Quantised) -> torch.Tensor:
+    """Return the matrix on a GPU, in its scratch if there is one."""
+    return restore(weight, weight.scratch)
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    """Tell whether a product of tokens [..., K] restores its weight in registers."""
+    return x.dtype != torch.float32 and 0 < x.numel() // x.shape[-1] <= MAX_SMALL_TOKENS
+
+
+def _check_linear(
+    name: str, x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None
+) -> None:
+    """Raise unless the arguments of a product agree with each other."""
+    num_rows, num_columns = weight.shape
+    first = weight.parts[0] if isinstance(weight, Joined) else weight
+    at = first.values if isinstance(first, Quantised) else first
+    check_tensor(
+        f"{name}.x", x, (*x.shape[:-1], num_columns), first.dtype, at.device, last_contiguous=False
+    )
+    if bias is not None:
+        check_tensor(f"{name}.bias", bias, (num_rows,), x.dtype, x.device)

@@ -1,0 +1,240 @@
+"""Quantised checkpoints: weights to the last bit, tokens of transformers, residences, refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import CheckpointError, ConfigError
+from engine.model.checkpoint import read_folder
+from tests.engine.quantised import WAYS, Way, awq, change_config, gptq, read_back, write
+from tests.slow import mostly_slow
+from tests.tiny import greedy, greedy_of_transformers, make_prompt, open_llm
+
+PROMPTS = [make_prompt(length, seed=4) for length in (70, 9, 1)]
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 128}
+PLACES: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "uva": {"cpu_offload_gb": 1},
+    "uva, staged": {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
+    "uva of products": {"cpu_offload_gb": 1, "cpu_offload_params": ["mlp.down_proj", "q_proj"]},
+    "prefetch": {"offload_group_size": 1},
+    "prefetch of products": {"offload_group_size": 1, "offload_params": ["gate_proj", "o_proj"]},
+}
+
+
+FAST = ("awq, groups of 32", "gptq 4, v2, in order of activations")
+
+
+@pytest.fixture(scope="module")
+def folders(single_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that gives a checkpoint by the name of its way and a variant."""
+    known: dict[Any, Any] = {}
+
+    def made(name: str, variant: str = "llama", **changes: Any) -> Any:
+        key = name, variant, str(changes)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("quantised")
+            known[key] = write(folder, WAYS[name], variant, **changes)
+        return known[key]
+
+    return made
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_weights_are_those_of_the_format_and_tokens_those_of_transformers(name, folders):
+    folder, plain, meant = folders(name)
+    for dtype in ("float32", "bfloat16", "float16"):
+        llm = open_llm(folder, dtype=dtype, **LIMITS)
+        found = read_back(llm)
+        assert found.keys() == meant.keys()
+        for parameter, weight in found.items():
+            assert torch.equal(weight, meant[parameter].to(weight.dtype)), parameter
+        if dtype == "float32":
+            assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+        llm.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", mostly_slow(WAYS, lambda name: name in FAST))
+def test_every_residence_has_the_same_weights_and_tokens(name, place, folders):
+    folder, plain, meant = folders(name)
+    llm = open_llm(folder, **LIMITS, **PLACES[place])
+    placed = llm.plan.placed_bytes()
+    assert place == "resident" or placed["resident"] < sum(placed.values())
+    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    for num_tokens in (1, 100):
+        for parameter, weight in read_back(llm, num_tokens).items():
+            assert torch.equal(weight, meant[parameter].float()), parameter
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "changes"),
+    [
+        ("qwen2", FAST[0], {}),
+        ("qwen3_biases", FAST[1], {}),
+        ("gemma3", FAST[0], {"num_hidden_layers": 4}),
+        ("mistral_window", FAST[1], {}),
+        ("olmo2_biases", FAST[1], {}),
+    ],
+    ids=str,
+)
+def test_every_family_has_the_tokens_of_transformers(variant, name, changes, folders):
+    folder, plain, _ = folders(name, variant, **changes)
+    llm = open_llm(folder, **LIMITS, offload_group_size=2)
+    assert llm.plan.formats.others
+    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    llm.close()
+
+
+def test_modules_that_are_not_quantised_stay_plain(tmp_path):
+    kept = ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj")
+    way = awq(32)
+    names = {"modules_to_not_convert": ["0.self_attn.k_proj", "layers.1.mlp.down"]}
+    named = Way(way.config | names, way.make)
+    folder, plain, _ = write(tmp_path, named, keep=kept)
+    expected = greedy_of_transformers(plain, PROMPTS, 12)
+    for config in (named.config, way.config):  # the files say it where config.json does not
+        change_config(folder, quantization_config=config)
+        llm = open_llm(folder, **LIMITS, offload_group_size=1)
+        formats = llm.plan.formats.to_dict()
+        assert formats["model.layers.0.self_attn.qkv_proj.weight"] == "mixed"
+        assert "model.layers.1.mlp.down_proj.weight" not in formats
+        assert formats["model.layers.1.self_attn.qkv_proj.weight"] == "awq4"
+        assert greedy(llm, PROMPTS, 12) == expected
+        llm.close()
+
+
+def test_float16_stays_and_scales_may_have_another_dtype(tmp_path):
+    way = gptq(4, 32, dtype=torch.bfloat16)
+    folder, _, _ = write(tmp_path, way, dtype="float16")
+    spec = read_folder(folder).spec
+    assert spec.dtype == "float16"
+    assert spec.quantization == {
+        "method": "gptq",
+        "schemes": [
+            {
+                "layout": "gptq",
+                "bits": 4,
+                "group": 32,
+                "scale_dtype": "bfloat16",
+                "zeros_from_one": True,
+            }
+        ],
+        "ignore": ["lm_head"],
+    }
+
+
+def test_random_weights_have_the_size_and_spread_of_real_ones(folders):
+    folder, _, _ = folders(FAST[1])
+    real, dummy = (open_llm(folder, load_format=x, **LIMITS) for x in ("auto", "dummy"))
+    assert real.plan.placed_bytes() == dummy.plan.placed_bytes()
+    for parameter, weight in read_back(dummy).items():
+        assert 0.015 < weight.std() < 0.025, parameter
+        assert abs(weight.mean()) < 0.005
+    again = open_llm(folder, load_format="dummy", **LIMITS)
+    assert greedy(again, PROMPTS, 8) == greedy(dummy, PROMPTS, 8)
+
+
+def test_plans_count_quantised_bytes(folders):
+    folder, _, _ = folders(FAST[0])
+    llm = open_llm(folder, **LIMITS, cpu_offload_gb=1, cpu_offload_params=["down_proj.qweight"])
+    assert llm.plan.placed_bytes()["uva"] == llm.plan.formats.total_bytes(
+        tensor for tensor in llm.spec.tensors() if "down_proj" in tensor.name
+    )
+    down = llm.spec.layer_tensors(0)[-3]
+    assert down.shape == (128, 192)
+    assert llm.plan.formats.num_bytes(down) == 12288 + 1536 + 128 * 6
+    assert llm.plan.gpu_items.get("restore", 0) == 0
+    assert llm.plan.predicted is not None
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "hqq"}, "quant_method='hqq'.*Supported: AWQ"),
+        ({"quant_method": "awq", "version": "gemv"}, "version='gemv', expected gemm"),
+        ({"quant_method": "awq", "bits": 3}, "AWQ with 3 bits, expected 4"),
+        ({"quant_method": "awq", "zero_point": False}, "zero_point=false"),
+        ({"quant_method": "awq", "group_size": "128"}, "whole number for group_size, got '128'"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits, expected 4 or 8"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ({"quant_method": "gptq", "dynamic": {"a": {"bits": 8}}}, "dynamic="),
+        ({"quant_method": "gptq", "group_size": 48}, "groups of 16, 32, a multiple of 64"),
+        ({"quant_method": "awq", "group_size": 128}, "groups of 128 that divide its columns"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(config, message, folders, tmp_path):
+    folder, _, _ = folders(FAST[0])
+    usual = {"bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    change_config(tmp_path, quantization_config=usual | config)
+    with pytest.raises(CheckpointError, match=message):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"g_idx": None}, "tensors are missing, the first is .*g_idx"),
+        ({"scales": lambda x: x[:1]}, r"scales has shape \[1, 128\], config.json says \[3, 128\]"),
+        ({"qweight": lambda x: x.float()}, "qweight is stored in float32, expected int32"),
+        ({"scales": lambda x: x.int()}, "scales is stored in int32, expected bfloat16"),
+        ({"g_idx": lambda x: x.flip(0)}, "desc_act=false"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_damaged_checkpoints_are_refused_by_name(change, message, folders, tmp_path):
+    folder, _, _ = folders("gptq 4, groups of 64")
+    damage(folder, tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        open_llm(tmp_path, **LIMITS)
+
+
+def damage(folder: Path, target: Path, change: dict[str, Any]) -> None:
+    """Copy a checkpoint with some arrays of one module changed, or left out."""
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    for suffix, how in change.items():
+        name = f"model.layers.1.mlp.down_proj.{suffix}"
+        found = tensors.pop(name)
+        if how is not None:
+            tensors[name] = how(found).contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_file_that_is_cut_short_is_refused(folders, tmp_path):
+    folder, _, _ = folders(FAST[0])
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    data = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match="cut short"):
+        open_llm(tmp_path, **LIMITS)
+
+
+def test_a_spec_of_an_unknown_layout_is_refused(folders):
+    spec = read_folder(folders(FAST[0])[0]).spec
+    for change, message in (
+        ({"schemes": [{"layout": "hqq", "bits": 4}]}, "layout=hqq"),
+        ({"schemes": [{"layout": "awq", "bits": 8}]}, "bits=8"),
+        ({"schemes": [{"layout": "awq", "bits": 4, "groups": 2}]}, "expected method, schemes"),
+        ({"modules": []}, "got modules"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace(spec, quantization={**spec.quantization, **change})
+
+
+def test_lossless_codes_leave_quantised_weights_alone(tmp_path):
+    folder, _, _ = write(tmp_path, awq(32), "llama", dtype="bfloat16", vocab_size=2048)
+    with_codes = open_llm(folder, dtype="bfloat16", weight_format="lossless", **LIMITS)
+    formats = with_codes.plan.formats.to_dict()
+    assert formats["lm_head.weight"] == "lossless12"
+    assert formats["model.layers.0.mlp.down_proj.weight"] == "awq4"
+    plain = open_llm(folder, dtype="bfloat16", **LIMITS)
+    assert greedy(with_codes, PROMPTS, 8) == greedy(plain, PROMPTS, 8)

@@ -1,0 +1,181 @@
+"""Operators over quantised weights: twins against the layout as it is written, kernels against
+twins."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.arguments import Joined, decode_workspace
+from kernels.ops import linear as plain
+from kernels.ops import quantised
+from kernels.ops.checks import KernelArgumentError
+from kernels.ref import quantised as ref
+from tests.kernels.cases import randn
+from tests.kernels.quantised_cases import CASES, Case, make, slowly
+from tests.kernels.tolerances import PRODUCT, assert_close
+
+EACH = pytest.mark.parametrize("case", CASES, ids=str)
+AFFINE, K_QUANT = CASES[0], CASES[3]
+# tokens, inputs, outputs
+SHAPES = [(1, 256, 72), (17, 576, 32), (40, 200, 65)]
+
+
+@EACH
+@pytest.mark.parametrize("num_columns", [256, 328])
+def test_twin_reads_the_layout(case, num_columns, rng):
+    weight = make(case, 5, num_columns, torch.bfloat16, rng)
+    found = quantised.restore(weight)
+    expected = torch.tensor(
+        [[slowly(weight, row, column) for column in range(num_columns)] for row in range(5)]
+    )
+    assert torch.equal(found.float().cpu(), expected)
+    assert 0.005 < found.float().std() < 0.5
+
+
+@pytest.fixture
+def half(device: torch.device) -> torch.dtype:
+    """What kernels compute in: Triton's interpreter cuts float32 to bfloat16, it does not round."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
+@EACH
+def test_kernel_restores_the_twins_bits(case, half, rng):
+    from kernels.triton import quantised as kernel
+
+    for num_columns, dtype in ((256, half), (328, torch.float32)):
+        weight = make(case, 19, num_columns, dtype, rng)
+        expected = ref.restore(weight)
+        out = torch.full_like(expected, 7)
+        kernel.restore(weight, out)
+        assert torch.equal(out, expected)
+        ids = torch.tensor([18, 0, 3, 3], device=out.device)
+        assert torch.equal(kernel.rows(weight, ids), expected[ids])
+
+
+def test_kernel_restores_a_nan_of_float8_and_subnormals(rng):
+    from kernels.triton import quantised as kernel
+
+    weight = make(Case("float8_e4m3fn", scale_dtype=torch.float32), 1, 256, torch.float32, rng)
+    weight.values.copy_(torch.arange(256).view(1, -1))
+    weight.scale.fill_(1.0)
+    out = torch.empty(1, 256, device=rng.device)
+    kernel.restore(weight, out)
+    expected = ref.restore(weight)
+    assert expected.isnan().sum() == 2
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@EACH
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_matches_twin(case, shape, half, rng):
+    from kernels.triton import quantised as kernel
+
+    tokens, size_in, size_out = shape
+    x = randn((tokens, size_in), half, rng)
+    weight = replace(make(case, size_out, size_in, half, rng), columns=None)
+    bias = randn((size_out,), half, rng)
+    out = kernel.linear(x, weight, bias, None)
+    assert_close(out, ref.linear(x, weight, bias), PRODUCT)
+
+
+@pytest.mark.parametrize("case", [AFFINE, K_QUANT, CASES[-2]], ids=str)
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_gated_kernel_matches_twin(case, tokens, half, rng):
+    from kernels.triton import quantised as kernel
+
+    x = randn((tokens, 256), half, rng)
+    weight = make(case, 2 * 40, 256, half, rng)
+    bias = randn((80,), half, rng)
+    out = kernel.linear(x, weight, bias, None, is_gated=True)
+    assert_close(out, ref.linear_silu_mul(x, weight, bias), PRODUCT)
+    out = kernel.linear(x, weight, None, None, is_gated=True, is_gelu=True)
+    assert_close(out, ref.linear_gelu_mul(x, weight), PRODUCT)
+
+
+def test_kernel_adds_parts_in_order_and_leaves_the_counters_zero(half, rng):
+    from kernels.triton import quantised as kernel
+
+    x = randn((3, 1160), half, rng)
+    weight = make(CASES[4], 40, 1160, half, rng)
+    counters = decode_workspace(16, 8, 64, 256, x.device).counters
+    out = kernel.linear(x, weight, None, counters)
+    assert_close(out, ref.linear(x, weight), PRODUCT)
+    assert not counters.any()
+
+
+def test_door_multiplies_with_the_restored_weight(rng):
+    dtype = torch.bfloat16
+    x = randn((5, 328), dtype, rng)
+    bias = randn((48,), dtype, rng)
+    for case in CASES:
+        weight = make(case, 48, 328, dtype, rng)
+        inputs = x if weight.columns is None else x[:, weight.columns]
+        whole = quantised.restore(weight)
+        assert_close(quantised.linear(x, weight, bias), plain.linear(inputs, whole, bias), PRODUCT)
+        assert_close(
+            quantised.linear_silu_mul(x, weight), plain.linear_silu_mul(inputs, whole), PRODUCT
+        )
+        assert_close(
+            quantised.linear_gelu_mul(x, weight), plain.linear_gelu_mul(inputs, whole), PRODUCT
+        )
+
+
+def test_door_joins_matrices_of_any_kind(rng):
+    x, bias = randn((3, 256), torch.bfloat16, rng), randn((112,), torch.bfloat16, rng)
+    parts = [make(case, 32, 256, torch.bfloat16, rng) for case in (AFFINE, CASES[7])]
+    parts.append(randn((48, 256), torch.bfloat16, rng))
+    expected = [quantised.linear(x, part) for part in parts]
+    out = quantised.linear(x, Joined(tuple(parts)), bias)
+    assert torch.equal(out, torch.cat(expected, -1) + bias)
+    product = quantised.linear(x, Joined(tuple(parts)))
+    assert torch.equal(quantised.linear_silu_mul(x, Joined(tuple(parts))), plain.silu_mul(product))
+
+
+def test_scratch_holds_the_restored_weight(rng):
+    weight = make(AFFINE, 16, 256, torch.bfloat16, rng)
+    memory = torch.zeros(20000, dtype=torch.uint8, device=rng.device)
+    assert weight.with_scratch(memory[:100]) is weight
+    held = weight.with_scratch(memory)
+    x = randn((70, 256), torch.bfloat16, rng)
+    assert torch.equal(quantised.linear(x, held), quantised.linear(x, weight))
+    assert torch.equal(held.scratch, quantised.restore(weight))
+    assert held.scratch.data_ptr() == memory.data_ptr()
+
+
+def test_embedding_scales_rows(rng):
+    weight = make(CASES[6], 16, 256, torch.bfloat16, rng)
+    ids = torch.tensor([3, 15, 3], device=rng.device)
+    table = quantised.restore(weight)
+    assert torch.equal(quantised.embedding(ids, weight), table[ids])
+    assert torch.equal(quantised.embedding(ids, weight, 7.9), plain.embedding(ids, table, 7.9))
+    assert torch.equal(quantised.rows(weight, ids), table[ids])
+
+
+def test_door_refuses(rng):
+    weight = make(AFFINE, 15, 256, torch.bfloat16, rng)
+    with pytest.raises(KernelArgumentError, match=r"linear\.x: expected shape \(2, 256\)"):
+        quantised.linear(torch.zeros(2, 128).bfloat16(), weight)
+    with pytest.raises(KernelArgumentError, match=r"linear\.bias: expected shape \(15\)"):
+        quantised.linear(torch.zeros(2, 256).bfloat16(), weight, torch.zeros(3).bfloat16())
+    with pytest.raises(KernelArgumentError, match="an even number of rows, got 15"):
+        quantised.linear_silu_mul(torch.zeros(2, 256).bfloat16(), weight)
+    with pytest.raises(KernelArgumentError, match=r"restore\.out"):
+        quantised.restore(weight, torch.zeros(15, 255).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "uint3"}, "quantised.kind: expected one of"),
+        ({"group": 48}, "quantised.group: expected 16, 32, a multiple of 64"),
+        ({"zero": None, "scale": torch.zeros(15, 3)}, r"quantised.scale: .*\(15, 2\)"),
+        ({"zero": torch.zeros(15, 1).byte()}, r"quantised.zero: .*\(15, 2\)"),
+        ({"table": torch.zeros(16)}, "quantised.table"),
+        ({"kind": "uint5"}, "quantised.high"),
+    ],
+)
+def test_a_matrix_of_parts_that_do_not_fit_is_refused(change, message):
+    weight = make(AFFINE, 15, 256, torch.bfloat16, torch.Generator())
+    with pytest.raises(ValueError, match=message):
+        replace(weight, **change)
