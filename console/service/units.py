@@ -106,22 +106,15 @@ def server_name(profile: str) -> str:
     return check_name(f"{PREFIX}server-{re.sub(r'[^A-Za-z0-9_.-]', '-', profile)}.service")
 
 
-def server_unit(profile: str, place: Place, drain_s: float | None = None) -> Unit:
-    """Return the unit of `tightfit serve --profile PROFILE`.
-
-    Args:
-        profile: As `tightfit serve` takes it.
-        place: Where it runs.
-        drain_s: Seconds that requests may go on after a stop; None: as the server does.
-    """
-    drain_s = ServerSettings().drain_s if drain_s is None else drain_s
+def server_unit(profile: str, place: Place) -> Unit:
+    """Return the unit of `tightfit serve --profile PROFILE`."""
     return _unit(
         server_name(profile),
         f"Tightfit: server of {profile}",
         profile,
         ("serve", "--profile", profile),
         place,
-        stop_s=drain_s + STOP_MARGIN_S,
+        stop_s=ServerSettings().drain_s + STOP_MARGIN_S,
     )
 
 

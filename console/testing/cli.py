@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, database: Database) -> int:
     tests = Tests(database)
+    tests.recover()
     test = tests.queue(options.model, _ask(options, database))
     for note in test.settings["notes"]:
         say(f"note: {note}")
