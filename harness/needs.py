@@ -2,12 +2,34 @@
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Callable, Tuple  # noqa: UP035  Python 3.6 has no others
 
 PYTHONS = ((3, 11), (3, 13))
 """Versions of Python that serve: from the first, below the second."""
 PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "mlflow", "yaml", "psutil", "filelock")
 """Modules that commands import; where one is absent, the environment is another one."""
+
+FOLDERS = ("catalogue", "engine", "harness", "kernels", "reports", "server")
+"""The project's folders, which a checkout imports by these names."""
+
+
+def shadowed(
+    find: Callable[[str], Any] = find_spec,
+) -> str:
+    """Return a line that names another module which is imported in place of a folder, or ""."""
+    root = Path(__file__).resolve().parents[1]
+    if __name__ != "harness.needs":  # installed, where all folders lie inside one package
+        return ""
+    for name in FOLDERS:
+        spec = find(name)
+        found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if found is not None and root not in found.parents:
+            return (
+                f"tightfit: expected {name} to be {root / name}, got {found}, which Python finds "
+                f"first. Rename that file, or install the project: pip install '{root}'"
+            )
+    return ""
 
 
 def lacking(
@@ -25,7 +47,7 @@ def lacking(
     if absent:
         packages = ", ".join(absent)
         return f"tightfit: expected its packages in {here}, found no {packages}. {remedy}"
-    return ""
+    return shadowed()
 
 
 def require_environment() -> None:

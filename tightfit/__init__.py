@@ -33,6 +33,11 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'tightfit' has no attribute {name!r}")
+    from harness.needs import shadowed  # noqa: PLC0415
+
+    line = shadowed()
+    if line:
+        raise ImportError(line)
     if name in {"LLM", "plan", "read_run"}:
         from tightfit import doors  # noqa: PLC0415  loads torch
 

@@ -279,10 +279,11 @@ class Chooser:
         head = sorted(rough[:NUM_CLOSE], key=lambda item: item.score(self._objective))
         return head + rough[NUM_CLOSE:]
 
-    def record(self, candidates: list[Candidate]) -> dict[str, Any]:
+    def record(self, candidates: list[Candidate], *, is_listed: bool = True) -> dict[str, Any]:
         """Return what was chosen and why as plain data: the first candidate; of none, nothing.
 
-        Others behind it may leave enough of the GPU and still lack host memory.
+        Others behind it may leave enough of the GPU and still lack host memory. With `is_listed`
+        the best are listed with their times, of which that of a queue takes long to predict.
         """
         objective, fitting = self._objective, list(filter(self._fits, candidates))
         if not fitting:
@@ -300,7 +301,7 @@ class Chooser:
             "objective": objective,
             "chosen": fitting[0].label,
             "why": f"{why} (predicted; {self._rates.source})",
-            "candidates": [candidate.row() for candidate in fitting[:NUM_LISTED]],
+            "candidates": [candidate.row() for candidate in fitting[: is_listed * NUM_LISTED]],
         }
 
     def _fits(self, candidate: Candidate) -> bool:

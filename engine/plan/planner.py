@@ -127,7 +127,8 @@ def plan_memory(
         tensor_formats: Formats of tensors that are not kept in that of the dtype, by name; None:
             as engine.weight_format says.
         unpackable: Why tensors of this checkpoint cannot be kept in codes, by name.
-        explain: Say what would fit where it does not, for which other settings are planned.
+        explain: Say what would fit where it does not, for which other settings are planned, and
+            list the candidates of a choice.
 
     Raises:
         ConfigError: The settings contradict each other or would have no effect.
@@ -135,7 +136,12 @@ def plan_memory(
     """
     with _explained(explain=explain):
         if tensor_formats is None:
-            [plan] = _plans(config, spec, facts, 1, reference=reference, unpackable=unpackable)
+            [plan] = _plans(
+                *(config, spec, facts, 1),
+                reference=reference,
+                unpackable=unpackable,
+                is_listed=explain,
+            )
             return plan
         asked, notes = _ask(config, spec, facts, tensor_formats, reference=reference)
         asked.formats.check(spec.tensors())
@@ -217,6 +223,7 @@ def _plans(
     *,
     reference: bool,
     unpackable: Mapping[str, str],
+    is_listed: bool = True,
 ) -> list[MemoryPlan]:
     """Plan in each weight format that is asked for, and keep the better one's best `count`."""
     word = PLAIN if reference else config.weight_format
@@ -228,7 +235,8 @@ def _plans(
             config, spec, facts, formats, reference=reference, unpackable=unpackable
         )
         try:
-            found[name] = _finished(_plan(asked), asked, notes), asked, notes
+            plan = _plan(asked, is_listed=is_listed)
+            found[name] = _finished(plan, asked, notes), asked, notes
         except CapacityError as error:
             refused = error
         if word == "auto" and name == LOSSLESS:
@@ -355,6 +363,19 @@ def asked_of(
     return _ask(config, spec, facts, formats, reference=False, unpackable=unpackable)[0]
 
 
+def placed(asked: Asked) -> MemoryPlan | None:
+    """Return where the weights go as it is set, in one weight format; None: it does not fit.
+
+    The plan has no predicted times and no notes.
+    """
+    try:
+        if takes_swap_space(asked):
+            return _plan_with_swap_space(asked, [])
+        return _fit(asked, assign(asked.spec, asked.config.offload, asked.formats))
+    except (CapacityError, ConfigError):
+        return None
+
+
 def _ask(
     config: EngineConfig,
     spec: ModelSpec,
@@ -406,14 +427,14 @@ def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
     return good
 
 
-def _plan(asked: Asked) -> MemoryPlan:
+def _plan(asked: Asked, *, is_listed: bool = True) -> MemoryPlan:
     config, spec, rates = asked.config, asked.spec, asked_rates(asked)
     if asked.reference:
         return _fit(asked, assign_layers_on_demand(spec))
     backend = config.offload.backend
     assignment = assign(spec, config.offload, asked.formats)
     if config.planner.choose:
-        plan = _plan_chosen(asked)
+        plan = _plan_chosen(asked, is_listed=is_listed)
         backend = "auto"
     elif takes_swap_space(asked):
         plan = _plan_with_swap_space(asked, assignment.notes)
@@ -472,7 +493,7 @@ def _not_needed_in_codes(asked: Asked, plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _plan_chosen(asked: Asked) -> MemoryPlan:
+def _plan_chosen(asked: Asked, *, is_listed: bool) -> MemoryPlan:
     """The placement that the planner chooses: everything on the GPU, or the best that fits."""
     chooser = Chooser(asked)
     wanted, most = asked.config.planner.kv_tokens or 0, chooser.most_kv_tokens
@@ -486,7 +507,7 @@ def _plan_chosen(asked: Asked) -> MemoryPlan:
     if found is None:
         raise ShortageError(chooser.resident, asked)
     plan, candidates = found
-    return replace(plan, choice=chooser.record(candidates))
+    return replace(plan, choice=chooser.record(candidates, is_listed=is_listed))
 
 
 def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:

@@ -12,7 +12,7 @@ from engine.errors import CapacityError, ConfigError
 from engine.plan.advise import DEFAULT_TOKENS, LOSSLESS_WORDS, lossless_resident
 from engine.plan.answer import WORTH, Way, labelled, rate, wrapped
 from engine.plan.memory import BFLOAT16_CAPABILITY, DeviceFacts, MemoryPlan
-from engine.plan.planner import asked_of, plan_memory
+from engine.plan.planner import asked_of, placed, plan_memory
 from engine.sealed import GIB
 from harness.forecast.rows import Forecast
 
@@ -84,8 +84,8 @@ def ways_by_card(found: Forecast) -> Iterator[tuple[str, OnCard]]:
     cards = {name: _gpu(found, name) for name in card_names()}
     for name, gpu in cards.items():
         base = replace(found.base, gpu=gpu, measured_rates={})
-        as_set = _as_set(base, found)
-        way = _faster(as_set, _lossless(base, found))
+        as_set, coded = _whole(base, found)
+        way = _faster(as_set, coded)
         if way is None:
             key = _size(name, gpu)
             if key not in chosen:
@@ -93,8 +93,8 @@ def ways_by_card(found: Forecast) -> Iterator[tuple[str, OnCard]]:
                 least = min(alike, key=lambda each: each.memory_gib or 0)
                 chosen[key] = _plan(_auto(replace(base, gpu=least)), found)
             plan = chosen[key]
-            asked = asked_of(base, found.spec, DeviceFacts.of_card(gpu))
             if plan is not None:
+                asked = asked_of(base, found.spec, DeviceFacts.of_card(gpu))
                 way = Way(settings=(AUTO_WORDS,), asked=asked, plan=plan)
         yield name, OnCard(gpu=gpu, as_set=as_set, best=way)
 
@@ -123,11 +123,17 @@ def _plan(config: EngineConfig, found: Forecast) -> MemoryPlan | None:
         return None
 
 
-def _as_set(base: EngineConfig, found: Forecast) -> Way | None:
-    """Return the settings as they are; None: they do not fit."""
-    plan = _plan(base, found)
+def _whole(base: EngineConfig, found: Forecast) -> tuple[Way | None, Way | None]:
+    """Return the settings as they are, and everything on the card in codes; None: no room."""
     asked = asked_of(base, found.spec, DeviceFacts.of_card(base.gpu))
-    return None if plan is None else Way(settings=(), asked=asked, plan=plan)
+    if base.planner.choose or base.weight_format == "auto":
+        plan, coded = _plan(base, found), None
+    else:
+        plan, coded = placed(asked), lossless_resident(asked)
+    return (
+        None if plan is None else Way(settings=(), asked=asked, plan=plan),
+        None if coded is None else Way(settings=(LOSSLESS_WORDS,), asked=asked, plan=coded),
+    )
 
 
 def _faster(as_set: Way | None, coded: Way | None) -> Way | None:
@@ -135,10 +141,3 @@ def _faster(as_set: Way | None, coded: Way | None) -> Way | None:
     if as_set is None or coded is None:
         return as_set or coded
     return coded if coded.tokens_s() > WORTH * as_set.tokens_s() else as_set
-
-
-def _lossless(base: EngineConfig, found: Forecast) -> Way | None:
-    """Return everything on the card in codes; None: no room, or no use."""
-    asked = asked_of(base, found.spec, DeviceFacts.of_card(base.gpu))
-    plan = None if base.planner.choose else lossless_resident(asked)
-    return None if plan is None else Way(settings=(LOSSLESS_WORDS,), asked=asked, plan=plan)

@@ -1,6 +1,7 @@
 """The command `tightfit`: its words, what it hands on, and what it says without an environment."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,23 @@ def test_without_the_environment_one_line_says_so(module: str) -> None:
     assert line.startswith("tightfit: expected its packages in Python ")
     assert "found no torch, transformers" in line
     assert "make setup" in line
+
+
+@pytest.mark.parametrize(
+    "typed", [["-m", "tightfit"], ["-m", "harness"], ["-c", "import tightfit; tightfit.LLM"]]
+)
+def test_a_file_with_a_folder_s_name_is_named(typed: list[str], tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text("", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, *typed],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    line = done.stderr.splitlines()[-1].removeprefix("ImportError: ")
+    assert line.startswith(f"tightfit: expected engine to be {ROOT / 'engine'}, got {tmp_path}")
 
 
 def test_another_python_is_named() -> None:
