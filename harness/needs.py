@@ -10,7 +10,7 @@ PYTHONS = ((3, 11), (3, 13))
 PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "mlflow", "yaml", "psutil", "filelock")
 """Modules that commands import; where one is absent, the environment is another one."""
 
-FOLDERS = ("catalogue", "engine", "harness", "kernels", "reports", "server")
+FOLDERS = ("catalogue", "console", "engine", "harness", "kernels", "reports", "server")
 """The project's folders, which a checkout imports by these names."""
 
 

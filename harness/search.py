@@ -116,7 +116,7 @@ class TrialRunner:
         plan = self._composer.plan([*beside(self._base, overrides), *overrides])
         if plan.multirun:
             raise ConfigError(
-                "search: the experiment sweeps by itself. Add hydra.mode=RUN, and give the values "
+                "search: this experiment is a sweep. Add hydra.mode=RUN, and give the values "
                 "to search on the command line."
             )
         config = plan.points[0].config

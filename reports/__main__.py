@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m reports",
         description="Rebuild the report of a run, or of a sweep and all its points. "
-        "`compare RUN RUN...` holds runs of the same work against the first of them. "
+        "`compare RUN RUN...` compares runs of the same work with the first of them. "
         "`index HOME` lists every run of a home on one page.",
     )
     parser.add_argument("folder", type=Path, help="the folder of a run or of a sweep")
@@ -69,7 +69,7 @@ def _index(typed: Sequence[str]) -> int:
 def _compare(typed: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m reports compare",
-        description="Hold runs of the same work against the first of them.",
+        description="Compare runs of the same work with the first of them.",
     )
     parser.add_argument("run", type=Path, nargs="+", help="the folder of a run; the first: base")
     parser.add_argument(

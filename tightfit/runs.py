@@ -108,7 +108,7 @@ def compare(arguments: Sequence[str]) -> int:
     """`tightfit compare`: hold runs of the same work against the first of them."""
     parser = argparse.ArgumentParser(
         prog="tightfit compare",
-        description="Compare runs of the same work; the first is what others are held against.",
+        description="Compare runs of the same work with the first of them.",
     )
     parser.add_argument("run", nargs="+", help="latest, id, ID/POINT or folder; two at least")
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the page")

@@ -122,7 +122,7 @@ class SamplingParams:
                 raise RequestError(f"{name}: not supported: {NOT_SUPPORTED[name]}", param=name)
             if name not in known:
                 hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
-                raise RequestError(f"SamplingParams: there is no {name!r}.{hint}", param=name)
+                raise RequestError(f"SamplingParams: unknown parameter {name!r}.{hint}", param=name)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

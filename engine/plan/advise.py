@@ -115,8 +115,8 @@ def with_default_length(asked: Asked) -> tuple[Asked, list[str]]:
     count = greatest(-(-low // size), (limit - 1) // size, lambda each: is_good_length(at(each)))
     found = changed(asked, "engine", max_model_len=low) if count is None else at(count)
     note = (
-        f"engine.max_model_len={found.max_model_len}: cut from the model's {limit} tokens, for "
-        "which there is no room as it is set. Set it to have another length."
+        f"engine.max_model_len={found.max_model_len}: reduced from the model's {limit} tokens, "
+        "which do not fit with these settings. Set engine.max_model_len to choose another length."
     )
     return replace(found, own_length=limit), [note]
 
@@ -323,7 +323,7 @@ def _offload_room(plan: MemoryPlan, asked: Asked) -> str:
         return ""
     return (
         f"offload.uva.cpu_offload_gb={room:g} is more than the {moved / GIB:.3f} GiB that can be "
-        "moved, and the rest of it has no use."
+        "moved. Lower it."
     )
 
 

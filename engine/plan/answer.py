@@ -288,7 +288,9 @@ def _shortage(plan: MemoryPlan, asked: Asked) -> str:
     need = plan.kv.room(blocks)
     left = plan.gpu_budget_bytes - sum(_held(plan).values())
     reach = min(plan.reach[0] - plan.num_gpu_blocks, blocks)
-    elsewhere = f", up to {gib(reach * plan.block_bytes)} of it in host memory" if reach else ""
+    elsewhere = (
+        f", of which up to {gib(reach * plan.block_bytes)} may be in host memory" if reach else ""
+    )
     model, card = _names(asked)
     return (
         f"{model} does not fit {card}: {gib(need - left)} short (needs {gib(need)} of KV for {what}"
@@ -449,7 +451,7 @@ def _context_lines(context: int | None) -> list[str]:
 
 
 def _fit_text(asked: Asked, plan: MemoryPlan) -> str:
-    """Say how fast a plan is, and how much has room."""
+    """Say how fast a plan is, and how many sequences its KV cache holds."""
     now, config = Way(settings=(), asked=asked, plan=plan), asked.config
     backend = "auto" if config.planner.choose else config.offload.backend
     how = "" if backend == "none" else f" with offload={backend}"
@@ -458,8 +460,8 @@ def _fit_text(asked: Asked, plan: MemoryPlan) -> str:
     whole = "" if asked.own_length is None else f" of the model's {asked.own_length:,}"
     model, card = _names(asked)
     return (
-        f"{model} fits {card}{how}: {per_s} tok/s{at}, {now.effect()}. It has room for "
-        f"{plan.max_concurrency:.1f} sequences of {plan.max_model_len:,}{whole} tokens."
+        f"{model} fits {card}{how}: {per_s} tok/s{at}, {now.effect()}. The KV cache "
+        f"holds {plan.max_concurrency:.1f} sequences of {plan.max_model_len:,}{whole} tokens."
     )
 
 

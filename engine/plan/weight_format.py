@@ -160,7 +160,7 @@ def better(plans: Mapping[str, MemoryPlan], config: EngineConfig) -> tuple[str, 
     chosen, *more = plans
     asked = config.weight_format
     if asked != "auto":
-        return chosen, "it was asked for"
+        return chosen, "engine.weight_format sets it"
     what, unit, times = _times(plans, config.planner.objective)
     limits = {name: (plan.max_num_seqs, plan.max_model_len) for name, plan in plans.items()}
     for name in more:
@@ -169,9 +169,9 @@ def better(plans: Mapping[str, MemoryPlan], config: EngineConfig) -> tuple[str, 
             chosen = name
     lacking = "" if PLAIN in plans else "plain weights do not fit"
     if not more:
-        return chosen, lacking or "nothing else has a use here, or fits"
+        return chosen, lacking or "no other format fits or is of use here"
     if len(set(limits.values())) > 1 and limits[chosen] == max(limits.values()):
-        return chosen, lacking or "it has room for more sequences, or longer ones"
+        return chosen, lacking or "more or longer sequences fit"
     words = {name: "plain" if name == PLAIN else name for name in plans}
     taken = ", ".join(f"{times[name]:.3g} {unit} {words[name]}" for name in plans)
     moved = ", ".join(

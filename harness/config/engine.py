@@ -92,8 +92,8 @@ def check_system(config: RunConfig) -> None:
         return
     if config.gpu.host_gib is not None and config.mode != "plan":
         raise ConfigError(
-            f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it is "
-            "what plans are held against, and there are none. Remove it."
+            f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it "
+            "limits plans, and this system makes none. Remove it."
         )
     if config.model.keep_lossless:
         raise ConfigError(

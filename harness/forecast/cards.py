@@ -48,12 +48,12 @@ def card_lines(found: Forecast) -> list[str]:
         part = f"gpu.memory_gib={most:g} uses no more than that of each card; with gpu.link_gb_s it"
         lines += labelled("Note", f"{part} describes a card of its own.")
     length = found.config.engine.max_model_len or found.spec.max_position_embeddings
-    least = f"room for {min(length, DEFAULT_TOKENS):,} tokens at least"
+    least = f"KV cache for at least {min(length, DEFAULT_TOKENS):,} tokens"
     on_cards = dict(ways_by_card(found))
     if all(each.best is None for each in on_cards.values()):
         part = "any card of conf/gpu" if most is None else f"{most:g} GiB of any card of conf/gpu"
         fewer = "A smaller engine.max_model_len needs less."
-        return [*lines, *wrapped(f"It does not fit {part}, with {least}. {fewer}")]
+        return [*lines, *wrapped(f"It does not fit {part} with {least}. {fewer}")]
     lines += columns([HEADER, *map(_row, on_cards.items())], left={0, 3})
     end = f"tok/s of one sequence, with {least}; predicted from data sheets."
     return [*lines, *wrapped(f"{LEGEND} {end}")]

@@ -20,16 +20,21 @@ def other_lines(found: Forecast, reported_gib: float) -> list[str]:
     least = math.ceil(round((need - reported_gib) * 100, 6)) / 100
     head = f"The engine that reported {reported_gib:.2f} GiB for its KV cache: {sequence}"
     if least <= 0:
-        return ["", *wrapped(f"{head}, so it has room for that; nothing has to leave the GPU.")]
+        return ["", *wrapped(f"{head}. That fits, so no weights have to leave the GPU.")]
     name = found.config.model.source.repo or found.config.model.name
-    text = f"{head}, so it lacks {least:.2f} GiB. That is the least that it has to offload:"
+    text = f"{head}. {least:.2f} GiB are missing; it has to offload at least as much:"
     if least > size:
-        return ["", *wrapped(f"{head}, {least:.2f} GiB more, and its weights are {size:.2f} GiB.")]
+        return [
+            "",
+            *wrapped(
+                f"{head}. {least:.2f} GiB are missing, more than the {size:.2f} GiB of its weights."
+            ),
+        ]
     vllm = f"vllm serve {name} --cpu-offload-gb {least:g} --max-model-len {length}"
     room = math.floor((size - least) * 100) / 100
     limits = f'{{0: "{room:g}GiB", "cpu": "{math.ceil(least + 1)}GiB"}}'
     accelerate = f'device_map="auto", max_memory={limits}'
-    note = "That engine's figure is of its own memory; the figures below are of this one."
+    note = "The figure above describes that engine's memory, those below describe this engine's."
     return [
         "",
         *wrapped(text),

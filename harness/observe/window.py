@@ -367,7 +367,7 @@ def cost_warning(table: Table) -> str | None:
         return None
     return (
         f"telemetry: the sampler took {found:.1%} of a core, more than {LARGEST_SHARE:.0%}. "
-        "Its figures are beside others' work; report this."
+        "Please report this."
     )
 
 

@@ -345,11 +345,11 @@ class Attempt:
 
     def _note_cold(self, share: float | None) -> None:
         if share is None:
-            note = "load: this kernel does not tell whether the page cache was dropped."
+            note = "load: this kernel does not show whether the page cache was dropped."
         elif share > COLD_SHARE:
             note = (
-                f"load: {share:.0%} of the checkpoint stayed in the page cache although it was "
-                "asked to be dropped, so the cold start is partly warm."
+                f"load: {share:.0%} of the checkpoint stayed in the page cache although the "
+                "harness dropped it: the cold start is partly warm."
             )
         else:
             return

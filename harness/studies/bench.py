@@ -265,7 +265,7 @@ def _staging_table(found: Found) -> list[str]:
     if not pairs:
         return []
     title = found["uva_in_place"].title.rpartition(",")[0]
-    words = "one prompt of so many tokens, read in place or staged through slots first"
+    words = "one prompt, its weights read in place or staged through slots first; by prompt tokens"
     rows = [(str(num), f"{a * 1e3:.1f}", f"{b * 1e3:.1f}") for num, a, b in pairs]
     text = "Staging is not faster at the largest of them."
     if at is not None:

@@ -127,7 +127,7 @@ def _in_place(found: Found) -> float:
 
 def _longest(found: Found) -> Value:
     run, figures = _run(found, "longest"), _part(found, "kv_long", "long")
-    require(run["has_ended"], f"{run['total']:,} tokens did not run to their end")
+    require(run["has_ended"], f"{run['total']:,} tokens did not finish")
     text = f"{run['total']:,} tokens, {figures['room']:,} of them on the GPU; first token after "
     share = run["total"] / min(CONTEXT, figures["reach"])
     return f"{text}{run['prefill_s']:.1f} s", share
@@ -205,7 +205,9 @@ def _require_found(figures: Figures) -> None:
 def _fits(found: Found) -> Value:
     ours, base = (_part(found, point, "fits") for point in ("kv_cpu", "kv_gpu"))
     require(not ours["preemptions"], "a sequence was preempted")
-    text = f"{ours['wall_s']:.3f} against {base['wall_s']:.3f} s (where what finished gives way: "
+    text = (
+        f"{ours['wall_s']:.3f} against {base['wall_s']:.3f} s (if finished sequences are evicted: "
+    )
     text += f"{ours['kept_wall_s']:.3f} against {base['kept_wall_s']:.3f} s)"
     return text, ours["wall_s"] / base["wall_s"]
 

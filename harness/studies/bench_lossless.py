@@ -245,7 +245,7 @@ def _step(name: str, batch: int, found: Found) -> Value:
 def _moved(name: str, found: Found) -> Value:
     _steps(found, name)
     runs = dict(found[name].decodes())
-    require(bool(runs), "no batch had room")
+    require(bool(runs), "no batch fitted")
     worst = max(map(_moved_bytes, runs.values()))
     return f"{worst:,} bytes, batch {', '.join(map(str, runs))}", worst
 
@@ -331,7 +331,7 @@ def _queue(found: Found) -> Value:
     work = result.sample("throughput")
     require(
         work["num_completed"] == work["num_requests"],
-        f"{work['num_completed']} of {work['num_requests']} requests ran to their end",
+        f"{work['num_completed']} of {work['num_requests']} requests finished",
     )
     return f"{rate:.0f} tokens/s", rate
 

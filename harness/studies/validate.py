@@ -80,7 +80,7 @@ def judge_grid(found: Found, **_: object) -> Judged:
         rows.append((label, _shown(steps.get(name), 1e3), queue_text))
     made = [
         make_row(
-            f"{what}: best by hand / {found[AUTO[what]].title}",
+            f"{what}: best manual split / {found[AUTO[what]].title}",
             partial(_reached, what, times, found, given_up),
             least=LEAST_SHARE,
         )
@@ -104,8 +104,8 @@ def _reached(what: str, times: dict[str, float], found: Found, given_up: list[st
     hand = {name: value for name, value in times.items() if not name.startswith("auto")}
     if not hand:
         if what == "queue" and given_up:  # each would have taken longer than auto
-            return f"{times[auto]:.3g} s; every split by hand that fits was given up", 1.0
-        raise LackError("no split by hand has figures")
+            return f"{times[auto]:.3g} s; all manual splits that fit were stopped early", 1.0
+        raise LackError("no manual split has figures")
     best = min(hand, key=lambda name: hand[name])
     text = f"{hand[best]:.4g} s ({found[best].title}) against {times[auto]:.4g} s"
     return text, hand[best] / times[auto]

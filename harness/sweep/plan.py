@@ -108,8 +108,8 @@ def _details(found: Forecast) -> list[str]:
     lines = ["", *_title(found), *columns(rows, left={0, 1})]
     text = (
         "KV tokens: on the GPU. longest: one sequence over both tiers. at once: sequences of "
-        "max_model_len tokens. tok/s: decode at batch 1, and at as many as have room with "
-        f"{CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens)."
+        "max_model_len tokens. tok/s: decode at batch 1, and at the largest batch whose "
+        f"KV fits with {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens)."
     )
     lines += _indented([text, *_longest(found), *_queue(found)])
     for row in found.rows:

@@ -422,7 +422,7 @@ class AccelerateEngine:
     ) -> "AccelerateEngine":
         """Load the model, or refuse what does not fit the GPU budget."""
         if reference:
-            raise EngineError("accelerate: expected no reference of it; the reference is native.")
+            raise EngineError("accelerate: cannot be the reference of tokens; use system=native.")
         progress("load", 0, 0)
         load = PhaseClock()
         with load.phase("device"):

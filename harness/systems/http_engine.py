@@ -269,9 +269,7 @@ async def _read(response: httpx.Response, answer: StreamedAnswer, on_part: OnPar
         if answer.is_over:
             break
     if not answer.num_parts and kind != "text/event-stream":
-        raise ServerError(
-            f"the server sent {kind} without a token, where a stream of events was asked for"
-        )
+        raise ServerError(f"the server sent {kind} without a token in place of a stream of events")
 
 
 class _Arrivals(httpx.AsyncByteStream):
@@ -625,7 +623,7 @@ def connect(
 ) -> HTTPEngine:
     """Connect to the server of a configuration."""
     if reference:
-        raise EngineError("http: expected no reference of it; the reference is native.")
+        raise EngineError("http: cannot be the reference of tokens; use system=native.")
     progress("connect", 0, 0)
     return HTTPEngine(config, system)
 

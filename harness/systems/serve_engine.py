@@ -132,7 +132,7 @@ class _Server:
 def start(config: EngineConfig, *, progress: Progress, reference: bool) -> ServeEngine:
     """Start the server of a configuration and connect to it."""
     if reference:
-        raise EngineError("serve: expected no reference of it; the reference is native.")
+        raise EngineError("serve: cannot be the reference of tokens; use system=native.")
     return ServeEngine(config, progress)
 
 

@@ -152,7 +152,7 @@ class VLLMEngine:
         from vllm import EngineArgs, LLMEngine, __version__  # noqa: PLC0415  takes seconds
 
         if reference:
-            raise EngineError("vllm: expected no reference of it; the reference is native.")
+            raise EngineError("vllm: cannot be the reference of tokens; use system=native.")
         progress("load", 0, 0)
         device, spec = open_peer_device(config), model_spec(config.model)
         share = device.budget_bytes / device.card_bytes
@@ -351,8 +351,8 @@ def _no_room(config: EngineConfig, device: PeerDevice, runner: str, error: Excep
         else "a larger offload.prefetch.offload_num_in_group"
     )
     return (
-        f"{said} {offloader} put {size / GIB:.2f} GiB of weights in host memory, and the rest "
-        f"leaves no room. Set {more}, lower engine.max_model_len or "
+        f"{said} {offloader} put {size / GIB:.2f} GiB of weights in host memory; the others "
+        f"leave no memory for the KV cache. Set {more}, lower engine.max_model_len or "
         "engine.max_num_batched_tokens, or raise gpu.memory_gib."
     )
 

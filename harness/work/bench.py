@@ -160,7 +160,7 @@ def decode(sender: Sender, batch: int, config: StepsScenario) -> Figures:
     length = config.prompt_tokens + tokens
     needed = batch * -(-length // plan.block_size) * plan.block_size
     if plan.kv_tokens < needed or plan.max_num_seqs < batch:
-        return {"no_room": f"{needed} tokens of KV are needed, {plan.kv_tokens} have room"}
+        return {"no_room": f"{needed} tokens of KV are needed, {plan.kv_tokens} fit"}
     for prompt in sender.prompts(batch, config.prompt_tokens, f"decode {batch}"):
         sender.send(prompt, tokens)
     gaps, replay, digest = DecodeGaps(batch), None, list[int]()
@@ -228,7 +228,7 @@ def _prefill(sender: Sender, num: int, config: StepsScenario) -> Figures:
     plan = sender.llm.plan
     length = min(config.prefill_tokens, sender.llm.max_model_len - 1)
     if plan.kv_tokens < num * (length + plan.block_size):
-        return {"no_room": "no room in KV"}
+        return {"no_room": "does not fit the KV cache"}
     expected = _predicted(sender.llm, lambda shape, rates: prefill_s(shape, rates, length, num))
     return {"seconds": _first_tokens(sender, num, length)[0], "predicted_s": expected}
 

@@ -102,7 +102,7 @@ def measure_fits(tiers: Tiers, work: TiersScenario) -> Figures:
     """
     needed = work.fit_requests * (work.fit_prompt + work.fit_output + tiers.block)
     if needed > tiers.gpu_tokens:
-        return {"no_room": f"{needed} tokens of KV are needed, {tiers.gpu_tokens} have room"}
+        return {"no_room": f"{needed} tokens of KV are needed, {tiers.gpu_tokens} fit"}
     tiers.mark()
     kept = {}
     for name, forgets in (("wall_s", True), ("kept_wall_s", False)):

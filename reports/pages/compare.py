@@ -120,7 +120,7 @@ def _gain_table(base: Run, run: Run, metrics: Sequence[Metric]) -> Table | None:
     if not any(line[-1] for line in lines):
         columns, lines = columns[:-1], [line[:-1] for line in lines]
     return Table(
-        caption=f"{run.label}, held against {base.label}",
+        caption=f"{run.label}, compared with {base.label}",
         columns=tuple(shorten(column, 32) for column in columns),
         rows=lines,
         numeric=frozenset({1, 2, 3, 4}),

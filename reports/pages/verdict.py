@@ -203,7 +203,7 @@ def _advice(record: RunRecord) -> list[str]:
         "failed": "The traceback is below; the worker's log is in the run's folder.",
     }.get(str(error.get("status") or record.status))
     if error.get("type") == "MemoryError":
-        text = "Host: give the process more memory, or ask for less of it."
+        text = "Host: give the process more memory, or use less."
     return [] if text is None else [text]
 
 

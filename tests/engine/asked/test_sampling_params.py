@@ -123,9 +123,11 @@ def test_derived_values():
 
 
 def test_a_name_that_there_is_not_is_refused_with_the_closest_one():
-    with pytest.raises(RequestError, match=r"there is no 'max_token'\. Did you mean max_tokens\?"):
+    with pytest.raises(
+        RequestError, match=r"unknown parameter 'max_token'\. Did you mean max_tokens\?"
+    ):
         SamplingParams(max_token=5)
-    with pytest.raises(RequestError, match=r"there is no 'zzz'\. Known: n, temperature, "):
+    with pytest.raises(RequestError, match=r"unknown parameter 'zzz'\. Known: n, temperature, "):
         SamplingParams(zzz=5)
 
 

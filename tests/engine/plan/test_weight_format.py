@@ -92,7 +92,7 @@ def test_lossless_weights_are_counted_as_they_are_stored() -> None:
     assert (record["asked"], record["chosen"], record["why"]) == (
         "lossless",
         "lossless",
-        "it was asked for",
+        "engine.weight_format sets it",
     )
     codes, rest = record["formats"]["lossless12"], record["formats"]["bfloat16"]
     assert codes["tensors"] == 4 * 32 + 1

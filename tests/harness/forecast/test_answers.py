@@ -92,7 +92,10 @@ def test_memory_alone_is_a_part_of_every_card_and_no_card_of_its_own(
 ) -> None:
     monkeypatch.setattr("harness.forecast.cards.card_names", lambda: ["rtx4080_16gb"])
     none = said(found_of(composer, "+model=olmo7b", "gpu.memory_gib=2", "scenario=latency"))
-    assert "It does not fit 2 GiB of any card of conf/gpu, with room for 4,096 tokens" in none
+    assert (
+        "It does not fit 2 GiB of any card of conf/gpu with KV cache for at least 4,096 tokens"
+        in none
+    )
     assert "with gpu.link_gb_s it describes a card of its own" in none
     short = ("engine.max_model_len=1024", "scenario=latency")
     some = said(found_of(composer, "+model=smollm2_135m", "gpu.memory_gib=2", *short))
@@ -122,7 +125,7 @@ def test_a_planned_sweep_without_a_card_is_refused(capsys: pytest.CaptureFixture
 def test_another_engine_is_told_what_it_lacks(composer: Composer) -> None:
     text = said(found_of(composer, *OLMO, "plan.reported_kv_gib=-3.44"))
     assert "reported -3.44 GiB for its KV cache: one sequence of 4,096 tokens needs 2.00" in text
-    assert "it lacks 5.44 GiB" in text
+    assert "5.44 GiB are missing" in text
     flags = "--cpu-offload-gb 5.44 \\ --max-model-len 4096"
     assert f"vLLM vllm serve allenai/OLMo-2-1124-7B-Instruct {flags}" in text
     assert 'accelerate device_map="auto", max_memory={0: "8.15GiB", "cpu": "7GiB"}' in text
@@ -146,7 +149,7 @@ def test_a_length_that_is_not_set_is_cut_to_what_fits_and_its_price_is_said(
     text = said(found)
     assert f"{length:,} of the model's 131,072 tokens" in text
     assert "Length engine.max_model_len=131072 " in text
-    assert any(f"engine.max_model_len={length}: cut from" in note for note in found.plan.notes)
+    assert any(f"engine.max_model_len={length}: reduced from" in note for note in found.plan.notes)
     full = found_of(composer, *base, "engine.max_model_len=131072")
     assert full.plan is None
     small = found_of(composer, "+model=llama31_8b", "gpu=rtx3060_12gb", "scenario=latency")

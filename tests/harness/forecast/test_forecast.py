@@ -123,7 +123,7 @@ def test_lossless_weights_are_recommended_where_nothing_moves_in_them(composer: 
     text = said(found)
     rate = f"{best.predicted['decode_tokens_s']:.3g} tok/s"
     assert f"Best fix engine.weight_format=lossless {rate} no layer leaves the" in text
-    assert "weights: lossless (10.42 GiB, 0.767 of plain; it was asked for)" in text
+    assert "weights: lossless (10.42 GiB, 0.767 of plain; engine.weight_format sets it)" in text
     assert "gpu=rtx4080_16gb engine.max_model_len=2048 engine.weight_format=lossless" in text
     values = [csv_row(found, row, "x") for row in found.rows]
     assert [(row["offload"].split(",")[0], row["weight_format"]) for row in values[:4]] == [

@@ -153,13 +153,13 @@ def test_cases_without_figures_give_no_rows():
     found = {
         "resident": failed("resident"),
         "prefetch": Result(title="prefetch", record=None, why="it was left out"),
-        "uva": case("uva", {64: {"no_room": "10240 tokens of KV are needed, 9000 have room"}}),
+        "uva": case("uva", {64: {"no_room": "10240 tokens of KV are needed, 9000 fit"}}),
     }
     assert rows(found) == []
     text = text_of(found)
     assert "resident: no figures: no_fit: no_fit it is\n" in text
     assert "prefetch: no figures: it was left out" in text
-    assert "uva, batch 64: no figures: 10240 tokens of KV are needed, 9000 have room." in text
+    assert "uva, batch 64: no figures: 10240 tokens of KV are needed, 9000 fit." in text
 
 
 def test_staging_pays_from_where_it_stays_faster():
@@ -174,7 +174,7 @@ def test_staging_pays_from_where_it_stays_faster():
     assert crossover(found)[1] == 256  # equal at 64
     assert [tokens for tokens, *_ in crossover(found)[0]] == [1, 8, 64, 256]
     text = text_of(found)
-    assert "uva, 8 layers: one prompt of so many tokens" in text
+    assert "uva, 8 layers: one prompt, its weights" in text
     assert "| 64 | 200.0 | 200.0 |" in text
     assert "Staging is faster from 256 tokens on." in text
     never = staging(place, {"1": 0.1, "8": 0.1, "64": 0.1, "256": 0.5})

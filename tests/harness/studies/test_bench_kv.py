@@ -77,7 +77,7 @@ def test_the_longest_context_counts_where_it_ran_to_its_end():
     assert (got.share, got.is_met) == (1.0, True)
     assert "131,072 tokens, 40,000 of them on the GPU; first token after 30.0 s" in got.figure
     got = row(long_case(longest={"has_ended": False}), "longest context")
-    assert got.figure == "not measured: 131,072 tokens did not run to their end"
+    assert got.figure == "not measured: 131,072 tokens did not finish"
 
 
 @pytest.mark.parametrize(

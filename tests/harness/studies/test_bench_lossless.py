@@ -142,7 +142,7 @@ def test_a_larger_model_and_a_queue():
     assert (row.figure, row.is_met) == ("2600 tokens/s", True)
     point.record.samples["throughput"]["num_completed"] = 99
     row = rows({"lossless_13gib": point})[what]
-    assert (row.figure, row.share) == ("not measured: 99 of 100 requests ran to their end", None)
+    assert (row.figure, row.share) == ("not measured: 99 of 100 requests finished", None)
 
 
 def test_restoring_alone_counts_where_it_gave_the_bits():
@@ -216,9 +216,9 @@ def test_a_point_without_figures_leaves_its_rows_not_measured():
     assert {row.is_met for row in held} == {None}
     assert {row.figure for row in held} == {"not measured: no_fit: no_fit it is"}
     assert "lossless / bf16, batch 1: step" in made.missed
-    full = small({16: {"no_room": "4096 tokens of KV are needed, 9 have room"}})
+    full = small({16: {"no_room": "4096 tokens of KV are needed, 9 fit"}})
     row = rows({"lossless_13gib": full})["lossless, 13.6 GiB, batch 16: step, ms"]
-    assert row.figure == "not measured: 4096 tokens of KV are needed, 9 have room"
+    assert row.figure == "not measured: 4096 tokens of KV are needed, 9 fit"
 
 
 def test_rows_of_points_that_were_not_chosen_are_absent():

@@ -100,7 +100,7 @@ def test_a_batch_without_room_is_said_and_nothing_is_sent(clock):
     llm = ScriptedLLM(clock, kv_tokens=64)
     got = decode(Sender(llm, clock), 3, WORK)
     # 8 + 15 tokens are two blocks of 16, three times.
-    assert got == {"no_room": "96 tokens of KV are needed, 64 have room"}
+    assert got == {"no_room": "96 tokens of KV are needed, 64 fit"}
     assert not llm.has_unfinished()
 
 

@@ -59,7 +59,7 @@ def test_requests_that_fit_are_timed_with_new_prompts(clock):
     assert got["kept_wall_s"] == got["wall_s"]  # its moves take no time
     assert (got["output_tokens"], got["preemptions"], llm.resets) == (10, 0, 5)
     got = part("fits", TieredLLM(clock, gpu_blocks=8))
-    assert got == {"no_room": "34 tokens of KV are needed, 32 have room"}
+    assert got == {"no_room": "34 tokens of KV are needed, 32 fit"}
 
 
 def test_first_tokens_behind_a_prefix_by_where_it_is(clock):

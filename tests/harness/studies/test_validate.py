@@ -75,14 +75,14 @@ def test_queues_that_were_given_up_are_none_to_be_beaten():
     )
     _, queue = judged.rows
     assert (queue.figure, queue.is_met) == (
-        "10 s; every split by hand that fits was given up",
+        "10 s; all manual splits that fit were stopped early",
         True,
     )
     table = "\n".join(judged.tables)
     assert "| one | 300 | given up |" in table
     assert "| two (no_fit: no_fit it is) | - | - |" in table
     assert judged.lacks == ["3: no figures: oom: oom it is"]  # what does not fit is a result
-    assert grid().rows[1].figure == "not measured: no split by hand has figures"
+    assert grid().rows[1].figure == "not measured: no manual split has figures"
 
 
 def test_auto_without_figures_is_not_measured():

@@ -222,7 +222,7 @@ def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monk
 @pytest.mark.parametrize(
     "words",
     [
-        ["-m", "system=native,accelerate"],
+        ["-m", "system=accelerate", "engine.seed=1,2"],
         ["scenario=ab", "ab.a=[]", "ab.b=[system=accelerate]"],
     ],
 )
