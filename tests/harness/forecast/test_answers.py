@@ -131,7 +131,7 @@ def test_another_engine_is_told_what_it_lacks(composer: Composer) -> None:
     assert 'accelerate device_map="auto", max_memory={0: "8.15GiB", "cpu": "7GiB"}' in text
     assert "olmo7b does not fit rtx4080_16gb: 2.45 GiB short" in text  # ours, of our own memory
     roomy = said(found_of(composer, *OLMO, "plan.reported_kv_gib=2.5"))
-    assert "nothing has to leave the GPU" in roomy
+    assert "no weights have to leave the GPU" in roomy
     with pytest.raises(ConfigError, match=r"plan\.reported_kv_gib: expected mode=plan"):
         composer.plan([*OLMO, "plan.reported_kv_gib=0"])
     with pytest.raises(ConfigError, match=r"plan\.verbose: expected mode=plan beside it"):
