@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
+from catalogue.processes import die_with_parent
 from engine.device.gpu import Gpu, open_gpu
 from engine.errors import RequestError
 from harness.config.schema import RequestSet
@@ -27,7 +28,6 @@ from harness.folders import plain
 from harness.observe.energy import energy_metrics
 from harness.observe.host import process_memory, reset_rss_peak
 from harness.observe.link import LinkCounter
-from harness.observe.parent import die_with_parent
 from harness.observe.spool import Background
 from harness.point.process import (
     PLAN_PHASE,

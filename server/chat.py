@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -18,12 +17,11 @@ import httpx
 from httpx_sse import connect_sse
 from rich.console import Console
 
+from catalogue.processes import module_command, python_path
 from engine.errors import EngineError
-from server.engine_link import ROOT
 from server.settings import API_KEY_VARIABLE
 
 URL: Final = "http://127.0.0.1:8000"
-SERVER_MODULE: Final = __name__.rpartition(".")[0]
 END_S: Final = 10.0
 """Seconds that a server of its own has to end."""
 POLL_S: Final = 0.1
@@ -167,8 +165,7 @@ def own_server(model: str, flags: Sequence[str], console: Console) -> Iterator[s
     Raises:
         ChatError: It ended instead; its last lines say why.
     """
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    command = [sys.executable, "-P", "-m", SERVER_MODULE, model, "--port", "0", "--no-access-log"]
+    command = [*module_command("server"), model, "--port", "0", "--no-access-log"]
     process = subprocess.Popen(
         [*command, *flags],
         stdin=subprocess.DEVNULL,
@@ -177,7 +174,7 @@ def own_server(model: str, flags: Sequence[str], console: Console) -> Iterator[s
         text=True,
         encoding="utf-8",
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
     )
     reader: threading.Thread | None = None
     try:

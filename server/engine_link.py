@@ -5,16 +5,15 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from asyncio import StreamWriter
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
 import psutil
 
+from catalogue.processes import module_command, python_path
 from server.errors import APIError, engine_gone, refused
 from server.lifecycle import Lifecycle
 from server.wire import (
@@ -38,9 +37,6 @@ from server.wire import (
     send,
 )
 
-ROOT: Final = Path(__file__).resolve().parents[__name__.count(".")]
-"""What the engine's process needs on its path."""
-ENGINE_MODULE: Final = f"{__name__.rpartition('.')[0]}.engine_process"
 WATCH_S: Final = 0.5
 """Seconds between two looks at the engine's process."""
 STOPPED_S: Final = 3.0
@@ -183,16 +179,16 @@ class EngineLink:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+            path = python_path(os.environ.get("PYTHONPATH", ""))
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", ENGINE_MODULE),
+                    *module_command("server.engine_process"),
                     *(str(theirs.fileno()), str(os.getpid())),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, "PYTHONPATH": path},
             )
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**26)

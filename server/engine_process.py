@@ -5,7 +5,6 @@ It ends when the front does: the kernel kills it with its parent, and the socket
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import note_folders
 from catalogue.models import find, located, state
+from catalogue.processes import die_with_parent
 from engine.asked.config import ModelConfig
 from engine.asked.keywords import config_from_keywords
 from engine.errors import (
@@ -71,15 +71,6 @@ FETCH_LOOK_S: Final = 1.0
 """Seconds between two looks at how much of a model was fetched."""
 TOKENIZER_THREADS: Final = 2
 """A long prompt keeps one; the other goes on with short ones."""
-_PR_SET_PDEATHSIG: Final = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends; end now where it has already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 class EngineProcess:

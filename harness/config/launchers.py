@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from catalogue.processes import python_path
 from engine.errors import ConfigError, did_you_mean
-from harness.folders import install_extra, python_path
+from harness.folders import install_extra
 
 BASIC: Final = "basic"
 LOCAL_JOB_MINUTES: Final = 7 * 24 * 60

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import psutil
 
+from catalogue.processes import IMPORT_ROOT, ROOT
 from engine.device.gpu import Gpu, attempt
-from harness.folders import IMPORT_ROOT, ROOT
 from harness.observe.host import read_text
 
 PACKAGES: Final = (

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.processes import module_command, start_child
 from engine.device.gpu import Gpu
-from harness.folders import module_command
 from harness.observe.link import payload_gb_s
-from harness.observe.parent import start_child
 from harness.observe.spool import write_parquet
 from harness.observe.window import (
     LEAST_ROWS,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.processes import die_with_parent
 from engine.device.gpu import Gpu, open_gpu
-from harness.observe.parent import die_with_parent
 from reports.record.record import STATE_NAME
 from reports.record.telemetry import SPOOL_NAME
 

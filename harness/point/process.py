@@ -16,12 +16,11 @@ from typing import Any, Final
 from uuid import uuid4
 
 from catalogue.checkpoint import ModelUnavailableError
+from catalogue.processes import module_command, start_child
 from catalogue.terminal import ErrorFacts, error_facts
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
-from harness.folders import module_command
-from harness.observe.parent import start_child
 from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
 from harness.work.correctness import WrongTokensError

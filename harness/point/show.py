@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.processes import module_command, python_path
 from catalogue.terminal import columns
 from engine.plan.answer import labelled, wrapped
 from engine.sealed import GIB
 from harness.config.command import command_with
 from harness.config.schema import SweepContext
-from harness.folders import module_command, python_path
 from reports.record.metrics import (
     PREDICTED,
     found,

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import yaml
 
+from catalogue.processes import module_command, python_path
 from engine.asked.config import EngineConfig
 from engine.asked.keywords import keywords_of
 from engine.errors import EngineError
 from harness.config.schema import SystemConfig
-from harness.folders import module_command, python_path
 from harness.systems.base import nothing
 from harness.systems.door import EngineDoor, Progress
 from harness.systems.http_engine import HTTPDoor, HTTPEngine

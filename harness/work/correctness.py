@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import read_json
+from catalogue.processes import ROOT
 from engine.asked.config import EngineConfig
 from engine.errors import RequestError
 from harness.config.schema import CorrectnessConfig
-from harness.folders import ROOT
 from harness.work.drive import Clock, Engine, OnProgress, run_requests
 from reports.record.record import write_text_atomic
 

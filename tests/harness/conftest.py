@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from harness.observe.parent import start_child
+from catalogue.processes import start_child
 from harness.systems.fake import ScriptedClock
 from tests.harness import fakes
 from tests.harness.forked import fork_child

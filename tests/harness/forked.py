@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import harness.worker  # noqa: F401  once, not in each fork
-from harness.observe.parent import start_child
+from catalogue.processes import start_child
 from tests.harness import fakes
 
 

@@ -52,7 +52,7 @@ def test_every_folder_of_the_project_is_staged(backend: ModuleType, tmp_path: Pa
 
 
 def test_no_text_names_a_module_of_the_project() -> None:
-    """In the wheel it has another name; harness.folders makes it, for `python -m`."""
+    """In the wheel it has another name; catalogue.processes makes it, for `python -m`."""
     modules = {relative(path)[:-3].replace("/", ".") for path in python_files(*PACKAGES)}
     found = []
     for path in python_files(*PACKAGES):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from catalogue.processes import python_path
 from engine.errors import ConfigError
 from harness.config import launchers
 from harness.config.launchers import (
@@ -14,7 +15,6 @@ from harness.config.launchers import (
     keep_gpus_visible,
     make_importable,
 )
-from harness.folders import python_path
 
 
 @pytest.mark.parametrize(
