@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from server.errors import APIError, bad_value, overloaded, shown
-from server.settings import ServerSettings
+from server.settings import ListenSettings
 
 MAX_OBJECTS: Final = 100_000
 """Braces in a body, and brackets: parsing so many takes some 100 ms, in which nobody else is
@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=BaseModel)
 class Bodies:
     """Reads the bodies of all requests within one bound."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ListenSettings) -> None:
         self._max_bytes = int(settings.max_body_mib * _MIB)
         self._timeout_s = settings.body_timeout_s
         self._held_bytes = 0

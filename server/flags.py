@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NoReturn, get_args, get_origin
+from typing import Any, Final, NoReturn, TypeVar, cast, get_args, get_origin
 
 import yaml
 
@@ -25,11 +25,12 @@ from engine.asked.keywords import (
 )
 from engine.errors import ConfigError, did_you_mean
 from engine.sealed import Setting, describe_type, from_plain, settings, without_null
-from server.settings import ServerSettings
+from server.settings import ListenSettings, ServerSettings
 
 OFFLOAD: Final = ("none", "auto", "uva", "prefetch")
 ALIASES: Final = {"kv-cpu-gib": "cpu_gib"}
 """Further names of flags -> the keyword."""
+Settings = TypeVar("Settings", bound=ListenSettings)
 NOT_FLAGS: Final = ("spec", "facts_folder", "kept_folder", "model_name")
 """Keywords that a program gives, not a command line."""
 TRUE: Final = ("true", "yes", "on", "1")
@@ -86,6 +87,26 @@ def parse(arguments: Sequence[str], prog: str = "python -m server") -> Asked:
             )
     values = (_read(Path(file)) if file else {}) | given
     return _asked(values)
+
+
+def parse_settings(
+    kind: type[Settings], arguments: Sequence[str], prog: str, description: str
+) -> Settings:
+    """Return settings of a command without an engine, a flag for each of their fields.
+
+    Raises:
+        UsageError: There is no such flag, or it lacks a value.
+        ConfigError: A value is refused.
+    """
+    parser = _Parser(
+        prog=prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False
+    )
+    known = {found.path: found for found in settings(kind)}
+    for name, found in known.items():
+        _add(parser, name, found)
+    given = vars(parser.parse_args(list(arguments)))
+    values = {name: _value(name, value, known[name].hint) for name, value in given.items()}
+    return cast(Settings, from_plain(kind, values, kind.section))
 
 
 def as_flags(text: str) -> str:

@@ -1,10 +1,12 @@
 """Around every request: its id, who may ask, by which name, and a line in the access log."""
 
+import contextlib
 import hashlib
 import hmac
 import json
 import logging
 import re
+from base64 import b64decode
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from time import monotonic
@@ -15,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import APIError
-from server.settings import LOOPBACK_NAMES, ServerSettings
+from server.settings import LOOPBACK_NAMES, ListenSettings
 
 LIVENESS: Final = ("/health", "/ping")
 """Paths that need no key."""
@@ -33,9 +35,19 @@ class Guard:
         app: What answers.
         settings: Names and the log.
         keys: Keys of clients; empty: anybody may ask.
+        is_for_browsers: A key may also be the password of HTTP's Basic scheme, under any name,
+            for which a browser asks its user by itself.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ListenSettings,
+        keys: Sequence[str],
+        *,
+        is_for_browsers: bool = False,
+    ) -> None:
+        self._is_for_browsers = is_for_browsers
         self._app, self._log = app, settings.access_log
         self._keys = [_digest(key.encode()) for key in keys]
         self._origins = frozenset(settings.cors_origins)
@@ -92,9 +104,7 @@ class Guard:
         is_preflight = scope["method"] == "OPTIONS" and headers.get("origin") in self._origins
         if not self._keys or scope["path"] in LIVENESS or is_preflight:
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = _digest(key.encode("latin-1"))  # as its bytes came
+        digest = _digest(self._key(headers).encode("latin-1"))  # as its bytes came
         # All are compared, each in a time that tells nothing of where they differ.
         if sum(hmac.compare_digest(digest, known) for known in self._keys):
             return None
@@ -102,8 +112,23 @@ class Guard:
             401,
             "Authorization: expected Bearer and a key of this server.",
             code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
+            headers={
+                "WWW-Authenticate": 'Basic realm="Tightfit", charset="UTF-8"'
+                if self._is_for_browsers
+                else "Bearer"
+            },
         )
+
+    def _key(self, headers: Headers) -> str:
+        """Return the key that a request gives, empty without one."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        match scheme.lower():
+            case "bearer":
+                return given.strip()
+            case "basic" if self._is_for_browsers:
+                with contextlib.suppress(ValueError):
+                    return b64decode(given, validate=True).decode("latin-1").partition(":")[2]
+        return headers.get("x-api-key", "")
 
     def _write(self, scope: Scope, status: int, duration_s: float) -> None:
         client = scope.get("client")

@@ -4,17 +4,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Final
-
-import psutil
-import uvicorn
 
 from engine.errors import ConfigError, EngineError
 from server.app import Server, make_app
@@ -23,31 +19,15 @@ from server.errors import APIError
 from server.flags import Asked, UsageError, as_flags, parse
 from server.guard import ACCESS, Guard
 from server.lifecycle import EXIT_CONFIG, EXIT_USAGE, Lifecycle
+from server.listen import LAST_WORDS_S, PortTakenError, front_of, listen, raise_file_limit, url_of
 from server.notify import Notifier, Reporter, reporting
-from server.protocol import protocol_of
-from server.settings import ServerSettings
 from server.wire import Load
 
 CLOSE_S: Final = 5.0
 """Seconds that the engine's process has to end by itself."""
 FAILED_S: Final = 5.0
 """Seconds that a server whose engine has failed tells so before it ends."""
-LAST_WORDS_S: Final = 1.0
-"""Seconds that responses have to end once their requests were ended."""
 logger = logging.getLogger("server")
-
-
-class PortTakenError(EngineError):
-    """Another process listens there."""
-
-
-class _Front(uvicorn.Server):
-    """uvicorn without signal handlers of its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `Life`."""
-        yield
 
 
 def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
@@ -62,7 +42,7 @@ def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
         listening = listen(asked.server)
     except EngineError as error:
         return _refused(error, notifier)
-    _raise_file_limit()
+    raise_file_limit()
     with listening:
         return asyncio.run(Life(asked, keys, template, listening, notifier).run())
 
@@ -101,66 +81,6 @@ def _template(file: str | None) -> str | None:
         raise ConfigError(f"chat_template: expected a text file, got {file} ({error}).") from error
 
 
-def _raise_file_limit() -> None:
-    """Allow as many open files as the machine does: every client takes one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def listen(settings: ServerSettings) -> socket.socket:
-    """Return a socket that listens where the settings say.
-
-    Raises:
-        PortTakenError: Another process does; the message names it.
-        ConfigError: There is no such address here.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            f"host: expected an address of this machine, got {settings.host!r} ({error})."
-        ) from error
-    # asyncio sends small writes at once (TCP_NODELAY) only where the protocol is named.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(2048)
-    except OSError as error:
-        found.close()
-        if isinstance(error, PermissionError):
-            raise ConfigError(
-                f"port: expected one that this user may take, got {settings.port}. Take one from "
-                "1024 on."
-            ) from error
-        holder = holder_of(settings.port)
-        if holder is None and error.errno != 98:  # EADDRINUSE
-            raise ConfigError(
-                f"host: expected an address of this machine, got {settings.host} ({error})."
-            ) from error
-        raise PortTakenError(
-            f"port: expected a free one, got {settings.port}, which "
-            f"{holder or 'another process'} listens on. End that, or choose another --port."
-        ) from error
-    return found
-
-
-def holder_of(port: int) -> str | None:
-    """Return the process that listens on a port, for people; None where this user cannot see it."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("inet"):
-            is_listening = connection.status == psutil.CONN_LISTEN
-            is_there = getattr(connection.laddr, "port", None) == port
-            if is_listening and is_there and connection.pid is not None:
-                process = psutil.Process(connection.pid)
-                command = " ".join(process.cmdline()) or process.name()
-                return f"process {connection.pid} ({command[:200]})"
-    return None
-
-
 class Life:
     """One server from its first second to its exit code."""
 
@@ -184,20 +104,7 @@ class Life:
         names = list(settings.served_model_name) or [asked.model]
         server = Server(settings, names, self._link, self._lifecycle)
         self._guard: Guard = make_app(server, settings, keys)
-        self._front = _Front(
-            uvicorn.Config(
-                self._guard,
-                http=protocol_of(settings.header_timeout_s),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=max(1, int(settings.idle_timeout_s)),
-                timeout_graceful_shutdown=int(LAST_WORDS_S),
-            )
-        )
+        self._front = front_of(self._guard, settings)
         self._num_signals = 0
         self._signalled = asyncio.Event()
 
@@ -207,8 +114,7 @@ class Life:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         serving = asyncio.create_task(self._front.serve(sockets=[self._listening]))
-        host, port = self._listening.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = url_of(self._listening)
         logger.info("listening on %s, loading %s", url, self._asked.model)
         settings = self._asked.server
         load = Load(

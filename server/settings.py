@@ -16,8 +16,8 @@ LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(kw_only=True)
-class ServerSettings(Sealed):
-    """Where the server listens, who may ask, and its bounds."""
+class ListenSettings(Sealed):
+    """Where a process listens, who may ask, and its bounds: of the server and of the console."""
 
     section: ClassVar = "server"
     host: str = "127.0.0.1"
@@ -29,17 +29,6 @@ class ServerSettings(Sealed):
     api_key_file or the variable TIGHTFIT_API_KEY."""
     api_key_file: str | None = None
     """File with one key a line."""
-    served_model_name: list[str] = field(default_factory=list)
-    """Names of the model for clients, the first in answers; empty: the name as it was asked for."""
-    chat_template: str | None = None
-    """File with a Jinja template of chats; null: the checkpoint's."""
-    tool_call_parser: str = "auto"
-    """hermes (Qwen) | llama3_json | none | auto (by the chat template)."""
-    generation_config: str = "auto"
-    """auto (sampling parameters that a request leaves out are those of the checkpoint's
-    generation_config.json) | vllm (they are the API's own defaults)."""
-    max_num_queued_reqs: int = number(256, low=1)
-    """Answers that may wait beside those that run; one more is refused with status 429."""
     max_body_mib: float = number(32.0, low=0, low_open=True, high=1024)
     """Largest body of a request, MiB."""
     header_timeout_s: float = number(10.0, low=0, low_open=True, hint=SECONDS)
@@ -48,10 +37,6 @@ class ServerSettings(Sealed):
     """Seconds in which a request's body must be there."""
     idle_timeout_s: float = number(60.0, low=0, low_open=True, hint=SECONDS)
     """Seconds that a connection without a request stays open."""
-    write_timeout_s: float = number(60.0, low=0, low_open=True, hint=SECONDS)
-    """Seconds for which a client may take nothing of its answer before its request is dropped."""
-    drain_s: float = number(30.0, low=0, hint=SECONDS)
-    """Seconds that requests may go on after SIGTERM; a second SIGTERM ends them at once."""
     allowed_hosts: list[str] = field(default_factory=list)
     """Host names that requests may address, beside this machine's own. Empty: these alone where the
     server listens on this machine's own address, any elsewhere, where a key is needed."""
@@ -59,20 +44,11 @@ class ServerSettings(Sealed):
     """Origins of web pages that may ask, such as http://localhost:3000; empty: none."""
     access_log: bool = True
     """Write a line of JSON to stderr for each request."""
-    log_prompts: bool = False
-    """Put prompts and answers into these lines."""
 
     def check(self) -> None:
         """Raise ConfigError when a value is unusable or would have no effect."""
-        check_choice("server.tool_call_parser", self.tool_call_parser, PARSERS)
-        check_choice("server.generation_config", self.generation_config, ("auto", "vllm"))
-        for name in ("api_key", "served_model_name", "allowed_hosts", "cors_origins"):
-            _check_texts(f"server.{name}", getattr(self, name))
-        if self.log_prompts and not self.access_log:
-            raise ConfigError(
-                "server.log_prompts: expected access_log beside it, whose lines hold the prompts, "
-                "got access_log=false. Remove one of the two."
-            )
+        for name in ("api_key", "allowed_hosts", "cors_origins"):
+            _check_texts(f"{self.section}.{name}", getattr(self, name))
 
     @property
     def is_loopback(self) -> bool:
@@ -98,10 +74,45 @@ class ServerSettings(Sealed):
         if not found and not self.is_loopback:
             raise ConfigError(
                 f"host: expected this machine's own address (127.0.0.1) without a key, got "
-                f"{self.host}: anybody who reaches it could use the engine. Add --api-key-file "
+                f"{self.host}: anybody who reaches it could use it. Add --api-key-file "
                 f"FILE or set {API_KEY_VARIABLE}, or remove --host."
             )
         return found
+
+
+@dataclass(kw_only=True)
+class ServerSettings(ListenSettings):
+    """What is asked of the server beside the engine's settings."""
+
+    served_model_name: list[str] = field(default_factory=list)
+    """Names of the model for clients, the first in answers; empty: the name as it was asked for."""
+    chat_template: str | None = None
+    """File with a Jinja template of chats; null: the checkpoint's."""
+    tool_call_parser: str = "auto"
+    """hermes (Qwen) | llama3_json | none | auto (by the chat template)."""
+    generation_config: str = "auto"
+    """auto (sampling parameters that a request leaves out are those of the checkpoint's
+    generation_config.json) | vllm (they are the API's own defaults)."""
+    max_num_queued_reqs: int = number(256, low=1)
+    """Answers that may wait beside those that run; one more is refused with status 429."""
+    write_timeout_s: float = number(60.0, low=0, low_open=True, hint=SECONDS)
+    """Seconds for which a client may take nothing of its answer before its request is dropped."""
+    drain_s: float = number(30.0, low=0, hint=SECONDS)
+    """Seconds that requests may go on after SIGTERM; a second SIGTERM ends them at once."""
+    log_prompts: bool = False
+    """Put prompts and answers into these lines."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a value is unusable or would have no effect."""
+        super().check()
+        check_choice("server.tool_call_parser", self.tool_call_parser, PARSERS)
+        check_choice("server.generation_config", self.generation_config, ("auto", "vllm"))
+        _check_texts("server.served_model_name", self.served_model_name)
+        if self.log_prompts and not self.access_log:
+            raise ConfigError(
+                "server.log_prompts: expected access_log beside it, whose lines hold the prompts, "
+                "got access_log=false. Remove one of the two."
+            )
 
 
 def _check_texts(name: str, values: object) -> None:

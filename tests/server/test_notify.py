@@ -12,9 +12,8 @@ import pytest
 
 from engine.errors import ConfigError
 from server.engine_link import EngineLink
-from server.lifecycle import Lifecycle
+from server.lifecycle import EXIT_CONFIG, Lifecycle
 from server.notify import EXTEND_S, Notifier, Reporter
-from server.run import EXIT_CONFIG
 from server.wire import Beat
 from tests.server.launch import open_stream, serving, wait_for
 

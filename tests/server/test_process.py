@@ -12,7 +12,9 @@ import httpx
 import psutil
 import pytest
 
-from server.run import EXIT_CONFIG, EXIT_USAGE, listen, main
+from server.lifecycle import EXIT_CONFIG, EXIT_USAGE
+from server.listen import listen
+from server.run import main
 from server.settings import ServerSettings
 from tests.server.launch import last_events, open_stream, serving, wait_for
 
