@@ -28,15 +28,15 @@ $(INSTALLED):
 setup: $(INSTALLED) ## create .venv with the pinned packages (PYTHON=python3.12 selects)
 
 run: setup ## fetch the demo model once and run it (ARGS="offload=uva" adds choices)
-	$(PY) -m harness.models fetch $(DEMO)
+	$(PY) -m tightfit models fetch $(DEMO)
 	$(PY) -m harness $(ARGS)
 
 test: setup ## run the tests that need no GPU, in JOBS=2 processes of one thread
-	$(PY) -m harness.models fetch glass
+	$(PY) -m tightfit models fetch glass
 	$(TEST_ENV) $(PY) -m pytest -m "not gpu and not weights and not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: setup ## the tests that take longer (storms, interpreted kernels, whole sweeps), likewise
-	$(PY) -m harness.models fetch glass
+	$(PY) -m tightfit models fetch glass
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not weights" -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types arch test ## everything that must pass before a commit

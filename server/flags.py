@@ -246,6 +246,11 @@ def keyword_of(name: object) -> str:
     return ALIASES.get(text.replace("_", "-"), text)
 
 
+def engine_names() -> list[str]:
+    """Return the keywords that flags of the engine set, and offload."""
+    return ["offload", *(name for name in _settings()[0] if name != "model"), *COMBINED]
+
+
 def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of the engine by their flags with underscores, values of their types.
 
@@ -255,7 +260,7 @@ def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such setting of the engine, or a value is of another type.
     """
-    names = ["offload", *(name for name in _settings()[0] if name != "model"), *COMBINED]
+    names = engine_names()
     spoken = {keyword: alias.replace("-", "_") for alias, keyword in ALIASES.items()}
     found: dict[str, Any] = {}
     for key, value in values.items():

@@ -14,7 +14,7 @@ def _model_dir(name: str) -> Path:
     folder = _MODELS / name
     if not (folder / "provenance.json").is_file():
         pytest.fail(
-            f"{folder} is not there. Run `make test`, or `python -m harness.models fetch {name}`.",
+            f"{folder} is not there. Run `make test`, or `python -m tightfit models fetch {name}`.",
             pytrace=False,
         )
     return folder

@@ -64,13 +64,21 @@ def _search(arguments: list[str]) -> int:
 
 
 def _models(arguments: list[str]) -> int:
-    if arguments[:1] == ["test"]:
-        from console.testing.cli import main as test  # noqa: PLC0415  when it runs
+    from console.registry.cli import main  # noqa: PLC0415  when it runs
 
-        return _guarded(lambda: test(arguments[1:]))
-    from harness.models import main  # noqa: PLC0415  when it runs
+    return _guarded(lambda: main(arguments, {"pack": _pack, "test": _test}))
 
-    return main(arguments, prog="tightfit models")
+
+def _pack(arguments: list[str]) -> int:
+    from harness.pack import main  # noqa: PLC0415  when it runs
+
+    return main(arguments, prog="tightfit models pack")
+
+
+def _test(arguments: list[str]) -> int:
+    from console.testing.cli import main  # noqa: PLC0415  when it runs
+
+    return main(arguments)
 
 
 def _serve(arguments: list[str]) -> int:
@@ -166,7 +174,7 @@ COMMANDS: Final = (
     Command("service", "VERB ...", "run a server and the console as services of systemd", _service),
     Command("chat", "[MODEL]", "talk to a server, or to a model, in the terminal", _chat),
     Command("search", "[SETTINGS]", "look for the best settings", _search),
-    Command("models", "VERB ...", "list, show, fetch, pack, test and remove models", _models),
+    Command("models", "VERB ...", "add, list, set, fetch, test and remove models", _models),
     Command("open", "[latest|RUN]", "open the page of all runs, or of one, in the browser", _open),
     Command("compare", "RUN RUN ...", "compare runs of the same work", _compare),
     Command("doctor", "", "check what this machine has: GPU, link, memory, disk", _doctor),

@@ -107,7 +107,7 @@ def _settings(line: str) -> list[str]:
 
 
 def _model_verbs() -> Sequence[str]:
-    from harness.models import VERBS  # noqa: PLC0415  when it is asked
+    from console.registry.cli import VERBS  # noqa: PLC0415  when it is asked
 
     return VERBS
 

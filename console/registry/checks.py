@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from console.registry.tables import Model
 from engine.asked.config import EngineConfig, ModelConfig
@@ -23,7 +23,10 @@ class FieldError(ConfigError):
 
     Attributes:
         field: what was wrong: name, source, a setting, ...
+        is_busy: whether it may be done later, when what uses it has ended.
     """
+
+    is_busy: ClassVar = False
 
     def __init__(self, field: str, message: str) -> None:
         """Make it of the field and a message, which begins with the field."""
@@ -33,6 +36,8 @@ class FieldError(ConfigError):
 
 class BusyError(FieldError):
     """It cannot be done now, because something else uses what it changes."""
+
+    is_busy = True
 
 
 def check_name(field: str, name: object) -> str:

@@ -1,4 +1,4 @@
-"""Models by name, folder and hub id; their state, sizes and folder; the command that fetches."""
+"""Models by name, folder and hub id; their state, sizes and folder."""
 
 import json
 import subprocess
@@ -13,7 +13,6 @@ from catalogue.entry import Model, ModelSource
 from catalogue.models import State, describe, fetch, find, names, state
 from engine.errors import ConfigError
 from engine.model.spec import ModelSpec
-from harness import models as command
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = find("glass").spec
@@ -212,37 +211,3 @@ def test_an_unusable_config_is_told_before_weights_are_looked_for(
 def test_an_unusable_entry_is_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Model(**settings)
-
-
-def test_fetch_prints_the_folder_and_refuses_unknown_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "model").mkdir()
-    weights = tmp_path / "weights"
-    (tmp_path / "model" / "mine.yaml").write_text(f"name: mine\npath: {weights}\n")
-    (tmp_path / "model" / "bare.yaml").write_text("name: bare\n")
-    words = ["--config-dir", str(tmp_path)]
-    assert command.main(["fetch", "mine", *words]) == 3
-    assert f"found none at {weights}" in capsys.readouterr().err
-    checkpoint(weights)
-    assert command.main(["fetch", "mine", *words]) == 0
-    assert capsys.readouterr().out == f"mine: {weights}\n"
-    assert command.main(["fetch", "mime", *words]) == 2
-    assert "got 'mime'. Did you mean mine?" in capsys.readouterr().err
-    assert command.main(["fetch", "bare", *words]) == 2
-    assert "model bare: expected a model with a source" in capsys.readouterr().err
-
-
-def test_home_prints_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
-    assert command.main(["home"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}\n"
-
-
-def test_the_command_loads_no_heavy_library() -> None:
-    heavy = "{'torch', 'transformers', 'gguf', 'tokenizers', 'mlflow', 'hydra', 'omegaconf'}"
-    code = f"import sys, harness.models; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import console.registry.cli
 import harness.__main__
-import harness.models
 import harness.search
 import reports.__main__
 import server.chat
@@ -27,13 +27,13 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     for name, module in {
         "harness": harness.__main__,
         "search": harness.search,
-        "models": harness.models,
+        "models": console.registry.cli,
         "reports": reports.__main__,
         "serve": server.run,
         "chat": server.chat,
     }.items():
 
-        def keep(arguments: list[str], name: str = name, **_: object) -> int:
+        def keep(arguments: list[str], *_: object, name: str = name, **__: object) -> int:
             found.append((name, list(arguments)))
             return 0
 

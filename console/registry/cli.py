@@ -1,0 +1,463 @@
+"""`tightfit models`: the models of the registry and of the catalogue, and what this machine has."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from catalogue.checkpoint import ModelUnavailableError, freed_bytes
+from catalogue.entry import Model as Entry
+from catalogue.files import kept_folder, tightfit_home
+from catalogue.models import describe, fetch, find, names, own_folder, remove, state
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
+from engine.errors import ConfigError
+from engine.sealed import GIB
+from server.flags import add_engine_flags, as_flags, engine_names
+
+if TYPE_CHECKING:
+    from console.registry.proposals import Proposal
+    from console.registry.registry import Registry
+    from console.registry.tables import Model, Profile
+    from engine.model.spec import ModelSpec
+
+VERBS: Final = ("list", "show", "add", "set", "test", "fetch", "pack", "remove", "scan", "home")
+_NAME: Final = "a name of `list`, or a hub's OWNER/NAME"
+_ADDED: Final = "a name that a model was added with"
+LAST: Final = 5
+"""Tests that `show` prints."""
+Command = Callable[[list[str]], int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a verb found out."""
+
+    lines: Sequence[str]
+    plain: Any
+    """The same for --json."""
+
+
+def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
+    """Carry out `tightfit models`.
+
+    Args:
+        arguments: what stands behind it.
+        elsewhere: what carries out the verbs pack and test.
+
+    Returns:
+        0; 3 when a model cannot be had, or is in use; 2 for a wrong name or setting.
+    """
+    verb, *rest = arguments or [""]
+    if verb in elsewhere:
+        return elsewhere[verb](rest)
+    chosen = _parser().parse_args(arguments)
+    try:
+        for answer in _CARRY_OUT[chosen.verb](chosen):
+            show([json.dumps(answer.plain, indent=1)] if chosen.json else answer.lines)
+    except ModelUnavailableError as error:
+        say(f"error: {as_flags(str(error))}")
+        return EXIT_NOT_ALL_OK
+    except ConfigError as error:
+        say(f"error: {error}")
+        return EXIT_NOT_ALL_OK if getattr(error, "is_busy", False) else EXIT_BAD_CONFIG
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tightfit models", description="Look after models: files, settings, results."
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    helps = (
+        "list the models that were added, and those of the catalogue",
+        "print a model's sizes, files, profiles and last results",
+        "add a model with its settings; those left open are proposed, with their price",
+        "change settings of a model's profile, or make another profile",
+        "measure a model with a profile, or two profiles in turns",
+        f"download models into {tightfit_home()}",
+        f"keep a model's weights in lossless codes in {kept_folder()}, for later loads",
+        "remove models: their files, settings and results",
+        "find models that vanished, changed, or are new on this disk",
+        "print the folder of models, runs and database",
+    )
+    made = {
+        verb: verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
+        for verb, text in zip(VERBS, helps, strict=True)
+    }
+    for verb in ("show", "add", "set"):
+        what = {"show": f"{_NAME}, or a folder", "add": f"{_NAME}, or a folder"}.get(verb, _ADDED)
+        made[verb].add_argument("name", metavar="NAME", help=what)
+    for verb in ("fetch", "remove"):
+        made[verb].add_argument("names", nargs="+", metavar="NAME", help=_NAME)
+    for verb in ("list", "show", "fetch", "remove"):
+        made[verb].add_argument(
+            "--config-dir", type=Path, help="a folder of yours, whose model/ has files too"
+        )
+    for parser_of in made.values():
+        parser_of.add_argument("--json", action="store_true", help="print one JSON document")
+    for verb in ("show", "add", "set"):
+        made[verb].add_argument(
+            "--card", metavar="CARD", help="plan for this card of conf/gpu, or cpu (this machine's)"
+        )
+    add, change, gone = made["add"], made["set"], made["remove"]
+    add.add_argument("--as", dest="as_name", metavar="NAME", help="what commands call it")
+    add.add_argument("--revision", metavar="X", help="branch, tag or commit of a hub's repository")
+    add.add_argument("--as-is", action="store_true", help="propose nothing")
+    for each in (add, change):
+        each.add_argument("--profile", metavar="NAME", help="of the settings (default)")
+        add_engine_flags(each)
+    change.add_argument("--unset", nargs="+", metavar="X", default=[], help="settings to remove")
+    change.add_argument("--default", action="store_true", help="use it where none is named")
+    change.add_argument("--propose", action="store_true", help="have open settings proposed")
+    change.add_argument("--drop", action="store_true", help="remove the profile")
+    gone.add_argument("--keep-files", action="store_true", help="leave all files where they are")
+    gone.add_argument("--dry-run", action="store_true", help="say what would go")
+    return parser
+
+
+def _registry(*, is_needed: bool = False) -> "Registry | None":
+    """Return the registry; None where nothing was added yet, and it need not be made."""
+    if not is_needed and not (tightfit_home() / "registry.db").exists():
+        return None
+    from console.registry.registry import Registry  # noqa: PLC0415  brings SQLAlchemy
+
+    return Registry.open()
+
+
+def _opened() -> "Registry":
+    registry = _registry(is_needed=True)
+    assert registry is not None
+    return registry
+
+
+def _added(name: str) -> "tuple[Registry, Model] | None":
+    """Return a model of the registry by its name; None: there is none of that name."""
+    registry = _registry()
+    rows = [] if registry is None else [row for row in registry.models.list() if row.name == name]
+    return (registry, rows[0]) if registry is not None and rows else None
+
+
+# What there is.
+
+
+def _list(chosen: argparse.Namespace) -> Iterator[Answer]:
+    registry = _registry()
+    rows = [] if registry is None else registry.models.list()
+    rates = {} if registry is None else _rates(registry)
+    known = {row.source for row in rows}
+    entries = [find(name, chosen.config_dir) for name in names(chosen.config_dir)]
+    others = [entry for entry in entries if entry.name not in known]
+    lines = [*_table(rows, rates), *([""] if rows else []), *_catalogue_table(others)]
+    yield Answer(
+        lines,
+        {
+            "models": [_plain(row) | {"output_tok_s": rates.get(row.id)} for row in rows],
+            "catalogue": [_plain_entry(entry) for entry in others],
+        },
+    )
+
+
+def _rates(registry: "Registry") -> dict[int, float]:
+    """Return the last measured throughput of each model, by its id."""
+    found = {}
+    for model_id, rows in registry.results.latest().items():
+        last = max(
+            (row for row in rows if row.part == "throughput"), key=lambda row: row.id, default=None
+        )
+        rate = None if last is None else last.metrics.get("throughput/output_tok_s")
+        if rate is not None:
+            found[model_id] = float(rate)
+    return found
+
+
+def _table(rows: "Sequence[Model]", rates: Mapping[int, float]) -> list[str]:
+    """Return a line for each model that was added."""
+    if not rows:
+        return []
+    head = ("added", "state", "GiB", "billion weights", "tok/s", "default profile", "source")
+    found = [head]
+    for row in rows:
+        rate = rates.get(row.id)
+        found.append(
+            (
+                row.name,
+                row.state,
+                _gib(row.weights_bytes),
+                "-" if row.num_parameters is None else f"{row.num_parameters / 1e9:.2f}",
+                "-" if rate is None else f"{rate:.1f}",
+                next((_words(each.settings) for each in row.profiles if each.is_default), ""),
+                row.source,
+            )
+        )
+    return columns(found, left={0, 1, 5, 6})
+
+
+def _catalogue_table(entries: Sequence[Entry]) -> list[str]:
+    """Return a line for each model of the catalogue."""
+    rows = [("model", "here", "GiB on disk", "billion weights", "source")]
+    for entry in entries:
+        found, spec = state(entry), entry.spec
+        size = f"{found.num_bytes / GIB:.2f}" if found.num_bytes else "-"
+        weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
+        rows.append((entry.name, found.kind, size, weights, _source(entry)))
+    return columns(rows, left={0, 1, 4})
+
+
+def _source(entry: Entry) -> str:
+    source = entry.source
+    if entry.path is not None:
+        return entry.path
+    return str(source.repo) if source.kind == "hub" else f"{source.package} {source.version}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    """Return settings as they are typed."""
+    return " ".join(f"{name}={_text(value)}" for name, value in settings.items()) or "-"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _plain(row: "Model") -> dict[str, Any]:
+    profiles = [_plain_profile(profile) for profile in row.profiles]
+    return row.to_dict() | {"profiles": profiles}
+
+
+def _plain_profile(profile: "Profile") -> dict[str, Any]:
+    return profile.to_dict()
+
+
+def _plain_entry(entry: Entry) -> dict[str, Any]:
+    found, spec = state(entry), entry.spec
+    return {
+        "name": entry.name,
+        "source": _source(entry),
+        "here": found.kind,
+        "path": None if found.path is None else str(found.path),
+        "num_bytes": found.num_bytes,
+        "num_parameters": None if spec is None else spec.num_parameters,
+    }
+
+
+def _show(chosen: argparse.Namespace) -> Iterator[Answer]:
+    added = _added(chosen.name)
+    if added is not None:
+        yield _described(*added, chosen.card)
+        return
+    entry = find(chosen.name, chosen.config_dir)
+    if chosen.card is not None:
+        raise ConfigError(
+            f"card: expected a model that was added, got {entry.name}. Add it first, or see "
+            f"`tightfit plan +model={entry.name} gpu={chosen.card}`."
+        )
+    found, folder = state(entry), describe(entry)
+    here = f"{found.kind}, {found.num_bytes / GIB:.2f} GiB" if found.num_bytes else "absent"
+    rows = [
+        ("model", entry.name),
+        ("source", _source(entry)),
+        ("here", here),
+        ("folder", str(found.path or "-")),
+        *_sizes(folder.spec, folder.spec.weight_bytes()),
+    ]
+    lines = [*columns(rows, left={0, 1}), *(f"  note: {note}" for note in folder.notes)]
+    yield Answer(lines, _plain_entry(entry) | {"spec": asdict(folder.spec), "notes": folder.notes})
+
+
+def _sizes(spec: "ModelSpec", weights_bytes: int) -> list[tuple[str, str]]:
+    return [
+        ("family", spec.model_type),
+        ("weights", f"{spec.num_parameters / 1e9:.3f} billion, {weights_bytes / GIB:.2f} GiB"),
+        ("layers", str(spec.num_hidden_layers)),
+        ("longest sequence", f"{spec.max_position_embeddings:,} tokens"),
+        ("KV of a token", f"{spec.kv_bytes_per_token() / 1024:.1f} KiB"),
+    ]
+
+
+def _described(registry: "Registry", row: "Model", card: str | None) -> Answer:
+    """Return what is known of a model that was added."""
+    from console.registry.checks import spec_of  # noqa: PLC0415  brings SQLAlchemy
+    from console.registry.models import profile_of  # noqa: PLC0415
+
+    runs = registry.results.runs(row.id, limit=LAST)
+    measured = registry.results.latest().get(row.id, [])
+    rows = [
+        ("model", row.name),
+        ("source", row.source if row.revision is None else f"{row.source} {row.revision}"),
+        ("state", row.state if row.reason is None else f"{row.state}: {row.reason}"),
+        ("folder", row.path or "-"),
+        *_sizes(spec_of(row), row.weights_bytes or 0),
+        *(_profile_row(profile) for profile in row.profiles),
+        *((f"{each.part} on {each.card}", _words(each.metrics)) for each in measured),
+        *((f"test {run.id}", f"{run.kind}, {run.status}") for run in runs),
+    ]
+    plain = _plain(row) | {
+        "tests": [run.to_dict() for run in runs],
+        "performance": [each.to_dict() for each in measured],
+        "comparisons": [
+            each.to_dict() for each in registry.results.comparisons(row.id, limit=LAST)
+        ],
+    }
+    lines = columns(rows, left={0, 1})
+    if card is not None:
+        proposal = registry.models.plan(row, profile_of(row).settings, card=card)
+        lines, plain = [*lines, "", *proposal.lines], plain | {"plan": asdict(proposal)}
+    return Answer(lines, plain)
+
+
+def _profile_row(profile: "Profile") -> tuple[str, str]:
+    mark = " (default)" if profile.is_default and profile.name != "default" else ""
+    return f"profile {profile.name}{mark}", _words(profile.settings)
+
+
+def _home(_: argparse.Namespace) -> Iterator[Answer]:
+    yield Answer([str(tightfit_home())], {"home": str(tightfit_home())})
+
+
+# What changes the registry.
+
+
+def _add(chosen: argparse.Namespace) -> Iterator[Answer]:
+    models, profile = _opened().models, chosen.profile or "default"
+    row = models.describe(chosen.name, name=chosen.as_name, revision=chosen.revision)
+    asked = _settings(chosen)
+    proposal = None if chosen.as_is else models.plan(row, asked, card=chosen.card)
+    if chosen.as_is and chosen.card is not None:
+        raise ConfigError("card: expected none beside --as-is, which plans nothing. Remove one.")
+    row = models.store(row, asked if proposal is None else proposal.settings, profile=profile)
+    is_here = row.state == "untested"
+    where = f"in {row.path}" if is_here else f"not here yet: tightfit models fetch {row.name}"
+    lines = [
+        f"{row.name} is added ({_gib(row.weights_bytes)} GiB, {where}).",
+        *([] if proposal is None else proposal.lines),
+        *_profile_lines(row.profiles[0], proposal),
+    ]
+    yield Answer(lines, _plain(row) | {"plan": None if proposal is None else asdict(proposal)})
+
+
+def _profile_lines(profile: "Profile", proposal: "Proposal | None") -> list[str]:
+    """Return a profile's settings, and what they are predicted to cost."""
+    lines = [f"Profile {profile.name}: {_words(profile.settings)}"]
+    price = None if proposal is None else proposal.price
+    if price is not None:
+        lines.append(
+            f"Predicted: {price['decode_tokens_s']:.1f} tok/s for one sequence, "
+            f"{price['decode_tokens_full_s']:.0f} for {price['full_batch']} at once "
+            f"({price['source']})"
+        )
+    return lines
+
+
+def _settings(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's flags that were given."""
+    given = vars(chosen)
+    return {name: given[name] for name in engine_names() if given.get(name) is not None}
+
+
+def _set(chosen: argparse.Namespace) -> Iterator[Answer]:
+    from console.registry.models import profile_of  # noqa: PLC0415  brings SQLAlchemy
+
+    models = _opened().models
+    if chosen.drop:
+        if chosen.profile is None:
+            raise ConfigError("drop: expected --profile NAME beside it, got none.")
+        models.remove_profile(chosen.name, chosen.profile)
+        row = models.get(chosen.name)
+        yield Answer([f"{row.name}: profile {chosen.profile} is removed"], _plain(row))
+        return
+    changes = {name.replace("-", "_"): None for name in chosen.unset} | _settings(chosen)
+    if not changes and not chosen.default and not chosen.propose:
+        raise ConfigError(
+            "set: expected a setting, such as --cpu-offload-gb 4, or --unset, --default, "
+            f"--propose or --drop, got none. `tightfit models show {chosen.name}` shows them."
+        )
+    models.set_profile(chosen.name, chosen.profile, changes, make_default=chosen.default)
+    row = models.get(chosen.name)
+    profile = profile_of(row, chosen.profile)
+    proposal = models.plan(row, profile.settings, card=chosen.card, explain=chosen.propose)
+    if chosen.propose:
+        gone = {name: None for name in profile.settings if name not in proposal.settings}
+        models.set_profile(row.name, profile.name, {**gone, **proposal.settings})
+        row = models.get(chosen.name)
+        profile = profile_of(row, chosen.profile)
+    lines = [*_profile_lines(profile, None), *proposal.lines]
+    yield Answer(lines, _plain(row) | {"plan": asdict(proposal)})
+
+
+def _fetch(chosen: argparse.Namespace) -> Iterator[Answer]:
+    for name in chosen.names:
+        added = _added(name)
+        if added is None:
+            entry = find(name, chosen.config_dir)
+            folder = fetch(entry, report=say)
+            where = folder or "random weights, nothing to fetch"
+            yield Answer(
+                [f"{entry.name}: {where}"], {"name": entry.name, "path": folder and str(folder)}
+            )
+        else:
+            row = added[0].holdings.fetch(name, report=say)
+            yield Answer([f"{row.name}: {row.path}"], {"name": row.name, "path": row.path})
+
+
+def _remove(chosen: argparse.Namespace) -> Iterator[Answer]:
+    for name in chosen.names:
+        added = _added(name)
+        yield (
+            _removed_entry(find(name, chosen.config_dir), chosen)
+            if added is None
+            else _removed(added[0], name, chosen)
+        )
+
+
+def _removed_entry(entry: Entry, chosen: argparse.Namespace) -> Answer:
+    """Remove the files of a model that was not added."""
+    if chosen.keep_files:
+        raise ConfigError(f"keep_files: expected a model that was added, got {entry.name}.")
+    folder = own_folder(entry)
+    size = freed_bytes(folder) if chosen.dry_run else remove(entry)
+    done = "would be removed" if chosen.dry_run else "removed"
+    return Answer(
+        [f"{entry.name}: {size / GIB:.2f} GiB {done}"],
+        {"name": entry.name, "folder": str(folder), "num_bytes": size},
+    )
+
+
+def _removed(registry: "Registry", name: str, chosen: argparse.Namespace) -> Answer:
+    act = registry.holdings.removal if chosen.dry_run else registry.holdings.remove
+    found = act(name, keep_files=chosen.keep_files)
+    done = "would be removed" if chosen.dry_run else "removed"
+    files = (
+        "no files" if found.folder is None else f"{found.num_bytes / GIB:.2f} GiB in {found.folder}"
+    )
+    lines = [
+        f"{found.name}: {files} {done}, with {len(found.profiles)} profiles, {found.num_tests} "
+        f"tests and {found.num_measurements} measurements"
+    ]
+    folder = None if found.folder is None else str(found.folder)
+    return Answer(lines, asdict(found) | {"folder": folder})
+
+
+def _scan(_: argparse.Namespace) -> Iterator[Answer]:
+    found = asdict(_opened().holdings.scan())
+    refused = found.pop("refused")
+    lines = [f"{what}: {', '.join(models)}" for what, models in found.items() if models]
+    lines += [f"not added: {source}: {reason}" for source, reason in refused.items()]
+    yield Answer(lines or ["nothing changed"], found | {"refused": refused})
+
+
+_CARRY_OUT: Final[Mapping[str, Callable[[argparse.Namespace], Iterator[Answer]]]] = {
+    "list": _list,
+    "show": _show,
+    "add": _add,
+    "set": _set,
+    "fetch": _fetch,
+    "remove": _remove,
+    "scan": _scan,
+    "home": _home,
+}
